@@ -1,0 +1,86 @@
+"""Blocking step: is the next batch there when a step that blocks its loop is done?
+
+The objects of ``latency.py``, 100 batches of them, and a consumer that does
+``time.sleep(0.02)`` per batch, as a training step on the CPU blocks its event loop.
+The share of wall time that the step waited counts from the first request on.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from feeds import GatheredObjects, aioloader_feed, spdl_settings, torch_feed
+from harness import Contender, Figures, Metric, Options, Question, Target, main
+from remote import Plan, serve, travel
+
+if TYPE_CHECKING:
+    from remote import MakeFeed
+
+OBJECTS = 6_400
+STEP = 0.02
+REFERENCE = "aioloader range 256"
+
+
+def fed(make: MakeFeed, *, extra: bool = False) -> Contender:
+    def run(options: Options) -> Figures:
+        measured = OBJECTS // 5 if options.quick else OBJECTS
+        figures = travel(make, Plan(512, measured, STEP), options.url)
+        return figures | {"waited": figures["waited"] * 100}
+
+    return Contender(run, against=REFERENCE, extra=extra)
+
+
+def own() -> dict[str, Contender]:
+    feeds = {
+        "128": aioloader_feed(128),
+        "256": aioloader_feed(256),
+        "for 256": aioloader_feed(256, asynchronous=False),
+        "range 128": aioloader_feed(128, ranged=True),
+        "range 256": aioloader_feed(256, ranged=True),
+    }
+    extra = {
+        "range 512": aioloader_feed(512, ranged=True),
+        "range 128 ahead 8": aioloader_feed(128, ranged=True, prefetch_factor=8),
+        "range 256 ahead 8": aioloader_feed(256, ranged=True, prefetch_factor=8),
+    }
+    return {
+        f"aioloader {name}": fed(feed, extra=name in extra)
+        for name, feed in (feeds | extra).items()
+    }
+
+
+def rivals() -> dict[str, Contender]:
+    gathered = {
+        f"torch gather {workers} workers": fed(
+            torch_feed(GatheredObjects, workers), extra=workers not in {4, 8}
+        )
+        for workers in (2, 4, 6, 8)
+    }
+    shown = {"plain 256", "lean 128", "lean batches 2"}
+    return gathered | {
+        f"SPDL {name}": fed(setting, extra=name not in shown)
+        for name, setting in spdl_settings().items()
+    }
+
+
+RIVALS = rivals()
+
+QUESTION = Question(
+    name="blocking",
+    text="A step of 20 ms blocks its loop for each batch of 64: does it wait for data?",
+    contenders=own() | RIVALS,
+    metrics=[
+        Metric("wall", "wall s", ".2f", higher=False),
+        Metric("waited", "waited %", ".1f", higher=False),
+        Metric("first_warm", "first batch, latencies", ".2f", higher=False),
+        Metric("cpu", "CPU us/object", higher=False),
+        Metric("rss_mb", "MB", higher=False),
+        Metric("worker_rss_mb", "MB/worker", higher=False),
+    ],
+    targets=[Target(REFERENCE, [rival], 1.0) for rival in RIVALS],
+    serve=partial(serve, OBJECTS),
+)
+
+if __name__ == "__main__":
+    main(QUESTION)

@@ -1,0 +1,55 @@
+"""What a result depends on: hardware, versions, commit, date and command."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+_PACKAGES = ("torch", "numpy", "obstore", "spdl", "uvloop", "urllib3", "anyio")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(
+        ["git", *words],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip()
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+    return names[0] if names else platform.processor()
+
+
+def describe() -> dict[str, object]:
+    """Describe this machine, these packages and this run."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "aioloader": _version("aioloader"),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted": bool(_git("status", "--porcelain", "--", "../src")),
+        "packages": {package: _version(package) for package in _PACKAGES},
+    }

@@ -1,0 +1,282 @@
+"""The contenders of the remote benchmarks, each as its users would write it best.
+
+A feed is made once per process and yields uint8 batches of ``[64, 102400]``. torch's
+feeds never touch obstore in the parent process, because it does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import warnings
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+import urllib3
+import uvloop
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+
+from remote import BATCH, OBJECT_BYTES, Batches, stack
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable, Iterator
+
+    from remote import Feed, MakeFeed
+
+# torch advises against more workers than cores; the workers here only wait
+warnings.filterwarnings("ignore", message="This DataLoader will create")
+
+KEYS = 10_000
+
+
+class Window(Sampler[int]):
+    """The first ``count`` objects; a loader keeps it from epoch to epoch."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
+def make_store(url: str) -> Any:
+    from obstore.store import HTTPStore  # noqa: PLC0415
+
+    return HTTPStore(url, client_options={"allow_http": True})
+
+
+class Asynchronous:
+    """Shows only the asynchronous face of a loader."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __aiter__(self) -> AsyncIterator[torch.Tensor]:
+        batches: AsyncIterator[torch.Tensor] = aiter(self._loader)
+        return batches
+
+
+class RangedObjects:
+    """An asynchronous dataset of one's own, for objects of known size."""
+
+    def __init__(self, url: str) -> None:
+        import obstore  # noqa: PLC0415
+
+        self._get = obstore.get_range_async
+        self._store = make_store(url)
+
+    def __len__(self) -> int:
+        return KEYS
+
+    async def __getitem__(self, index: int) -> Any:
+        return await self._get(self._store, str(index), start=0, length=OBJECT_BYTES)
+
+
+def aioloader_feed(
+    concurrency: int,
+    *,
+    asynchronous: bool = True,
+    ranged: bool = False,
+    prefetch_factor: int | None = None,
+) -> MakeFeed:
+    """Make the feed of this package.
+
+    Args:
+        concurrency: GETs in flight.
+        asynchronous: Consume it by ``async for``; else by ``for``.
+        ranged: Read with the coroutine that the peers use; else ``ObjectDataset``,
+            which is not told the sizes and checks them.
+        prefetch_factor: Batches in flight; None lets the loader choose.
+    """
+
+    @contextlib.contextmanager
+    def make(url: str) -> Iterator[Feed]:
+        import aioloader  # noqa: PLC0415
+        from aioloader.datasets import ObjectDataset  # noqa: PLC0415
+
+        window = Window()
+        keys = [str(key) for key in range(KEYS)]
+        loader: Any = aioloader.DataLoader(
+            RangedObjects(url) if ranged else ObjectDataset(make_store(url), keys=keys),
+            BATCH,
+            sampler=window,
+            collate_fn=stack,
+            prefetch_factor=prefetch_factor,
+            concurrency=concurrency,
+        )
+
+        def feed(count: int) -> Batches:
+            window.count = count
+            return Asynchronous(loader) if asynchronous else loader
+
+        with contextlib.closing(loader):
+            yield feed
+
+    return make
+
+
+class PooledObjects(Dataset[torch.Tensor]):
+    """One GET at a time through a pooled client, one pool per worker."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._pool: urllib3.HTTPConnectionPool | None = None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self._pool is None:
+            self._pool = urllib3.connection_from_url(self.url)
+        body = self._pool.request("GET", f"/{index}").data
+        return torch.frombuffer(body, dtype=torch.uint8)
+
+
+class GatheredObjects(Dataset[torch.Tensor]):
+    """A whole batch of GETs at once, on an event loop inside the worker."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._runner: asyncio.Runner | None = None
+
+    async def _read(self, index: int) -> torch.Tensor:
+        body = await self._obstore.get_range_async(
+            self._store, str(index), start=0, length=OBJECT_BYTES
+        )
+        return torch.frombuffer(body, dtype=torch.uint8)
+
+    async def _gather(self, indices: list[int]) -> list[torch.Tensor]:
+        return await asyncio.gather(*map(self._read, indices))
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        if self._runner is None:
+            import obstore  # noqa: PLC0415
+
+            self._obstore = obstore
+            self._store = make_store(self.url)
+            self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        return self._runner.run(self._gather(indices))
+
+
+def torch_feed(dataset: type[Dataset[torch.Tensor]], workers: int) -> MakeFeed:
+    """Make torch's feed: persistent workers that stack into shared memory."""
+
+    @contextlib.contextmanager
+    def make(url: str) -> Iterator[Feed]:
+        window = Window()
+        loader: DataLoader[torch.Tensor] = DataLoader(
+            dataset(url),  # type: ignore[call-arg]
+            BATCH,
+            sampler=window,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            collate_fn=default_collate,
+        )
+
+        def feed(count: int) -> Batches:
+            window.count = count
+            return loader
+
+        yield feed
+
+    return make
+
+
+class AsyncRange:
+    """An asynchronous source: SPDL hands items of a sync one across threads."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for index in range(self._count):
+            yield index
+
+
+@dataclass(frozen=True)
+class Spdl:
+    """Settings of an SPDL pipeline; ``lean`` is everything it lets one turn off.
+
+    A lean one runs on uvloop, without task hooks and queue statistics, with an
+    asynchronous source and a thread queue at its end. ``whole`` makes the item a
+    batch: one task gathers 64 GETs, and ``concurrency`` counts batches.
+    """
+
+    concurrency: int
+    lean: bool = True
+    whole: bool = False
+    ordered: bool = False
+
+    @contextlib.contextmanager
+    def __call__(self, url: str) -> Iterator[Feed]:
+        """Make the feed; a pipeline serves one epoch and is built for each."""
+        if self.lean:
+            asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+        store = make_store(url)
+
+        def feed(count: int) -> Batches:
+            return self._batches(self._build(store, count))
+
+        yield feed
+
+    @staticmethod
+    def _batches(pipeline: Any) -> Iterator[torch.Tensor]:
+        with pipeline.auto_stop():
+            yield from pipeline
+
+    def _build(self, store: Any, count: int) -> Any:
+        import obstore  # noqa: PLC0415
+        from spdl.pipeline import AsyncQueue, PipelineBuilder  # noqa: PLC0415
+
+        async def read(index: int) -> Any:
+            return await obstore.get_range_async(
+                store, str(index), start=0, length=OBJECT_BYTES
+            )
+
+        async def gather(indices: Iterable[int]) -> list[Any]:
+            return await asyncio.gather(*map(read, indices))
+
+        builder: Any = PipelineBuilder()
+        order = "input" if self.ordered else "completion"
+        if self.whole:
+            builder.add_source(chunks(count))
+            builder.pipe(gather, concurrency=self.concurrency, output_order=order)
+        else:
+            builder.add_source(AsyncRange(count) if self.lean else range(count))
+            builder.pipe(read, concurrency=self.concurrency, output_order=order)
+            builder.aggregate(BATCH)
+        builder.pipe(stack, output_order=order).add_sink(4)
+        lean = {
+            "task_hook_factory": no_hooks,
+            "queue_class": AsyncQueue,
+            "use_thread_output_queue": True,
+        }
+        return builder.build(num_threads=2, **(lean if self.lean else {}))
+
+
+def spdl_settings() -> dict[str, Spdl]:
+    """Name the settings that were tried, items first, then whole batches."""
+    items = {
+        f"{kind}{' ordered' * ordered} {n}": Spdl(n, kind == "lean", ordered=ordered)
+        for kind in ("plain", "lean")
+        for n in (128, 256)
+        for ordered in (False, True)
+    }
+    whole = {
+        f"lean batches{' ordered' * ordered} {n}": Spdl(n, whole=True, ordered=ordered)
+        for n in (2, 3, 4, 6, 8)
+        for ordered in (False, True)
+    }
+    return items | whole
+
+
+def chunks(count: int) -> list[list[int]]:
+    """Split the indices of an epoch into batches."""
+    indices = iter(range(count))
+    return list(iter(lambda: list(islice(indices, BATCH)), []))
+
+
+def no_hooks(_: object) -> list[Any]:
+    return []

@@ -1,0 +1,26 @@
+"""The asyncio-native streaming data loader for PyTorch.
+
+``async for batch in DataLoader(dataset, ...)``: torch's arguments, samples read
+concurrently from files, object stores and databases, at home in async code.
+"""
+
+from aioloader import datasets, errors
+from aioloader._collate import default_collate, default_convert
+from aioloader._loader import DataLoader
+from aioloader._observe.stats import LoaderStats
+from aioloader._order.failures import SKIP, Failure
+from aioloader._order.permutation import ShuffledIndices
+from aioloader._order.retry import Retry
+
+__all__ = [
+    "SKIP",
+    "DataLoader",
+    "Failure",
+    "LoaderStats",
+    "Retry",
+    "ShuffledIndices",
+    "datasets",
+    "default_collate",
+    "default_convert",
+    "errors",
+]

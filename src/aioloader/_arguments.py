@@ -1,0 +1,229 @@
+"""Torch's arguments, checked as torch checks them, but all in the constructor.
+
+The messages are torch's, so that what users know and search for stays true. What is
+wider here is documented at ``DataLoader``.
+"""
+
+import multiprocessing
+import multiprocessing.context
+import operator
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data._utils import pin_memory as torch_pin
+
+from aioloader.protocols import Kind, is_async_function
+
+
+def check_numbers(
+    *, num_workers: Any, timeout: Any, prefetch_factor: Any, concurrency: Any
+) -> None:
+    """Check counts and seconds.
+
+    Raises:
+        TypeError: If one is no number.
+        ValueError: If one is out of range.
+    """
+    _check_count("num_workers", num_workers)
+    if num_workers < 0:
+        raise ValueError(
+            "num_workers option should be non-negative; "
+            "use num_workers=0 to disable multiprocessing."
+        )
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(
+            f"timeout option should be a number of seconds, got {timeout!r}"
+        )
+    if not timeout >= 0:  # also not a number
+        raise ValueError(f"timeout option should be non-negative, got {timeout!r}")
+    if prefetch_factor is not None:
+        _check_count("prefetch_factor", prefetch_factor)
+        if prefetch_factor < 1:
+            raise ValueError(
+                "prefetch_factor option should be non-negative and at least 1, "
+                f"got {prefetch_factor}"
+            )
+    _check_count("concurrency", concurrency)
+    if concurrency < 1:
+        raise ValueError(f"concurrency must be at least 1, got {concurrency}")
+
+
+def check_workers(
+    *, num_workers: int, persistent_workers: bool, multiprocessing_context: Any
+) -> Any:
+    """Check what belongs to worker processes; return the context object, or None.
+
+    Raises:
+        ValueError: If an option needs workers and there are none, or names no context.
+        TypeError: If the context is no context.
+    """
+    if persistent_workers and num_workers == 0:
+        raise ValueError("persistent_workers option needs num_workers > 0")
+    context = multiprocessing_context
+    if context is not None:
+        if num_workers == 0:
+            raise ValueError(
+                "multiprocessing_context can only be used with multi-process loading "
+                f"(num_workers > 0), but got num_workers={num_workers}"
+            )
+        context = _context_of(context)
+    if num_workers > 0:
+        raise ValueError(
+            f"num_workers={num_workers} is not available yet: worker processes come "
+            "with the next release; use num_workers=0"
+        )
+    return context
+
+
+def check_sampling(
+    kind: Kind,
+    *,
+    batch_size: Any,
+    shuffle: Any,
+    sampler: Any,
+    batch_sampler: Any,
+    drop_last: Any,
+) -> None:
+    """Check which of the ways to choose samples are given together.
+
+    Raises:
+        ValueError: If two of them exclude each other.
+    """
+    if kind is not Kind.MAP:
+        given = {"sampler": sampler, "batch_sampler": batch_sampler}
+        if shuffle not in {False, None}:
+            raise ValueError(
+                "DataLoader with IterableDataset: expected unspecified shuffle option, "
+                f"but got shuffle={shuffle}"
+            )
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"DataLoader with IterableDataset: expected unspecified {name} "
+                    f"option, but got {name}={value}"
+                )
+    if sampler is not None and shuffle:
+        raise ValueError("sampler option is mutually exclusive with shuffle")
+    if batch_sampler is not None:
+        if batch_size != 1 or shuffle or sampler is not None or drop_last:
+            raise ValueError(
+                "batch_sampler option is mutually exclusive with batch_size, shuffle, "
+                "sampler, and drop_last"
+            )
+    elif batch_size is None and drop_last:
+        raise ValueError(
+            "batch_size=None option disables auto-batching and is mutually exclusive "
+            "with drop_last"
+        )
+
+
+def check_places(
+    *, loop: str, collate_fn: Any, transform: Any, worker_init_fn: Any
+) -> None:
+    """Check where things run, and that functions can be called.
+
+    Raises:
+        ValueError: If ``loop`` is another word.
+        TypeError: If a function is not callable.
+    """
+    if loop not in {"thread", "caller"}:
+        raise ValueError(f"loop must be 'thread' or 'caller', got {loop!r}")
+    for name, function in (
+        ("collate_fn", collate_fn),
+        ("transform", transform),
+        ("worker_init_fn", worker_init_fn),
+    ):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be callable, got {type(function).__name__!r}")
+
+
+def can_pin(*, pin_memory: bool, pin_memory_device: str) -> bool:
+    """Tell whether batches can be pinned; warn, as torch does, where they cannot."""
+    if not pin_memory:
+        return False
+    if pin_memory_device:
+        warnings.warn(
+            "pin_memory_device is deprecated, the current accelerator will be used as "
+            f"the device, ignore pin_memory_device='{pin_memory_device}'.",
+            stacklevel=4,
+        )
+    found = torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator() if found else None
+    if accelerator is None:
+        warnings.warn(
+            "'pin_memory' argument is set as true but no accelerator is found, then "
+            "device pinned memory won't be used.",
+            stacklevel=4,
+        )
+    elif accelerator.type == "mps":
+        warnings.warn(
+            "'pin_memory' argument is set as true but not supported on MPS now, device "
+            "pinned memory won't be used.",
+            stacklevel=4,
+        )
+    return accelerator is not None and accelerator.type != "mps"
+
+
+def pinning(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return ``collate_fn`` followed by torch's own pinning, of the same colour."""
+    pin: Callable[[Any], Any] = torch_pin.pin_memory
+    if is_async_function(collate_fn):
+
+        async def collate_async(samples: Any) -> Any:
+            return pin(await collate_fn(samples))
+
+        return collate_async
+    return lambda samples: pin(collate_fn(samples))
+
+
+def default_sampler(
+    dataset: Any, shuffle: Any, generator: torch.Generator | None
+) -> Sampler[int]:
+    """Return torch's sampler for a map-style dataset."""
+    if shuffle:
+        return RandomSampler(dataset, generator=generator)
+    return SequentialSampler(dataset)
+
+
+def default_batch_sampler(
+    sampler: Any, batch_size: int | None, drop_last: Any
+) -> BatchSampler | None:
+    """Return torch's batch sampler, having made its checks; None for a stream.
+
+    Raises:
+        ValueError: If the size is no positive integer, or ``drop_last`` no boolean.
+    """
+    if batch_size is None:
+        return None
+    batch_sampler = BatchSampler(
+        () if sampler is None else sampler, batch_size, drop_last
+    )
+    return None if sampler is None else batch_sampler
+
+
+def _check_count(name: str, value: Any) -> None:
+    try:
+        operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+
+
+def _context_of(context: Any) -> Any:
+    if isinstance(context, str):
+        valid = multiprocessing.get_all_start_methods()
+        if context not in valid:
+            raise ValueError(
+                "multiprocessing_context option should specify a valid start method in "
+                f"{valid!r}, but got multiprocessing_context={context!r}"
+            )
+        return multiprocessing.get_context(context)
+    if not isinstance(context, multiprocessing.context.BaseContext):
+        raise TypeError(
+            "multiprocessing_context option should be a valid context object or a "
+            "string specifying the start method, but got "
+            f"multiprocessing_context={context}"
+        )
+    return context

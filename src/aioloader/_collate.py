@@ -1,0 +1,182 @@
+"""Samples to batch: structure kept, leaves stacked.
+
+The rules, the messages and the extension points are torch's; the walk is our own,
+because torch looks up its registry and builds a tensor for every array. A registry
+that a user has extended (``default_collate_fn_map``) is left to torch's own walk.
+"""
+
+import copy
+from collections.abc import (
+    Callable,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+)
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate as torch_collate
+from torch.utils.data import default_convert
+from torch.utils.data._utils import collate as torch_rules
+
+__all__ = ["default_collate", "default_convert"]
+
+Collate: TypeAlias = Callable[[Sequence[Any]], Any]
+
+_SCALARS = (np.bool_, np.number, np.object_)
+_STANDARD: dict[Any, Callable[..., Any]] = {
+    torch.Tensor: torch_rules.collate_tensor_fn,
+    np.ndarray: torch_rules.collate_numpy_array_fn,
+    _SCALARS: torch_rules.collate_numpy_scalar_fn,
+    float: torch_rules.collate_float_fn,
+    int: torch_rules.collate_int_fn,
+    str: torch_rules.collate_str_fn,
+    bytes: torch_rules.collate_str_fn,
+}
+
+
+def default_collate(samples: Sequence[Any]) -> Any:
+    """Collate samples as ``torch.utils.data.default_collate`` does.
+
+    Tensors and arrays are stacked along a new first dimension; floats become float64,
+    ints int64; strings and bytes stay a list; mappings, namedtuples and sequences
+    keep their type and are collated leaf by leaf (a tuple becomes a list, as in
+    torch). Types registered in torch's ``default_collate_fn_map`` are honoured. Beyond
+    torch, read-only buffers such as ``obstore.Bytes`` stay a list, as bytes do.
+
+    Args:
+        samples: The samples of one batch, at least one.
+
+    Returns:
+        The batch, in fresh memory that the caller owns.
+
+    Raises:
+        TypeError: If a leaf is of no known type.
+        RuntimeError: If shapes or lengths differ between samples.
+    """
+    if torch_rules.default_collate_fn_map != _STANDARD:
+        return torch_collate(list(samples))
+    return _collate(samples)
+
+
+def _collate(samples: Sequence[Any]) -> Any:
+    first = samples[0]
+    leaf = _LEAVES.get(type(first)) or _leaf_for(first)
+    if leaf is not None:
+        return leaf(samples)
+    if isinstance(first, Mapping):
+        columns = {key: _collate([sample[key] for sample in samples]) for key in first}
+        return _like_mapping(first, columns)
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*map(_collate, zip(*samples, strict=False)))
+    if isinstance(first, Sequence):
+        return _collate_sequence(first, samples)
+    if _is_buffer(first):
+        return samples
+    raise TypeError(torch_rules.default_collate_err_msg_format.format(type(first)))
+
+
+def _collate_sequence(first: Sequence[Any], samples: Sequence[Any]) -> Any:
+    size = len(first)
+    if any(len(sample) != size for sample in samples):
+        raise RuntimeError("each element in list of batch should be of equal size")
+    columns = map(_collate, zip(*samples, strict=True))
+    if isinstance(first, tuple):
+        return list(columns)
+    return _like_sequence(first, list(columns))
+
+
+def _like_mapping(model: Mapping[Any, Any], columns: dict[Any, Any]) -> Any:
+    """Return ``columns`` as a mapping of ``model``'s type, where that can be made."""
+    if type(model) is dict:
+        return columns
+    try:
+        if isinstance(model, MutableMapping):
+            # A copy keeps what else the mapping carries (a default factory, say).
+            clone = copy.copy(model)
+            clone.update(columns)
+            return clone
+        return type(model)(columns)  # type: ignore[call-arg]
+    except TypeError:
+        return columns
+
+
+def _like_sequence(model: Sequence[Any], columns: list[Any]) -> Any:
+    """Return ``columns`` as a sequence of ``model``'s type, where that can be made."""
+    if type(model) is list:
+        return columns
+    try:
+        if isinstance(model, MutableSequence):
+            clone = copy.copy(model)
+            for place, column in enumerate(columns):
+                clone[place] = column
+            return clone
+        return type(model)(columns)  # type: ignore[call-arg]
+    except TypeError:
+        return columns
+
+
+def _stack_tensors(samples: Sequence[torch.Tensor]) -> torch.Tensor:
+    first = samples[0]
+    if first.layout is not torch.strided or first.is_nested:
+        refused: torch.Tensor = torch_rules.collate_tensor_fn(samples)
+        return refused  # for a layout torch learns to stack one day
+    return torch.stack(samples)  # type: ignore[arg-type]
+
+
+def _stack_arrays(samples: Sequence[Any]) -> torch.Tensor:
+    first = samples[0]
+    if first.dtype.kind in "SUO":
+        raise TypeError(torch_rules.default_collate_err_msg_format.format(first.dtype))
+    shape, dtype = first.shape, first.dtype
+    for sample in samples:
+        if type(sample) is not np.ndarray or (
+            sample.shape != shape or sample.dtype != dtype
+        ):
+            return _stack_tensors([torch.as_tensor(sample) for sample in samples])
+    # One copy and one tensor; read-only arrays pass without torch's warning.
+    return torch.from_numpy(np.stack(samples))
+
+
+def _floats(samples: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(samples, dtype=torch.float64)
+
+
+def _strings(samples: Sequence[Any]) -> Sequence[Any]:
+    return samples
+
+
+_LEAVES: dict[type, Collate] = {
+    torch.Tensor: _stack_tensors,
+    np.ndarray: _stack_arrays,
+    float: _floats,
+    int: torch.tensor,
+    str: _strings,
+    bytes: _strings,
+}
+# In torch's order: numpy's float64 is a float, but a numpy scalar first.
+_BY_BASE: tuple[tuple[Any, Collate], ...] = (
+    (torch.Tensor, _stack_tensors),
+    (np.ndarray, _stack_arrays),
+    (_SCALARS, torch.as_tensor),
+    (float, _floats),
+    (int, torch.tensor),
+    ((str, bytes), _strings),
+)
+
+
+def _leaf_for(value: object) -> Collate | None:
+    """Return the rule of the first base that ``value`` is an instance of."""
+    return next((rule for base, rule in _BY_BASE if isinstance(value, base)), None)
+
+
+def _is_buffer(value: object) -> bool:
+    """Tell whether ``value`` offers its bytes (``collections.abc.Buffer``, 3.12)."""
+    try:
+        memoryview(value).release()  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return not isinstance(value, Iterable)

@@ -1,0 +1,398 @@
+"""The loader: torch's arguments, the iterators, epochs.
+
+It checks, decides where an epoch runs, and hands over to the rooms; it reads and
+schedules nothing itself.
+"""
+
+import asyncio
+import functools
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, Generic, Literal
+
+import torch
+from typing_extensions import TypeVar
+
+from aioloader import _arguments as arguments
+from aioloader._collate import default_collate, default_convert
+from aioloader._observe.stats import Counters, LoaderStats
+from aioloader._order.failures import (
+    Failure,
+    FailurePolicy,
+    OnError,
+    check_failure_options,
+)
+from aioloader._order.indices import index_batches, index_chunks
+from aioloader._order.permutation import ShuffledIndices
+from aioloader._order.retry import Retry
+from aioloader._pipeline.homes import Homes
+from aioloader._pipeline.inline import GatherSource, InlineSource, gatherable
+from aioloader._pipeline.iterator import BatchIterator, Source
+from aioloader._pipeline.recipe import Recipe
+from aioloader._pipeline.run import Run
+from aioloader._pipeline.source import HostedSource
+from aioloader.protocols import Kind, kind_of
+
+Batch = TypeVar("Batch", default=Any)
+
+
+class DataLoader(Generic[Batch]):
+    """Load batches from a dataset, for ``async for`` and for ``for``.
+
+    A drop-in for ``torch.utils.data.DataLoader``: the same first seventeen arguments,
+    order and random draws. Coroutine functions (``async __getitem__``, ``__aiter__``,
+    an async ``transform``) run on an event loop, ``concurrency`` samples at a time and
+    across batch boundaries; plain functions run off it. Wider than torch:
+    ``prefetch_factor`` and ``timeout`` also work without workers.
+
+    Example:
+        >>> loader = DataLoader(list(range(6)), batch_size=4)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1, 2, 3], [4, 5]]
+
+    Args:
+        dataset: Map-style, iterable or async iterable; no base class is needed.
+        batch_size: Samples per batch; ``None`` delivers single samples.
+        shuffle: Visit a map-style dataset in a new random order each epoch.
+        sampler: Gives the indices; excludes ``shuffle``.
+        batch_sampler: Gives lists of indices; excludes the three above and
+            ``drop_last``.
+        num_workers: Worker processes; only 0 for now.
+        collate_fn: List of samples to batch; may be async.
+        pin_memory: Copy batches into page-locked memory.
+        drop_last: Leave out a short last batch.
+        timeout: Seconds to wait for a batch, from when it is asked for; 0: no limit.
+        worker_init_fn: Called in each worker with its number.
+        multiprocessing_context: Start method of workers.
+        generator: Source of the shuffle order and of ``base_seed``.
+        prefetch_factor: Batches in flight, per worker. ``None`` is 2, and for async
+            datasets what keeps ``concurrency`` samples in flight.
+        persistent_workers: Keep workers between epochs.
+        pin_memory_device: Deprecated, as in torch.
+        in_order: Deliver batches in the sampler's order, else as they complete.
+        transform: Sample to sample, before collating; may be async.
+        concurrency: Samples in flight on the loop.
+        loop: ``"thread"``: the loader's own loop in a private thread, which goes on
+            while the consumer computes; ``"caller"``: the loop that iterates.
+        on_error: ``"raise"``; ``"skip"`` a failed sample (its batch is smaller); or a
+            callable from ``Failure`` to a replacement or ``SKIP``.
+        max_failures: Budget of failed samples per epoch: a count, or a fraction.
+        retry: When to read a sample again.
+
+    Raises:
+        ValueError: If arguments exclude each other, in torch's words.
+        TypeError: If one is of the wrong type.
+    """
+
+    _fixed: ClassVar[frozenset[str]] = frozenset(
+        {
+            "batch_size",
+            "batch_sampler",
+            "sampler",
+            "drop_last",
+            "dataset",
+            "persistent_workers",
+        }
+    )
+    _initialized = False
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        transform: Callable[[Any], Any] | None = None,
+        concurrency: int = 64,
+        loop: Literal["thread", "caller"] = "thread",
+        on_error: OnError = "raise",
+        max_failures: float | None = None,
+        retry: Retry | None = None,
+    ) -> None:
+        arguments.check_numbers(
+            num_workers=num_workers,
+            timeout=timeout,
+            prefetch_factor=prefetch_factor,
+            concurrency=concurrency,
+        )
+        self._kind = kind_of(dataset)
+        arguments.check_sampling(
+            self._kind,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            drop_last=drop_last,
+        )
+        self.multiprocessing_context = arguments.check_workers(
+            num_workers=num_workers,
+            persistent_workers=persistent_workers,
+            multiprocessing_context=multiprocessing_context,
+        )
+        arguments.check_places(
+            loop=loop,
+            collate_fn=collate_fn,
+            transform=transform,
+            worker_init_fn=worker_init_fn,
+        )
+        check_failure_options(on_error, max_failures)
+
+        self.dataset = dataset
+        self.num_workers = num_workers
+        self.prefetch_factor = prefetch_factor
+        self.pin_memory = pin_memory
+        self.pin_memory_device = pin_memory_device
+        self.timeout = timeout
+        self.worker_init_fn = worker_init_fn
+        self.in_order = in_order
+        self.generator = generator
+        self.persistent_workers = persistent_workers
+        self.transform = transform
+        self.concurrency = concurrency
+        self.loop = loop
+        self.on_error = on_error
+        self.max_failures = max_failures
+        self.retry = retry
+
+        if sampler is None and batch_sampler is None and self._kind is Kind.MAP:
+            sampler = arguments.default_sampler(dataset, shuffle, generator)
+        self.sampler = sampler
+        self.batch_size = None if batch_sampler is not None else batch_size
+        self.batch_sampler = batch_sampler or arguments.default_batch_sampler(
+            sampler, self.batch_size, drop_last
+        )
+        self.drop_last = drop_last
+        self._is_batched = self.batch_sampler is not None or batch_size is not None
+        self.collate_fn = collate_fn or (
+            default_collate if self._is_batched else default_convert
+        )
+
+        self._epoch = 0
+        self._shuffled_epoch: int | None = None
+        self._reported_length: int | None = None
+        self._homes = Homes(dataset)
+        self._open: weakref.WeakSet[BatchIterator[Batch]] = weakref.WeakSet()
+        self._policy = FailurePolicy()
+        self._counters = Counters()
+        self._initialized = True
+
+    # -- iteration ----------------------------------------------------------------
+
+    def __iter__(self) -> BatchIterator[Batch]:
+        return self._iterate(is_async=False)
+
+    def __aiter__(self) -> BatchIterator[Batch]:
+        return self._iterate(is_async=True)
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch.
+
+        Raises:
+            TypeError: If the dataset or the sampler has no length.
+        """
+        if self._kind is Kind.MAP:
+            return len(self.batch_sampler if self._is_batched else self.sampler)  # type: ignore[arg-type]
+        length = len(self.dataset)
+        if self.batch_size is not None:
+            whole = length / self.batch_size
+            length = math.floor(whole) if self.drop_last else math.ceil(whole)
+        self._reported_length = length
+        return length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Number the next epoch, here and in a sampler or dataset that asks for it."""
+        self._epoch = epoch
+        for part in (self.sampler, self.batch_sampler, self.dataset):
+            hook = getattr(part, "set_epoch", None)
+            if callable(hook):
+                hook(epoch)
+        if isinstance(self.sampler, ShuffledIndices):
+            self._shuffled_epoch = None
+
+    def _iterate(self, *, is_async: bool) -> BatchIterator[Batch]:
+        """Return a lazy iterator; only the random draws of torch's ``iter`` happen."""
+        self._advance_shuffled()
+        self._counters = counters = Counters(epoch=self._epoch)
+        self._policy = policy = FailurePolicy(self.on_error, self.max_failures)
+        self._epoch += 1
+        tensors = self._gathered()
+        chunks = index_chunks(self.batch_sampler) if tensors else None
+        requests = self._requests() if chunks is None else iter(())
+        # Torch draws its base seed here: later draws must find the same generator.
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        start: Callable[[], Source]
+        if tensors and chunks is not None:
+            start = functools.partial(GatherSource, tensors, chunks, counters)
+        else:
+            recipe = self._recipe(policy, counters.epoch)
+            start = functools.partial(
+                self._start, recipe, requests, counters, is_async=is_async
+            )
+        iterator: BatchIterator[Batch] = BatchIterator(
+            start, counters, self._reported_length
+        )
+        self._open.add(iterator)
+        return iterator
+
+    def _start(
+        self,
+        recipe: Recipe,
+        requests: Iterator[Any],
+        counters: Counters,
+        *,
+        is_async: bool,
+    ) -> Source:
+        """Make the source of one epoch, when its first batch is asked for."""
+        is_inline = not (is_async or self.timeout or self.prefetch_factor)
+        if recipe.is_plain() and is_inline:
+            opens = hasattr(self.dataset, "__enter__")
+            home = self._homes.lease("inline") if opens else None
+            return InlineSource(
+                recipe, requests, counters, home, drop_last=self.drop_last
+            )
+        run = Run(
+            recipe,
+            self._homes.lease(self._place(recipe, is_async=is_async)),
+            concurrency=self.concurrency,
+            in_order=self.in_order,
+            drop_last=self.drop_last,
+        )
+        window = functools.partial(self._window, is_plain=recipe.is_plain())
+        return HostedSource(run, requests, window, counters, self.timeout or None)
+
+    def _place(self, recipe: Recipe, *, is_async: bool) -> Any:
+        """Return where an epoch is hosted: a key for ``Homes``."""
+        if recipe.is_plain():
+            return "thread"
+        if self.loop == "thread":
+            return "loop"
+        if not is_async:
+            raise RuntimeError(
+                "loop='caller' hosts coroutines on the loop that iterates, and a plain "
+                "`for` would block it: use `async for`, or loop='thread'"
+            )
+        return asyncio.get_running_loop()
+
+    def _recipe(self, policy: FailurePolicy, epoch: int) -> Recipe:
+        collate_fn = self.collate_fn
+        if arguments.can_pin(
+            pin_memory=self.pin_memory, pin_memory_device=self.pin_memory_device
+        ):
+            collate_fn = arguments.pinning(collate_fn)
+        return Recipe(
+            self.dataset,
+            self.transform,
+            collate_fn,
+            batched=self._is_batched,
+            policy=policy,
+            epoch=epoch,
+            retry=self.retry,
+        )
+
+    def _requests(self) -> Iterator[Any]:
+        """Return the index batches of one epoch, as sequences."""
+        if self._kind is not Kind.MAP:
+            size = self.batch_size or 1
+            return (range(start, start + size) for start in itertools.count(0, size))
+        if self._is_batched:
+            return index_batches(self.batch_sampler)
+        return ([index] for index in iter(self.sampler or ()))
+
+    def _gathered(self) -> tuple[torch.Tensor, ...] | None:
+        """Return the tensors of a dataset whose batches can be gathered by index."""
+        is_plain = self.transform is None and self.collate_fn is default_collate
+        return gatherable(self.dataset) if is_plain and not self.pin_memory else None
+
+    def _window(self, indices: Any, *, is_plain: bool) -> int:
+        """Return how many batches may be in flight, told the first one's indices."""
+        if self.prefetch_factor is not None:
+            return self.prefetch_factor
+        if is_plain:
+            return 2
+        return max(2, math.ceil(self.concurrency / max(1, len(indices))) + 1)
+
+    def _advance_shuffled(self) -> None:
+        """Give ``ShuffledIndices`` a new order each epoch, unless the user did."""
+        order = self.sampler
+        if isinstance(order, ShuffledIndices):
+            if order.epoch == self._shuffled_epoch:
+                order.set_epoch(order.epoch + 1)
+            self._shuffled_epoch = order.epoch
+
+    # -- what it tells ------------------------------------------------------------
+
+    def stats(self) -> LoaderStats:
+        """Return the figures of the latest epoch, so far."""
+        counters = self._counters
+        return LoaderStats(
+            epoch=counters.epoch,
+            batches=counters.batches,
+            waited=counters.waited,
+            in_flight=counters.in_flight,
+            failures=self._policy.count,
+        )
+
+    @property
+    def skipped(self) -> tuple[Failure, ...]:
+        """The latest failed samples of the latest epoch, at most 1,000."""
+        return tuple(self._policy.latest)
+
+    def __repr__(self) -> str:
+        dataset = type(self.dataset).__name__
+        return (
+            f"DataLoader({dataset}, batch_size={self.batch_size}, "
+            f"num_workers={self.num_workers}, epoch={self._epoch}, "
+            f"open={len(self._open)})"
+        )
+
+    # -- the end ------------------------------------------------------------------
+
+    def __enter__(self) -> "DataLoader[Batch]":
+        self._homes.keep()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> "DataLoader[Batch]":
+        self._homes.keep()
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.aclose()
+
+    def close(self) -> None:
+        """End all iterations and release what they hold; wait for it, bounded."""
+        for iterator in list(self._open):
+            iterator.close()
+        self._homes.let_go()
+
+    async def aclose(self) -> None:
+        """End all iterations and release what they hold, without blocking the loop."""
+        for iterator in list(self._open):
+            await iterator.aclose()
+        await self._homes.let_go_async()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._initialized and name in self._fixed:
+            raise ValueError(
+                f"{name} attribute should not be set after {type(self).__name__} is "
+                "initialized"
+            )
+        super().__setattr__(name, value)

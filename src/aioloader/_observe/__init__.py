@@ -1,0 +1,1 @@
+"""What a loader knows of itself."""

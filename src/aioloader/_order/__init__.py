@@ -1,0 +1,1 @@
+"""Which sample next: index batches, permutations, reordering, retries, failures."""

@@ -1,0 +1,149 @@
+"""What becomes of a sample that failed: raise, skip or replace, within a budget.
+
+Pure and synchronous; one policy per iteration, shared by the threads that read.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+from aioloader.errors import FailureBudgetError
+
+_KEPT = 1000
+
+
+class _Skip:
+    """The type of ``SKIP``."""
+
+    def __repr__(self) -> str:
+        return "SKIP"
+
+    def __reduce__(self) -> str:
+        return "SKIP"
+
+
+SKIP: Final = _Skip()
+"""What an ``on_error`` callable returns to leave the sample out."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where a sample failed, and why.
+
+    Attributes:
+        stage: ``"fetch"`` or ``"transform"``.
+        epoch: Epoch number, from 0.
+        batch: Batch number in the epoch, from 0.
+        position: Place in the batch, from 0.
+        index: What the sampler gave; for an iterable, the place in its stream.
+        error: The exception.
+    """
+
+    stage: str
+    epoch: int
+    batch: int
+    position: int
+    index: Any
+    error: Exception
+
+    def describe(self) -> str:
+        """Return the place in words, as it is noted on exceptions."""
+        return (
+            f"in stage {self.stage!r} of epoch {self.epoch}, batch {self.batch}, "
+            f"sample index {self.index!r}"
+        )
+
+
+OnError: TypeAlias = Literal["raise", "skip"] | Callable[[Failure], Any]
+
+
+class FailurePolicy:
+    """Decide about failed samples, and keep the list of what was left out.
+
+    Args:
+        on_error: ``"raise"``, ``"skip"``, or a callable that takes a ``Failure`` and
+            returns a sample to use instead, or ``SKIP``, or raises.
+        max_failures: Failed samples allowed per epoch: a count, or a fraction of the
+            samples tried (of which one failure is always allowed); ``None``: no limit.
+    """
+
+    def __init__(
+        self, on_error: OnError = "raise", max_failures: float | None = None
+    ) -> None:
+        self.on_error = on_error
+        self.max_failures = max_failures
+        self.attempted = 0
+        self.count = 0
+        self.latest: deque[Failure] = deque(maxlen=_KEPT)
+        self._lock = threading.Lock()
+
+    def begin(self, samples: int) -> None:
+        """Count ``samples`` more that are about to be tried; they share a fraction."""
+        with self._lock:
+            self.attempted += samples
+
+    def resolve(self, failure: Failure) -> Any:
+        """Return a sample to use instead, or ``SKIP``; or raise.
+
+        Raises:
+            Exception: The user's own, noted, if the policy is to raise.
+            FailureBudgetError: If that was one failure too many.
+        """
+        if self.on_error == "raise":
+            raise noted(failure.error, failure.describe())
+        with self._lock:
+            self.count += 1
+            self.latest.append(failure)
+            count = self.count
+        self._spend(failure, count)
+        if callable(self.on_error):
+            return self.on_error(failure)
+        return SKIP
+
+    def _spend(self, failure: Failure, count: int) -> None:
+        limit, attempted = self.max_failures, self.attempted
+        if limit is None:
+            return
+        allowed = max(1.0, limit * attempted) if isinstance(limit, float) else limit
+        if count > allowed:
+            raise FailureBudgetError(
+                f"{count} of {attempted} samples failed in epoch {failure.epoch}, more "
+                f"than max_failures={limit} allows; the last one {failure.describe()}: "
+                f"{failure.error!r}",
+                failures=count,
+                attempted=attempted,
+            ) from failure.error
+
+
+def noted(error: BaseException, where: str) -> BaseException:
+    """Add the note that says where ``error`` came from, once, and return it."""
+    note = f"aioloader: {where}"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+    return error
+
+
+def check_failure_options(on_error: object, max_failures: object) -> None:
+    """Check the two arguments that a loader takes.
+
+    Raises:
+        ValueError: If ``on_error`` is another word, or the budget is negative.
+        TypeError: If the budget is no number.
+    """
+    if not callable(on_error) and on_error not in {"raise", "skip"}:
+        raise ValueError(
+            f"on_error must be 'raise', 'skip' or a callable, got {on_error!r}"
+        )
+    if max_failures is None:
+        return
+    if isinstance(max_failures, bool) or not isinstance(max_failures, (int, float)):
+        raise TypeError(
+            f"max_failures must be a count, a fraction or None, got {max_failures!r}"
+        )
+    if max_failures < 0 or (isinstance(max_failures, float) and max_failures > 1):
+        raise ValueError(
+            "max_failures must be a count of at least 0 or a fraction from 0.0 to 1.0, "
+            f"got {max_failures!r}"
+        )

@@ -1,0 +1,140 @@
+"""A keyed permutation of ``range(n)``: O(1) memory and O(1) seek, for any ``n``.
+
+A balanced Feistel network with a hash for its round function permutes the smallest
+``2**bits >= n``; walking its cycles until the value is below ``n`` restricts it to
+``range(n)``. On average fewer than two steps of the walk are taken.
+Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002),
+methods 2 and 3.
+"""
+
+import operator
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Words: TypeAlias = npt.NDArray[np.uint64]
+
+MAX_N = 2**63
+_ROUNDS = 8
+_BLOCK = 1 << 12
+# Odd constants of the SplitMix64 finaliser (Steele et al., OOPSLA 2014).
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_MASK_64 = (1 << 64) - 1
+
+
+class ShuffledIndices:
+    """Visit ``range(n)`` in a shuffled order without holding it.
+
+    A sampler for datasets too large to permute in memory: constant memory, and the
+    sample at any position is computed, not looked up. The order is a function of
+    (``n``, ``seed``, epoch) alone.
+
+    Example:
+        >>> order = ShuffledIndices(10, seed=1)
+        >>> sorted(order) == list(range(10)), order[3] == list(order)[3]
+        (True, True)
+
+    Args:
+        n: Number of indices, from 0 to ``2**63``.
+        seed: Key of the permutation; any integer.
+    """
+
+    def __init__(self, n: int, seed: int = 0) -> None:
+        self.n = operator.index(n)
+        self.seed = operator.index(seed)
+        if not 0 <= self.n <= MAX_N:
+            raise ValueError(f"n must be from 0 to 2**63, got {n}")
+        self.epoch = 0
+        # Two halves of the same width, so the domain is at most 4n.
+        self._half = max(1, ((max(self.n, 1) - 1).bit_length() + 1) // 2)
+        self._keys = self._round_keys()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of ``epoch``; calling it twice changes nothing more."""
+        self.epoch = operator.index(epoch)
+        self._keys = self._round_keys()
+
+    def take(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return the indices at positions ``start`` to ``stop``.
+
+        Args:
+            start: First position, at least 0.
+            stop: Position after the last; at most ``n``.
+
+        Returns:
+            A fresh array of shape ``(stop - start,)``, dtype int64.
+
+        Raises:
+            IndexError: If the range leaves ``0 <= start <= stop <= n``.
+        """
+        if not 0 <= start <= stop <= self.n:
+            raise IndexError(
+                f"positions {start} to {stop} of {self.n} shuffled indices"
+            )
+        values = np.arange(start, stop, dtype=np.uint64)
+        values = self._permute(values)
+        outside = np.flatnonzero(values >= self.n)
+        while outside.size:
+            values[outside] = self._permute(values[outside])
+            outside = outside[values[outside] >= self.n]
+        return values.astype(np.int64)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, position: int) -> int:
+        position = operator.index(position)
+        if position < 0:
+            position += self.n
+        if not 0 <= position < self.n:
+            raise IndexError(f"position {position} of {self.n} shuffled indices")
+        return int(self.take(position, position + 1)[0])
+
+    def __iter__(self) -> Iterator[int]:
+        # The keys are read once: set_epoch() does not bend an iteration under way.
+        order = ShuffledIndices(self.n, self.seed)
+        order.set_epoch(self.epoch)
+        for start in range(0, self.n, _BLOCK):
+            yield from order.take(start, min(start + _BLOCK, self.n)).tolist()
+
+    def __repr__(self) -> str:
+        return f"ShuffledIndices({self.n}, seed={self.seed}, epoch={self.epoch})"
+
+    def _round_keys(self) -> list[np.uint64]:
+        """Return one key a round, hashed from n, seed and epoch."""
+        state = 0
+        for value in (self.n, self.seed, self.epoch):
+            # Any integer, sign and all, in 64-bit words.
+            size = value.bit_length() // 64 + 1
+            data = value.to_bytes(8 * size, "little", signed=True)
+            for word in memoryview(data).cast("Q"):
+                state = _splitmix(state ^ word)
+        return [np.uint64(_splitmix(state + i * _GAMMA)) for i in range(_ROUNDS)]
+
+    def _permute(self, values: Words) -> Words:
+        """Apply the Feistel network to ``values`` below ``4**half``."""
+        half = np.uint64(self._half)
+        mask = np.uint64((1 << self._half) - 1)
+        left, right = values >> half, values & mask
+        for key in self._keys:
+            left, right = right, left ^ (_hash(right ^ key) & mask)
+        return (left << half) | right
+
+
+def _hash(words: Words) -> Words:
+    """Mix 64-bit words (SplitMix64's finaliser)."""
+    words = (words ^ (words >> np.uint64(30))) * _MIX_1
+    words = (words ^ (words >> np.uint64(27))) * _MIX_2
+    return words ^ (words >> np.uint64(31))
+
+
+def _splitmix(state: int) -> int:
+    """Return one step of SplitMix64 on a Python integer."""
+    mixed = (state + _GAMMA) & _MASK_64
+    mixed = ((mixed ^ (mixed >> 30)) * int(_MIX_1)) & _MASK_64
+    mixed = ((mixed ^ (mixed >> 27)) * int(_MIX_2)) & _MASK_64
+    return mixed ^ (mixed >> 31)

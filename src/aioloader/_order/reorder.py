@@ -1,0 +1,36 @@
+"""Results in, results out in the order they were asked for, or as they come.
+
+Pure and synchronous. Memory is bounded by the window of requests in flight.
+"""
+
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Reorder(Generic[T]):
+    """Hold back results that are ahead of their turn.
+
+    Args:
+        in_order: Release by number, from 0 without gaps; else release at once.
+    """
+
+    def __init__(self, *, in_order: bool = True) -> None:
+        self.in_order = in_order
+        self._next = 0
+        self._early: dict[int, T] = {}
+
+    def accept(self, number: int, result: T) -> list[tuple[int, T]]:
+        """Take the result of request ``number``; return what may now be delivered."""
+        if not self.in_order:
+            return [(number, result)]
+        self._early[number] = result
+        released: list[tuple[int, T]] = []
+        while self._next in self._early:
+            released.append((self._next, self._early.pop(self._next)))
+            self._next += 1
+        return released
+
+    def held_back(self) -> int:
+        """Return how many results wait for an earlier one."""
+        return len(self._early)

@@ -1,0 +1,60 @@
+"""When to try a read again, and after how long.
+
+Pure and synchronous: whoever reads asks for the delay, and does the waiting.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# They will not mend by waiting.
+_FINAL = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+)
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Retry reads with exponential backoff and full jitter.
+
+    The delay before attempt ``k + 1`` is uniform in ``[0, min(max_delay, base_delay *
+    2**(k - 1))]`` seconds, from a generator of its own: the user's generators are not
+    touched. Errors that waiting cannot mend (missing files, permissions) are final.
+    Source: Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015).
+
+    Attributes:
+        max_attempts: Reads in all, the first included; at least 1.
+        base_delay: Bound of the first delay, in seconds.
+        max_delay: Bound of every delay, in seconds.
+        on: Exception types worth another try.
+    """
+
+    max_attempts: int = 3
+    base_delay: float = 0.1
+    max_delay: float = 10.0
+    on: tuple[type[Exception], ...] = (OSError, TimeoutError, EOFError)
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1:
+            raise ValueError(
+                f"max_attempts must be at least 1, got {self.max_attempts}"
+            )
+        if self.base_delay < 0 or self.max_delay < 0:
+            raise ValueError(
+                f"delays must not be negative, got base_delay={self.base_delay}, "
+                f"max_delay={self.max_delay}"
+            )
+
+    def is_worth(self, error: BaseException) -> bool:
+        """Tell whether ``error`` may pass when the read is tried again."""
+        return isinstance(error, self.on) and not isinstance(error, _FINAL)
+
+    def delays(self, rng: random.Random | None = None) -> Iterator[float]:
+        """Yield the seconds to wait before each further attempt."""
+        rng = rng or random.Random()  # noqa: S311  (jitter, not a secret)
+        for attempt in range(self.max_attempts - 1):
+            bound = min(self.max_delay, self.base_delay * 2.0**attempt)
+            yield rng.uniform(0.0, bound)

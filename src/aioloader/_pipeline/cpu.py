@@ -1,0 +1,104 @@
+"""One thread that runs plain code for a loader: jobs in, in order, none lost.
+
+A queue per thread and no futures: a job puts its own result where it belongs. Posting
+is safe from any thread, and from finalizers (``SimpleQueue`` is reentrant).
+"""
+
+import contextvars
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
+
+from aioloader._pipeline.ready import Latch
+
+T = TypeVar("T")
+
+Job: TypeAlias = Callable[[], object]
+
+
+class CpuThread:
+    """A serial worker thread, started by its first job.
+
+    Args:
+        name: Name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_stopped = False
+        self._lock = threading.Lock()
+
+    def post(self, job: Job) -> bool:
+        """Run ``job`` after those posted before; tell whether the thread takes jobs.
+
+        The job must not raise.
+        """
+        with self._lock:
+            if self._is_stopped:
+                return False
+            self._jobs.put(job)
+            if self._thread is None:
+                self._start()
+        return True
+
+    def post_nowait(self, job: Job) -> None:
+        """Post from a finalizer, to a thread that runs: takes no lock."""
+        self._jobs.put(job)
+
+    def stop(self, then: Job) -> None:
+        """End the thread after the jobs posted so far, and call ``then`` at its end."""
+        with self._lock:
+            self._is_stopped = True
+            is_running = self._thread is not None
+            if is_running:
+                self._jobs.put(then)
+                self._jobs.put(None)
+        if not is_running:
+            then()
+
+    def join(self, timeout: float) -> None:
+        """Wait for the thread to be gone, at most ``timeout`` seconds."""
+        if self._thread not in {None, threading.current_thread()}:
+            self._thread.join(timeout)
+
+    def ident(self) -> int | None:
+        """Return the identifier of the thread, once it runs."""
+        return self._thread.ident if self._thread else None
+
+    def _start(self) -> None:
+        # A daemon, so that a stuck read cannot keep the interpreter from ending; it is
+        # the owner of this object that stops and joins it.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._run,), name=self._name, daemon=True
+        )
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # it may hold a batch
+
+
+async def beside(function: Callable[[], T]) -> T:
+    """Return ``function()``, run in a thread of its own while the loop goes on."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+    done = Latch()
+
+    def call() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:  # raised by the caller
+            errors.append(error)
+
+    thread = CpuThread("aioloader-once")
+    thread.post(call)
+    thread.stop(done.set)
+    await done.wait_async()
+    if errors:
+        raise errors[0]
+    return results[0]

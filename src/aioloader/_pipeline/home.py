@@ -1,0 +1,354 @@
+"""Where a loader lives while it is iterated: its threads, its loop, its open dataset.
+
+All iterations of a loader that run in the same place share one home, so a dataset that
+is a context manager is entered once, there, and left when the last of them returns its
+lease. Homes are made on demand; nothing here is global.
+"""
+
+import abc
+import asyncio
+import contextlib
+import contextvars
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import anyio
+import anyio.abc
+
+from aioloader._pipeline.cpu import CpuThread
+from aioloader._pipeline.ready import Latch, call_threadsafe
+from aioloader.errors import LoaderClosedError
+
+# How long a close waits for user code that does not return, in seconds.
+GRACE = 10.0
+
+
+class Guest(Protocol):
+    """What a home hosts: one iteration."""
+
+    ended: Latch
+
+    async def main(self) -> None:
+        """Run on the home's loop until closed."""
+
+    def end(self) -> None:
+        """Let go of what the iteration holds; in the home's own thread."""
+
+    def fail(self, error: BaseException) -> None:
+        """Learn that the home cannot host."""
+
+
+class Keeper:
+    """A guest that only holds a lease: a loader inside of its ``with`` block."""
+
+    def __init__(self) -> None:
+        self.ended = Latch()
+
+    async def main(self) -> None:
+        """Do nothing."""
+
+    def end(self) -> None:
+        """Hold nothing."""
+
+    def fail(self, error: BaseException) -> None:
+        """Leave it to those who iterate."""
+
+
+class Home(abc.ABC):
+    """Leases, and what is common to all places. ``closed`` is set at the very end."""
+
+    loop: asyncio.AbstractEventLoop | None = None
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.cpu = CpuThread("aioloader-cpu")
+        self.closed = Latch()
+        self.is_closing = False
+        self.exit_error: BaseException | None = None
+        self._broken: BaseException | None = None
+        self._guests: set[Guest] = set()
+        self._leases = 1  # of whoever makes it
+        self._lock = threading.RLock()  # a finalizer may come in between
+        self._pid = os.getpid()
+
+    def lease(self) -> bool:
+        """Take a share in this home; tell whether it is still open."""
+        with self._lock:
+            if not self.is_closing:
+                self._leases += 1
+            return not self.is_closing
+
+    @abc.abstractmethod
+    def admit(self, guest: Guest) -> None:
+        """Begin to host ``guest``, which holds a lease."""
+
+    @abc.abstractmethod
+    def dismiss(self, guest: Guest) -> None:
+        """Begin to end ``guest``, which returns its lease; finalizers may call it."""
+
+    def is_here(self) -> bool:
+        """Tell whether the caller runs where it must not wait for this home."""
+        return self.cpu.ident() == threading.get_ident()
+
+    def join(self) -> None:
+        """Wait for the threads to be gone, once ``closed`` is set."""
+        self.cpu.join(GRACE)
+
+    def raise_exit_error(self) -> None:
+        """Raise what the dataset raised when it was closed, once."""
+        error, self.exit_error = self.exit_error, None
+        if error is not None:
+            raise error
+
+    def _welcome(self, guest: Guest) -> bool:
+        with self._lock:
+            self._guests.add(guest)
+            broken = self._broken
+        if broken is not None:
+            guest.fail(broken)
+        return broken is None
+
+    def _break(self, error: BaseException) -> None:
+        with self._lock:
+            self._broken = self._broken or error
+            self.is_closing = True
+            guests = list(self._guests)
+        for guest in guests:
+            guest.fail(error)
+
+    def _returned(self, guest: Guest) -> bool:
+        """Take back a lease; tell whether it was the last."""
+        self._guests.discard(guest)
+        with self._lock:
+            self._leases -= 1
+            self.is_closing = self.is_closing or not self._leases
+            return not self._leases
+
+
+class InlineHome(Home):
+    """The caller's own thread, for a plain ``for`` loop."""
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset)
+        self._stack = contextlib.ExitStack()
+        self._is_open = False
+
+    def open(self) -> None:
+        """Enter the dataset, once."""
+        with self._lock:
+            if not self._is_open:
+                self._is_open = True
+                self._stack.enter_context(self.dataset)
+
+    def admit(self, guest: Guest) -> None:
+        """Do nothing: an inline iteration drives itself."""
+
+    def dismiss(self, guest: Guest) -> None:
+        """Return a lease, and leave the dataset with the last."""
+        is_last = self._returned(guest)
+        guest.ended.set()
+        if is_last:
+            self.closed.set()
+            self._stack.close()
+
+
+class ThreadHome(Home):
+    """A plain thread, for datasets and functions that are all sync."""
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset)
+        self._stack = contextlib.ExitStack()
+        self.cpu.post(self._open)
+
+    def admit(self, guest: Guest) -> None:
+        """Begin to host ``guest``: the thread is all it needs."""
+        self._welcome(guest)
+
+    def dismiss(self, guest: Guest) -> None:
+        """End ``guest`` after the job under way, in the thread."""
+        if os.getpid() == self._pid:
+            self.cpu.post_nowait(lambda: self._dismiss(guest))
+
+    def _open(self) -> None:
+        try:
+            if hasattr(self.dataset, "__enter__"):
+                self._stack.enter_context(self.dataset)
+        except BaseException as error:  # handed to the consumers
+            self._break(error)
+
+    def _dismiss(self, guest: Guest) -> None:
+        guest.end()
+        is_last = self._returned(guest)
+        if is_last:
+            try:
+                self._stack.close()
+            except BaseException as error:  # raised where it is closed
+                self.exit_error = error
+            self.cpu.stop(self.closed.set)
+        guest.ended.set()
+
+
+class LoopHome(Home):
+    """An event loop: one of its own in a private thread, or the caller's.
+
+    One host task alone holds the task group in which guests run.
+    """
+
+    def __init__(self, dataset: Any, caller: asyncio.AbstractEventLoop | None) -> None:
+        super().__init__(dataset)
+        self._group: anyio.abc.TaskGroup | None = None
+        self._early: dict[Guest, contextvars.Context] = {}
+        self._opening: anyio.CancelScope | None = None
+        self._stop = asyncio.Event()
+        self._thread: threading.Thread | None = None
+        self._task: asyncio.Task[None] | None = None
+        if caller is not None:
+            self.loop = caller
+            self._task = caller.create_task(self._serve(), name="aioloader host")
+            self._task.add_done_callback(self._finish)
+        else:
+            self.loop = new_event_loop()
+            context = contextvars.copy_context()
+            self._thread = threading.Thread(
+                target=context.run,
+                args=(self._host,),
+                name="aioloader-loop",
+                daemon=True,
+            )
+            self._thread.start()
+
+    def admit(self, guest: Guest) -> None:
+        """Begin to host ``guest`` on the loop, as soon as the dataset is open."""
+        if self._welcome(guest):
+            self._on_loop(self._begin, guest, contextvars.copy_context())
+
+    def dismiss(self, guest: Guest) -> None:
+        """End ``guest`` on the loop; it returns its lease when its tasks have ended."""
+        if os.getpid() == self._pid:
+            self._on_loop(self._dismiss, guest)
+
+    def is_here(self) -> bool:
+        """Tell whether the caller runs in the loop's thread, or in that beside it."""
+        with contextlib.suppress(RuntimeError):
+            if asyncio.get_running_loop() is self.loop:
+                return True
+        return super().is_here() or threading.current_thread() is self._thread
+
+    def join(self) -> None:
+        """Wait for both threads to be gone, once ``closed`` is set."""
+        super().join()
+        if self._thread is not None:
+            self._thread.join(GRACE)
+
+    # -- on the loop --------------------------------------------------------------
+
+    def _host(self) -> None:
+        """Run the host task in the private thread."""
+        options = {"loop_factory": lambda: self.loop}
+        try:
+            anyio.run(self._serve, backend="asyncio", backend_options=options)
+        except BaseException as error:  # handed to the consumers
+            self._break(error)
+        finally:
+            self._finish()
+
+    async def _serve(self) -> None:
+        """Open the dataset, host guests until the last has left, close the dataset."""
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                with anyio.CancelScope() as self._opening:
+                    await self._open(stack)
+                async with anyio.create_task_group() as self._group:
+                    for guest, context in self._early.items():
+                        context.run(self._start, guest)
+                    await self._stop.wait()
+        except Exception as error:  # handed to the consumers
+            if self._stop.is_set():
+                self.exit_error = error
+            self._break(error)
+
+    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
+        if hasattr(self.dataset, "__aenter__"):
+            await stack.enter_async_context(self.dataset)
+        elif hasattr(self.dataset, "__enter__"):
+            stack.enter_context(self.dataset)
+
+    def _begin(self, guest: Guest, context: contextvars.Context) -> None:
+        if self._group is None:
+            self._early[guest] = context
+        else:
+            context.run(self._start, guest)
+
+    def _start(self, guest: Guest) -> None:
+        if self._group is not None:
+            self._group.start_soon(self._live, guest, name="aioloader pipeline")
+
+    async def _live(self, guest: Guest) -> None:
+        """Run ``guest`` to its end, and take back its lease."""
+        try:
+            await guest.main()
+        finally:
+            self._return(guest)
+
+    def _dismiss(self, guest: Guest) -> None:
+        guest.end()
+        if isinstance(guest, Keeper):
+            self._return(guest)
+        elif self._group is None and guest in self._early:
+            del self._early[guest]
+            self._return(guest)
+
+    def _return(self, guest: Guest) -> None:
+        if self._returned(guest):
+            self._stop.set()
+            if self._opening is not None:
+                self._opening.cancel()  # a dataset that is slow to open
+        guest.ended.set()
+
+    def _finish(self, _task: asyncio.Task[None] | None = None) -> None:
+        """See to what is left when the host task is gone, however it ended."""
+        self._break(LoaderClosedError("the event loop of the loader has ended"))
+        for guest in list(self._guests):
+            self._returned(guest)
+            guest.ended.set()
+        self.cpu.stop(self.closed.set)
+
+    def _on_loop(self, callback: Callable[..., None], *args: Any) -> None:
+        if self.loop is None or not call_threadsafe(self.loop, callback, *args):
+            self._finish()  # the caller closed its loop under the loader
+
+
+def wait_released(home: Home, guest: Guest) -> None:
+    """Wait until ``guest`` has ended, and ``home`` if it was the last; bounded.
+
+    Raises:
+        BaseException: What the dataset raised when it was closed.
+    """
+    if home.is_here():
+        return  # it would wait for itself
+    guest.ended.wait(GRACE)
+    if home.is_closing and home.closed.wait(GRACE):
+        home.join()
+        home.raise_exit_error()
+
+
+async def wait_released_async(home: Home, guest: Guest) -> None:
+    """Wait as ``wait_released`` does, without blocking the loop.
+
+    Raises:
+        BaseException: What the dataset raised when it was closed.
+    """
+    await guest.ended.wait_async(GRACE)
+    if home.is_closing and await home.closed.wait_async(GRACE):
+        home.raise_exit_error()
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a new uvloop, or asyncio's own loop where uvloop is not installed."""
+    try:
+        import uvloop  # noqa: PLC0415  (no such package on Windows)
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

@@ -1,0 +1,91 @@
+"""The homes of one loader: found by place, made on demand, kept while entered."""
+
+import asyncio
+import threading
+import warnings
+import weakref
+from typing import Any, Literal, TypeAlias
+
+from aioloader._pipeline.home import (
+    Home,
+    InlineHome,
+    Keeper,
+    LoopHome,
+    ThreadHome,
+    wait_released,
+    wait_released_async,
+)
+
+Place: TypeAlias = Literal["inline", "thread", "loop"] | asyncio.AbstractEventLoop
+
+
+class Homes:
+    """Lease homes to iterations, and keep them open between epochs while ``kept``.
+
+    Args:
+        dataset: What every home opens.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._by_place: dict[Place, Home] = {}
+        self._kept: list[tuple[Home, Keeper]] = []
+        self._keepers = 0
+        self._lock = threading.Lock()
+        weakref.finalize(self, _warn_kept, self._kept)
+
+    def lease(self, place: Place) -> Home:
+        """Return the open home at ``place``, with one lease taken for the caller."""
+        with self._lock:
+            home = self._by_place.get(place)
+            if home is None or not home.lease():
+                home = self._by_place[place] = self._make(place)
+                if self._keepers and home.lease():
+                    self._kept.append((home, Keeper()))
+            return home
+
+    def keep(self) -> None:
+        """Begin to keep homes open between iterations; calls nest."""
+        with self._lock:
+            self._keepers += 1
+
+    def let_go(self) -> None:
+        """Undo one ``keep``, and wait until the homes it kept are closed."""
+        for home, keeper in self._released():
+            wait_released(home, keeper)
+
+    async def let_go_async(self) -> None:
+        """Undo one ``keep``, and wait without blocking the loop."""
+        for home, keeper in self._released():
+            await wait_released_async(home, keeper)
+
+    def _released(self) -> list[tuple[Home, Keeper]]:
+        with self._lock:
+            self._keepers = max(0, self._keepers - 1)
+            if self._keepers:
+                return []
+            kept = self._kept[:]
+            self._kept.clear()
+        for home, keeper in kept:
+            home.dismiss(keeper)
+        return kept
+
+    def _make(self, place: Place) -> Home:
+        for other, home in list(self._by_place.items()):
+            if home.closed.is_set():
+                del self._by_place[other]  # of a loop that is gone, say
+        if place == "inline":
+            return InlineHome(self._dataset)
+        if place == "thread":
+            return ThreadHome(self._dataset)
+        return LoopHome(self._dataset, None if place == "loop" else place)
+
+
+def _warn_kept(kept: list[tuple[Home, Keeper]]) -> None:
+    """Close what a loader that was entered and never left still holds."""
+    if kept:
+        warnings.warn(
+            "a DataLoader was entered and never closed", ResourceWarning, stacklevel=1
+        )
+    for home, keeper in kept:
+        home.dismiss(keeper)

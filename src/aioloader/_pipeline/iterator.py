@@ -1,0 +1,129 @@
+"""What ``iter(loader)`` and ``aiter(loader)`` return.
+
+The iterator is a thin shell around a source. Nothing in the pipeline refers to it, so
+that dropping it (``break``, an exception) releases the pipeline at once.
+"""
+
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeAlias, cast
+
+import torch
+from typing_extensions import TypeVar
+
+from aioloader._observe.stats import Counters
+from aioloader._pipeline.home import GRACE
+from aioloader._pipeline.inline import GatherSource, InlineSource
+from aioloader._pipeline.run import Run
+from aioloader._pipeline.source import HostedSource
+
+Batch = TypeVar("Batch", default=Any)
+Source: TypeAlias = InlineSource | GatherSource | HostedSource
+
+
+class BatchIterator(Generic[Batch]):
+    """Batches of one epoch, for ``for`` or for ``async for``.
+
+    It is lazy: threads, tasks and reads begin with the first step. Leaving the loop
+    early releases everything, in the background; ``close`` or ``aclose`` waits for it.
+    An exception from one batch does not end the iteration.
+
+    Args:
+        start: Makes the source, when the first batch is asked for.
+        counters: What the source counts.
+        expected: Length that ``len(loader)`` reported for an iterable, or None.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Source],
+        counters: Counters,
+        expected: int | None = None,
+    ) -> None:
+        self._counters = counters
+        self._start: Callable[[], Source] | None = start
+        self._source: Source | None = None
+        self._expected = expected
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._lock = threading.RLock()
+
+    def __iter__(self) -> "BatchIterator[Batch]":
+        return self
+
+    def __aiter__(self) -> "BatchIterator[Batch]":
+        return self
+
+    def __next__(self) -> Batch:
+        source = self._source or self._begin()
+        batch: Any = source.next()
+        if self._expected is not None:
+            self._check_length()
+        return cast("Batch", batch)
+
+    async def __anext__(self) -> Batch:
+        source = self._source or self._begin()
+        batch: Any = await source.next_async()
+        if self._expected is not None:
+            self._check_length()
+        return cast("Batch", batch)
+
+    def close(self) -> None:
+        """End the iteration and wait until all it held is released."""
+        self._start = None
+        if self._source is not None:
+            self._source.close()
+
+    async def aclose(self) -> None:
+        """End the iteration and wait, without blocking the loop."""
+        self._start = None
+        if self._source is not None:
+            await self._source.aclose()
+
+    def _begin(self) -> "Source":
+        with self._lock:
+            if self._source is None:
+                if self._start is None:  # closed before it began
+                    nothing = torch.empty(0)
+                    return GatherSource((nothing,), iter(()), self._counters)
+                source = self._start()
+                self._start = None
+                if isinstance(source, HostedSource):
+                    self._finalizer = weakref.finalize(self, _abandon, source.run)
+                elif source.must_close():
+                    self._finalizer = weakref.finalize(self, source.close)
+                self._source = source
+            return self._source
+
+    def _check_length(self) -> None:
+        if self._expected is not None and self._counters.batches > self._expected:
+            warnings.warn(
+                "the iterable dataset's length was reported to be "
+                f"{self._expected} batches (when len(loader) was called), but "
+                f"{self._counters.batches} have been delivered",
+                stacklevel=3,
+            )
+            self._expected = None
+
+
+def _abandon(run: Run) -> None:
+    """Release a run whose iterator was dropped, or is left when Python exits."""
+    if run.ended.is_set():
+        return
+    run.dismiss()
+    if threading.main_thread().is_alive():
+        return
+    # The main thread is gone: the interpreter is exiting, and its threads must end
+    # first, or requests in flight would run into a dismantled process.
+    if not hasattr(sys, "last_value"):  # an uncaught exception may hold the iterator
+        warnings.warn(
+            "a DataLoader was left open until the interpreter's exit; close its "
+            "iterator, or iterate inside `with loader:` or `async with loader:`",
+            ResourceWarning,
+            stacklevel=1,
+        )
+    run.ended.wait(GRACE)
+    if run.home.is_closing and run.home.closed.wait(GRACE):
+        run.home.join()

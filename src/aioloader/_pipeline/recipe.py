@@ -1,0 +1,243 @@
+"""The user's functions, and what surrounds each call: retries, skips, notes.
+
+Plain code that runs in whatever thread it is called from; the crew awaits the
+asynchronous twins of ``read`` and ``transform``.
+"""
+
+import types
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aioloader._order.failures import SKIP, Failure, FailurePolicy, noted
+from aioloader._order.retry import Retry
+from aioloader._pipeline.work import Outcome, Work
+from aioloader.protocols import (
+    Kind,
+    batch_getter,
+    is_async_function,
+    kind_of,
+    reads_async,
+)
+
+
+@dataclass(eq=False)
+class Recipe:
+    """How one epoch of one loader turns indices into batches.
+
+    Attributes:
+        dataset: Where samples come from.
+        transform: Sample to sample, sync or async, or None.
+        collate_fn: Samples to batch (one sample to batch if not ``batched``).
+        batched: Whether samples are gathered into batches.
+        policy: What becomes of failed samples.
+        epoch: Epoch number, for notes.
+        retry: When to read again, or None.
+    """
+
+    dataset: Any
+    transform: Callable[[Any], Any] | None
+    collate_fn: Callable[[Any], Any]
+    batched: bool
+    policy: FailurePolicy
+    epoch: int = 0
+    retry: Retry | None = None
+    # Derived, and looked up once: a look-up per sample is 5 % of a small one.
+    kind: Kind = field(init=False)
+    get: Callable[[Any], Any] = field(init=False)
+    get_batch: Callable[[Any], Any] | None = field(init=False, default=None)
+    reads_async: bool = field(init=False, default=False)
+    transforms_async: bool = field(init=False)
+    collates_async: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kind = kind_of(self.dataset)
+        if self.kind is Kind.MAP:
+            self.get = self.dataset.__getitem__
+            self.get_batch = batch_getter(self.dataset) if self.batched else None
+            self.reads_async = reads_async(self.dataset)
+        self.transforms_async = is_async_function(self.transform)
+        self.collates_async = is_async_function(self.collate_fn)
+
+    def is_plain(self) -> bool:
+        """Tell whether no step needs an event loop."""
+        return not (
+            self.kind is Kind.ASYNC_ITERABLE
+            or self.reads_async
+            or self.transforms_async
+            or self.collates_async
+        )
+
+    # -- the steps, as plain code -------------------------------------------------
+
+    def read(self, work: Work, pause: Callable[[float], object]) -> None:
+        """Read the samples of ``work``; ``pause`` sleeps between attempts."""
+        self.policy.begin(len(work.indices))
+        if self.get_batch is not None:
+            work.samples = self._read_batch(work, pause)
+        else:
+            read_each(work, self.get, lambda error: self._reread(work, error, pause))
+        _refuse_awaitables(work.samples, "dataset's __getitem__")
+
+    def apply(self, work: Work) -> None:
+        """Transform the samples of ``work`` in place."""
+        transform, samples = self.transform, work.samples
+        if transform is None or self.transforms_async:
+            return
+        for position, sample in enumerate(samples):
+            if sample is not SKIP:
+                try:
+                    samples[position] = transform(sample)
+                except Exception as error:  # the policy decides
+                    samples[position] = self.resolve("transform", work, position, error)
+        _refuse_awaitables(samples, "transform")
+
+    def collate(self, work: Work) -> Outcome:
+        """Make the batch of ``work``, or nothing if every sample was skipped."""
+        samples = self.kept(work)
+        if not samples:
+            return Outcome(is_empty=True)
+        try:
+            batch = self.collate_fn(samples if self.batched else samples[0])
+        except Exception as error:
+            noted(error, self.place("collate", work))
+            raise
+        return Outcome(batch)
+
+    def finish(self, work: Work) -> Outcome:
+        """Transform and collate ``work``; errors become its outcome."""
+        try:
+            self.apply(work)
+            return self.collate(work)
+        except Exception as error:  # handed to the consumer
+            return Outcome(error=error)
+
+    def kept(self, work: Work) -> list[Any]:
+        """Return the samples of ``work`` that were not skipped."""
+        samples = work.samples
+        if self.policy.count:
+            samples = [sample for sample in samples if sample is not SKIP]
+        return samples
+
+    # -- failures -----------------------------------------------------------------
+
+    def resolve(self, stage: str, work: Work, position: int, error: Exception) -> Any:
+        """Return what stands for a failed sample, or raise by the policy."""
+        failure = Failure(
+            stage=stage,
+            epoch=self.epoch,
+            batch=work.number,
+            position=position,
+            index=work.indices[position],
+            error=_raisable(error),
+        )
+        return self.policy.resolve(failure)
+
+    def place(self, stage: str, work: Work) -> str:
+        """Say where a batch-wide stage was, for a note."""
+        return (
+            f"in stage {stage!r} of epoch {self.epoch}, batch {work.number}, "
+            f"sample indices {_shorten(work.indices)}"
+        )
+
+    def _reread(
+        self, work: Work, error: Exception, pause: Callable[[float], object]
+    ) -> Any:
+        """Try the next sample of ``work`` again; its first read gave ``error``."""
+        position = len(work.samples)
+        for delay in self.delays(error):
+            pause(delay)
+            try:
+                return self.get(work.indices[position])
+            except Exception as again:  # counted, then resolved
+                error = again
+                if not self.may_retry(error):
+                    break
+        return self.resolve("fetch", work, position, error)
+
+    def _read_batch(self, work: Work, pause: Callable[[float], object]) -> list[Any]:
+        """Read all of ``work`` by ``__getitems__``; retried as a whole."""
+        delays: Iterator[float] | None = None
+        while True:
+            try:
+                return self.checked(work, self.get_batch(work.indices))  # type: ignore[misc]
+            except Exception as error:
+                delays = delays or self.delays(error)
+                delay = next(delays, None) if self.may_retry(error) else None
+                if delay is None:
+                    raise self.batch_error(work, error)  # noqa: B904  (it keeps its cause)
+                pause(delay)
+
+    def batch_error(self, work: Work, error: Exception) -> BaseException:
+        """Return what to raise when ``__getitems__`` gave ``error``, noted."""
+        return noted(_raisable(error), self.place("fetch", work))
+
+    def checked(self, work: Work, samples: Sequence[Any]) -> list[Any]:
+        """Return what ``__getitems__`` gave as a list, if it is as long as asked.
+
+        Raises:
+            ValueError: If it is not.
+        """
+        if isinstance(samples, Awaitable):
+            return [samples]
+        if len(samples) != len(work.indices):
+            raise ValueError(
+                f"{type(self.dataset).__name__}.__getitems__ returned {len(samples)} "
+                f"samples for {len(work.indices)} indices"
+            )
+        return list(samples)
+
+    def delays(self, error: Exception) -> Iterator[float]:
+        """Return the waits before further attempts at a read that gave ``error``."""
+        if self.retry is None or not self.may_retry(error):
+            return iter(())
+        return self.retry.delays()
+
+    def may_retry(self, error: Exception) -> bool:
+        return self.retry is not None and self.retry.is_worth(error)
+
+
+def read_each(
+    work: Work,
+    get: Callable[[Any], Any],
+    recover: Callable[[Exception], Any],
+) -> None:
+    """Append ``get(index)`` for each index of ``work``; ``recover`` stands in."""
+    samples, indices = work.samples, work.indices
+    append = samples.append
+    while len(samples) < len(indices):
+        rest = indices[len(samples) :] if samples else indices
+        try:
+            for index in rest:
+                append(get(index))
+        except Exception as error:  # retried, or the policy decides
+            append(recover(error))
+
+
+def _refuse_awaitables(samples: list[Any], what: str) -> None:
+    """Raise a clear error when a plain function turns out to return coroutines."""
+    if not samples or not isinstance(samples[0], types.CoroutineType):
+        return
+    for sample in samples:
+        if isinstance(sample, types.CoroutineType):
+            sample.close()
+    raise TypeError(
+        f"the {what} is a plain function but returned a coroutine; declare it (or its "
+        "wrapper) `async def`, so that it runs on the loader's loop"
+    )
+
+
+def _raisable(error: Exception) -> Exception:
+    """Return ``error``, or a RuntimeError for one that would end the loop quietly."""
+    if not isinstance(error, (StopIteration, StopAsyncIteration)):
+        return error
+    stand_in = RuntimeError(f"the dataset raised {type(error).__name__}")
+    stand_in.__cause__ = error
+    return stand_in
+
+
+def _shorten(indices: Sequence[Any]) -> str:
+    """Return up to eight indices as text."""
+    shown = ", ".join(repr(index) for index in indices[:8])
+    more = f", … ({len(indices)} in all)" if len(indices) > 8 else ""
+    return f"[{shown}{more}]"

@@ -1,0 +1,56 @@
+"""The unit that travels: one batch on its way from indices to tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+
+class _Missing:
+    """The type of ``MISSING``."""
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING: Final = _Missing()
+"""Marks the place of a sample that has not arrived."""
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """What became of one request: a batch, an error, nothing left, or the end.
+
+    Attributes:
+        batch: The batch, or ``None``.
+        error: What to raise instead.
+        is_empty: Every sample was skipped: there is no batch.
+        is_end: The stream had ended.
+    """
+
+    batch: Any = None
+    error: BaseException | None = None
+    is_empty: bool = False
+    is_end: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One batch under way; owned by the stage that has it in hand.
+
+    Attributes:
+        number: Place in the epoch, from 0.
+        indices: What the sampler gave; for a stream, what it will number its samples.
+        samples: Samples so far; with ``MISSING`` where the crew waits for one.
+        step: Which step of the route comes next.
+        cursor: Place of the next sample that the crew will start.
+        pending: Samples that the crew has not finished.
+        outcome: What became of it, once that is known; late samples are dropped.
+    """
+
+    number: int
+    indices: Sequence[Any]
+    samples: list[Any] = field(default_factory=list)
+    step: int = 0
+    cursor: int = 0
+    pending: int = 0
+    outcome: Outcome | None = None

@@ -1,0 +1,146 @@
+"""House errors for what obstore raises, without what its texts may carry.
+
+obstore dumps whole requests: URLs with user, password and signature, bodies of the
+server, texts of credential providers. So nothing of a text is passed on but what is on
+a list: the status, names of error kinds, S3's error code, the number of retries. The
+original is not chained either: a chained exception is printed with the traceback.
+"""
+
+import errno
+import os
+import re
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from aioloader.errors import (
+    DatasetError,
+    ObjectNotFoundError,
+    ObjectPermissionError,
+    TruncatedReadError,
+)
+
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_STATUS = re.compile(r"\bstatus: (\d{3})\b")
+_KIND = re.compile(r"\bkind: ([A-Z]\w*)|\b(TimedOut|BadScheme|MissingContentLength)\b")
+_OS_ERROR = re.compile(r"\bOs \{\s*code: (\d+)")
+_RETRIES = re.compile(r"\bretries: (\d+)")
+_S3_CODE = re.compile(r"<Code>([A-Za-z]{1,40})</Code>")
+_OPTION = re.compile(
+    r"(?:Invalid|Configuration) key: '?(\w+)|"
+    r"(\w+ must be specified|Store does not accept [a-z ]+|Missing\w+)"
+)
+
+_RANGE_NOT_SATISFIABLE = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+
+# By name: importing obstore for its types is not for this module.
+_REFUSALS = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
+
+
+class ShortReadError(EOFError):
+    """Say that a read gave another number of bytes than announced, to a dataset."""
+
+    def __init__(self, expected: int, received: int) -> None:
+        super().__init__(expected, received)
+        self.expected = expected
+        self.received = received
+
+
+@dataclass(frozen=True)
+class Reason:
+    """What may be said of an exception of obstore.
+
+    Attributes:
+        text: The reason in words.
+        status: HTTP status, or 0.
+        code: Error number of the system, or 0.
+        attempts: How often the request was sent.
+        is_cut_short: Whether the body ended before its announced length.
+        is_out_of_range: Whether the object ends before the range that was asked for.
+    """
+
+    text: str
+    status: int
+    code: int
+    attempts: int
+    is_cut_short: bool
+    is_out_of_range: bool
+
+
+def reason_of(exc: Exception) -> Reason:
+    """Read from ``exc`` what may be said of it."""
+    text = str(exc)
+    # In Rust's dump all that came from outside is quoted; what is left are names.
+    dump = _QUOTED.sub('""', text.partition("\nDebug source:\n")[2])
+    status, code, retries = (
+        int(match[1]) if (match := pattern.search(dump)) else 0
+        for pattern in (_STATUS, _OS_ERROR, _RETRIES)
+    )
+    said = [type(exc).__name__]
+    if status:
+        said += [_phrase(status), *_S3_CODE.findall(text)[:1]]
+    elif code:
+        said.append(os.strerror(code))
+    else:
+        said += dict.fromkeys(a or b for a, b in _KIND.findall(dump))
+        said += [a or b for a, b in _OPTION.findall(text)][:1]
+    # Where a server cannot send the rest, the second is all that is said of the first.
+    is_cut_short = "UnexpectedEof" in dump or "RangeNotSupported" in dump
+    is_out_of_range = status == _RANGE_NOT_SATISFIABLE or "StartTooLarge" in dump
+    text = ", ".join(said)
+    return Reason(text, status, code, retries + 1, is_cut_short, is_out_of_range)
+
+
+def _phrase(status: int) -> str:
+    known = status in {member.value for member in HTTPStatus}
+    return f"HTTP {status} {HTTPStatus(status).phrase if known else ''}".rstrip()
+
+
+def failure_of(verb: str, location: str, exc: Exception) -> DatasetError:
+    """Return the house error for ``exc``, raised by obstore while it did ``verb``.
+
+    Args:
+        verb: What was tried, as in ``"read"`` or ``"list"``.
+        location: What it was tried on, redacted.
+        exc: What obstore raised; the error returned does not refer to it.
+    """
+    reason = reason_of(exc)
+    kind = _kind_of(exc, reason)
+    text = f"cannot {verb} {location!r}: {reason.text}"
+    if reason.attempts > 1:
+        text += f", after {reason.attempts} attempts"
+    if kind is ObjectPermissionError and not reason.code:
+        text += "; check the credentials (environment, credential_provider) and grants"
+    elif kind is DatasetError and verb == "list" and location.startswith("http"):
+        text += "; plain HTTP has no listing (but for WebDAV), so pass keys="
+    return kind(text, location=location, attempts=reason.attempts)
+
+
+def _kind_of(exc: Exception, reason: Reason) -> type[DatasetError]:
+    if isinstance(exc, FileNotFoundError):
+        return ObjectNotFoundError
+    if reason.status == HTTPStatus.NOT_FOUND or reason.code == errno.ENOENT:
+        return ObjectNotFoundError
+    if type(exc).__name__ in _REFUSALS or isinstance(exc, PermissionError):
+        return ObjectPermissionError
+    refused = {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}
+    if reason.status in refused or reason.code in {errno.EACCES, errno.EPERM}:
+        return ObjectPermissionError
+    return DatasetError
+
+
+def open_failure(location: str, exc: Exception) -> DatasetError | ValueError:
+    """Return the error for a store that could not be made: its options are wrong."""
+    reason = reason_of(exc)
+    if reason.code:
+        return failure_of("open", location, exc)
+    return ValueError(f"cannot open {location!r}: {reason.text}; check its options")
+
+
+def truncated(location: str, short: ShortReadError) -> TruncatedReadError:
+    """Return the house error for a read of another length than announced."""
+    return TruncatedReadError(
+        f"{location!r} gave {short.received:,} of {short.expected:,} bytes announced",
+        location=location,
+        expected=short.expected,
+        received=short.received,
+    )

@@ -1,0 +1,84 @@
+"""Names of many samples, kept in two buffers instead of a list of strings.
+
+A million paths of 40 characters take 48 MB instead of 97, pickle as two buffers, and
+are not copied page by page into forked workers by reference counts. Order is kept.
+"""
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, SupportsIndex, overload
+
+import numpy as np
+import numpy.typing as npt
+
+# Names of files may hold bytes that are not UTF-8; they come back as they came.
+_CODEC = "utf-8", "surrogateescape"
+
+
+class NameTable(Sequence[str]):
+    """Hold an immutable sequence of strings in two arrays.
+
+    The table owns its arrays; a name is decoded anew at each access.
+
+    Args:
+        names: The strings, in order.
+    """
+
+    __slots__ = ("_blob", "_bytes", "_ends", "_offsets")
+
+    def __init__(self, names: Iterable[str]) -> None:
+        encoded = [name.encode(*_CODEC) for name in names]
+        ends = np.zeros(len(encoded) + 1, np.int64)
+        np.cumsum([len(name) for name in encoded], out=ends[1:])
+        self._adopt(np.frombuffer(b"".join(encoded), np.uint8), ends)
+
+    def _adopt(self, blob: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> None:
+        self._blob, self._ends = blob, ends
+        # A memoryview yields Python ints and slices in a third of numpy's time.
+        self._bytes, self._offsets = blob.data, ends.data
+
+    def position(self, index: SupportsIndex) -> int:
+        """Return ``index`` counted from the front.
+
+        Raises:
+            IndexError: If ``index`` is out of range, as for a list.
+        """
+        position, count = operator.index(index), len(self._offsets) - 1
+        if not -count <= position < count:
+            raise IndexError(f"index {position} is out of range for {count:,} samples")
+        return position if position >= 0 else position + count
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        i = self.position(index)
+        return str(self._bytes[self._offsets[i] : self._offsets[i + 1]], *_CODEC)
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, NameTable):
+            return bool(
+                np.array_equal(self._ends, other._ends)
+                and np.array_equal(self._blob, other._blob)
+            )
+        if isinstance(other, (list, tuple)):
+            return list(self) == list(other)
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        shown = [repr(name) for name in self[:3]] + ["..."] * (len(self) > 3)
+        return f"<{len(self):,} names: {', '.join(shown) or 'none'}>"
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._blob, self._ends
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._adopt(*state)

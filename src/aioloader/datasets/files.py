@@ -1,0 +1,181 @@
+"""Files on disk, one sample each, as bytes.
+
+Order is the order of the given paths, or sorted for a pattern. Memory holds the names
+(two buffers) and the reads in flight, no contents. Reads awaited together go to threads
+in chunks: a cached file of 100 KB, 64 in flight, takes 11 us of the event loop, against
+24 by a thread hop per file and 44 by aiofiles (4 KB: 5, 19, 44); wall 57, 84, 125 us.
+"""
+
+import asyncio
+import glob
+import os
+from collections.abc import Coroutine, Iterable
+from functools import partial
+from types import TracebackType
+from typing import Any, ClassVar, Self, SupportsIndex, TypeAlias
+
+from torch.utils.data import Dataset
+
+from aioloader.datasets._batcher import ReadBatcher
+from aioloader.datasets._failures import ShortReadError, truncated
+from aioloader.datasets._names import NameTable
+from aioloader.datasets._per_loop import PerLoop
+from aioloader.errors import (
+    DatasetError,
+    ObjectNotFoundError,
+    ObjectPermissionError,
+)
+
+StrPath: TypeAlias = str | os.PathLike[str]
+
+
+class FileDataset(Dataset[Coroutine[Any, Any, bytes]]):
+    """Read whole files, many at a time.
+
+    A map-style dataset whose ``__getitem__`` is a coroutine function. It may be read
+    from several event loops at once, and pickled. As an async context manager it owns
+    ``num_threads`` threads for the loop it was entered on and joins them at the last
+    exit; outside of one, reads use that loop's default executor.
+
+    Args:
+        paths: A pattern (``"train/**/*.png"``; sorted, without directories), looked up
+            now, which blocks: on an event loop use ``await FileDataset.discover(...)``.
+            Or an iterable of paths, kept as they are and in their order.
+        root: Directory that relative paths and patterns start from; ``paths`` stay
+            relative to it. Default: the working directory at each read.
+        num_threads: Threads that read at once; raise it for slow or remote disks.
+
+    Raises:
+        ValueError: If nothing matches the pattern, or ``num_threads`` is below 1.
+
+    Example:
+        >>> import asyncio, pathlib, tempfile
+        >>> async def read_all(folder):
+        ...     async with await FileDataset.discover("*.txt", root=folder) as files:
+        ...         return await asyncio.gather(*(files[i] for i in range(len(files))))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for name in "ba":
+        ...         _ = pathlib.Path(folder, f"{name}.txt").write_text(name)
+        ...     asyncio.run(read_all(folder))
+        [b'a', b'b']
+    """
+
+    # Without this, `for x in dataset` would never end: IndexError comes when awaited.
+    __iter__: ClassVar[None] = None
+
+    def __init__(
+        self,
+        paths: StrPath | Iterable[StrPath],
+        *,
+        root: StrPath | None = None,
+        num_threads: int = 4,
+    ) -> None:
+        if num_threads < 1:
+            raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+        self.root = None if root is None else os.fspath(root)
+        if isinstance(paths, (str, os.PathLike)):
+            self._paths = NameTable(_expand(os.fspath(paths), self.root))
+        else:
+            self._paths = NameTable(os.fspath(path) for path in paths)
+        self._batchers = PerLoop(partial(ReadBatcher, num_threads))
+
+    @classmethod
+    async def discover(cls, pattern: StrPath, **options: Any) -> Self:
+        """Look up a pattern without blocking the event loop, and return its dataset.
+
+        Args:
+            pattern: As ``paths`` of the class.
+            options: ``root`` and ``num_threads``, as for the class.
+
+        Raises:
+            ValueError: If nothing matches, or ``num_threads`` is below 1.
+        """
+        return await asyncio.to_thread(cls, pattern, **options)
+
+    @property
+    def paths(self) -> NameTable:
+        """The paths by index, relative to ``root`` if they were given so."""
+        return self._paths
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    async def __getitem__(self, index: SupportsIndex) -> bytes:
+        """Read one file.
+
+        Args:
+            index: Position in ``paths``; negative ones count from the end.
+
+        Returns:
+            The contents, owned by the caller.
+
+        Raises:
+            IndexError: If ``index`` is out of range.
+            ObjectNotFoundError: If the file does not exist.
+            ObjectPermissionError: If it may not be read.
+            TruncatedReadError: If it shrank while it was read.
+            DatasetError: If reading failed otherwise; a directory, for one.
+        """
+        path = self._locate(self._paths[index])
+        outcome = await self._batchers.here().read(path)
+        if isinstance(outcome, Exception):
+            raise _failure(path, outcome) from outcome
+        return outcome
+
+    async def __aenter__(self) -> Self:
+        self._batchers.here().enter()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._batchers.here().exit()
+
+    def _locate(self, path: str) -> str:
+        # A million `Path` objects would cost more than the reads.
+        return path if self.root is None else os.path.join(self.root, path)  # noqa: PTH118
+
+    def __repr__(self) -> str:
+        root = "" if self.root is None else f", root={self.root!r}"
+        return f"FileDataset({self._paths!r}{root})"
+
+
+def _expand(pattern: str, root: str | None) -> list[str]:
+    """Return the files that match ``pattern``, sorted by code point.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    found = glob.glob(pattern, root_dir=root, recursive=True)  # noqa: PTH207
+    base = root or ""
+    # A dangling link stays, and fails when it is read: dropping it would hide it.
+    files = [p for p in found if not os.path.isdir(os.path.join(base, p))]  # noqa: PTH112, PTH118
+    if not files:
+        where = f" in {root!r}" if root is not None else ""
+        also = f" ({len(found)} directories do)" if found else ""
+        raise ValueError(
+            f"no file matches {pattern!r}{where}{also}; a directory needs a pattern "
+            f"such as 'dir/**/*', and names with [ ] * ? go in a list"
+        )
+    return sorted(files)
+
+
+def _failure(path: str, cause: Exception) -> DatasetError:
+    """Return the house error for a read of ``path`` that raised ``cause``."""
+    match cause:
+        case FileNotFoundError():
+            return ObjectNotFoundError(f"no such file: {path!r}", location=path)
+        case PermissionError():
+            return ObjectPermissionError(f"may not read {path!r}", location=path)
+        case ShortReadError():
+            return truncated(path, cause)
+        case IsADirectoryError():
+            text = f"{path!r} is a directory, not a file"
+        case OSError():
+            text = f"cannot read {path!r}: {cause.strerror or cause}"
+        case _:
+            text = f"cannot read {path!r}: {type(cause).__name__}: {cause}"
+    return DatasetError(text, location=path)

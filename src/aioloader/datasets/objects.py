@@ -1,0 +1,186 @@
+"""Objects of a store, one sample each, as buffers that obstore filled.
+
+Order is the order of the given keys, or sorted for a listing. Memory holds the keys
+(two buffers), their sizes if listed, and the reads in flight. With a size known from a
+listing, one ranged request does what else takes two steps: for 100 KB over loopback
+HTTP that saves a quarter to a third of the CPU (119 to 90 us; 20 to 15 on the loop).
+"""
+
+from collections.abc import Coroutine, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex
+
+from torch.utils.data import Dataset
+
+from aioloader.datasets._failures import ShortReadError, failure_of, truncated
+from aioloader.datasets._listing import Listing, list_async, list_blocking
+from aioloader.datasets._names import NameTable
+from aioloader.datasets._per_loop import PerLoop
+from aioloader.datasets._reads import ObjectReader
+from aioloader.datasets._stores import StoreSource
+
+if TYPE_CHECKING:
+    import os
+
+    import numpy as np
+    import numpy.typing as npt
+    from obstore import Bytes
+    from obstore.store import ObjectStore
+
+    from aioloader.errors import DatasetError
+
+
+class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]]):
+    """Read whole objects of S3, GCS, Azure, HTTP, local or memory stores.
+
+    A map-style dataset whose ``__getitem__`` is a coroutine function. It may be read
+    from several event loops at once, and pickled if no option is a secret: credentials
+    belong in the environment or in a ``credential_provider``. A store given by URL is
+    made in each process that reads, at its first read. As an async context manager it
+    ends with ``aclose``.
+
+    Args:
+        store: A URL (``s3://bucket/train``, ``gs://``, ``az://``, ``https://``,
+            ``file:///``), a local directory, or a store of obstore.
+        keys: Keys relative to ``store``. Default: list them now, which blocks; on an
+            event loop use ``await ObjectDataset.discover(...)``.
+        prefix: Whole path segments that listed keys start with.
+        config: Options of ``obstore.store.from_url``, such as ``client_options``,
+            ``retry_config``, ``credential_provider``, ``endpoint`` or ``region``.
+
+    Raises:
+        ImportError: If obstore is not installed.
+        ValueError: If nothing is listed, or an argument is wrong.
+        DatasetError: If listing fails.
+
+    Example:
+        >>> import asyncio
+        >>> from obstore.store import MemoryStore
+        >>> async def read(store):
+        ...     async with ObjectDataset(store, prefix="train") as objects:
+        ...         return objects.keys[-1], bytes(await objects[-1])
+        >>> store = MemoryStore()
+        >>> for name in "ba":
+        ...     _ = store.put(f"train/{name}", name.encode())
+        >>> asyncio.run(read(store))
+        ('train/b', b'b')
+    """
+
+    # Without this, `for x in dataset` would never end: IndexError comes when awaited.
+    __iter__: ClassVar[None] = None
+
+    def __init__(
+        self,
+        store: "str | os.PathLike[str] | ObjectStore",
+        keys: Iterable[str] | None = None,
+        *,
+        prefix: str = "",
+        **config: Any,
+    ) -> None:
+        if isinstance(keys, str):
+            raise TypeError(
+                f"keys must be an iterable of keys, got the string {keys!r}"
+            )
+        if keys is not None and prefix:
+            raise ValueError("prefix is for listing: pass keys or prefix, not both")
+        self._source = StoreSource(store, config)
+        self._readers = PerLoop(ObjectReader)
+        self._sizes: npt.NDArray[np.int64] | None = None
+        if keys is None:
+            keys = list_blocking(self._source, prefix)
+        if isinstance(keys, Listing):
+            self._keys, self._sizes = keys.keys, keys.sizes
+        else:
+            self._keys = NameTable(keys)
+
+    @classmethod
+    async def discover(
+        cls,
+        store: "str | os.PathLike[str] | ObjectStore",
+        *,
+        prefix: str = "",
+        **config: Any,
+    ) -> Self:
+        """List a store without blocking the event loop, and return its dataset.
+
+        Args:
+            store: As for the class.
+            prefix: As for the class.
+            config: As for the class.
+
+        Raises:
+            ValueError: If nothing is listed, or an argument is wrong.
+            DatasetError: If listing fails.
+        """
+        listing = await list_async(StoreSource(store, config), prefix)
+        return cls(store, listing, **config)
+
+    @property
+    def keys(self) -> NameTable:
+        """The keys by index, relative to the store."""
+        return self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    async def __getitem__(self, index: SupportsIndex) -> "Bytes":
+        """Read one object.
+
+        Args:
+            index: Position in ``keys``; negative ones count from the end.
+
+        Returns:
+            A read-only buffer of the contents, owned by the caller; ``memoryview``,
+            ``np.frombuffer`` and ``io.BytesIO`` take it as it is.
+
+        Raises:
+            IndexError: If ``index`` is out of range.
+            ObjectNotFoundError: If the store has no such object.
+            ObjectPermissionError: If the store refuses access.
+            TruncatedReadError: If the body has another length than was announced.
+            DatasetError: If reading failed otherwise, after obstore's own retries.
+        """
+        position = self._keys.position(index)
+        key = self._keys[position]
+        size = 0 if self._sizes is None else int(self._sizes[position])
+        reader, store = self._readers.here(), self._source.open()
+        failure: DatasetError
+        try:
+            return await reader.read(store, key, size)
+        except ShortReadError as exc:
+            failure = truncated(self._source.locate(key), exc)
+        except reader.errors as exc:
+            failure = failure_of("read", self._source.locate(key), exc)
+        # So a traceback shows neither obstore's text (context) nor the store (local).
+        del store
+        raise failure
+
+    async def __aenter__(self) -> Self:
+        self._readers.here().users += 1
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        reader = self._readers.here()
+        reader.users -= 1
+        if reader.users == 0:
+            await self.aclose()
+
+    async def aclose(self, seconds: float = 5.0) -> None:
+        """Wait for this loop's requests in flight, and drop idle connections.
+
+        A process that ends with requests in flight, cancelled ones too, may crash in
+        obstore. The dataset stays usable.
+
+        Args:
+            seconds: How long requests may take before they are cancelled.
+        """
+        await self._readers.here().flights.drain(seconds)
+        self._source.close()
+
+    def __repr__(self) -> str:
+        return f"ObjectDataset({self._source.label!r}, {self._keys!r})"

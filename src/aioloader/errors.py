@@ -1,0 +1,105 @@
+"""The exception tree.
+
+Every class also derives from the builtin a caller would guess, so that
+``except RuntimeError`` or ``except FileNotFoundError`` keeps working. A user's own
+exception is never replaced: it keeps its type and gains notes. These types are for
+failures of the house::
+
+    LoaderError
+    ├── DatasetError                     .location .attempts
+    │   ├── ObjectNotFoundError(FileNotFoundError)
+    │   ├── ObjectPermissionError(PermissionError)
+    │   └── TruncatedReadError(EOFError)  .expected .received
+    ├── BatchTimeoutError(TimeoutError, RuntimeError)   .timeout .batch
+    ├── FailureBudgetError(RuntimeError)  .failures .attempted
+    └── LoaderClosedError(RuntimeError)
+"""
+
+from typing import Any
+
+
+class LoaderError(Exception):
+    """Base of every error that aioloader itself raises."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle with keyword fields and notes kept."""
+        return _rebuild, (type(self), self.args), self.__dict__
+
+
+def _rebuild(cls: type[LoaderError], args: tuple[Any, ...]) -> LoaderError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    return error
+
+
+class DatasetError(LoaderError):
+    """Say that a read failed for good.
+
+    Attributes:
+        location: What was read, such as ``"s3://bucket/key"``; never a credential.
+        attempts: How often the read was tried; at least 1.
+    """
+
+    def __init__(self, message: str, *, location: str, attempts: int = 1) -> None:
+        super().__init__(message)
+        self.location = location
+        self.attempts = attempts
+
+
+class ObjectNotFoundError(DatasetError, FileNotFoundError):
+    """Say that a key or path does not exist in its store."""
+
+
+class ObjectPermissionError(DatasetError, PermissionError):
+    """Say that the store refused access: wrong or missing credentials."""
+
+
+class TruncatedReadError(DatasetError, EOFError):
+    """Say that a body ended before its announced length.
+
+    Attributes:
+        expected: Announced size, in bytes.
+        received: Size that arrived, in bytes.
+    """
+
+    def __init__(
+        self, message: str, *, location: str, expected: int, received: int
+    ) -> None:
+        super().__init__(message, location=location)
+        self.expected = expected
+        self.received = received
+
+
+class BatchTimeoutError(LoaderError, TimeoutError, RuntimeError):
+    """Say that a batch did not arrive within ``timeout`` seconds.
+
+    The deadline counts from the moment the consumer began to wait for that batch. The
+    batch is still on its way: the next step of the iterator waits for it again.
+
+    Attributes:
+        timeout: The deadline, in seconds.
+        batch: Number of the batch that was awaited, from 0 in each epoch.
+    """
+
+    def __init__(self, message: str, *, timeout: float, batch: int) -> None:
+        super().__init__(message)
+        self.timeout = timeout
+        self.batch = batch
+
+
+class FailureBudgetError(LoaderError, RuntimeError):
+    """Say that more samples failed than ``max_failures`` allows.
+
+    Attributes:
+        failures: Samples that failed in this epoch.
+        attempted: Samples that were tried in this epoch.
+    """
+
+    def __init__(self, message: str, *, failures: int, attempted: int) -> None:
+        super().__init__(message)
+        self.failures = failures
+        self.attempted = attempted
+
+
+class LoaderClosedError(LoaderError, RuntimeError):
+    """Say that the iterator or its event loop was closed under a consumer."""

@@ -1,0 +1,146 @@
+"""What datasets offer, and how it is told: by shape and colour, never by base class.
+
+A dataset is *map-style* (``__getitem__``), *iterable* (``__iter__``) or an *async
+iterable* (``__aiter__``). A coroutine function is *async*: it runs on an event loop,
+many at a time. A plain function is *sync*: it runs off the loop.
+"""
+
+import enum
+import functools
+import inspect
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch.utils.data import ChainDataset, IterableDataset, Subset
+
+Sample_co = TypeVar("Sample_co", covariant=True)
+
+
+@runtime_checkable
+class MapDataset(Protocol[Sample_co]):
+    """Samples by index; ``__getitem__`` may be a coroutine function."""
+
+    def __getitem__(self, index: Any, /) -> Sample_co | Awaitable[Sample_co]:
+        """Return the sample, or an awaitable of it."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+
+class Kind(enum.Enum):
+    """How samples leave a dataset."""
+
+    MAP = "map"
+    ITERABLE = "iterable"
+    ASYNC_ITERABLE = "async iterable"
+
+
+def kind_of(dataset: object) -> Kind:
+    """Tell the kind of ``dataset``.
+
+    ``__aiter__`` wins over ``__getitem__``, which wins over ``__iter__``, so that a
+    list is map-style; torch's ``IterableDataset`` is iterable whatever it inherits.
+
+    Raises:
+        TypeError: If ``dataset`` has none of the three methods.
+    """
+    if hasattr(dataset, "__aiter__") or _chains_async(dataset):
+        return Kind.ASYNC_ITERABLE
+    if isinstance(dataset, IterableDataset):
+        return Kind.ITERABLE
+    if hasattr(dataset, "__getitem__"):
+        return Kind.MAP
+    if hasattr(dataset, "__iter__"):
+        return Kind.ITERABLE
+    raise TypeError(
+        f"dataset must have __getitem__, __iter__ or __aiter__, got "
+        f"{type(dataset).__name__!r}"
+    )
+
+
+def is_async_function(function: object) -> bool:
+    """Tell whether calling ``function`` gives a coroutine."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    call = getattr(type(function), "__call__", None)  # noqa: B004  (its colour, not its presence)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def reads_async(dataset: object) -> bool:
+    """Tell whether reading samples of a map-style ``dataset`` may give awaitables.
+
+    So it is when its own method is a coroutine function, or when it is a wrapper such
+    as ``Subset`` or ``ConcatDataset`` that holds a dataset of which that is true.
+    """
+    return _reads_async(dataset, set())
+
+
+def _reads_async(dataset: object, seen: set[int]) -> bool:
+    if id(dataset) in seen:
+        return False
+    seen.add(id(dataset))
+    cls = type(dataset)
+    methods = (getattr(cls, "__getitem__", None), getattr(cls, "__getitems__", None))
+    return any(is_async_function(method) for method in methods) or any(
+        _reads_async(inner, seen) for inner in _held_datasets(dataset)
+    )
+
+
+def _held_datasets(dataset: object) -> list[object]:
+    """Return the datasets a wrapper holds: its attributes and their items."""
+    held: list[object] = []
+    for value in getattr(dataset, "__dict__", {}).values():
+        if type(value) is dict:
+            held += itertools.islice(value.values(), 1024)
+        elif type(value) in {list, tuple}:
+            held += value[:1024]
+        else:
+            held.append(value)
+    return [value for value in held if _is_dataset(value)]
+
+
+def _is_dataset(value: object) -> bool:
+    """Tell whether ``value`` is map-style and no builtin, array or tensor."""
+    cls = type(value)
+    return (
+        hasattr(cls, "__getitem__")
+        and hasattr(cls, "__len__")
+        and hasattr(value, "__dict__")
+        and not isinstance(value, torch.Tensor)
+    )
+
+
+def _chains_async(dataset: object) -> bool:
+    """Tell whether a ``ChainDataset`` holds an async iterable."""
+    return (
+        isinstance(dataset, ChainDataset)
+        and isinstance(dataset.datasets, (list, tuple))
+        and any(kind_of(inner) is Kind.ASYNC_ITERABLE for inner in dataset.datasets)
+    )
+
+
+def batch_getter(dataset: object) -> Callable[[Any], Any] | None:
+    """Return ``dataset.__getitems__`` if it may stand for ``__getitem__``.
+
+    A subclass that overrides ``__getitem__`` alone would get its parent's rows from an
+    inherited ``__getitems__`` (pytorch/pytorch#163184), so it counts only when it is
+    defined on the class of ``__getitem__`` or below. That of torch's ``Subset`` passes
+    on to the inner dataset, so there the inner dataset decides. Other plain wrappers
+    of async datasets look into what they get (``StackDataset``): theirs is not used.
+    """
+    if type(dataset) is Subset and batch_getter(dataset.dataset) is None:
+        return None
+    mro = type(dataset).__mro__
+    item, items = (
+        next((level for level, cls in enumerate(mro) if name in vars(cls)), len(mro))
+        for name in ("__getitem__", "__getitems__")
+    )
+    getter: Callable[[Any], Any] | None = getattr(dataset, "__getitems__", None)
+    if items == len(mro) or items > item or not callable(getter):
+        return None
+    passes_on = type(dataset) is Subset or is_async_function(getter)
+    return getter if passes_on or not reads_async(dataset) else None

@@ -1,0 +1,70 @@
+"""Every async test runs on asyncio and on uvloop; no test may block or leak."""
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator
+
+import obstore
+import pytest
+import torch
+import uvloop
+from blockbuster import blockbuster_ctx
+from hypothesis import HealthCheck, settings
+from obstore.store import MemoryStore
+
+from aioloader.testing import Resources
+
+settings.register_profile(
+    "aioloader",
+    deadline=None,
+    max_examples=40,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("aioloader")
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Return the loop matrix."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm() -> None:
+    """Do once what would disturb the counts: runtimes of the process, a collection."""
+    store = MemoryStore()
+    obstore.put(store, "key", b"")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_read(store))
+    gc.collect()
+    gc.freeze()  # what the imports made need not be searched after every test
+
+
+async def _read(store: MemoryStore) -> None:
+    await obstore.get_async(store, "key")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Fail a test that leaves a thread, a descriptor or a child behind."""
+    before = Resources.now()
+    yield
+    before.assert_unchanged()
+
+
+@pytest.fixture(autouse=True)
+def nothing_blocks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test in which the package blocks an event loop."""
+    if request.node.get_closest_marker("blocking"):
+        yield
+        return
+    with blockbuster_ctx("aioloader", excluded_modules=["aioloader.testing"]):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Start each test from the same random state."""
+    torch.manual_seed(0)

@@ -1,0 +1,337 @@
+"""Stores of every kind with the same twelve objects, and servers to misbehave."""
+
+import asyncio
+import contextlib
+import gc
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import obstore
+import pytest
+import pytest_asyncio
+from obstore.store import MemoryStore
+
+from aioloader.datasets import FileDataset, ObjectDataset
+
+CONTENTS = {
+    f"{folder}/{name}.bin": f"{folder}-{name}".encode() * repeat
+    for folder in ("cats", "dogs")
+    for name, repeat in [
+        ("a b", 1),
+        ("empty", 0),
+        ("big", 50_000),
+        ("per%20cent", 3),
+        ("ünicode", 4),
+        ("z", 5),
+    ]
+}
+KINDS = ("files", "local", "memory", "http", "s3")
+SECRET = "MARKER7secret"
+
+# Enough to see a retry, and no more time than that.
+QUICK = {
+    "max_retries": 1,
+    "retry_timeout": timedelta(seconds=1),
+    "backoff": {"init_backoff": timedelta(milliseconds=1)},
+}
+
+
+@dataclass
+class Loopback:
+    """An HTTP server whose paths begin with what happens to the request.
+
+    ``/ok/`` answers; ``/norange/`` ignores ranges; ``/cut/`` breaks every body off at
+    half; ``/short/`` breaks it off and then sends less of the rest than it announces;
+    ``/heal/`` breaks off the first body only; ``/hang/`` waits for ``release``;
+    ``/redirect/`` goes to ``/ok/``; ``/503/`` and other numbers are that status.
+    """
+
+    port: int = 0
+    heads: list[str] = field(default_factory=list)
+    entered: asyncio.Event = field(default_factory=asyncio.Event)
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+    handlers: set["asyncio.Task[Any]"] = field(default_factory=set)
+
+    def url(self, what: str, user: str = "", query: str = "") -> str:
+        """Return the base URL for requests that ``what`` shall happen to."""
+        return f"http://{user}127.0.0.1:{self.port}/{what}{query}"
+
+    async def handle(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Answer the requests of one connection."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.handlers.add(task)
+        try:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                while await self.answer((await reader.readuntil(b"\r\n\r\n")), writer):
+                    await writer.drain()
+        finally:
+            writer.close()
+            self.handlers.discard(task)
+
+    async def answer(self, head: bytes, writer: asyncio.StreamWriter) -> bool:
+        """Answer one request; say whether the connection goes on."""
+        text = head.decode()
+        self.heads.append(text)
+        path = unquote(text.split()[1].partition("?")[0])
+        what, _, key = path.removeprefix("/").partition("/")
+        if what.isdigit():
+            writer.write(response(f"{what} Status", SECRET.encode()))
+            return True
+        if what == "redirect":
+            to = quote(f"/ok/{key}") + f"?sig={SECRET}"
+            writer.write(response(f"302 Found\r\nLocation: {to}", b""))
+            return True
+        if what == "hang":
+            self.entered.set()
+            await self.release.wait()
+        body = CONTENTS.get(key)
+        if body is None:
+            writer.write(response("404 Not Found", b"none"))
+            return True
+        return self.send(what, body, requested_range(text), writer)
+
+    def send(
+        self,
+        what: str,
+        body: bytes,
+        asked: tuple[int, int] | None,
+        writer: asyncio.StreamWriter,
+    ) -> bool:
+        """Send a body, or as much of it as ``what`` says."""
+        start, stop, status = 0, len(body), "200 OK"
+        if asked is not None and what != "norange":
+            start, stop = asked[0], min(asked[1], len(body))
+            status = f"206 Part\r\nContent-Range: bytes {start}-{stop - 1}/{len(body)}"
+        if what == "short" and start:
+            stop -= 1
+        whole = response(f'{status}\r\nETag: "1"', body[start:stop])
+        if what == "cut" or (what == "short" and not start):
+            writer.write(whole[: len(whole) - (stop - start) // 2])
+            return False
+        if what == "heal" and sum(" /heal/" in head for head in self.heads) == 1:
+            writer.write(whole.replace(b'ETag: "1"', b"X-No-Tag: 1")[:-1])
+            return False
+        writer.write(whole)
+        return True
+
+
+def response(status: str, body: bytes) -> bytes:
+    """Return the bytes of a response."""
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def requested_range(head: str) -> tuple[int, int] | None:
+    """Return the half-open range that a request asks for."""
+    for line in head.splitlines():
+        if line.lower().startswith("range: bytes="):
+            first, _, last = line.partition("=")[2].partition("-")
+            return int(first), int(last or sys.maxsize - 1) + 1
+    return None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runtime() -> None:
+    """Start obstore's runtime before descriptors are counted."""
+    store = MemoryStore()
+    obstore.put(store, "x", b"x")
+
+    async def read() -> None:
+        await obstore.get_async(store, "x")
+
+    asyncio.run(read())
+
+
+@pytest_asyncio.fixture
+async def loopback() -> AsyncIterator[Loopback]:
+    """Serve on the test's loop; wait at the end until clients have hung up."""
+    served = Loopback()
+    server = await asyncio.start_server(served.handle, "127.0.0.1", 0)
+    served.port = server.sockets[0].getsockname()[1]
+    yield served
+    server.close()
+    served.release.set()
+    gc.collect()  # datasets that the test did not close
+    if served.handlers:
+        await asyncio.wait(served.handlers, timeout=5)
+
+
+@pytest_asyncio.fixture
+async def serve(loopback: Loopback) -> AsyncIterator[Callable[..., ObjectDataset]]:
+    """Make datasets of the loopback server, and close them at the end."""
+    made: list[ObjectDataset] = []
+
+    def make(
+        what: str, *keys: str, user: str = "", query: str = "", **options: Any
+    ) -> ObjectDataset:
+        url = loopback.url(what, user, query)
+        if options.pop("s3", False):
+            options |= {"endpoint": url, "region": "us-east-1"}
+            url = "s3://bucket"
+        made.append(ObjectDataset(url, keys, **{"retry_config": QUICK, **options}))
+        return made[-1]
+
+    yield make
+    for dataset in made:
+        await dataset.aclose()
+
+
+@pytest.fixture(scope="session")
+def s3_port() -> Iterator[int]:
+    """Run moto's S3 server in a process of its own."""
+    script = (
+        "import os, time\n"
+        "from moto.server import ThreadedMotoServer\n"
+        "parent = os.getppid()\n"
+        "server = ThreadedMotoServer('127.0.0.1', 0, verbose=False)\n"
+        "server.start()\n"
+        "print(server.get_host_and_port()[1], flush=True)\n"
+        "while os.getppid() == parent:\n"
+        "    time.sleep(1)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        # No pipe stays: it may have been opened within a test that counts descriptors.
+        process.stdout.close()
+        yield port
+        process.kill()
+
+
+@pytest.fixture(scope="session")
+def s3_bucket(s3_port: int) -> str:
+    """Fill a bucket, with a console's folder marker as well."""
+    base = f"http://127.0.0.1:{s3_port}/bucket"
+    for path, body in {"": b"", "/train/cats/": b""}.items():
+        request = urllib.request.Request(base + path, body, method="PUT")
+        urllib.request.urlopen(request).close()
+    store = obstore.store.S3Store(
+        "bucket",
+        endpoint=f"http://127.0.0.1:{s3_port}",
+        region="us-east-1",
+        access_key_id="id",
+        secret_access_key="key",
+        client_options={"allow_http": True},
+    )
+    for key, body in CONTENTS.items():
+        obstore.put(store, f"train/{key}", body)
+    return "s3://bucket/train"
+
+
+@pytest.fixture
+def s3(s3_bucket: str, s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Give the URL of the bucket; credentials are in the environment."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3_port}")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", f"id-{SECRET}")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    before = sockets()
+    yield s3_bucket
+    gc.collect()  # datasets that the test did not close
+    # obstore closes connections in the background, and tells no one.
+    deadline = time.monotonic() + 5
+    while sockets() - before and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def quick() -> dict[str, Any]:
+    """Return a retry configuration that is soon over."""
+    return dict(QUICK)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """Return a port of loopback that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+@pytest.fixture
+def contents() -> dict[str, bytes]:
+    """Return the objects by name."""
+    return dict(CONTENTS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a directory with the objects as files."""
+    for key, body in CONTENTS.items():
+        path = tmp_path / key
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(body)
+    return tmp_path
+
+
+@pytest.fixture
+def forbidden(tmp_path: Path) -> Path:
+    """Return a file that this user may not read, though it be root."""
+    if os.geteuid():
+        path = tmp_path / "forbidden"
+        path.touch(mode=0)
+        return path
+    path = Path("/proc/sys/vm/compact_memory")
+    if not path.exists():
+        pytest.skip("root may read every file here")
+    return path
+
+
+@pytest.fixture
+def memory() -> MemoryStore:
+    """Return a memory store with the objects."""
+    store = MemoryStore()
+    for key, body in CONTENTS.items():
+        obstore.put(store, key, body)
+    return store
+
+
+@pytest.fixture(params=KINDS)
+def dataset(request: pytest.FixtureRequest) -> Iterator[FileDataset | ObjectDataset]:
+    """Return a dataset of the objects, in the order of their names."""
+    kind, get = request.param, request.getfixturevalue
+    if kind == "files":
+        yield FileDataset("**/*.bin", root=get("folder"))
+        return
+    if kind == "http":
+        server: Loopback = get("loopback")
+        made = ObjectDataset(server.url("ok"), sorted(CONTENTS))
+    else:
+        made = ObjectDataset(get({"local": "folder"}.get(kind, kind)))
+    yield made
+    made._source.close()  # whether or not the test did
+
+
+def sockets() -> set[str]:
+    """Return the sockets that this process has open."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.add(str(entry.readlink()))
+    return {name for name in found if name.startswith("socket:")}
+
+
+@pytest.fixture
+def noise() -> Iterator[list[dict[str, Any]]]:
+    """Collect what the loop's exception handler is given; it must stay empty."""
+    heard: list[dict[str, Any]] = []
+    yield heard
+    gc.collect()
+    assert not heard

@@ -1,0 +1,15 @@
+"""The examples in the docstrings run."""
+
+import doctest
+
+import pytest
+
+from aioloader.datasets import files, objects
+
+
+@pytest.mark.parametrize("module", [files, objects])
+def test_example(module: object) -> None:
+    """An example gives what it says."""
+    result = doctest.testmod(module)  # type: ignore[arg-type]
+    assert result.attempted
+    assert not result.failed

@@ -1,0 +1,206 @@
+"""What is particular to files: patterns, threads, errors of single paths."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioloader.datasets import FileDataset
+from aioloader.datasets._batcher import MAX_CHUNK, ReadBatcher
+from aioloader.errors import (
+    DatasetError,
+    ObjectNotFoundError,
+    ObjectPermissionError,
+    TruncatedReadError,
+)
+
+
+class CountingExecutor(ThreadPoolExecutor):
+    """An executor that remembers how many paths each hop carried."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.hops: list[int] = []
+
+    def submit(
+        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> "Future[Any]":
+        self.hops.append(len(args[0]))
+        return super().submit(fn, *args, **kwargs)
+
+
+def pseudo(path: str) -> str:
+    """Return the path of a file of the kernel's, if there is one."""
+    if not Path(path).exists():
+        pytest.skip(f"needs {path}")
+    return path
+
+
+def thread_names() -> set[str]:
+    """Return the names of the threads that datasets own."""
+    every = {thread.name for thread in threading.enumerate()}
+    return {name for name in every if name.startswith("aioloader-files")}
+
+
+def test_pattern_is_sorted_and_skips_directories(folder: Path) -> None:
+    """The order is that of the names, on every file system."""
+    (folder / "cats" / "zz.bin").mkdir()
+    found = FileDataset("cats/*", root=folder).paths
+    assert list(found) == sorted(found)
+    assert list(FileDataset(folder / "cats" / "z*").paths) == [f"{folder}/cats/z.bin"]
+
+
+def test_double_star_goes_down(folder: Path) -> None:
+    """A pattern with ** is recursive."""
+    assert len(FileDataset(f"{folder}/**/*.bin")) == 12
+    assert len(FileDataset("**", root=folder)) == 12
+
+
+@pytest.mark.parametrize("pattern", ["*.png", "cats", "nothing[/"])
+def test_empty_pattern_is_a_value_error(folder: Path, pattern: str) -> None:
+    """The message has the pattern, where it was looked up, and the next step."""
+    with pytest.raises(ValueError, match="no file matches") as caught:
+        FileDataset(pattern, root=folder)
+    assert repr(pattern) in str(caught.value)
+    assert repr(str(folder)) in str(caught.value)
+
+
+def test_list_of_paths_stays_as_it_is(tmp_path: Path) -> None:
+    """Order, duplicates and odd names are kept; nothing is looked up."""
+    odd = os.fsdecode(b"not-utf8-\xff[1].png")
+    given: list[Path | str] = [tmp_path / "b", tmp_path / "a", tmp_path / "b", odd]
+    assert list(FileDataset(given).paths) == [os.fspath(path) for path in given]
+    assert len(FileDataset([])) == 0
+
+
+def test_refuses_no_threads() -> None:
+    """As every bad argument, in the constructor."""
+    with pytest.raises(ValueError, match="num_threads must be at least 1, got 0"):
+        FileDataset([], num_threads=0)
+
+
+def test_shows_names_and_root(folder: Path) -> None:
+    """The repr is short."""
+    shown = repr(FileDataset("**/*.bin", root=folder))
+    assert shown.startswith("FileDataset(<12 names: 'cats/a b.bin', ")
+    assert shown.endswith(f"root={str(folder)!r})")
+
+
+async def test_missing_file(tmp_path: Path) -> None:
+    """The error names the path and is also what ``open`` would raise."""
+    with pytest.raises(ObjectNotFoundError, match="no such file") as caught:
+        await FileDataset([tmp_path / "gone"])[0]
+    assert isinstance(caught.value, FileNotFoundError)
+    assert caught.value.location == str(tmp_path / "gone")
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+async def test_forbidden_file(forbidden: Path) -> None:
+    """A refused read is told apart."""
+    with pytest.raises(ObjectPermissionError, match="may not read") as caught:
+        await FileDataset([forbidden])[0]
+    assert isinstance(caught.value, PermissionError)
+    assert caught.value.location == str(forbidden)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (".", "is a directory"),
+        ("/dev/null/x", "Not a directory"),
+        ("a\0b", "null byte"),
+    ],
+)
+async def test_other_failures(path: str, words: str) -> None:
+    """What else goes wrong is a DatasetError with the reason."""
+    with pytest.raises(DatasetError, match=words) as caught:
+        await FileDataset([path])[0]
+    assert caught.value.location == path
+
+
+async def test_file_shorter_than_its_size() -> None:
+    """A file that gives less than it announces is not passed off as whole."""
+    with pytest.raises(TruncatedReadError) as caught:
+        await FileDataset([pseudo("/sys/kernel/mm/transparent_hugepage/enabled")])[0]
+    assert caught.value.expected > caught.value.received > 0
+
+
+async def test_file_longer_than_its_size() -> None:
+    """A file without a size, as those of procfs, is read to its end."""
+    assert b"Pid:" in await FileDataset([pseudo("/proc/self/status")])[0]
+
+
+async def test_one_failure_fails_one_read(folder: Path) -> None:
+    """Reads of the same chunk do not share their errors."""
+    dataset = FileDataset(["cats/z.bin", "gone", "dogs/z.bin"], root=folder)
+    ends = await asyncio.gather(*(dataset[i] for i in range(3)), return_exceptions=True)
+    assert ends[0] == b"cats-z" * 5
+    assert isinstance(ends[1], ObjectNotFoundError)
+    assert ends[2] == b"dogs-z" * 5
+
+
+async def test_reads_of_one_turn_travel_together(folder: Path) -> None:
+    """A hundred reads awaited together make two hops, not a hundred."""
+    executor = CountingExecutor()
+    asyncio.get_running_loop().set_default_executor(executor)
+    batcher = ReadBatcher(num_threads=4)
+    batcher._seconds_per_file = 1e-6
+    reads = [batcher.read(f"{folder}/cats/z.bin") for _ in range(100)]
+    assert await asyncio.gather(*reads) == [b"cats-z" * 5] * 100
+    assert executor.hops == [MAX_CHUNK, 100 - MAX_CHUNK]
+
+
+async def test_slow_files_are_spread_over_the_threads(folder: Path) -> None:
+    """Where one file takes longer than a hop is worth, each travels alone."""
+    executor = CountingExecutor()
+    asyncio.get_running_loop().set_default_executor(executor)
+    batcher = ReadBatcher(num_threads=4)
+    batcher._seconds_per_file = 1.0
+    await asyncio.gather(*(batcher.read(f"{folder}/cats/z.bin") for _ in range(4)))
+    assert executor.hops == [1, 1, 1, 1]
+
+
+async def test_reads_cancelled_before_the_hop_are_not_made(folder: Path) -> None:
+    """Nothing is read for nobody."""
+    executor = CountingExecutor()
+    asyncio.get_running_loop().set_default_executor(executor)
+    batcher = ReadBatcher(num_threads=4)
+    for _ in range(9):
+        batcher.read(f"{folder}/cats/z.bin").cancel()
+    await batcher.read(f"{folder}/cats/z.bin")
+    assert executor.hops == [1]
+
+
+async def test_owns_its_threads_while_entered(folder: Path) -> None:
+    """Threads are made inside, kept until the last exit, and joined there."""
+    dataset = await FileDataset.discover("**/*.bin", root=folder, num_threads=2)
+    async with dataset:
+        async with dataset:
+            await asyncio.gather(*(dataset[i] for i in range(12)))
+        owned = thread_names()
+        assert 1 <= len(owned) <= 2
+        await dataset[0]
+        assert thread_names() >= owned
+    assert not thread_names()
+
+
+async def test_exit_joins_threads_with_reads_in_flight(folder: Path) -> None:
+    """The read is given its bytes, by whichever thread."""
+    dataset = await FileDataset.discover("**/*.bin", root=folder)
+    async with dataset:
+        reads = [asyncio.ensure_future(dataset[-1]) for _ in range(50)]
+        await asyncio.sleep(0)
+    assert not thread_names()
+    assert await asyncio.gather(*reads) == [b"dogs-\xc3\xbcnicode" * 4] * 50
+
+
+async def test_a_loop_that_is_closing_says_so(folder: Path) -> None:
+    """A read that no executor takes any more fails; it does not hang."""
+    await asyncio.get_running_loop().shutdown_default_executor()
+    with pytest.raises(DatasetError, match="shutdown"):
+        await FileDataset([folder / "cats" / "z.bin"])[0]

@@ -1,0 +1,366 @@
+"""What is particular to objects: addresses, listings, lengths, processes."""
+
+import asyncio
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import obstore
+import pytest
+from obstore.store import LocalStore, MemoryStore, S3Store
+
+from aioloader.datasets import ObjectDataset
+from aioloader.datasets._stores import _Runtime
+from aioloader.errors import (
+    DatasetError,
+    ObjectNotFoundError,
+    ObjectPermissionError,
+    TruncatedReadError,
+)
+
+if TYPE_CHECKING:
+    from datasets.conftest import Loopback
+
+Serve: TypeAlias = Callable[..., ObjectDataset]
+STORES = ["local", "memory", "http", "s3"]
+LISTED = ["local", "memory", "s3"]
+
+
+@pytest.mark.parametrize("dataset", STORES, indirect=True)
+async def test_missing_object(dataset: ObjectDataset) -> None:
+    """Every store's way of saying so becomes one error, which names the key."""
+    source = dataset._source
+    async with ObjectDataset(source._given or source._url, ["no/key"]) as missing:
+        with pytest.raises(ObjectNotFoundError, match="no/key") as caught:
+            await missing[0]
+    assert isinstance(caught.value, FileNotFoundError)
+    assert caught.value.location == f"{source.label.rstrip('/')}/no/key"
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "words"),
+    [
+        ("403", ObjectPermissionError, "HTTP 403 Forbidden; check the credentials"),
+        ("401", ObjectPermissionError, "HTTP 401 Unauthorized"),
+        ("404", ObjectNotFoundError, "HTTP 404 Not Found"),
+        ("503", DatasetError, "HTTP 503 Service Unavailable, after 2 attempts"),
+        ("599", DatasetError, "HTTP 599, after 2 attempts"),
+    ],
+)
+async def test_http_failures(
+    loopback: "Loopback",
+    serve: Serve,
+    what: str,
+    kind: type[DatasetError],
+    words: str,
+) -> None:
+    """Statuses become house errors; retries are obstore's, by its own option."""
+    with pytest.raises(kind, match=words) as caught:
+        await serve(what, "cats/z.bin")[0]
+    assert type(caught.value) is kind
+    assert caught.value.location == f"{loopback.url(what)}/cats/z.bin"
+    assert caught.value.attempts == len(loopback.heads)
+
+
+async def test_nobody_listens(unused_port: int, quick: Any) -> None:
+    """The system's own words come through."""
+    url = f"http://127.0.0.1:{unused_port}"
+    with pytest.raises(DatasetError, match="Connection refused, after 2 attempts"):
+        await ObjectDataset(url, ["x"], retry_config=quick)[0]
+
+
+async def test_forbidden_local_object(forbidden: Path) -> None:
+    """A local store refuses as others do."""
+    with pytest.raises(ObjectPermissionError, match="Permission denied"):
+        await ObjectDataset(forbidden.parent, [forbidden.name])[0]
+
+
+async def test_redirects_are_followed(serve: Serve) -> None:
+    """As by any client."""
+    assert memoryview(await serve("redirect", "cats/z.bin")[0]) == b"cats-z" * 5
+
+
+# With a tag the rest is asked for once, and half of it comes, or a byte less.
+@pytest.mark.parametrize(("what", "received"), [("cut", 300_000), ("short", 399_999)])
+@pytest.mark.parametrize("size", [0, 400_000])
+async def test_short_body_is_no_sample(
+    loopback: "Loopback", serve: Serve, what: str, received: int, size: int
+) -> None:
+    """A body that ends early is an error with the numbers, not a sample."""
+    dataset = serve(what, "cats/big.bin")
+    dataset._sizes = [size]  # type: ignore[assignment]
+    with pytest.raises(TruncatedReadError, match="of 400,000 bytes") as caught:
+        await dataset[0]
+    assert isinstance(caught.value, EOFError)
+    assert caught.value.location == f"{loopback.url(what)}/cats/big.bin"
+    assert (caught.value.expected, caught.value.received) == (400_000, received)
+
+
+async def test_a_body_that_broke_off_once_is_read_again(
+    loopback: "Loopback", serve: Serve, contents: dict[str, bytes]
+) -> None:
+    """Where obstore does not go on by itself, one more read does."""
+    dataset = serve("heal", "cats/big.bin")
+    assert memoryview(await dataset[0]) == contents["cats/big.bin"]
+    assert len(loopback.heads) == 2
+
+
+@pytest.mark.parametrize("now", [b"", b"x", b"grown" * 1000])
+async def test_objects_that_changed_since_the_listing(
+    memory: MemoryStore, now: bytes
+) -> None:
+    """The size in a listing is a hint: the sample is the object as it is."""
+    dataset = ObjectDataset(memory, prefix="cats")
+    index = dataset.keys.index("cats/z.bin")
+    obstore.put(memory, "cats/z.bin", now)
+    assert memoryview(await dataset[index]) == now
+
+
+@pytest.mark.parametrize(("what", "requests"), [("ok", 3), ("norange", 4)])
+async def test_listed_objects_take_one_request(
+    loopback: "Loopback", serve: Serve, what: str, requests: int
+) -> None:
+    """A known size saves a step; a server without ranges is asked for one once."""
+    dataset = serve(what, "cats/z.bin")
+    dataset._sizes = [30]  # type: ignore[assignment]
+    for _ in range(3):
+        assert memoryview(await dataset[0]) == b"cats-z" * 5
+    assert len(loopback.heads) == requests
+
+
+async def test_listed_and_gone(memory: MemoryStore) -> None:
+    """An object that was deleted after the listing is missing."""
+    dataset = ObjectDataset(memory, prefix="cats")
+    obstore.delete(memory, dataset.keys[0])
+    with pytest.raises(ObjectNotFoundError):
+        await dataset[0]
+
+
+async def test_prefix_is_whole_segments(s3: str) -> None:
+    """A prefix names folders; a console's folder marker is no sample."""
+    async with await ObjectDataset.discover(s3, prefix="cats") as cats:
+        pass
+    assert list(cats.keys) == sorted(cats.keys)
+    assert [key.partition("/")[0] for key in cats.keys] == ["cats"] * 6
+    with pytest.raises(ValueError, match=r"no object in 's3://bucket/train/cat'"):
+        ObjectDataset(s3, prefix="cat")
+
+
+@pytest.mark.parametrize("dataset", LISTED, indirect=True)
+async def test_discover_is_the_listing_constructor(dataset: ObjectDataset) -> None:
+    """It gives the same dataset, without blocking the loop."""
+    source = dataset._source
+    async with await ObjectDataset.discover(source._given or source._url) as found:
+        assert found.keys == dataset.keys
+        assert memoryview(await found[5]) == memoryview(await dataset[5])
+
+
+async def test_cancelled_discover_leaves_nothing(
+    loopback: "Loopback", noise: list[Any]
+) -> None:
+    """A listing can be given up."""
+    task = asyncio.create_task(ObjectDataset.discover(loopback.url("hang")))
+    await loopback.entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_http_has_no_listing(loopback: "Loopback", quick: Any) -> None:
+    """The message says what to pass instead."""
+    with pytest.raises(DatasetError, match="pass keys="):
+        await ObjectDataset.discover(loopback.url("405"), retry_config=quick)
+
+
+async def test_listing_of_a_missing_bucket(s3: str) -> None:
+    """A listing fails as reads do."""
+    with pytest.raises(ObjectNotFoundError, match="404 Not Found, NoSuchBucket"):
+        await ObjectDataset.discover("s3://nobody")
+    with pytest.raises(ObjectNotFoundError, match="NoSuchBucket"):
+        await asyncio.to_thread(ObjectDataset, "s3://nobody")
+
+
+@pytest.mark.parametrize(
+    "where", ["{folder}", "{folder}/", "file://{folder}", "file://{folder}/"]
+)
+async def test_local_addresses(folder: Path, where: str) -> None:
+    """A directory may be given as a path or a URL."""
+    dataset = ObjectDataset(where.format(folder=folder), ["cats/z.bin"])
+    assert memoryview(await dataset[0]) == b"cats-z" * 5
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    """It is missing when it is read, not empty."""
+    with pytest.raises(ObjectNotFoundError, match="No such file or directory"):
+        ObjectDataset(tmp_path / "gone")
+
+
+@pytest.mark.parametrize(
+    ("store", "kwargs", "kind", "words"),
+    [
+        ("ftp://host/x", {}, ValueError, "no object store is known .* 'ftp://host/x'"),
+        (7, {}, TypeError, "store must be a URL, path or store of obstore, got int"),
+        (MemoryStore(), {"region": "x"}, TypeError, "region: options of a store go to"),
+        (
+            "s3://b",
+            {"keys": "one"},
+            TypeError,
+            "iterable of keys, got the string 'one'",
+        ),
+        (
+            "s3://b",
+            {"keys": ["k"], "prefix": "p"},
+            ValueError,
+            "keys or prefix, not bo",
+        ),
+        (MemoryStore(), {}, ValueError, "no object in 'memory://'"),
+        ("memory:///", {}, ValueError, "no object in 'memory://'"),
+    ],
+)
+def test_refuses_wrong_arguments(
+    store: Any, kwargs: dict[str, Any], kind: type[Exception], words: str
+) -> None:
+    """In the constructor, with what was given."""
+    with pytest.raises(kind, match=words):
+        ObjectDataset(store, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"no_such_option": 1}, "UnknownConfigurationKeyError, no_such_option"),
+        ({"client_options": {"no_such_option": 1}}, "ValueError, no_such_option"),
+        ({"client_options": {"timeout": "soon"}}, "cannot open 's3://b'"),
+    ],
+)
+async def test_refuses_wrong_options(options: dict[str, Any], words: str) -> None:
+    """The store is made at the first read, and that says which option is wrong."""
+    with pytest.raises(ValueError, match=words):
+        await ObjectDataset("s3://b", ["k"], **options)[0]
+
+
+def test_needs_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the extra, the error says how to get it."""
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(ImportError, match=r"pip install aioloader\[objects\]"):
+        ObjectDataset("memory:///", ["k"])
+
+
+@pytest.mark.parametrize(
+    ("store", "label"),
+    [
+        (LocalStore("/"), "/"),
+        (S3Store("bucket", prefix="a/b"), "s3://bucket/a/b"),
+        (obstore.store.GCSStore("bucket"), "gs://bucket"),
+        (obstore.store.AzureStore("box", account_name="me"), "az://box"),
+        (obstore.store.HTTPStore("https://me:pw@host/a?sig=1"), "https://host/a"),
+        (
+            "abfss://box@me.dfs.core.windows.net/p",
+            "abfss://box@me.dfs.core.windows.net/p",
+        ),
+        ("gs://bucket/p/", "gs://bucket/p"),
+        ("https://me:pw@host/a?sig=1#f", "https://host/a"),
+    ],
+)
+def test_shows_its_address(store: Any, label: str) -> None:
+    """The repr has the address, redacted, and some keys."""
+    shown = repr(ObjectDataset(store, ["k1", "k2"]))
+    assert shown == f"ObjectDataset({label!r}, <2 names: 'k1', 'k2'>)"
+
+
+async def test_user_and_password_of_a_url_are_sent(
+    loopback: "Loopback", serve: Serve
+) -> None:
+    """As browsers send them; the caller's own header goes first."""
+    await serve("ok", "cats/z.bin", user="me:p%40ss@")[0]
+    assert "authorization: Basic bWU6cEBzcw==" in loopback.heads[0]
+    options = {"default_headers": {"authorization": "Bearer x"}}
+    await serve("ok", "cats/z.bin", user="me@", client_options=options)[0]
+    assert "authorization: Bearer x" in loopback.heads[1]
+
+
+async def test_store_is_made_anew_after_close(serve: Serve) -> None:
+    """Closing drops the connections, not the dataset."""
+    dataset = serve("ok", "cats/z.bin")
+    first = dataset._source.open()
+    assert dataset._source.open() is first
+    await dataset.aclose()
+    assert dataset._source.open() is not first
+
+
+def test_copies_of_a_pickle_make_their_own_store(folder: Path) -> None:
+    """No live store is in a pickle."""
+    dataset = ObjectDataset(folder)
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy._source._made is None
+    assert copy._sizes is not None
+
+
+def test_runtime_refuses_a_fork() -> None:
+    """Where every call would hang, the first one raises."""
+    runtime = _Runtime()
+    runtime.claim()
+    runtime.claim()
+    runtime._pid += 1
+    with pytest.raises(RuntimeError, match="does not survive a fork"):
+        runtime.claim()
+
+
+def run(script: str) -> "subprocess.CompletedProcess[str]":
+    """Run a script in a fresh interpreter."""
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.slow
+def test_import_leaves_obstore_alone() -> None:
+    """The extra is imported when a dataset of it is made, and not before."""
+    script = "import aioloader.datasets, sys; assert 'obstore' not in sys.modules"
+    ended = run(script)
+    assert not ended.returncode, ended.stderr
+
+
+@pytest.mark.slow
+def test_forked_child_raises_instead_of_hanging(folder: Path) -> None:
+    """A fork after the first use cannot read; one before it can."""
+    script = f"""
+import asyncio, os
+from aioloader.datasets import ObjectDataset
+
+async def read(): return len(memoryview(await dataset[0]))
+
+def child():
+    try: asyncio.run(asyncio.wait_for(read(), 5)); os._exit(1)
+    except RuntimeError: os._exit(2)
+
+dataset = ObjectDataset({str(folder)!r}, ["cats/z.bin"])
+for expected in 1, 2:
+    if not (pid := os.fork()): child()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == expected
+    asyncio.run(read())
+"""
+    ended = run(script)
+    assert not ended.returncode, ended.stderr
+
+
+@pytest.mark.slow
+async def test_exit_after_cancelled_requests(loopback: "Loopback") -> None:
+    """A process that cancels its reads, closes the dataset and ends does not crash."""
+    script = f"""
+import asyncio
+from aioloader.datasets import ObjectDataset
+
+async def main():
+    async with ObjectDataset({loopback.url("ok")!r}, ["cats/big.bin"] * 100) as dataset:
+        reads = [asyncio.ensure_future(dataset[i]) for i in range(100)]
+        await asyncio.wait(reads, return_when="FIRST_COMPLETED")
+        for read in reads: read.cancel()
+
+asyncio.run(main())
+"""
+    ended = await asyncio.to_thread(run, script)
+    assert (ended.returncode, ended.stderr) == (0, "")

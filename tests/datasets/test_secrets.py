@@ -1,0 +1,228 @@
+"""Credentials are in no error, no repr and no pickle, whoever may have said them."""
+
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from obstore.store import HTTPStore, LocalStore, S3Store
+
+from aioloader.datasets import ObjectDataset
+from aioloader.datasets._redact import carries_secret, redact_url, secret_options
+from aioloader.errors import DatasetError
+
+if TYPE_CHECKING:
+    from datasets.conftest import Loopback
+
+Serve: TypeAlias = Callable[..., ObjectDataset]
+MARKER = "MARKER7secret"
+
+
+def everything_said(error: BaseException) -> str:
+    """Return all that a log, a debugger or another process may see of an error."""
+    seen: list[str] = []
+    chain: list[BaseException | None] = [error]
+    while chain:
+        link = chain.pop()
+        if link is not None:
+            seen += [str(link), repr(link), repr(vars(link))]
+            seen += getattr(link, "__notes__", [])
+            seen += house_frames(link)
+            chain += [link.__cause__, link.__context__]
+    return "\n".join([*seen, repr(pickle.dumps(error))])
+
+
+def house_frames(error: BaseException) -> list[str]:
+    """Return the traceback with its locals, but for those of the test itself."""
+    frames = traceback.walk_tb(error.__traceback__)
+    summary = traceback.StackSummary.extract(frames, capture_locals=True)
+    return [str(frame.locals) for frame in summary if "aioloader" in frame.filename]
+
+
+def from_url_parts(serve: Serve) -> ObjectDataset:
+    """Secrets in user, password and query of the URL, and in a header."""
+    options = {"default_headers": {"x-api-key": MARKER}}
+    user, query = f"me:{MARKER}@", f"?sig={MARKER}"
+    return serve("403", "x", user=user, query=query, client_options=options)
+
+
+def from_redirect(serve: Serve) -> ObjectDataset:
+    """A signature in the address that the server redirects to."""
+    return serve("redirect", "no/such/key")
+
+
+def from_truncation(serve: Serve) -> ObjectDataset:
+    """A body that broke off, from a signed address."""
+    return serve("cut", "cats/big.bin", user=f"me:{MARKER}@", query=f"?sig={MARKER}")
+
+
+def from_s3_options(serve: Serve) -> ObjectDataset:
+    """Keys among the options, and a body that the server echoes them in."""
+    return serve(
+        "403",
+        "cats/z.bin",
+        s3=True,
+        access_key_id=f"id-{MARKER}",
+        secret_access_key=MARKER,
+        session_token=f"token-{MARKER}",
+    )
+
+
+def from_provider(serve: Serve) -> ObjectDataset:
+    """A credential provider that fails and tells."""
+
+    def provide() -> Any:
+        raise RuntimeError(MARKER)
+
+    return serve("ok", "cats/z.bin", s3=True, credential_provider=provide)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [from_url_parts, from_redirect, from_truncation, from_s3_options, from_provider],
+)
+async def test_errors_tell_no_secret(
+    serve: Serve, make: Callable[[Serve], ObjectDataset]
+) -> None:
+    """Wherever the secret was, a failed read does not show it."""
+    dataset = make(serve)
+    with pytest.raises(DatasetError) as caught:
+        await dataset[0]
+    assert MARKER not in everything_said(caught.value)
+    assert MARKER not in repr(dataset)
+
+
+async def test_errors_of_a_given_store_tell_no_secret(loopback: "Loopback") -> None:
+    """A store that the caller made, with secrets in it, is not shown either."""
+    url = loopback.url("404", user=f"me:{MARKER}@", query=f"?sig={MARKER}")
+    store = HTTPStore(url, client_options={"allow_http": True})
+    async with ObjectDataset(store, ["x"]) as dataset:
+        with pytest.raises(DatasetError) as caught:
+            await dataset[0]
+        assert MARKER not in everything_said(caught.value) + repr(dataset)
+
+
+async def test_a_signature_in_the_key_is_not_told(serve: Serve) -> None:
+    """Whoever passes the tail of a signed URL as a key finds none in the log."""
+    with pytest.raises(DatasetError) as caught:
+        await serve("404", f"x.png?X-Amz-Signature={MARKER}")[0]
+    assert MARKER not in f"{caught.value!r} {vars(caught.value)}"
+
+
+async def test_listing_errors_tell_no_secret(loopback: "Loopback") -> None:
+    """A failed listing does not either; the URL as an argument is the caller's."""
+    url = loopback.url("403", user=f"me:{MARKER}@", query=f"?sig={MARKER}")
+    with pytest.raises(DatasetError) as caught:
+        await ObjectDataset.discover(url)
+    caught.value.__traceback__ = None
+    assert MARKER not in everything_said(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        (f"ftp://me:{MARKER}@host/?sig={MARKER}", {}),
+        ("s3://b", {"client_options": {"timeout": MARKER}}),
+    ],
+)
+async def test_refused_options_tell_no_secret(url: str, options: Any) -> None:
+    """obstore quotes values that it cannot parse; the house does not."""
+    with pytest.raises(ValueError, match=r"store|open") as caught:
+        await ObjectDataset(url, ["k"], **options)[0]
+    assert MARKER not in str(caught.value)
+    assert caught.value.__context__ is None
+
+
+@pytest.mark.parametrize(
+    ("store", "options", "named"),
+    [
+        (f"https://me:{MARKER}@host/x", {}, "the URL's user, password or query"),
+        (f"https://host/x?sig={MARKER}", {}, "the URL's user, password or query"),
+        ("s3://b", {"secret_access_key": MARKER}, "secret_access_key"),
+        ("s3://b", {"AWS_SESSION_TOKEN": MARKER}, "AWS_SESSION_TOKEN"),
+        ("s3://b", {"config": {"access_key_id": MARKER}}, "config.access_key_id"),
+        ("az://b", {"account_key": MARKER}, "account_key"),
+        ("az://b", {"sas_key": MARKER}, "sas_key"),
+        ("gs://b", {"service_account_key": MARKER}, "service_account_key"),
+        (
+            "https://host",
+            {"client_options": {"default_headers": {"X-Mine": MARKER}}},
+            "client_options.default_headers.X-Mine",
+        ),
+        (
+            "https://host",
+            {"client_options": {"proxy_url": f"http://me:{MARKER}@proxy"}},
+            "client_options.proxy_url",
+        ),
+        (
+            S3Store("b", access_key_id="i", secret_access_key=MARKER),
+            {},
+            "secret_access",
+        ),
+        (HTTPStore(f"https://me:{MARKER}@host/"), {}, "the URL's user, password"),
+    ],
+)
+def test_secrets_are_not_pickled(
+    store: Any, options: dict[str, Any], named: str
+) -> None:
+    """Pickling is refused; the message names the option and the ways out."""
+    dataset = ObjectDataset(store, ["k"], **options)
+    with pytest.raises(pickle.PicklingError, match="environment variables") as caught:
+        pickle.dumps(dataset)
+    assert named in str(caught.value)
+    assert MARKER not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("store", "options"),
+    [
+        ("s3://b", {"region": "us-east-1", "skip_signature": True}),
+        ("s3://b", {"endpoint": "http://localhost:9000", "config": {"bucket": "b"}}),
+        ("s3://b", {"web_identity_token_file": "/f", "sse_kms_key_id": "k"}),
+        ("az://b", {"account_name": "me", "authority_id": "t", "client_id": "c"}),
+        ("gs://b", {"service_account": "/f", "application_credentials": "/g"}),
+        ("abfss://box@me.dfs.core.windows.net/p", {}),
+        ("https://host", {"client_options": {"default_headers": {"Accept": "*/*"}}}),
+        ("s3://b", {"credential_provider": len, "retry_config": {"max_retries": 2}}),
+        (LocalStore("/"), {}),
+        (S3Store("b", region="us-east-1"), {}),
+    ],
+)
+def test_harmless_options_are_pickled(store: Any, options: dict[str, Any]) -> None:
+    """What names a place, a file or a switch travels."""
+    copy = pickle.loads(pickle.dumps(ObjectDataset(store, ["k"], **options)))
+    assert repr(copy) == repr(ObjectDataset(store, ["k"], **options))
+
+
+async def test_credentials_of_the_environment_stay_there(s3: str) -> None:
+    """They are read where the store is made, and are in no pickle."""
+    async with await ObjectDataset.discover(s3) as dataset:
+        await dataset[0]
+    assert MARKER.encode() not in pickle.dumps(dataset)
+    assert MARKER.encode() not in pickle.dumps(ObjectDataset(S3Store("bucket"), ["k"]))
+
+
+@given(
+    st.from_regex(r"[a-z]{1,5}(:[a-z0-9]{0,9})?", fullmatch=True),
+    st.from_regex(r"[a-zA-Z0-9=&%/?+]{1,20}", fullmatch=True),
+)
+def test_redacted_urls_have_neither_user_nor_query(user: str, query: str) -> None:
+    """What is shown does not depend on what is secret."""
+    url = f"https://{user}@host:81/a/b?{query}"
+    assert carries_secret(url)
+    assert redact_url(url) == "https://host:81/a/b"
+
+
+@pytest.mark.parametrize("url", ["/data/x?y", "https://[", "s3://bucket/a"])
+def test_secrets_are_told_from_addresses(url: str) -> None:
+    """A path is no URL; what cannot be parsed may be anything."""
+    assert carries_secret(url) is (url == "https://[")
+
+
+def test_options_are_searched_in_depth() -> None:
+    """Names are given with their path."""
+    options = {"a": {"b": {"password": 1}, "c": 2}, "Master-Key": b"", "key": 3}
+    assert list(secret_options(options)) == ["a.b.password", "Master-Key"]

@@ -1,0 +1,59 @@
+"""The examples run, end to end."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+import train_digits
+from starlette.applications import Starlette
+from tqdm.asyncio import tqdm
+
+import service
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Starlette:
+    """Make the service over 64 files, before a loop runs."""
+    for number in range(64):
+        (tmp_path / f"{number}.py").write_text("spam " * (number + 1))
+    return service.make_app(root=str(tmp_path))
+
+
+async def test_service_answers_while_it_indexes(app: Starlette) -> None:
+    """Requests are served before, during and after the stream, in one loop."""
+    answers: list[dict[str, int]] = []
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://t"
+        ) as client:
+            while not answers or not answers[-1]["complete"]:
+                answer = await client.get("/count", params={"word": "spam"})
+                answers.append(answer.json())
+                await asyncio.sleep(0)  # this transport never suspends
+    counts = [answer["count"] for answer in answers]
+    assert counts == sorted(counts)
+    assert counts[0] == 0
+    assert counts[-1] == sum(range(65))
+
+
+async def test_service_stops_in_the_middle(app: Starlette) -> None:
+    """A shutdown cancels the stream and leaves nothing behind."""
+    async with app.router.lifespan_context(app):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.slow
+def test_training_reaches_its_accuracy(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The demo learns, and says what share of the time it waited."""
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # it would start a thread
+    assert asyncio.run(train_digits.train(tmp_path.as_uri(), epochs=6)) >= 0.95
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert re.search(r"samples/s  waited for data [\d.]+% of the time", lines[-1])

@@ -1,0 +1,299 @@
+"""Every way out of a loop releases everything."""
+
+import asyncio
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import weakref
+from typing import Any
+
+import pytest
+
+from aioloader import DataLoader
+from aioloader.testing import Resources, no_leaks
+from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
+
+KINDS = [SyncMap, AsyncMap, SyncStream, AsyncStream]
+
+
+class LeaveError(Exception):
+    """The consumer's own error."""
+
+
+async def leave(loader: Any, how: str, after: int) -> None:
+    """Take ``after`` batches, then go."""
+    iterator = aiter(loader)
+    try:
+        taken = 0
+        async for _ in iterator:
+            taken += 1
+            if taken < after:
+                continue
+            if how == "break":
+                break
+            if how == "raise":
+                raise LeaveError
+            if how == "close":
+                await iterator.aclose()
+            if how == "close loader":
+                await loader.aclose()
+            if how == "cancel":
+                asyncio.current_task().cancel()  # type: ignore[union-attr]
+    finally:
+        del iterator
+
+
+HOWS = ["end", "break", "raise", "close", "close loader", "cancel"]
+
+
+def test_a_thousand_random_exits() -> None:
+    """Threads, descriptors, tasks and children are what they were."""
+    rng = random.Random(5)
+    before = Resources.now()
+
+    async def some(number: int) -> None:
+        for _ in range(number):
+            loop: Any = rng.choice(["thread", "caller"])
+            in_order = rng.random() < 0.5
+            dataset = rng.choice(KINDS)(12)
+            loader = DataLoader(dataset, batch_size=2, loop=loop, in_order=in_order)
+            task = asyncio.ensure_future(
+                leave(loader, rng.choice(HOWS), rng.randint(1, 6))
+            )
+            if rng.random() < 0.2:
+                for _ in range(rng.randint(0, 12)):
+                    await asyncio.sleep(0)
+                task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                assert isinstance(task.exception(), (LeaveError, type(None)))
+
+    for _ in range(20):
+        asyncio.run(some(40))
+    for _ in range(200):
+        loader = DataLoader(rng.choice(KINDS)(12), batch_size=2, timeout=60)
+        after = rng.randint(1, 7)
+        for taken, _ in enumerate(loader):
+            if taken == after:
+                break
+    before.assert_unchanged()
+
+
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("loop", ["thread", "caller"])
+async def test_each_way_out(make: Any, how: str, loop: Any) -> None:
+    """One by one, where the leak check can name the culprit."""
+    with no_leaks():
+        loader = DataLoader(make(), batch_size=2, loop=loop)
+        task = asyncio.ensure_future(leave(loader, how, 3))
+        await asyncio.wait([task])
+        if not task.cancelled():
+            assert isinstance(task.exception(), (LeaveError, type(None)))
+        del task
+        gc.collect()
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_a_dropped_iterator_is_collected_at_once(make: Any) -> None:
+    """No cycle keeps it: the release does not wait for the garbage collector."""
+    gc.disable()
+    try:
+        iterator = iter(DataLoader(make(), batch_size=2, timeout=60))
+        next(iterator)
+        reference = weakref.ref(iterator)
+        del iterator
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_a_cycle_is_released_by_the_collector(make: Any) -> None:
+    """Also in whatever thread the collector happens to run."""
+    iterator: Any = iter(DataLoader(make(), batch_size=2, timeout=60))
+    next(iterator)
+    iterator.me = iterator
+    del iterator
+    gc.collect()
+
+
+def test_generators_run_their_finally_where_they_run() -> None:
+    """A sync stream is closed by break, in its thread or inline."""
+    closed: list[int] = []
+
+    def rows() -> Any:
+        try:
+            yield from range(100)
+        finally:
+            closed.append(1)
+
+    for options in ({}, {"timeout": 60}):
+        with DataLoader(rows(), batch_size=4, **options) as loader:  # type: ignore[arg-type]
+            for _ in loader:
+                break
+    assert closed == [1, 1]
+
+
+def test_an_entered_loader_that_is_dropped_warns() -> None:
+    """And is released all the same."""
+    loader: Any = DataLoader(AsyncMap(), batch_size=2).__enter__()
+    list(loader)
+    with pytest.warns(ResourceWarning, match="entered and never closed"):
+        del loader
+        gc.collect()
+
+
+def python(code: str, *options: str) -> "subprocess.CompletedProcess[str]":
+    """Run a one-liner, and return how it ended; it has 30 seconds."""
+    return subprocess.run(
+        [sys.executable, *options, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+IMPORTS = """
+import asyncio, sys, threading, time, torch
+from aioloader import DataLoader
+class A:
+    def __len__(self): return 100
+    async def __getitem__(self, i):
+        await asyncio.sleep(0.001)
+        return i
+class S:
+    def __len__(self): return 100
+    def __getitem__(self, i): return i
+async def consume(loader):
+    async for batch in loader: pass
+"""
+
+OPEN_AT_EXIT = {
+    "held by a global": "it = iter(DataLoader(A(), 4)); next(it)",
+    "sync, held": "it = iter(DataLoader(S(), 4, timeout=9)); next(it)",
+    "loop of the caller": (
+        "it = aiter(DataLoader(A(), 4, loop='caller'))\n"
+        "async def step(): await anext(it)\n"
+        "asyncio.run(step())"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPEN_AT_EXIT)
+def test_left_open_at_the_interpreters_exit(name: str) -> None:
+    """The process ends, quickly and quietly, but for a ResourceWarning."""
+    done = python(IMPORTS + OPEN_AT_EXIT[name], "-W", "default")
+    assert done.returncode == 0, done.stderr
+    assert "left open until the interpreter's exit" in done.stderr or (
+        name == "loop of the caller" and done.stderr == ""
+    )
+    for noise in ("Task was destroyed", "never awaited", "Traceback", "Fatal"):
+        assert noise not in done.stderr
+
+
+def test_an_uncaught_exception_is_all_that_is_printed() -> None:
+    """No complaint of ours beside the user's traceback."""
+    code = IMPORTS + "for batch in DataLoader(A(), 4): raise KeyError('mine')"
+    done = python(code, "-W", "default")
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("KeyError: 'mine'")
+    assert "Warning" not in done.stderr
+
+
+def test_a_stuck_read_does_not_keep_the_interpreter() -> None:
+    """A thread that never returns cannot be joined: the exit goes on without it."""
+    code = IMPORTS + (
+        "import aioloader._pipeline.iterator as it; it.GRACE = 0.1\n"
+        "class Stuck(S):\n"
+        "    def __getitem__(self, i): threading.Event().wait()\n"
+        "it = iter(DataLoader(Stuck(), timeout=0.05))\n"
+        "try: next(it)\n"
+        "except TimeoutError: print('gave up')\n"
+    )
+    done = python(code)
+    assert (done.returncode, done.stdout) == (0, "gave up\n")
+
+
+def test_a_thread_goes_on_iterating_after_the_main_thread() -> None:
+    """Python waits for it, and the loader serves it to the end."""
+    code = IMPORTS + (
+        "def work():\n"
+        "    threading.main_thread().join()\n"
+        "    print(sum(len(b) for b in DataLoader(A(), 4)))\n"
+        "threading.Thread(target=work).start()\n"
+    )
+    done = python(code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "100\n", "")
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "for b in DataLoader(Slow(), 4): print('batch', flush=True)",
+        "for b in DataLoader(Slow(), 4, timeout=99): print('batch', flush=True)",
+        "asyncio.run(show(DataLoader(Slow(), 4)))",
+        "asyncio.run(show(DataLoader(Slow(), 4, loop='caller')))",
+    ],
+)
+def test_ctrl_c(loop: str) -> None:
+    """KeyboardInterrupt while a batch is awaited ends the process as it should."""
+    code = IMPORTS + (
+        "class Slow(A):\n"
+        "    async def __getitem__(self, i):\n"
+        "        if i >= 4: await asyncio.sleep(99)\n"
+        "        return i\n"
+        "async def show(loader):\n"
+        "    async for b in loader: print('batch', flush=True)\n"
+        f"{loop}\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "batch\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode in {1, 130, -signal.SIGINT}
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    for noise in ("Task was destroyed", "never awaited", "Exception ignored"):
+        assert noise not in errors
+
+
+def test_one_liners() -> None:
+    """``python -c`` with lambdas, for and async for."""
+    code = (
+        "import asyncio, aioloader\n"
+        "print([b.tolist() for b in aioloader.DataLoader(range(4), 2, "
+        "transform=lambda x: -x)])\n"
+        "async def main(): return [b.tolist() async for b in "
+        "aioloader.DataLoader(range(4), 2, collate_fn=lambda s: "
+        "aioloader.default_collate(s) * 2)]\n"
+        "print(asyncio.run(main()))\n"
+    )
+    done = python(code, "-W", "error")
+    assert done.stderr == ""
+    assert done.stdout == "[[0, -1], [-2, -3]]\n[[0, 2], [4, 6]]\n"
+
+
+def test_a_forked_child_leaves_the_parents_loader_alone() -> None:
+    """Its copy of the iterator is dropped without touching the parent's loop."""
+    iterator = iter(DataLoader(AsyncMap(40), batch_size=4))
+    found = [next(iterator)]
+    pid = os.fork()
+    if pid == 0:
+        del iterator
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    found += list(iterator)
+    assert len(found) == 10

@@ -1,0 +1,156 @@
+"""Every wrong argument raises in the constructor, in the kind torch documents."""
+
+import multiprocessing
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from aioloader import DataLoader, default_collate, default_convert
+from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
+
+DATA = list(range(6))
+
+WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (DATA, {"num_workers": -1}, ValueError, "num_workers option should be non-neg"),
+    (DATA, {"num_workers": 1.5}, TypeError, "num_workers must be an integer"),
+    (DATA, {"timeout": -1}, ValueError, "timeout option should be non-negative"),
+    (DATA, {"timeout": float("nan")}, ValueError, "timeout option should be"),
+    (DATA, {"timeout": "1"}, TypeError, "timeout option should be a number"),
+    (DATA, {"prefetch_factor": 0}, ValueError, "prefetch_factor option should be"),
+    (DATA, {"prefetch_factor": -2}, ValueError, "prefetch_factor option should be"),
+    (DATA, {"persistent_workers": True}, ValueError, "needs num_workers > 0"),
+    (DATA, {"multiprocessing_context": "spawn"}, ValueError, "can only be used with"),
+    (
+        DATA,
+        {"multiprocessing_context": "no", "num_workers": 1},
+        ValueError,
+        "should specify a valid start method",
+    ),
+    (
+        DATA,
+        {"multiprocessing_context": 3, "num_workers": 1},
+        TypeError,
+        "should be a valid context object",
+    ),
+    (DATA, {"batch_size": 0}, ValueError, "batch_size should be a positive integer"),
+    (DATA, {"batch_size": -1}, ValueError, "batch_size should be a positive integer"),
+    (DATA, {"batch_size": 1.5}, ValueError, "batch_size should be a positive integer"),
+    (DATA, {"drop_last": 1}, ValueError, "drop_last should be a boolean"),
+    (DATA, {"batch_size": None, "drop_last": True}, ValueError, "disables auto-batch"),
+    (DATA, {"sampler": [1], "shuffle": True}, ValueError, "mutually exclusive with sh"),
+    (DATA, {"batch_sampler": [[1]], "batch_size": 2}, ValueError, "mutually exclusive"),
+    (DATA, {"batch_sampler": [[1]], "shuffle": True}, ValueError, "mutually exclusive"),
+    (DATA, {"batch_sampler": [[1]], "sampler": [1]}, ValueError, "mutually exclusive"),
+    (DATA, {"batch_sampler": [[1]], "drop_last": True}, ValueError, "mutually exclus"),
+    ([], {"shuffle": True}, ValueError, "num_samples should be a positive integer"),
+    (SyncStream(), {"shuffle": True}, ValueError, "expected unspecified shuffle"),
+    (SyncStream(), {"sampler": [1]}, ValueError, "expected unspecified sampler"),
+    (SyncStream(), {"batch_sampler": [[1]]}, ValueError, "unspecified batch_sampler"),
+    (SyncStream(), {"batch_size": 0}, ValueError, "batch_size should be a positive"),
+    (AsyncStream(), {"shuffle": True}, ValueError, "expected unspecified shuffle"),
+    (AsyncStream(), {"sampler": [1]}, ValueError, "expected unspecified sampler"),
+    (DATA, {"collate_fn": 3}, TypeError, "collate_fn must be callable"),
+    (DATA, {"transform": "x"}, TypeError, "transform must be callable"),
+    (DATA, {"worker_init_fn": 1}, TypeError, "worker_init_fn must be callable"),
+    (DATA, {"concurrency": 0}, ValueError, "concurrency must be at least 1, got 0"),
+    (DATA, {"concurrency": 2.5}, TypeError, "concurrency must be an integer"),
+    (DATA, {"loop": "mine"}, ValueError, "loop must be 'thread' or 'caller'"),
+    (DATA, {"on_error": "ignore"}, ValueError, "on_error must be"),
+    (DATA, {"max_failures": -1}, ValueError, "max_failures must be"),
+    (7, {}, TypeError, "dataset must have __getitem__"),
+]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "error", "words"),
+    WRONG,
+    ids=[f"{number} {case[1]}" for number, case in enumerate(WRONG)],
+)
+def test_wrong_arguments(
+    dataset: Any, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    """Kind and words, before anything runs."""
+    with pytest.raises(error, match=words):
+        DataLoader(dataset, **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["batch_size", "batch_sampler", "sampler", "drop_last"]
+)
+def test_fixed_attributes(name: str) -> None:
+    """They cannot be changed after the constructor."""
+    loader = DataLoader(DATA)
+    with pytest.raises(ValueError, match=f"{name} attribute should not be set after"):
+        setattr(loader, name, 1)
+    loader.timeout = 3
+    assert loader.timeout == 3
+
+
+def test_attributes_that_frameworks_read() -> None:
+    """Names and values are torch's."""
+    loader = DataLoader(DATA, 2, shuffle=True)
+    assert isinstance(loader.sampler, RandomSampler)
+    assert isinstance(DataLoader(DATA).sampler, SequentialSampler)
+    theirs: Any = torch.utils.data.DataLoader(DATA, 2, shuffle=True)  # type: ignore[arg-type]
+    same = set(vars(theirs)) & set(vars(loader)) - {"sampler", "batch_sampler"}
+    assert len(same) > 10
+    for name in same - {"collate_fn"}:
+        assert getattr(loader, name) == getattr(theirs, name), name
+    assert loader.collate_fn is default_collate
+    assert DataLoader(DATA, batch_size=None).collate_fn is default_convert
+    assert DataLoader(DATA, batch_sampler=[[1]]).batch_size is None
+
+
+def test_length() -> None:
+    """Batches of an epoch, by the sampler or by the stream's own length."""
+    assert len(DataLoader(DATA, 4)) == 2
+    assert len(DataLoader(DATA, 4, drop_last=True)) == 1
+    assert len(DataLoader(DATA, batch_sampler=[[1], [2], [3]])) == 3
+    assert len(DataLoader(DATA, batch_size=None)) == 6
+    assert len(DataLoader(AsyncMap(7), 2)) == 4
+    for stream in (SyncStream(), AsyncStream(), (i for i in DATA)):
+        with pytest.raises(TypeError, match="has no len"):
+            len(DataLoader(stream))
+
+
+def test_a_stream_longer_than_it_said() -> None:
+    """As torch: one warning, if ``len(loader)`` was called."""
+
+    class Liar(SyncStream):
+        def __len__(self) -> int:
+            return 4
+
+    loader = DataLoader(Liar(8), batch_size=2)
+    assert len(loader) == 2
+    with pytest.warns(UserWarning, match="was reported to be 2 batches"):
+        assert len(list(loader)) == 4
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_pinning_without_an_accelerator_warns() -> None:
+    """As torch: when iterated, and then goes on unpinned."""
+    loader = DataLoader(SyncMap(2), pin_memory=True, pin_memory_device="cuda")
+    with pytest.warns(UserWarning, match="pin_memory") as caught:
+        assert len(list(loader)) == 2
+    assert {str(warning.message).split()[0] for warning in caught} == {
+        "pin_memory_device",
+        "'pin_memory'",
+    }
+
+
+def test_workers_say_that_they_are_not_there_yet() -> None:
+    """A clear word until worker processes come."""
+    for context in (None, "spawn", multiprocessing.get_context("spawn")):
+        with pytest.raises(ValueError, match="not available yet"):
+            DataLoader(DATA, num_workers=2, multiprocessing_context=context)
+
+
+def test_repr_shows_the_state() -> None:
+    """Dataset, sizes, epoch."""
+    loader = DataLoader(SyncMap(), batch_size=4)
+    list(loader)
+    assert repr(loader) == (
+        "DataLoader(SyncMap, batch_size=4, num_workers=0, epoch=1, open=0)"
+    )

@@ -1,0 +1,231 @@
+"""How many samples and batches are under way, and in which order they arrive."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from aioloader import DataLoader
+from samples import AsyncMap, AsyncStream, SyncMap, collect, labels
+
+
+class Gated(AsyncMap):
+    """Samples wait at a gate; counts how many are there."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.waiting: dict[int, asyncio.Event] = {}
+        self.most = 0
+        self.came = asyncio.Event()
+
+    async def __getitem__(self, index: int) -> Any:
+        gate = self.waiting[index] = asyncio.Event()
+        self.most = max(self.most, len(self.waiting))
+        self.came.set()
+        await gate.wait()
+        del self.waiting[index]
+        return await super().__getitem__(index)
+
+    def open(self, *indices: int) -> None:
+        """Let samples through."""
+        for index in indices:
+            self.waiting[index].set()
+
+    async def until(self, number: int) -> None:
+        """Wait until ``number`` samples are at the gate."""
+        while len(self.waiting) < number:
+            self.came.clear()
+            await self.came.wait()
+
+
+async def quiet() -> None:
+    """Let everything that can run on this loop run."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_samples_are_in_flight_across_batches() -> None:
+    """``concurrency`` samples wait at once, though a batch has but two."""
+    gate = Gated(40)
+    loader = DataLoader(gate, batch_size=2, concurrency=7, loop="caller")
+    task = asyncio.create_task(collect(loader))
+    await gate.until(7)
+    await quiet()
+    assert sorted(gate.waiting) == list(range(7))
+    gate.open(0)
+    await gate.until(6)
+    await quiet()
+    assert sorted(gate.waiting) == [1, 2, 3, 4, 5, 6, 7]
+    while not task.done():
+        gate.open(*gate.waiting)
+        await quiet()
+    assert gate.most == 7
+    assert len(await task) == 20
+
+
+async def test_ordered_runs_ahead_of_a_slow_sample_within_the_window() -> None:
+    """One stuck sample holds delivery back, not fetching, up to the window."""
+    gate = Gated(40)
+    loader = DataLoader(
+        gate, batch_size=2, concurrency=64, prefetch_factor=3, loop="caller"
+    )
+    task = asyncio.create_task(collect(loader))
+    await gate.until(6)
+    gate.open(1, 2, 3, 4, 5)
+    await quiet()
+    assert sorted(gate.waiting) == [0]
+    assert not task.done()
+    while not task.done():
+        gate.open(*gate.waiting)
+        await quiet()
+    assert labels(await task) == [[i, i + 1] for i in range(0, 40, 2)]
+
+
+async def test_unordered_strands_nothing() -> None:
+    """All other batches are delivered while one is stuck."""
+    gate = Gated(12)
+    loader = DataLoader(gate, batch_size=2, in_order=False, loop="caller")
+    iterator = aiter(loader)
+    first = asyncio.ensure_future(anext(iterator))
+    await gate.until(12)
+    gate.open(*range(1, 12))
+    found = [await first]
+    found += [await anext(iterator) for _ in range(4)]
+    gate.open(0)
+    found += [batch async for batch in iterator]
+    assert labels(found)[-1] == [0, 1]
+    assert sorted(labels(found)) == [[i, i + 1] for i in range(0, 12, 2)]
+
+
+@pytest.mark.parametrize("factor", [1, 2, 5])
+async def test_the_window_is_exact_for_async_datasets(factor: int) -> None:
+    """After k batches taken, k + prefetch_factor were asked for, never more."""
+    dataset = AsyncMap(60)
+    loader = DataLoader(
+        dataset, batch_size=3, prefetch_factor=factor, loop="caller", concurrency=100
+    )
+    iterator = aiter(loader)
+    for taken in range(1, 6):
+        await anext(iterator)
+        await quiet()
+        assert len(dataset.asked) == 3 * (taken + factor)
+    await iterator.aclose()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("factor", [1, 2, 5])
+def test_the_window_is_exact_for_sync_datasets(factor: int, is_async: bool) -> None:
+    """The same in the thread, for ``for`` and for ``async for``."""
+    dataset = SyncMap(60)
+    options: Any = {"batch_size": 3, "prefetch_factor": factor}
+
+    async def take() -> None:
+        iterator = aiter(DataLoader(dataset, **options))
+        for taken in range(1, 6):
+            await anext(iterator)
+            await thread_is_idle(iterator)
+            assert len(dataset.asked) == 3 * (taken + factor)
+        await iterator.aclose()
+
+    if is_async:
+        asyncio.run(take())
+        return
+    iterator = iter(DataLoader(dataset, **options))
+    for taken in range(1, 6):
+        next(iterator)
+        asyncio.run(thread_is_idle(iterator))
+        assert len(dataset.asked) == 3 * (taken + factor)
+    iterator.close()
+
+
+async def thread_is_idle(iterator: Any) -> None:
+    """Wait until the loader's thread has done what it was given."""
+    idle = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    iterator._source.run.home.cpu.post(lambda: loop.call_soon_threadsafe(idle.set))
+    await idle.wait()
+
+
+async def test_the_default_window_keeps_the_crew_busy() -> None:
+    """ceil(concurrency / batch_size) + 1 batches, at least 2."""
+    for batch_size, concurrency, window in ((4, 10, 4), (64, 64, 2), (100, 8, 2)):
+        dataset = AsyncMap(1000)
+        loader = DataLoader(
+            dataset, batch_size=batch_size, concurrency=concurrency, loop="caller"
+        )
+        iterator = aiter(loader)
+        await anext(iterator)
+        await quiet()
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert len(dataset.asked) == batch_size * (1 + window)
+        await iterator.aclose()
+
+
+def test_plain_for_reads_nothing_ahead() -> None:
+    """As torch: a batch is read when it is asked for."""
+    dataset = SyncMap(20)
+    iterator = iter(DataLoader(dataset, batch_size=4))
+    assert dataset.asked == []
+    next(iterator)
+    assert dataset.asked == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("make", [SyncMap, AsyncMap])
+async def test_making_iterators_reads_nothing(make: Any) -> None:
+    """``iter`` and ``aiter`` are lazy, and may be called and dropped."""
+    dataset = make()
+    loader = DataLoader(dataset, batch_size=4, timeout=5)
+    iter(loader)
+    aiter(loader)
+    assert dataset.asked == []
+
+
+async def test_a_stream_is_read_no_further_than_the_window() -> None:
+    """An async iterable is pulled for the batches in flight only."""
+    pulled = []
+
+    class Counting(AsyncStream):
+        async def __aiter__(self) -> Any:
+            async for item in super().__aiter__():
+                pulled.append(item)
+                yield item
+
+    loader = DataLoader(Counting(60), batch_size=4, prefetch_factor=2, loop="caller")
+    iterator = aiter(loader)
+    await anext(iterator)
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert len(pulled) == 12
+    await iterator.aclose()
+
+
+async def test_a_consumer_that_never_waits_still_lets_the_loop_breathe() -> None:
+    """Gathered batches are always ready; other tasks run all the same."""
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(tick())
+    dataset = torch.utils.data.TensorDataset(torch.zeros(20_000, 4))
+    async for _ in DataLoader(dataset, batch_size=4):
+        pass
+    other.cancel()
+    assert ticks > 3
+
+
+def test_stats_count_what_was_delivered() -> None:
+    """The latest epoch's figures, in flight included."""
+    loader = DataLoader(AsyncMap(20), batch_size=4)
+    assert loader.stats().epoch == -1
+    list(loader)
+    for taken, _ in enumerate(loader, 1):
+        stats = loader.stats()
+        assert (stats.epoch, stats.batches) == (1, taken)
+    assert loader.stats().in_flight == 0
+    assert loader.stats().waited > 0

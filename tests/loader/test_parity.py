@@ -1,0 +1,242 @@
+"""Every dataset, every way to iterate: the batches are torch's."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    random_split,
+)
+from torch.utils.data import DataLoader as TorchLoader
+
+from aioloader import DataLoader, ShuffledIndices
+from aioloader._pipeline.cpu import beside
+from samples import (
+    AsyncBatchMap,
+    AsyncMap,
+    AsyncStream,
+    SyncMap,
+    SyncStream,
+    collect,
+    labels,
+)
+
+WAYS = ["for", "thread", "caller"]
+
+
+async def batches(way: str, dataset: Any, **options: Any) -> list[Any]:
+    """Return all batches, iterated in one of the three ways."""
+    loop: Any = "caller" if way == "caller" else "thread"
+    return await iterated(way, DataLoader(dataset, loop=loop, **options))
+
+
+async def iterated(way: str, loader: Any) -> list[Any]:
+    """Iterate ``loader``; a ``for`` loop beside this loop, which it would block."""
+    if way == "for":
+        return await beside(lambda: list(loader))
+    return await collect(loader)
+
+
+def tensors(n: int = 20) -> TensorDataset:
+    """Return the common samples as tensors."""
+    index = torch.arange(n)
+    return TensorDataset(index[:, None].float().expand(-1, 3).contiguous(), index)
+
+
+MAPS: dict[str, Callable[[], Any]] = {
+    "sync": SyncMap,
+    "async": AsyncMap,
+    "async batches": AsyncBatchMap,
+    "tensors": tensors,
+    "concat": lambda: ConcatDataset([SyncMap(20), SyncMap(0)]),
+    "async concat": lambda: ConcatDataset([AsyncMap(20), SyncMap(0)]),
+    "subset": lambda: Subset(AsyncMap(), range(20)),
+    "subset of batches": lambda: Subset(AsyncBatchMap(), range(20)),
+}
+STREAMS: dict[str, Callable[[], Any]] = {
+    "sync": SyncStream,
+    "async": AsyncStream,
+    "chain": lambda: ChainDataset([SyncStream(20), SyncStream(0)]),
+    "iterator class": lambda: (item for item in SyncStream()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch_size": 6},
+        {"batch_size": 6, "drop_last": True},
+        {"batch_size": 6, "shuffle": True},
+        {"batch_size": 6, "shuffle": True, "generator": 11},
+        {"batch_sampler": [[3, 1], [2], [0, 19, 4]]},
+        {"sampler": [5, 3, 3], "batch_size": 2},
+        {"batch_size": 50},
+    ],
+    ids=str,
+)
+async def test_map_style(way: str, name: str, options: dict[str, Any]) -> None:
+    """Same batches and same later draws as torch over the same samples, twice."""
+
+    def seeded() -> dict[str, Any]:
+        torch.manual_seed(4)
+        seed = options.get("generator")
+        own = torch.Generator().manual_seed(seed) if seed else None
+        return {**options, "generator": own}
+
+    theirs = TorchLoader(SyncMap(), **seeded())
+    expected = [labels(list(theirs)) for _ in range(2)], torch.rand(1)
+    loader_options = seeded()
+    dataset = MAPS[name]()
+    # the same generator object goes on, as in one loader
+    found = [labels(await batches(way, dataset, **loader_options)) for _ in range(2)]
+    assert (found, torch.rand(1)) == expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("drop_last", [False, True])
+async def test_streams(way: str, name: str, drop_last: bool) -> None:
+    """Batches of consecutive samples; the short last one kept or dropped."""
+    found = await batches(way, STREAMS[name](), batch_size=6, drop_last=drop_last)
+    expected = TorchLoader(SyncStream(), batch_size=6, drop_last=drop_last)
+    assert labels(found) == labels(list(expected))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [SyncMap, AsyncMap, SyncStream, AsyncStream])
+async def test_without_batching(way: str, make: Any) -> None:
+    """Single samples, converted, not stacked."""
+    found = await batches(way, make(5), batch_size=None)
+    assert [index for _, index in found] == list(range(5))
+    assert all(rows.shape == (3,) for rows, _ in found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_stacked_async_datasets(way: str) -> None:
+    """Awaitables inside of tuples and dicts are awaited, together."""
+    pairs = await batches(way, StackDataset(AsyncMap(3), SyncMap(3)), batch_size=3)
+    assert torch.equal(pairs[0][0][1], pairs[0][1][1])
+    named = await batches(way, StackDataset(a=AsyncBatchMap2(3)), batch_size=3)
+    assert named[0]["a"][1].tolist() == [0, 1, 2]
+
+
+class AsyncBatchMap2(AsyncBatchMap):
+    """Has both methods, so a stack may use either."""
+
+    async def __getitem__(self, index: int) -> Any:
+        return (await self.__getitems__([index]))[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_random_split_of_an_async_dataset(way: str) -> None:
+    """The parts are disjoint and cover."""
+    parts = random_split(AsyncMap(10), [7, 3])
+    found = [labels(await batches(way, part, batch_size=7)) for part in parts]
+    assert sorted(index for part in found for batch in part for index in batch) == list(
+        range(10)
+    )
+
+
+class Chained(IterableDataset[Any]):
+    """torch's base class, async."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("the async iterator should have been used")
+
+    def __aiter__(self) -> Any:
+        return aiter(AsyncStream(3))
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_chain_of_async_streams(way: str) -> None:
+    """Sync and async parts follow each other."""
+    chain = ChainDataset([Chained(), SyncStream(2)])
+    assert labels(await batches(way, chain, batch_size=4)) == [[0, 1, 2, 0], [1]]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [SyncMap, AsyncMap, AsyncStream, SyncStream])
+@pytest.mark.parametrize("colours", ["ss", "sa", "as", "aa"])
+async def test_functions_of_any_colour(way: str, make: Any, colours: str) -> None:
+    """A transform and a collate function, sync or async, give the same."""
+
+    def double(pair: Any) -> int:
+        return 2 * int(pair[1])
+
+    async def double_async(pair: Any) -> int:
+        await asyncio.sleep(0)
+        return double(pair)
+
+    async def total_async(samples: list[int]) -> int:
+        await asyncio.sleep(0)
+        return sum(samples)
+
+    options: dict[str, Any] = {
+        "transform": double if colours[0] == "s" else double_async,
+        "collate_fn": sum if colours[1] == "s" else total_async,
+    }
+    assert await batches(way, make(10), batch_size=4, **options) == [12, 44, 34]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [tensors, SyncMap, AsyncMap])
+async def test_shuffled_indices(way: str, make: Any) -> None:
+    """A lazy order serves as a sampler; each epoch has its own, unless one is set."""
+    order = ShuffledIndices(20, seed=3)
+    loop: Any = "caller" if way == "caller" else "thread"
+    loader: Any = DataLoader(make(), sampler=order, batch_size=20, loop=loop)
+
+    async def epoch() -> list[int]:
+        return labels(await iterated(way, loader))[0]
+
+    first, second = await epoch(), await epoch()
+    assert first == list(ShuffledIndices(20, seed=3))
+    assert sorted(second) == sorted(first) != second
+    loader.set_epoch(0)
+    assert await epoch() == first
+    order.set_epoch(1)
+    assert await epoch() == second
+
+
+def test_gathered_batches_are_copies() -> None:
+    """Writing into a batch leaves the dataset alone, in order or shuffled."""
+    dataset = tensors(8)
+    for shuffle in (False, True):
+        for rows, _ in DataLoader(dataset, batch_size=4, shuffle=shuffle):
+            rows.add_(100)
+    assert dataset.tensors[0].max() == 7
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TensorDataset(torch.arange(6.0).to_sparse()),
+        lambda: TensorDataset(torch.nn.Parameter(torch.arange(6.0))),
+        lambda: type("Mine", (TensorDataset,), {"__getitem__": lambda s, i: i * 2})(
+            torch.arange(6.0)
+        ),
+    ],
+    ids=["sparse", "parameter", "subclass"],
+)
+def test_unusual_tensors_are_not_gathered(make: Any) -> None:
+    """What an index cannot serve takes the ordinary way, with torch's result."""
+    ours, theirs = DataLoader(make(), batch_size=2), TorchLoader(make(), batch_size=2)
+    try:
+        expected = list(theirs)
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=str(error)[:20]):
+            list(ours)
+    else:
+        for one, other in zip(ours, expected, strict=True):
+            assert torch.equal(torch.as_tensor(one[0]), torch.as_tensor(other[0]))

@@ -1,0 +1,93 @@
+"""Small datasets of every kind and colour, for all tests."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+Pair = tuple[torch.Tensor, int]
+
+
+def sample(index: int) -> Pair:
+    """Return what every dataset here holds at ``index``."""
+    return torch.full((3,), float(index)), index
+
+
+class SyncMap(Dataset[Pair]):
+    """Plain ``__getitem__``; remembers what it was asked for."""
+
+    def __init__(self, n: int = 20) -> None:
+        self.n = n
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Pair:
+        self.asked.append(index)
+        return sample(index)
+
+
+class AsyncMap(Dataset[Any]):
+    """Coroutine ``__getitem__``."""
+
+    def __init__(self, n: int = 20) -> None:
+        self.n = n
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return self.n
+
+    async def __getitem__(self, index: int) -> Pair:
+        self.asked.append(index)
+        await asyncio.sleep(0)
+        return sample(index)
+
+
+class AsyncBatchMap(AsyncMap):
+    """Coroutine ``__getitems__`` on the class of its ``__getitem__``."""
+
+    async def __getitem__(self, index: int) -> Pair:
+        raise AssertionError("the batch method should have been used")
+
+    async def __getitems__(self, indices: list[int]) -> list[Pair]:
+        await asyncio.sleep(0)
+        return [sample(index) for index in indices]
+
+
+class SyncStream(IterableDataset[Pair]):
+    """Plain ``__iter__``."""
+
+    def __init__(self, n: int = 20) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[Pair]:
+        return map(sample, range(self.n))
+
+
+class AsyncStream:
+    """``__aiter__``, an async generator."""
+
+    def __init__(self, n: int = 20) -> None:
+        self.n = n
+
+    async def __aiter__(self) -> AsyncIterator[Pair]:
+        for index in range(self.n):
+            await asyncio.sleep(0)
+            yield sample(index)
+
+
+def labels(batches: list[Any]) -> list[list[int]]:
+    """Return the indices in ``batches``, having checked that the rows are theirs."""
+    found = []
+    for rows, index in batches:
+        assert torch.equal(rows, index[:, None].float().expand(-1, 3))
+        found.append(index.tolist())
+    return found
+
+
+async def collect(loader: Any) -> list[Any]:
+    """Return all batches by ``async for``."""
+    return [batch async for batch in loader]

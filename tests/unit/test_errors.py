@@ -1,0 +1,53 @@
+"""The exception tree."""
+
+import inspect
+import pickle
+
+import pytest
+
+from aioloader import errors
+
+EXAMPLES = [
+    errors.LoaderError("m"),
+    errors.DatasetError("m", location="s3://b/k", attempts=3),
+    errors.ObjectNotFoundError("m", location="s3://b/k"),
+    errors.ObjectPermissionError("m", location="s3://b/k"),
+    errors.TruncatedReadError("m", location="s3://b/k", expected=9, received=4),
+    errors.BatchTimeoutError("m", timeout=1.5, batch=7),
+    errors.FailureBudgetError("m", failures=3, attempted=10),
+    errors.LoaderClosedError("m"),
+]
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_crosses_a_pickle(error: errors.LoaderError) -> None:
+    """Type, message, fields and notes are kept."""
+    error.add_note("where")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == "m"
+    assert vars(copy) == vars(error)
+
+
+def test_every_class_is_shown() -> None:
+    """No class without an example above."""
+    classes = [value for value in vars(errors).values() if inspect.isclass(value)]
+    tree = {value for value in classes if issubclass(value, errors.LoaderError)}
+    assert tree <= {type(error) for error in EXAMPLES}
+
+
+@pytest.mark.parametrize(
+    ("error", "builtin"),
+    [
+        (errors.ObjectNotFoundError, FileNotFoundError),
+        (errors.ObjectPermissionError, PermissionError),
+        (errors.TruncatedReadError, EOFError),
+        (errors.BatchTimeoutError, TimeoutError),
+        (errors.BatchTimeoutError, RuntimeError),
+        (errors.FailureBudgetError, RuntimeError),
+        (errors.LoaderClosedError, RuntimeError),
+    ],
+)
+def test_builtin_bases(error: type, builtin: type) -> None:
+    """A caller's guess catches it."""
+    assert issubclass(error, builtin)

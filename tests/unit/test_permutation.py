@@ -1,0 +1,100 @@
+"""The keyed permutation."""
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioloader import ShuffledIndices
+
+
+@given(st.integers(0, 3000), st.integers(-(2**70), 2**70))
+def test_is_a_permutation(n: int, seed: int) -> None:
+    """Every index comes exactly once."""
+    assert sorted(ShuffledIndices(n, seed)) == list(range(n))
+
+
+@given(st.integers(1, 2**63), st.data())
+def test_seek_agrees_with_blocks(n: int, data: st.DataObject) -> None:
+    """A position looked up alone is what a block holds there; all stay in range."""
+    order = ShuffledIndices(n, seed=7)
+    start = data.draw(st.integers(0, n - 1))
+    stop = min(n, start + 50)
+    block = order.take(start, stop)
+    assert [order[position] for position in range(start, stop)] == block.tolist()
+    assert len(set(block.tolist())) == stop - start
+    assert ((block >= 0) & (block.astype(np.uint64) < n)).all()
+
+
+def test_is_injective_in_a_large_domain() -> None:
+    """No index comes twice in a million of 2**63."""
+    block = ShuffledIndices(2**63, seed=3).take(2**62, 2**62 + 1_000_000)
+    assert len(np.unique(block)) == 1_000_000
+
+
+def test_looks_uniform() -> None:
+    """Over many seeds each index is equally likely at each position."""
+    n, seeds = 12, 6000
+    counts = np.zeros((n, n))
+    for seed in range(seeds):
+        counts[np.arange(n), ShuffledIndices(n, seed).take(0, n)] += 1
+    expected = seeds / n
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    # 121 degrees of freedom: mean 121, standard deviation 15.6
+    assert chi_square < 121 + 6 * 15.6
+
+
+def test_neighbours_are_scattered() -> None:
+    """Consecutive positions do not give correlated indices."""
+    block = ShuffledIndices(100_000, seed=1).take(0, 100_000).astype(float)
+    assert abs(np.corrcoef(block[:-1], block[1:])[0, 1]) < 0.02
+
+
+def test_order_is_a_contract() -> None:
+    """The order for a seed does not change between releases."""
+    assert ShuffledIndices(10, seed=1).take(0, 10).tolist() == GOLDEN
+
+
+def test_epochs_differ_and_return() -> None:
+    """An epoch's order is its own, and the same when asked for again."""
+    order = ShuffledIndices(1000, seed=5)
+    first = list(order)
+    order.set_epoch(1)
+    second = list(order)
+    order.set_epoch(0)
+    assert first == list(order) != second
+
+
+def test_set_epoch_leaves_an_iteration_alone() -> None:
+    """An iteration under way keeps its order."""
+    order = ShuffledIndices(10_000, seed=5)
+    expected = list(order)
+    iterator = iter(order)
+    head = [next(iterator) for _ in range(10)]
+    order.set_epoch(9)
+    assert head + list(iterator) == expected
+
+
+def test_sequence_manners() -> None:
+    """Negative positions count from the end; others raise."""
+    order = ShuffledIndices(5, seed=2)
+    assert order[-1] == order[4]
+    assert len(order) == 5
+    assert list(pickle.loads(pickle.dumps(order))) == list(order)
+    for position in (5, -6):
+        with pytest.raises(IndexError, match="of 5 shuffled indices"):
+            order[position]
+    with pytest.raises(IndexError):
+        order.take(3, 6)
+
+
+@pytest.mark.parametrize("n", [-1, 2**63 + 1])
+def test_refuses_other_sizes(n: int) -> None:
+    """Only sizes whose indices fit in int64."""
+    with pytest.raises(ValueError, match=r"n must be from 0 to 2\*\*63"):
+        ShuffledIndices(n)
+
+
+GOLDEN = [4, 3, 6, 9, 2, 1, 7, 5, 8, 0]

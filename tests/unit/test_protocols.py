@@ -1,0 +1,176 @@
+"""Kinds and colours."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+)
+
+from aioloader.protocols import (
+    Kind,
+    batch_getter,
+    is_async_function,
+    kind_of,
+    reads_async,
+)
+from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
+
+
+class AsyncIterableDataset(IterableDataset[int]):
+    """torch's base class with an async iterator."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("the async iterator should have been used")
+
+    async def __aiter__(self) -> Any:
+        yield 1
+
+
+@pytest.mark.parametrize(
+    ("dataset", "kind"),
+    [
+        ([1, 2], Kind.MAP),
+        ({"a": 1}, Kind.MAP),
+        (SyncMap(), Kind.MAP),
+        (AsyncMap(), Kind.MAP),
+        (SyncStream(), Kind.ITERABLE),
+        ((i for i in range(3)), Kind.ITERABLE),
+        ({1, 2}, Kind.ITERABLE),
+        (AsyncStream(), Kind.ASYNC_ITERABLE),
+        (AsyncIterableDataset(), Kind.ASYNC_ITERABLE),
+        (ChainDataset([SyncStream()]), Kind.ITERABLE),
+        (ChainDataset([SyncStream(), AsyncIterableDataset()]), Kind.ASYNC_ITERABLE),
+    ],
+)
+def test_kind(dataset: Any, kind: Kind) -> None:
+    """The kind follows from the methods."""
+    assert kind_of(dataset) is kind
+
+
+def test_what_is_no_dataset_is_refused() -> None:
+    """With the type in the message."""
+    with pytest.raises(TypeError, match="got 'int'"):
+        kind_of(3)
+
+
+async def coroutine(x: int) -> int:
+    """Return ``x``."""
+    return x
+
+
+class AsyncCall:
+    """An object whose call is a coroutine."""
+
+    async def __call__(self, x: int) -> int:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("function", "colour"),
+    [
+        (coroutine, True),
+        (functools.partial(coroutine, 1), True),
+        (AsyncCall(), True),
+        (functools.partial(AsyncCall(), 1), True),
+        (AsyncMap().__getitem__, True),
+        (len, False),
+        (lambda x: x, False),
+        (SyncMap().__getitem__, False),
+        (None, False),
+    ],
+)
+def test_colour(function: Any, colour: bool) -> None:
+    """Coroutine functions are seen through partials and callable objects."""
+    assert is_async_function(function) is colour
+
+
+class Holder:
+    """A user's wrapper, with its own name for the inner dataset."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.me = self
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda inner: Subset(inner, [1, 0]),
+        lambda inner: ConcatDataset([SyncMap(), inner]),
+        lambda inner: StackDataset(inner, inner),
+        lambda inner: StackDataset(a=inner),
+        lambda inner: Subset(ConcatDataset([inner, inner]), [0]),
+        Holder,
+    ],
+    ids=["subset", "concat", "stack", "stack by name", "nested", "user's"],
+)
+def test_wrappers_take_the_colour_of_what_they_hold(wrap: Any) -> None:
+    """Around async datasets they return awaitables."""
+    assert reads_async(wrap(AsyncMap()))
+    assert not reads_async(wrap(SyncMap()))
+
+
+def test_data_is_not_mistaken_for_a_dataset() -> None:
+    """Tensors, lists and dicts of data are not searched for colour."""
+    assert not reads_async(TensorDataset(torch.zeros(3)))
+    assert not reads_async([[1], [2]])
+    assert not reads_async({"a": AsyncMap})
+
+
+class Batched(SyncMap):
+    """Defines both methods."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return indices
+
+
+class OnlyItem(Batched):
+    """Overrides one of them: the other must not answer for it (R42)."""
+
+    def __getitem__(self, index: int) -> Any:
+        return -index
+
+
+class OnlyItems(SyncMap):
+    """Defines the batch method below the class of the other."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return indices
+
+
+@pytest.mark.parametrize(
+    ("dataset", "used"),
+    [
+        (Batched(), True),
+        (OnlyItem(), False),
+        (OnlyItems(), True),
+        (SyncMap(), False),
+        (AsyncBatchMap(), True),
+        (Subset(Batched(), [0]), True),
+        (Subset(OnlyItem(), [0]), False),
+        (Subset(AsyncBatchMap(), [0]), True),
+        (Subset(AsyncMap(), [0]), False),
+        (StackDataset(SyncMap()), True),
+        (StackDataset(AsyncBatchMap()), False),
+    ],
+)
+def test_batch_method_counts_where_it_may(dataset: Any, used: bool) -> None:
+    """``__getitems__`` answers only at or below the class of ``__getitem__``."""
+    assert (batch_getter(dataset) is not None) is used

@@ -1,0 +1,55 @@
+"""Retry schedules."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioloader import Retry
+
+
+@given(st.integers(1, 12), st.floats(0, 5), st.floats(0, 60), st.integers())
+def test_delays_stay_within_bounds(
+    attempts: int, base: float, most: float, seed: int
+) -> None:
+    """One delay fewer than attempts, each under its exponential bound and the cap."""
+    retry = Retry(max_attempts=attempts, base_delay=base, max_delay=most)
+    delays = list(retry.delays(random.Random(seed)))
+    assert len(delays) == attempts - 1
+    for attempt, delay in enumerate(delays):
+        assert 0 <= delay <= min(most, base * 2**attempt)
+
+
+def test_jitter_leaves_the_users_generator_alone() -> None:
+    """The global generator is not drawn from."""
+    state = random.getstate()
+    list(Retry(max_attempts=9).delays())
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize(
+    ("error", "worth"),
+    [
+        (ConnectionResetError(), True),
+        (TimeoutError(), True),
+        (OSError(), True),
+        (FileNotFoundError(), False),
+        (PermissionError(), False),
+        (ValueError(), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_only_what_may_pass_is_worth_it(error: BaseException, worth: bool) -> None:
+    """Missing files and wrong values do not mend by waiting."""
+    assert Retry().is_worth(error) is worth
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_attempts": 0}, {"base_delay": -1.0}, {"max_delay": -0.1}]
+)
+def test_refuses_wrong_numbers(wrong: dict[str, Any]) -> None:
+    """The constructor says what is wrong."""
+    with pytest.raises(ValueError, match="must"):
+        Retry(**wrong)

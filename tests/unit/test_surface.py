@@ -1,0 +1,79 @@
+"""The public face and the shape of the house."""
+
+import doctest
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.utils.data
+
+import aioloader
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_public_names() -> None:
+    """Changing this list is changing the product."""
+    assert aioloader.__all__ == [
+        "SKIP",
+        "DataLoader",
+        "Failure",
+        "LoaderStats",
+        "Retry",
+        "ShuffledIndices",
+        "datasets",
+        "default_collate",
+        "default_convert",
+        "errors",
+    ]
+    assert all(hasattr(aioloader, name) for name in aioloader.__all__)
+
+
+def test_torchs_signature() -> None:
+    """Torch's seventeen arguments: names, order, kinds, defaults; ours keyword-only."""
+    theirs = inspect.signature(torch.utils.data.DataLoader.__init__).parameters
+    ours = inspect.signature(aioloader.DataLoader.__init__).parameters
+    for name, parameter in theirs.items():
+        assert ours[name].kind is parameter.kind, name
+        assert ours[name].default == parameter.default, name
+    assert list(ours)[: len(theirs)] == list(theirs)
+    added = list(ours.values())[len(theirs) :]
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in added)
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(
+        p
+        for folder in ("src", "tests", "benchmarks")
+        for p in (ROOT / folder).rglob("*.py")
+    ),
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_no_long_files(path: Path) -> None:
+    """400 lines are the cap."""
+    assert len(path.read_text().splitlines()) <= 400
+
+
+@pytest.mark.parametrize("name", ["aioloader._loader", "aioloader._order.permutation"])
+def test_docstring_examples_run(name: str) -> None:
+    """What the docstrings show is what happens."""
+    results = doctest.testmod(importlib.import_module(name))
+    assert results.attempted
+    assert not results.failed
+
+
+def test_import_is_quiet_and_takes_no_extra() -> None:
+    """No optional package, loop policy, handler or thread comes with the import."""
+    code = (
+        "import sys, threading, signal, asyncio, aioloader;"
+        "assert 'obstore' not in sys.modules;"
+        "assert threading.active_count() == 1;"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler;"
+        "assert type(asyncio.new_event_loop()).__module__.startswith('asyncio')"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=False)
+    assert done.returncode == 0
