@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from feeds import GatheredObjects, aioloader_feed, spdl_settings, torch_feed
-from harness import Contender, Figures, Metric, Options, Question, Target, main
+from harness import Contender, Figures, Limit, Metric, Options, Question, Target, main
 from remote import Plan, serve, travel
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ QUESTION = Question(
         Metric("worker_rss_mb", "MB/worker", higher=False),
     ],
     targets=[Target(REFERENCE, [rival], 1.0) for rival in RIVALS],
+    limits=[Limit(f"aioloader {n}", "waited", 10) for n in (128, 256)],
     serve=partial(serve, OBJECTS),
 )
 

@@ -75,6 +75,15 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """A promised figure: the median of ``key`` is not above ``at_most``."""
+
+    contender: str
+    key: str
+    at_most: float
+
+
+@dataclass(frozen=True)
 class Question:
     """One benchmark; the first metric is the one that ratios are taken of."""
 
@@ -83,6 +92,7 @@ class Question:
     contenders: Mapping[str, Contender]
     metrics: Sequence[Metric]
     targets: Sequence[Target] = ()
+    limits: Sequence[Limit] = ()
     rounds: int = 5
     serve: Callable[[], AbstractContextManager[str]] = field(
         default=lambda: contextlib.nullcontext("")
@@ -138,7 +148,7 @@ def render(lines: list[list[str]]) -> str:
 
 def verdicts(question: Question, rounds: Rounds) -> list[dict[str, object]]:
     """Compare each target with what was measured, against the best rival."""
-    found = []
+    found: list[dict[str, object]] = []
     for target in question.targets:
         metric = question.metrics[target.metric]
         rivals = [name for name in target.rivals if name in rounds]
@@ -149,16 +159,27 @@ def verdicts(question: Question, rounds: Rounds) -> list[dict[str, object]]:
             (statistics.median(ratios(metric, ours, rounds[rival])), rival)
             for rival in rivals
         )
-        found.append(
-            {
-                "contender": target.contender,
-                "rival": best,
-                "metric": metric.key,
-                "ratio": measured,
-                "target": target.at_least,
-                "met": measured >= target.at_least,
-            }
+        text = (
+            f"{target.contender} is {measured:.2f} x {best} in {metric.key}, "
+            f"promised {target.at_least}"
         )
+        met = measured >= target.at_least
+        found.append({"text": text, "measured": measured, "met": met})
+    return found
+
+
+def limits(question: Question, rounds: Rounds) -> list[dict[str, object]]:
+    """Compare each promised figure with what was measured."""
+    found: list[dict[str, object]] = []
+    for limit in question.limits:
+        if limit.contender in rounds:
+            value = statistics.median(f[limit.key] for f in rounds[limit.contender])
+            text = (
+                f"{limit.contender} has {value:.2f} in {limit.key}, "
+                f"promised at most {limit.at_most}"
+            )
+            met = value <= limit.at_most
+            found.append({"text": text, "measured": value, "met": met})
     return found
 
 
@@ -216,13 +237,9 @@ def report(question: Question, rounds: Rounds, seconds: float) -> dict[str, obje
     print(f"\n{question.text}\n\n{table(question, rounds)}")
     others = [f["others"] for figures in rounds.values() for f in figures]
     print(f"other processes used {statistics.median(others):.2f} cores meanwhile")
-    found = verdicts(question, rounds)
+    found = verdicts(question, rounds) + limits(question, rounds)
     for verdict in found:
-        word = "met" if verdict["met"] else "MISSED"
-        print(
-            f"{word}: {verdict['contender']} is {verdict['ratio']:.2f} x "
-            f"{verdict['rival']} in {verdict['metric']}, target {verdict['target']}"
-        )
+        print(f"{'met' if verdict['met'] else 'MISSED'}: {verdict['text']}")
     return {
         "question": question.name,
         "text": question.text,

@@ -21,7 +21,7 @@ from feeds import (
     spdl_settings,
     torch_feed,
 )
-from harness import Contender, Figures, Metric, Options, Question, Target, main
+from harness import Contender, Figures, Limit, Metric, Options, Question, Target, main
 from meter import Meter
 from remote import BATCH, OBJECT_BYTES, Plan, check, rates, serve, travel
 
@@ -202,6 +202,7 @@ QUESTION = Question(
         Metric("worker_rss_mb", "MB/worker", higher=False),
     ],
     targets=targets(),
+    limits=[Limit(f"aioloader {n}", "first", 3) for n in (64, 128, 256)],
     rounds=4,
     serve=partial(serve, OBJECTS),
 )

@@ -110,7 +110,11 @@ async def stop(task: asyncio.Task[None]) -> None:
 async def observe(load: Load, options: Options) -> Figures:
     """Serve, load and be asked, all in this loop but the client."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=128)
-    config = uvicorn.Config(Starlette(routes=[Route("/", hello)]), log_level="warning")
+    config = uvicorn.Config(
+        Starlette(routes=[Route("/", hello)]),
+        log_level="warning",
+        timeout_keep_alive=60,
+    )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve([listening]))
     progress = Progress()

@@ -79,6 +79,8 @@ class Loopback:
                     await writer.drain()
         finally:
             writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
             self.handlers.discard(task)
 
     async def answer(self, head: bytes, writer: asyncio.StreamWriter) -> bool:
@@ -166,6 +168,26 @@ async def loopback() -> AsyncIterator[Loopback]:
     gc.collect()  # datasets that the test did not close
     if served.handlers:
         await asyncio.wait(served.handlers, timeout=5)
+    await asyncio.to_thread(wait_until_hung_up, served.port)
+
+
+def wait_until_hung_up(port: int) -> None:
+    """Wait for obstore, which closes connections in the background, unannounced."""
+    deadline = time.monotonic() + 5
+    while connections(port) and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def connections(port: int) -> int:
+    """Return how many connections to ``port`` are not closed by this end."""
+    table = Path("/proc/net/tcp")
+    lines = table.read_text().splitlines()[1:] if table.exists() else []
+    rows = [line.split() for line in lines]
+    established, close_wait = "01", "08"
+    return sum(
+        row[2].endswith(f":{port:04X}") and row[3] in {established, close_wait}
+        for row in rows
+    )
 
 
 @pytest_asyncio.fixture
@@ -242,13 +264,9 @@ def s3(s3_bucket: str, s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", f"id-{SECRET}")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    before = sockets()
     yield s3_bucket
     gc.collect()  # datasets that the test did not close
-    # obstore closes connections in the background, and tells no one.
-    deadline = time.monotonic() + 5
-    while sockets() - before and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until_hung_up(s3_port)
 
 
 @pytest.fixture
@@ -317,15 +335,6 @@ def dataset(request: pytest.FixtureRequest) -> Iterator[FileDataset | ObjectData
         made = ObjectDataset(get({"local": "folder"}.get(kind, kind)))
     yield made
     made._source.close()  # whether or not the test did
-
-
-def sockets() -> set[str]:
-    """Return the sockets that this process has open."""
-    found = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found.add(str(entry.readlink()))
-    return {name for name in found if name.startswith("socket:")}
 
 
 @pytest.fixture

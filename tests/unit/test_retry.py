@@ -8,6 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader import Retry
+from aioloader.errors import (
+    DatasetError,
+    ObjectNotFoundError,
+    ObjectPermissionError,
+    TruncatedReadError,
+)
 
 
 @given(st.integers(1, 12), st.floats(0, 5), st.floats(0, 60), st.integers())
@@ -35,11 +41,16 @@ def test_jitter_leaves_the_users_generator_alone() -> None:
         (ConnectionResetError(), True),
         (TimeoutError(), True),
         (OSError(), True),
+        (DatasetError("503", location="s3://b/k"), True),
+        (TruncatedReadError("cut", location="k", expected=2, received=1), True),
+        (ObjectNotFoundError("gone", location="s3://b/k"), False),
+        (ObjectPermissionError("no", location="s3://b/k"), False),
         (FileNotFoundError(), False),
         (PermissionError(), False),
         (ValueError(), False),
         (KeyboardInterrupt(), False),
     ],
+    ids=repr,
 )
 def test_only_what_may_pass_is_worth_it(error: BaseException, worth: bool) -> None:
     """Missing files and wrong values do not mend by waiting."""

@@ -7,6 +7,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from aioloader.errors import DatasetError
+
 # They will not mend by waiting.
 _FINAL = (
     FileNotFoundError,
@@ -29,13 +31,13 @@ class Retry:
         max_attempts: Reads in all, the first included; at least 1.
         base_delay: Bound of the first delay, in seconds.
         max_delay: Bound of every delay, in seconds.
-        on: Exception types worth another try.
+        on: Exception types worth another try; ``TimeoutError`` is an ``OSError``.
     """
 
     max_attempts: int = 3
     base_delay: float = 0.1
     max_delay: float = 10.0
-    on: tuple[type[Exception], ...] = (OSError, TimeoutError, EOFError)
+    on: tuple[type[Exception], ...] = (OSError, EOFError, DatasetError)
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:

@@ -9,9 +9,11 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from aioloader._collate import lending
 from aioloader._order.failures import SKIP, Failure, FailurePolicy, noted
 from aioloader._order.retry import Retry
 from aioloader._pipeline.work import Outcome, Work
+from aioloader._transport.slots import SlotPool
 from aioloader.protocols import (
     Kind,
     batch_getter,
@@ -49,6 +51,8 @@ class Recipe:
     reads_async: bool = field(init=False, default=False)
     transforms_async: bool = field(init=False)
     collates_async: bool = field(init=False)
+    # What big batches are written into; it goes with the epoch.
+    pool: SlotPool = field(init=False, default_factory=SlotPool)
 
     def __post_init__(self) -> None:
         self.kind = kind_of(self.dataset)
@@ -98,7 +102,8 @@ class Recipe:
         if not samples:
             return Outcome(is_empty=True)
         try:
-            batch = self.collate_fn(samples if self.batched else samples[0])
+            with lending(self.pool):
+                batch = self.collate_fn(samples if self.batched else samples[0])
         except Exception as error:
             noted(error, self.place("collate", work))
             raise

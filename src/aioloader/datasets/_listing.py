@@ -5,6 +5,7 @@ listing once as a dict, then as arrays.
 """
 
 import asyncio
+import contextlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -81,22 +82,29 @@ async def list_async(source: StoreSource, prefix: str) -> Listing:
         ValueError: If nothing is found.
         DatasetError: If listing fails.
     """
-    found: dict[str, int] = {}
     flights = Flights()
     store = await asyncio.to_thread(source.open)
     try:
-        pages = _pages(store, prefix)
-        while True:
-            _take(found, await flights.follow(anext(pages)))
-    except StopAsyncIteration:
-        return _non_empty(found, source.locate(prefix))
-    except asyncio.CancelledError:
-        await flights.drain(0.0)
-        raise
+        found = await _gather(store, prefix, flights)
     except obstore_errors() as exc:
         failure = failure_of("list", source.locate(prefix), exc)
+    else:
+        return _non_empty(found, source.locate(prefix))
+    finally:
+        await flights.drain(0.0)
     del store
     raise failure
+
+
+async def _gather(
+    store: "ObjectStore", prefix: str, flights: Flights
+) -> dict[str, int]:
+    found: dict[str, int] = {}
+    pages = _pages(store, prefix)
+    with contextlib.suppress(StopAsyncIteration):
+        while True:
+            _take(found, await flights.follow(anext(pages)))
+    return found
 
 
 def _pages(store: "ObjectStore", prefix: str) -> "ListStream[Sequence[ObjectMeta]]":

@@ -114,10 +114,11 @@ class StoreSource:
         _RUNTIME.claim()
         if self._given is not None:
             return self._given
-        # Two threads may both make one; the loser's is dropped with its request.
-        if self._made is None or self._made[0] != os.getpid():
-            self._made = os.getpid(), self._make()
-        return self._made[1]
+        # Threads may make two, or close meanwhile: then one goes with its request.
+        made = self._made
+        if made is None or made[0] != os.getpid():
+            made = self._made = os.getpid(), self._make()
+        return made[1]
 
     def locate(self, key: str) -> str:
         """Return what may be shown of the address of ``key``."""

@@ -30,12 +30,11 @@ StrPath: TypeAlias = str | os.PathLike[str]
 
 
 class FileDataset(Dataset[Coroutine[Any, Any, bytes]]):
-    """Read whole files, many at a time.
+    """Read whole files, many at a time, by ``async def __getitem__``.
 
-    A map-style dataset whose ``__getitem__`` is a coroutine function. It may be read
-    from several event loops at once, and pickled. As an async context manager it owns
-    ``num_threads`` threads for the loop it was entered on and joins them at the last
-    exit; outside of one, reads use that loop's default executor.
+    Several event loops may read one dataset at once; it may be pickled. As an async
+    context manager it owns ``num_threads`` threads for the loop that entered, and joins
+    them at the last exit; outside of one, reads use the loop's default executor.
 
     Args:
         paths: A pattern (``"train/**/*.png"``; sorted, without directories), looked up
@@ -49,15 +48,10 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]]):
         ValueError: If nothing matches the pattern, or ``num_threads`` is below 1.
 
     Example:
-        >>> import asyncio, pathlib, tempfile
-        >>> async def read_all(folder):
-        ...     async with await FileDataset.discover("*.txt", root=folder) as files:
-        ...         return await asyncio.gather(*(files[i] for i in range(len(files))))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     for name in "ba":
-        ...         _ = pathlib.Path(folder, f"{name}.txt").write_text(name)
-        ...     asyncio.run(read_all(folder))
-        [b'a', b'b']
+        >>> import asyncio
+        >>> sources = FileDataset([asyncio.__file__])
+        >>> asyncio.run(sources[0])[3:22]
+        b'The asyncio package'
     """
 
     # Without this, `for x in dataset` would never end: IndexError comes when awaited.

@@ -31,22 +31,20 @@ if TYPE_CHECKING:
 
 
 class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]]):
-    """Read whole objects of S3, GCS, Azure, HTTP, local or memory stores.
+    """Read whole objects of a store, many at a time, by ``async def __getitem__``.
 
-    A map-style dataset whose ``__getitem__`` is a coroutine function. It may be read
-    from several event loops at once, and pickled if no option is a secret: credentials
-    belong in the environment or in a ``credential_provider``. A store given by URL is
-    made in each process that reads, at its first read. As an async context manager it
-    ends with ``aclose``.
+    Several event loops may read one dataset at once. It may be pickled if no option is
+    a secret: credentials belong in the environment or a ``credential_provider``. The
+    store of a URL is made in each process, at its first read. As an async context
+    manager it ends with ``aclose``.
 
     Args:
-        store: A URL (``s3://bucket/train``, ``gs://``, ``az://``, ``https://``,
-            ``file:///``), a local directory, or a store of obstore.
+        store: ``s3://bucket/train``, ``gs://``, ``az://``, ``https://`` or ``file://``
+            URL, local directory, or a store of obstore.
         keys: Keys relative to ``store``. Default: list them now, which blocks; on an
             event loop use ``await ObjectDataset.discover(...)``.
         prefix: Whole path segments that listed keys start with.
-        config: Options of ``obstore.store.from_url``, such as ``client_options``,
-            ``retry_config``, ``credential_provider``, ``endpoint`` or ``region``.
+        config: Options of ``obstore.store.from_url``: ``client_options``, ``region``...
 
     Raises:
         ImportError: If obstore is not installed.
@@ -54,16 +52,11 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]]):
         DatasetError: If listing fails.
 
     Example:
-        >>> import asyncio
         >>> from obstore.store import MemoryStore
-        >>> async def read(store):
-        ...     async with ObjectDataset(store, prefix="train") as objects:
-        ...         return objects.keys[-1], bytes(await objects[-1])
         >>> store = MemoryStore()
-        >>> for name in "ba":
-        ...     _ = store.put(f"train/{name}", name.encode())
-        >>> asyncio.run(read(store))
-        ('train/b', b'b')
+        >>> _ = store.put("train/a", b"1"), store.put("train/b", b"2")
+        >>> ObjectDataset(store, prefix="train").keys
+        <2 names: 'train/a', 'train/b'>
     """
 
     # Without this, `for x in dataset` would never end: IndexError comes when awaited.
@@ -112,7 +105,11 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]]):
             ValueError: If nothing is listed, or an argument is wrong.
             DatasetError: If listing fails.
         """
-        listing = await list_async(StoreSource(store, config), prefix)
+        source = StoreSource(store, config)
+        try:
+            listing = await list_async(source, prefix)
+        finally:
+            source.close()
         return cls(store, listing, **config)
 
     @property

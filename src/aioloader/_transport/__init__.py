@@ -1,0 +1,1 @@
+"""How a batch gets its memory. No torch, no event loop."""

@@ -1,0 +1,100 @@
+"""Recycled memory: reused when the last view died, never before."""
+
+import gc
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioloader import DataLoader, default_collate
+from aioloader._collate import lending
+from aioloader._transport.slots import MIN_BYTES, SlotPool
+
+
+def address(slot: Any) -> int:
+    """Return where the memory of an array is."""
+    return int(slot.__array_interface__["data"][0])
+
+
+@given(st.integers(1, 1 << 26))
+def test_sizes(nbytes: int) -> None:
+    """A slot is as long as asked, page-aligned, and at most a quarter is wasted."""
+    slot = SlotPool().lease(nbytes)
+    assert slot.shape == (nbytes,)
+    assert address(slot) % 4096 == 0
+    assert len(slot.base) <= max(4096, nbytes * 1.25 + 4096)  # type: ignore[arg-type]
+
+
+def test_memory_comes_back_when_the_last_view_dies() -> None:
+    """Through tensors, views of them and their numpy aliases."""
+    pool = SlotPool()
+    slot = pool.lease(MIN_BYTES)
+    where = address(slot)
+    tensor = torch.frombuffer(slot, dtype=torch.float32).view(64, -1)
+    del slot
+    alias = tensor[3:].T.numpy()
+    del tensor
+    assert address(pool.lease(MIN_BYTES)) != where
+    del alias
+    assert address(pool.lease(MIN_BYTES)) == where
+
+
+def test_a_consumer_that_keeps_everything_gets_its_own_memory() -> None:
+    """Kept batches stay what they were; what is let go is not hoarded."""
+    images = [np.full((256, 256), i % 251, dtype=np.uint8) for i in range(64)]
+    loader = DataLoader(images, batch_size=4)
+    kept = list(loader)
+    for number, batch in enumerate(kept):
+        expected = [images[4 * number + k][0, 0] for k in range(4)]
+        assert batch[:, 5, 7].tolist() == expected
+    pool = SlotPool()
+    many = [pool.lease(MIN_BYTES) for _ in range(40)]
+    del many
+    assert sum(len(free) for free in pool._free.values()) == 8
+
+
+def test_a_late_view_outlives_its_pool() -> None:
+    """The memory is valid as long as someone holds it."""
+    slot = SlotPool().lease(MIN_BYTES)
+    gc.collect()
+    slot[:] = 7
+    assert slot.min() == 7
+
+
+def lent(samples: list[Any]) -> Any:
+    """Collate into lent memory."""
+    with lending(SlotPool()), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return default_collate(samples)
+
+
+def test_lent_memory_changes_no_batch() -> None:
+    """Any dtype, any layout, arrays and tensors, read-only ones too."""
+    rng = np.random.default_rng(0)
+    base = rng.integers(0, 200, (8, 300, 300))
+    dtypes = [np.uint8, np.int16, np.int64, np.float32, np.float64, np.bool_]
+    for dtype in dtypes:
+        arrays = list(base.astype(dtype))
+        strided = [array.T for array in arrays]
+        read_only: list[Any] = [
+            np.frombuffer(array.tobytes(), dtype) for array in arrays
+        ]
+        for samples in (arrays, strided, read_only):
+            expected = torch.stack([torch.from_numpy(s.copy()) for s in samples])
+            assert torch.equal(lent(samples), expected)
+    for torch_dtype in (torch.bfloat16, torch.complex64, torch.float16, torch.uint8):
+        tensors = list(torch.from_numpy(base).to(torch_dtype))
+        assert torch.equal(lent(tensors), torch.stack(tensors))
+    mixed = [torch.zeros(300, 300), torch.zeros(300, 300, dtype=torch.float64)]
+    assert lent(mixed).dtype == torch.stack(mixed).dtype
+    leaf = torch.zeros(300, 300, requires_grad=True)
+    assert lent([leaf, leaf]).requires_grad
+
+
+def test_big_batches_do_not_hold_the_interpreter() -> None:
+    """Above the bound the copy is numpy's own, with the same result."""
+    arrays = [np.full(3 << 20, i, dtype=np.uint8) for i in range(4)]
+    assert lent(arrays)[:, 99].tolist() == [0, 1, 2, 3]
