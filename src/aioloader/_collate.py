@@ -6,7 +6,6 @@ that a user has extended (``default_collate_fn_map``) is left to torch's own wal
 leaves are written into recycled memory where a pipeline has lent some.
 """
 
-import contextlib
 import copy
 import functools
 import math
@@ -14,7 +13,6 @@ import threading
 from collections.abc import (
     Callable,
     Iterable,
-    Iterator,
     Mapping,
     MutableMapping,
     MutableSequence,
@@ -53,19 +51,22 @@ class _Lent(threading.local):
 
 
 _LENT = _Lent()
-# Up to this size, in bytes, a copy holds the interpreter lock: a millisecond or less.
-# numpy gives it up for each array, and beside a busy loop waits for it as often.
-_COPY_AT_ONCE = 1 << 23
 
 
-@contextlib.contextmanager
-def lending(pool: SlotPool) -> Iterator[None]:
+class lending:  # noqa: N801  (a context manager, read as a verb)
     """Let ``default_collate`` take memory from ``pool``, in this thread, meanwhile."""
-    before, _LENT.pool = _LENT.pool, pool
-    try:
-        yield
-    finally:
-        _LENT.pool = before
+
+    __slots__ = ("_before", "_pool")
+
+    def __init__(self, pool: SlotPool) -> None:
+        self._pool = pool
+        self._before: SlotPool | None = None
+
+    def __enter__(self) -> None:
+        self._before, _LENT.pool = _LENT.pool, self._pool
+
+    def __exit__(self, *_exc: object) -> None:
+        _LENT.pool = self._before
 
 
 def default_collate(samples: Sequence[Any]) -> Any:
@@ -94,29 +95,25 @@ def default_collate(samples: Sequence[Any]) -> Any:
 
 def _collate(samples: Sequence[Any]) -> Any:
     first = samples[0]
-    leaf = _LEAVES.get(type(first)) or _leaf_for(first)
-    if leaf is not None:
-        return leaf(samples)
-    if isinstance(first, Mapping):
-        columns = {key: _collate([sample[key] for sample in samples]) for key in first}
-        return _like_mapping(first, columns)
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*map(_collate, zip(*samples, strict=False)))
-    if isinstance(first, Sequence):
-        return _collate_sequence(first, samples)
-    if _is_buffer(first):
-        return samples
-    raise TypeError(torch_rules.default_collate_err_msg_format.format(type(first)))
+    return (_RULES.get(type(first)) or _rule_for(first))(samples)
 
 
-def _collate_sequence(first: Sequence[Any], samples: Sequence[Any]) -> Any:
-    size = len(first)
-    if any(len(sample) != size for sample in samples):
+def _collate_mapping(samples: Sequence[Mapping[Any, Any]]) -> Any:
+    first = samples[0]
+    columns = {key: _collate([sample[key] for sample in samples]) for key in first}
+    return _like_mapping(first, columns)
+
+
+def _collate_namedtuple(samples: Sequence[Any]) -> Any:
+    return type(samples[0])(*map(_collate, zip(*samples, strict=False)))
+
+
+def _collate_sequence(samples: Sequence[Sequence[Any]]) -> Any:
+    first = samples[0]
+    if len(set(map(len, samples))) > 1:
         raise RuntimeError("each element in list of batch should be of equal size")
-    columns = map(_collate, zip(*samples, strict=True))
-    if isinstance(first, tuple):
-        return list(columns)
-    return _like_sequence(first, list(columns))
+    columns = list(map(_collate, zip(*samples, strict=True)))
+    return columns if isinstance(first, tuple) else _like_sequence(first, columns)
 
 
 def _like_mapping(model: Mapping[Any, Any], columns: dict[Any, Any]) -> Any:
@@ -190,13 +187,7 @@ def _stack_arrays(samples: Sequence[Any]) -> torch.Tensor:
         # One copy and one tensor; read-only arrays pass without torch's warning.
         return torch.from_numpy(np.stack(samples))
     out = _borrow(_LENT.pool, (len(samples), *shape), _torch_dtype(dtype))
-    if nbytes > _COPY_AT_ONCE or not all(s.flags.c_contiguous for s in samples):
-        np.stack(samples, out=out.numpy())
-    else:
-        rows, size = out.numpy().reshape(-1).view(np.uint8).data, first.nbytes
-        for place, sample in enumerate(samples):
-            row = sample.reshape(-1).view(np.uint8)
-            rows[place * size : (place + 1) * size] = row.data
+    np.stack(samples, out=out.numpy())
     return out
 
 
@@ -219,13 +210,17 @@ def _strings(samples: Sequence[Any]) -> Sequence[Any]:
     return samples
 
 
-_LEAVES: dict[type, Collate] = {
+# By exact type; anything else is looked up by its bases.
+_RULES: dict[type, Collate] = {
     torch.Tensor: _stack_tensors,
     np.ndarray: _stack_arrays,
     float: _floats,
     int: torch.tensor,
     str: _strings,
     bytes: _strings,
+    tuple: _collate_sequence,
+    list: _collate_sequence,
+    dict: _collate_mapping,
 }
 # In torch's order: numpy's float64 is a float, but a numpy scalar first.
 _BY_BASE: tuple[tuple[Any, Collate], ...] = (
@@ -235,12 +230,26 @@ _BY_BASE: tuple[tuple[Any, Collate], ...] = (
     (float, _floats),
     (int, torch.tensor),
     ((str, bytes), _strings),
+    (Mapping, _collate_mapping),
 )
 
 
-def _leaf_for(value: object) -> Collate | None:
-    """Return the rule of the first base that ``value`` is an instance of."""
-    return next((rule for base, rule in _BY_BASE if isinstance(value, base)), None)
+def _rule_for(value: object) -> Collate:
+    """Return the rule of the first base that ``value`` is an instance of.
+
+    Raises:
+        TypeError: If there is none.
+    """
+    for base, rule in _BY_BASE:
+        if isinstance(value, base):
+            return rule
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return _collate_namedtuple
+    if isinstance(value, Sequence):
+        return _collate_sequence
+    if _is_buffer(value):
+        return _strings
+    raise TypeError(torch_rules.default_collate_err_msg_format.format(type(value)))
 
 
 def _is_buffer(value: object) -> bool:

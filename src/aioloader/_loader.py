@@ -33,6 +33,7 @@ from aioloader._pipeline.iterator import BatchIterator, Source
 from aioloader._pipeline.recipe import Recipe
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.source import HostedSource
+from aioloader._transport.slots import SlotPool
 from aioloader.protocols import Kind, kind_of
 
 Batch = TypeVar("Batch", default=Any)
@@ -187,6 +188,7 @@ class DataLoader(Generic[Batch]):
         self._shuffled_epoch: int | None = None
         self._reported_length: int | None = None
         self._homes = Homes(dataset)
+        self._pool = SlotPool()
         self._open: weakref.WeakSet[BatchIterator[Batch]] = weakref.WeakSet()
         self._policy = FailurePolicy()
         self._counters = Counters()
@@ -303,6 +305,7 @@ class DataLoader(Generic[Batch]):
             policy=policy,
             epoch=epoch,
             retry=self.retry,
+            pool=self._pool,
         )
 
     def _requests(self) -> Iterator[Any]:
@@ -325,7 +328,9 @@ class DataLoader(Generic[Batch]):
             return self.prefetch_factor
         if is_plain:
             return 2
-        return max(2, math.ceil(self.concurrency / max(1, len(indices))) + 1)
+        # One batch more than is in flight is being collated, one is handed over, and
+        # one is late: with less, the crew runs out of samples to start.
+        return math.ceil(self.concurrency / max(1, len(indices))) + 3
 
     def _advance_shuffled(self) -> None:
         """Give ``ShuffledIndices`` a new order each epoch, unless the user did."""

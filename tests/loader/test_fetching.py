@@ -148,8 +148,8 @@ async def thread_is_idle(iterator: Any) -> None:
 
 
 async def test_the_default_window_keeps_the_crew_busy() -> None:
-    """ceil(concurrency / batch_size) + 1 batches, at least 2."""
-    for batch_size, concurrency, window in ((4, 10, 4), (64, 64, 2), (100, 8, 2)):
+    """ceil(concurrency / batch_size) + 3 batches."""
+    for batch_size, concurrency, window in ((4, 10, 6), (64, 64, 4), (100, 8, 4)):
         dataset = AsyncMap(1000)
         loader = DataLoader(
             dataset, batch_size=batch_size, concurrency=concurrency, loop="caller"

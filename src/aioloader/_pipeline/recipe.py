@@ -35,6 +35,7 @@ class Recipe:
         policy: What becomes of failed samples.
         epoch: Epoch number, for notes.
         retry: When to read again, or None.
+        pool: What big batches are written into.
     """
 
     dataset: Any
@@ -44,6 +45,7 @@ class Recipe:
     policy: FailurePolicy
     epoch: int = 0
     retry: Retry | None = None
+    pool: SlotPool = field(default_factory=SlotPool)
     # Derived, and looked up once: a look-up per sample is 5 % of a small one.
     kind: Kind = field(init=False)
     get: Callable[[Any], Any] = field(init=False)
@@ -51,8 +53,6 @@ class Recipe:
     reads_async: bool = field(init=False, default=False)
     transforms_async: bool = field(init=False)
     collates_async: bool = field(init=False)
-    # What big batches are written into; it goes with the epoch.
-    pool: SlotPool = field(init=False, default_factory=SlotPool)
 
     def __post_init__(self) -> None:
         self.kind = kind_of(self.dataset)
@@ -209,14 +209,16 @@ def read_each(
 ) -> None:
     """Append ``get(index)`` for each index of ``work``; ``recover`` stands in."""
     samples, indices = work.samples, work.indices
-    append = samples.append
     while len(samples) < len(indices):
         rest = indices[len(samples) :] if samples else indices
         try:
-            for index in rest:
-                append(get(index))
+            # What came before an error stays in the list.
+            samples.extend(map(get, rest))
         except Exception as error:  # retried, or the policy decides
-            append(recover(error))
+            samples.append(recover(error))
+        else:
+            if len(samples) < len(indices):  # ``map`` took it for its own end
+                samples.append(recover(StopIteration()))
 
 
 def _refuse_awaitables(samples: list[Any], what: str) -> None:

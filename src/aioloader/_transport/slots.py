@@ -17,8 +17,10 @@ Slot: TypeAlias = npt.NDArray[np.uint8]
 
 # Below this the allocator of the C library recycles well enough by itself.
 MIN_BYTES = 1 << 18
-# Free mappings kept per size; more are only free after a consumer let go of many.
+# Free mappings kept per size, in number and in bytes (but two in any case): more are
+# free only after a consumer let go of many.
 _MOST_FREE = 8
+_MOST_FREE_BYTES = 1 << 28
 
 
 class SlotPool:
@@ -43,8 +45,9 @@ class SlotPool:
         size = _rounded(nbytes)
         free = self._free.get(size)
         if free is None:
+            most = max(2, min(_MOST_FREE, _MOST_FREE_BYTES // size))
             # A deque drops from its other end when it is full, without a lock.
-            free = self._free[size] = deque(maxlen=_MOST_FREE)
+            free = self._free[size] = deque(maxlen=most)
         try:
             memory = free.pop()
         except IndexError:
