@@ -179,7 +179,7 @@ def count(loader: Iterable[object], limit: int) -> int:
     return batches
 
 
-async def acount(loader: Any) -> int:
+async def count_async(loader: Any) -> int:
     batches = 0
     async for _ in loader:
         batches += 1
@@ -187,7 +187,7 @@ async def acount(loader: Any) -> int:
 
 
 def count_in_loop(loader: Iterable[object], limit: int) -> int:  # noqa: ARG001
-    return asyncio.run(acount(loader))
+    return asyncio.run(count_async(loader))
 
 
 def epochs(
