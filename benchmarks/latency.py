@@ -23,7 +23,7 @@ from feeds import (
 )
 from harness import Contender, Figures, Limit, Metric, Options, Question, Target, main
 from meter import Meter
-from remote import BATCH, OBJECT_BYTES, Plan, check, rates, serve, travel
+from remote import BATCH, OBJECT_BYTES, Plan, check, rates, serve, settle, travel
 
 if TYPE_CHECKING:
     from remote import MakeFeed
@@ -54,6 +54,7 @@ class Crew:
 
     async def epoch(self, count: int) -> float:
         """Read ``count`` objects; return the seconds until the first 64 were here."""
+        settle()
         start = time.perf_counter()
         left = iter(range(count))
         seen: list[int] = []

@@ -8,6 +8,7 @@ batch; the limit is what the same rows cost without any loader.
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import statistics
 import time
@@ -209,6 +210,7 @@ def epochs(
     loader = make(source(rows), batch)
     expected = min(limit or rows, math.ceil(rows / batch))
     seen: list[float] = []
+    gc.collect()
     with Meter() as meter:
         while sum(seen) < SECONDS and len(seen) < 30:
             start = time.perf_counter()

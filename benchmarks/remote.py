@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 import warnings
 from collections.abc import AsyncIterable, Callable, Iterable
@@ -100,9 +101,15 @@ async def adrain(batches: AsyncIterable[torch.Tensor], count: int, step: float) 
     return trip
 
 
+def settle() -> None:
+    """Collect garbage now: a full collection after imports pauses 100 ms at random."""
+    gc.collect()
+
+
 def epoch(feed: Feed, count: int, step: float = 0.0) -> Trip:
     """Run one epoch, under asyncio's own loop if the feed is asynchronous."""
     batches = feed(count)
+    settle()
     if isinstance(batches, AsyncIterable):
         return asyncio.run(adrain(batches, count, step))
     return drain(batches, count, step)

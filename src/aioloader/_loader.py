@@ -4,7 +4,6 @@ It checks, decides where an epoch runs, and hands over to the rooms; it reads an
 schedules nothing itself.
 """
 
-import asyncio
 import functools
 import itertools
 import math
@@ -27,12 +26,11 @@ from aioloader._order.failures import (
 from aioloader._order.indices import index_batches, index_chunks
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.retry import Retry
+from aioloader._pipeline.epoch import Epoch, Settings
 from aioloader._pipeline.homes import Homes
-from aioloader._pipeline.inline import GatherSource, InlineSource, gatherable
+from aioloader._pipeline.inline import GatherSource, gatherable
 from aioloader._pipeline.iterator import BatchIterator, Source
 from aioloader._pipeline.recipe import Recipe
-from aioloader._pipeline.run import Run
-from aioloader._pipeline.source import HostedSource
 from aioloader._transport.slots import SlotPool
 from aioloader.protocols import Kind, kind_of
 
@@ -68,8 +66,8 @@ class DataLoader(Generic[Batch]):
         worker_init_fn: Called in each worker with its number.
         multiprocessing_context: Start method of workers.
         generator: Source of the shuffle order and of ``base_seed``.
-        prefetch_factor: Batches in flight, per worker. ``None`` is 2, and for async
-            datasets what keeps ``concurrency`` samples in flight.
+        prefetch_factor: Batches requested and not yet taken, never more. ``None`` is
+            2, and for async datasets ``ceil(concurrency / batch_size) + 3``.
         persistent_workers: Keep workers between epochs.
         pin_memory_device: Deprecated, as in torch.
         in_order: Deliver batches in the sampler's order, else as they complete.
@@ -243,53 +241,24 @@ class DataLoader(Generic[Batch]):
             start = functools.partial(GatherSource, tensors, chunks, counters)
         else:
             recipe = self._recipe(policy, counters.epoch)
-            start = functools.partial(
-                self._start, recipe, requests, counters, is_async=is_async
-            )
+            epoch = Epoch(recipe, requests, counters, self._settings(is_async=is_async))
+            start = functools.partial(epoch.start, self._homes)
         iterator: BatchIterator[Batch] = BatchIterator(
             start, counters, self._reported_length
         )
         self._open.add(iterator)
         return iterator
 
-    def _start(
-        self,
-        recipe: Recipe,
-        requests: Iterator[Any],
-        counters: Counters,
-        *,
-        is_async: bool,
-    ) -> Source:
-        """Make the source of one epoch, when its first batch is asked for."""
-        is_inline = not (is_async or self.timeout or self.prefetch_factor)
-        if recipe.is_plain() and is_inline:
-            opens = hasattr(self.dataset, "__enter__")
-            home = self._homes.lease("inline") if opens else None
-            return InlineSource(
-                recipe, requests, counters, home, drop_last=self.drop_last
-            )
-        run = Run(
-            recipe,
-            self._homes.lease(self._place(recipe, is_async=is_async)),
+    def _settings(self, *, is_async: bool) -> Settings:
+        return Settings(
+            is_async=is_async,
+            loop=self.loop,
             concurrency=self.concurrency,
+            prefetch_factor=self.prefetch_factor,
+            timeout=self.timeout or None,
             in_order=self.in_order,
             drop_last=self.drop_last,
         )
-        window = functools.partial(self._window, is_plain=recipe.is_plain())
-        return HostedSource(run, requests, window, counters, self.timeout or None)
-
-    def _place(self, recipe: Recipe, *, is_async: bool) -> Any:
-        """Return where an epoch is hosted: a key for ``Homes``."""
-        if recipe.is_plain():
-            return "thread"
-        if self.loop == "thread":
-            return "loop"
-        if not is_async:
-            raise RuntimeError(
-                "loop='caller' hosts coroutines on the loop that iterates, and a plain "
-                "`for` would block it: use `async for`, or loop='thread'"
-            )
-        return asyncio.get_running_loop()
 
     def _recipe(self, policy: FailurePolicy, epoch: int) -> Recipe:
         collate_fn = self.collate_fn
@@ -321,16 +290,6 @@ class DataLoader(Generic[Batch]):
         """Return the tensors of a dataset whose batches can be gathered by index."""
         is_plain = self.transform is None and self.collate_fn is default_collate
         return gatherable(self.dataset) if is_plain and not self.pin_memory else None
-
-    def _window(self, indices: Any, *, is_plain: bool) -> int:
-        """Return how many batches may be in flight, told the first one's indices."""
-        if self.prefetch_factor is not None:
-            return self.prefetch_factor
-        if is_plain:
-            return 2
-        # One batch more than is in flight is being collated, one is handed over, and
-        # one is late: with less, the crew runs out of samples to start.
-        return math.ceil(self.concurrency / max(1, len(indices))) + 3
 
     def _advance_shuffled(self) -> None:
         """Give ``ShuffledIndices`` a new order each epoch, unless the user did."""
