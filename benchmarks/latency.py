@@ -54,7 +54,6 @@ class Crew:
 
     async def epoch(self, count: int) -> float:
         """Read ``count`` objects; return the seconds until the first 64 were here."""
-        settle()
         start = time.perf_counter()
         left = iter(range(count))
         seen: list[int] = []
@@ -76,7 +75,9 @@ class Crew:
 
 async def travel_bare(crew: Crew) -> Figures:
     await crew.epoch(1)
+    settle()
     opening = await crew.epoch(FULL.opening)
+    settle()
     with Meter() as meter:
         warm = await crew.epoch(FULL.measured)
     return rates(FULL.measured, meter, opening, warm)

@@ -109,7 +109,6 @@ def settle() -> None:
 def epoch(feed: Feed, count: int, step: float = 0.0) -> Trip:
     """Run one epoch, under asyncio's own loop if the feed is asynchronous."""
     batches = feed(count)
-    settle()
     if isinstance(batches, AsyncIterable):
         return asyncio.run(adrain(batches, count, step))
     return drain(batches, count, step)
@@ -119,7 +118,9 @@ def travel(make: MakeFeed, plan: Plan, url: str) -> Figures:
     """Drive a feed through its three epochs and give the figures of the last."""
     with make(url) as feed:
         epoch(feed, 1)
+        settle()
         opening = epoch(feed, plan.opening)
+        settle()
         with Meter() as meter:
             trip = epoch(feed, plan.measured, plan.step)
     return {

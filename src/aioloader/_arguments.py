@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data._utils import pin_memory as torch_pin
 
+from aioloader._order.retry import Retry
 from aioloader.protocols import Kind, is_async_function
 
 
@@ -138,6 +139,18 @@ def check_places(
     ):
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be callable, got {type(function).__name__!r}")
+
+
+def check_reads(*, on_error: Any, retry: Any) -> None:
+    """Check what is to happen when reads fail.
+
+    Raises:
+        TypeError: If ``retry`` is no ``Retry``, or ``on_error`` a coroutine function.
+    """
+    if retry is not None and not isinstance(retry, Retry):
+        raise TypeError(f"retry must be an aioloader.Retry or None, got {retry!r}")
+    if is_async_function(on_error):
+        raise TypeError("on_error must be a plain function: it decides on the spot")
 
 
 def can_pin(*, pin_memory: bool, pin_memory_device: str) -> bool:

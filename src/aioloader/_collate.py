@@ -28,7 +28,7 @@ from torch.utils.data._utils import collate as torch_rules
 
 from aioloader._transport.slots import MIN_BYTES, SlotPool
 
-__all__ = ["default_collate", "default_convert", "lending"]
+__all__ = ["collates_as_torch", "default_collate", "default_convert", "lending"]
 
 Collate: TypeAlias = Callable[[Sequence[Any]], Any]
 
@@ -88,9 +88,12 @@ def default_collate(samples: Sequence[Any]) -> Any:
         TypeError: If a leaf is of no known type.
         RuntimeError: If shapes or lengths differ between samples.
     """
-    if torch_rules.default_collate_fn_map != _STANDARD:
-        return torch_collate(list(samples))
-    return _collate(samples)
+    return _collate(samples) if collates_as_torch() else torch_collate(list(samples))
+
+
+def collates_as_torch() -> bool:
+    """Tell whether torch's registry is as torch made it."""
+    return bool(torch_rules.default_collate_fn_map == _STANDARD)
 
 
 def _collate(samples: Sequence[Any]) -> Any:

@@ -4,18 +4,23 @@ It checks, decides where an epoch runs, and hands over to the rooms; it reads an
 schedules nothing itself.
 """
 
-import functools
 import itertools
 import math
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, Literal
 
+import numpy as np
 import torch
 from typing_extensions import TypeVar
 
 from aioloader import _arguments as arguments
-from aioloader._collate import default_collate, default_convert
+from aioloader._collate import (
+    collates_as_torch,
+    default_collate,
+    default_convert,
+)
 from aioloader._observe.stats import Counters, LoaderStats
 from aioloader._order.failures import (
     Failure,
@@ -151,6 +156,7 @@ class DataLoader(Generic[Batch]):
             worker_init_fn=worker_init_fn,
         )
         check_failure_options(on_error, max_failures)
+        arguments.check_reads(on_error=on_error, retry=retry)
 
         self.dataset = dataset
         self.num_workers = num_workers
@@ -173,24 +179,38 @@ class DataLoader(Generic[Batch]):
             sampler = arguments.default_sampler(dataset, shuffle, generator)
         self.sampler = sampler
         self.batch_size = None if batch_sampler is not None else batch_size
-        self.batch_sampler = batch_sampler or arguments.default_batch_sampler(
-            sampler, self.batch_size, drop_last
-        )
+        if batch_sampler is None:
+            batch_sampler = arguments.default_batch_sampler(
+                sampler, batch_size, drop_last
+            )
+        self.batch_sampler = batch_sampler
         self.drop_last = drop_last
         self._is_batched = self.batch_sampler is not None or batch_size is not None
-        self.collate_fn = collate_fn or (
-            default_collate if self._is_batched else default_convert
-        )
+        if collate_fn is None:
+            collate_fn = default_collate if self._is_batched else default_convert
+        self.collate_fn = collate_fn
 
         self._epoch = 0
         self._shuffled_epoch: int | None = None
         self._reported_length: int | None = None
-        self._homes = Homes(dataset)
+        self._make_live()
+        self._initialized = True
+
+    def _make_live(self) -> None:
+        """Make what belongs to this process and is never copied."""
+        self._homes = Homes(self.dataset)
         self._pool = SlotPool()
         self._open: weakref.WeakSet[BatchIterator[Batch]] = weakref.WeakSet()
         self._policy = FailurePolicy()
         self._counters = Counters()
-        self._initialized = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        live = {"_homes", "_pool", "_open", "_policy", "_counters"}
+        return {name: value for name, value in vars(self).items() if name not in live}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make_live()
 
     # -- iteration ----------------------------------------------------------------
 
@@ -227,27 +247,38 @@ class DataLoader(Generic[Batch]):
 
     def _iterate(self, *, is_async: bool) -> BatchIterator[Batch]:
         """Return a lazy iterator; only the random draws of torch's ``iter`` happen."""
-        self._advance_shuffled()
-        self._counters = counters = Counters(epoch=self._epoch)
-        self._policy = policy = FailurePolicy(self.on_error, self.max_failures)
-        self._epoch += 1
         tensors = self._gathered()
         chunks = index_chunks(self.batch_sampler) if tensors else None
         requests = self._requests() if chunks is None else iter(())
         # Torch draws its base seed here: later draws must find the same generator.
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        start: Callable[[], Source]
-        if tensors and chunks is not None:
-            start = functools.partial(GatherSource, tensors, chunks, counters)
-        else:
-            recipe = self._recipe(policy, counters.epoch)
-            epoch = Epoch(recipe, requests, counters, self._settings(is_async=is_async))
-            start = functools.partial(epoch.start, self._homes)
+        counters = Counters()
+
+        def start() -> Source:
+            # Not before: an iterator that is dropped unused is no epoch.
+            self._begin_epoch(counters)
+            if tensors and chunks is not None:
+                return GatherSource(tensors, chunks, counters)
+            settings = self._settings(is_async=is_async)
+            recipe = self._recipe(counters.epoch)
+            return Epoch(recipe, requests, counters, settings).start(self._homes)
+
         iterator: BatchIterator[Batch] = BatchIterator(
-            start, counters, self._reported_length
+            start, counters, self.__len__, self._reported_length
         )
         self._open.add(iterator)
         return iterator
+
+    def _begin_epoch(self, counters: Counters) -> None:
+        self._counters = counters
+        self._policy = FailurePolicy(self.on_error, self.max_failures)
+        counters.epoch, self._epoch = self._epoch, self._epoch + 1
+        order = self.sampler
+        if isinstance(order, ShuffledIndices):
+            # A new order each epoch, unless the user has chosen one.
+            if order.epoch == self._shuffled_epoch:
+                order.set_epoch(order.epoch + 1)
+            self._shuffled_epoch = order.epoch
 
     def _settings(self, *, is_async: bool) -> Settings:
         return Settings(
@@ -255,12 +286,12 @@ class DataLoader(Generic[Batch]):
             loop=self.loop,
             concurrency=self.concurrency,
             prefetch_factor=self.prefetch_factor,
-            timeout=self.timeout or None,
+            timeout=self.timeout if 0 < self.timeout < threading.TIMEOUT_MAX else None,
             in_order=self.in_order,
             drop_last=self.drop_last,
         )
 
-    def _recipe(self, policy: FailurePolicy, epoch: int) -> Recipe:
+    def _recipe(self, epoch: int) -> Recipe:
         collate_fn = self.collate_fn
         if arguments.can_pin(
             pin_memory=self.pin_memory, pin_memory_device=self.pin_memory_device
@@ -271,7 +302,7 @@ class DataLoader(Generic[Batch]):
             self.transform,
             collate_fn,
             batched=self._is_batched,
-            policy=policy,
+            policy=self._policy,
             epoch=epoch,
             retry=self.retry,
             pool=self._pool,
@@ -283,21 +314,15 @@ class DataLoader(Generic[Batch]):
             size = self.batch_size or 1
             return (range(start, start + size) for start in itertools.count(0, size))
         if self._is_batched:
-            return index_batches(self.batch_sampler)
-        return ([index] for index in iter(self.sampler or ()))
+            return map(_as_sequence, index_batches(self.batch_sampler))
+        return ([index] for index in iter(() if self.sampler is None else self.sampler))
 
     def _gathered(self) -> tuple[torch.Tensor, ...] | None:
         """Return the tensors of a dataset whose batches can be gathered by index."""
-        is_plain = self.transform is None and self.collate_fn is default_collate
-        return gatherable(self.dataset) if is_plain and not self.pin_memory else None
-
-    def _advance_shuffled(self) -> None:
-        """Give ``ShuffledIndices`` a new order each epoch, unless the user did."""
-        order = self.sampler
-        if isinstance(order, ShuffledIndices):
-            if order.epoch == self._shuffled_epoch:
-                order.set_epoch(order.epoch + 1)
-            self._shuffled_epoch = order.epoch
+        is_plain = self.collate_fn is default_collate and collates_as_torch()
+        if not is_plain or self.transform is not None or self.pin_memory:
+            return None
+        return gatherable(self.dataset)
 
     # -- what it tells ------------------------------------------------------------
 
@@ -332,26 +357,28 @@ class DataLoader(Generic[Batch]):
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        self.close()
+        if self._homes.leave():
+            self.close()
 
     async def __aenter__(self) -> "DataLoader[Batch]":
         self._homes.keep()
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
-        await self.aclose()
+        if self._homes.leave():
+            await self.aclose()
 
     def close(self) -> None:
         """End all iterations and release what they hold; wait for it, bounded."""
         for iterator in list(self._open):
             iterator.close()
-        self._homes.let_go()
+        self._homes.release()
 
     async def aclose(self) -> None:
         """End all iterations and release what they hold, without blocking the loop."""
         for iterator in list(self._open):
             await iterator.aclose()
-        await self._homes.let_go_async()
+        await self._homes.release_async()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._initialized and name in self._fixed:
@@ -360,3 +387,10 @@ class DataLoader(Generic[Batch]):
                 "initialized"
             )
         super().__setattr__(name, value)
+
+
+def _as_sequence(indices: Any) -> Any:
+    """Return what a batch sampler gave as something with a length and places."""
+    if isinstance(indices, (Sequence, torch.Tensor, np.ndarray)):
+        return indices
+    return list(indices)

@@ -102,4 +102,4 @@ class FailureBudgetError(LoaderError, RuntimeError):
 
 
 class LoaderClosedError(LoaderError, RuntimeError):
-    """Say that the iterator or its event loop was closed under a consumer."""
+    """Say that the event loop of a loader has ended under its consumer."""

@@ -1,16 +1,28 @@
 """Every wrong argument raises in the constructor, in the kind torch documents."""
 
+import copy
 import multiprocessing
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from aioloader import DataLoader, default_collate, default_convert
+from aioloader import (
+    DataLoader,
+    ShuffledIndices,
+    default_collate,
+    default_convert,
+)
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
 
 DATA = list(range(6))
+
+
+async def _decide(failure: Any) -> Any:
+    """Decide too late."""
+
 
 WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (DATA, {"num_workers": -1}, ValueError, "num_workers option should be non-neg"),
@@ -59,6 +71,8 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (DATA, {"loop": "mine"}, ValueError, "loop must be 'thread' or 'caller'"),
     (DATA, {"on_error": "ignore"}, ValueError, "on_error must be"),
     (DATA, {"max_failures": -1}, ValueError, "max_failures must be"),
+    (DATA, {"retry": 3}, TypeError, "retry must be an aioloader.Retry"),
+    (DATA, {"on_error": _decide}, TypeError, "on_error must be a plain function"),
     (7, {}, TypeError, "dataset must have __getitem__"),
 ]
 
@@ -109,6 +123,7 @@ def test_length() -> None:
     assert len(DataLoader(DATA, 4, drop_last=True)) == 1
     assert len(DataLoader(DATA, batch_sampler=[[1], [2], [3]])) == 3
     assert len(DataLoader(DATA, batch_size=None)) == 6
+    assert len(iter(DataLoader(DATA, 4))) == 2
     assert len(DataLoader(AsyncMap(7), 2)) == 4
     for stream in (SyncStream(), AsyncStream(), (i for i in DATA)):
         with pytest.raises(TypeError, match="has no len"):
@@ -154,3 +169,30 @@ def test_repr_shows_the_state() -> None:
     assert repr(loader) == (
         "DataLoader(SyncMap, batch_size=4, num_workers=0, epoch=1, open=0)"
     )
+
+
+def test_a_loader_is_copied_and_pickled_without_what_is_live() -> None:
+    """As torch's: the copy iterates on its own."""
+    loader = DataLoader(SyncMap(8), batch_size=4)
+    iterator = iter(loader)
+    next(iterator)
+    for twin in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert [index.tolist() for _, index in twin] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        with pytest.raises(ValueError, match="should not be set"):
+            twin.batch_size = 3
+    assert len(list(iterator)) == 1
+
+
+def test_iterators_that_are_dropped_unused_are_no_epochs() -> None:
+    """Frameworks call ``iter`` more often than they iterate."""
+    loader = DataLoader(list(range(20)), 20, sampler=ShuffledIndices(20, seed=3))
+    iter(loader)
+    first = next(iter(loader)).tolist()
+    assert first == list(ShuffledIndices(20, seed=3))
+    assert loader.stats().epoch == 0
+
+
+def test_endless_timeouts() -> None:
+    """Numbers beyond what the system can wait for mean no limit."""
+    for timeout in (1e30, float("inf")):
+        assert len(list(DataLoader(SyncMap(4), timeout=timeout))) == 4

@@ -98,9 +98,10 @@ class FailurePolicy:
             self.latest.append(failure)
             count = self.count
         self._spend(failure, count)
-        if callable(self.on_error):
-            return self.on_error(failure)
-        return SKIP
+        stand_in = self.on_error(failure) if callable(self.on_error) else SKIP
+        # The list must not keep alive what the traceback's frames hold: batches.
+        failure.error.__traceback__ = None
+        return stand_in
 
     def _spend(self, failure: Failure, count: int) -> None:
         limit, attempted = self.max_failures, self.attempted

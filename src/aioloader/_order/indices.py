@@ -49,9 +49,7 @@ def index_chunks(index_sampler: Any) -> Iterator[Chunk] | None:
     if type(sampler) is SequentialSampler:
         return _cut(range(len(sampler.data_source)), size, drop_last=drop_last)
     if type(sampler) is ShuffledIndices:
-        order = ShuffledIndices(sampler.n, sampler.seed)
-        order.set_epoch(sampler.epoch)
-        return _cut_lazily(order, size, drop_last=drop_last)
+        return _cut_lazily(sampler, size, drop_last=drop_last)
     if type(sampler) is RandomSampler and _visits_each_once(sampler):
         return _cut_permutation(sampler, size, drop_last=drop_last)
     return None
@@ -84,8 +82,11 @@ def _cut_permutation(
 
 
 def _cut_lazily(
-    order: ShuffledIndices, size: int, *, drop_last: bool
+    sampler: ShuffledIndices, size: int, *, drop_last: bool
 ) -> Iterator[Chunk]:
+    # Of the epoch when the first batch is asked for, whatever is set meanwhile.
+    order = ShuffledIndices(sampler.n, sampler.seed)
+    order.set_epoch(sampler.epoch)
     step = max(1, _BLOCK // size) * size
     for start in range(0, order.n, step):
         block = torch.from_numpy(order.take(start, min(start + step, order.n)))

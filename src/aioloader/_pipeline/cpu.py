@@ -5,6 +5,7 @@ is safe from any thread, and from finalizers (``SimpleQueue`` is reentrant).
 """
 
 import contextvars
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from aioloader._pipeline.ready import Latch
 T = TypeVar("T")
 
 Job: TypeAlias = Callable[[], object]
+
+_LOG = logging.getLogger("aioloader")
 
 
 class CpuThread:
@@ -34,7 +37,7 @@ class CpuThread:
     def post(self, job: Job) -> bool:
         """Run ``job`` after those posted before; tell whether the thread takes jobs.
 
-        The job must not raise.
+        The job sees to its own errors.
         """
         with self._lock:
             if self._is_stopped:
@@ -79,7 +82,10 @@ class CpuThread:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            try:
+                job()
+            except BaseException:  # a defect of ours: said, and the thread lives on
+                _LOG.exception("a job of %s failed", self._name)
             del job  # it may hold a batch
 
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from aioloader._order.failures import SKIP, noted
+from aioloader._order.failures import SKIP
 from aioloader._pipeline.awaiting import is_being_cancelled, resolved
 from aioloader._pipeline.recipe import Recipe
 from aioloader._pipeline.work import MISSING, Outcome, Work
@@ -89,8 +89,9 @@ class Crew:
 
     async def _pull(self) -> None:
         loop = asyncio.get_running_loop()
-        queue = self._queue
-        while True:
+        task, queue = asyncio.current_task(), self._queue
+        # User code may have swallowed the cancellation, which comes but once.
+        while task is not None and not task.cancelling():
             if not queue:
                 waiting = loop.create_future()
                 self._idle.append(waiting)
@@ -108,8 +109,6 @@ class Crew:
         """Do one job; its error ends the work, not the crew."""
         try:
             await job(work, position)
-        except Exception as error:  # handed to the consumer
-            self._fail(work, error)
         except asyncio.CancelledError as error:
             if is_being_cancelled():
                 raise
@@ -118,6 +117,10 @@ class Crew:
             stand_in.__cause__ = error
             stand_in.add_note(f"aioloader: {self._recipe.place('fetch', work)}")
             self._fail(work, stand_in)
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # handed to the consumer
+            self._fail(work, error)
         else:
             work.pending -= 1  # never 0 again once a sample failed
             if not work.pending:
@@ -165,7 +168,7 @@ class Crew:
     async def _fetch_batch(self, work: Work, _position: int) -> None:
         work.samples = await self._read_batch(work)
 
-    async def _read_batch(self, work: Work) -> list[Any]:
+    async def _read_batch(self, work: Work) -> Any:
         recipe = self._recipe
         delays = None
         while True:
@@ -192,12 +195,11 @@ class Crew:
     async def _collate_batch(self, work: Work, _position: int) -> None:
         recipe = self._recipe
         samples = recipe.kept(work)
-        if not samples:
+        if recipe.is_void(samples):
             work.outcome = Outcome(is_empty=True)
             return
         try:
             batch = await recipe.collate_fn(samples if recipe.batched else samples[0])
         except Exception as error:
-            noted(error, recipe.place("collate", work))
-            raise
+            raise recipe.collate_error(work, error)  # noqa: B904  (it keeps its cause)
         work.outcome = Outcome(batch)

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ class Guest(Protocol):
     """What a home hosts: one iteration."""
 
     ended: Latch
+    exit_error: BaseException | None
 
     async def main(self) -> None:
         """Run on the home's loop until closed."""
@@ -45,6 +47,7 @@ class Keeper:
 
     def __init__(self) -> None:
         self.ended = Latch()
+        self.exit_error: BaseException | None = None
 
     async def main(self) -> None:
         """Do nothing."""
@@ -76,9 +79,13 @@ class Home(abc.ABC):
     def lease(self) -> bool:
         """Take a share in this home; tell whether it is still open."""
         with self._lock:
-            if not self.is_closing:
-                self._leases += 1
-            return not self.is_closing
+            is_open = not self.is_closing and not self.is_foreign()
+            self._leases += is_open
+            return is_open
+
+    def is_foreign(self) -> bool:
+        """Tell whether this is a forked child's copy, which has no threads."""
+        return os.getpid() != self._pid
 
     @abc.abstractmethod
     def admit(self, guest: Guest) -> None:
@@ -89,18 +96,12 @@ class Home(abc.ABC):
         """Begin to end ``guest``, which returns its lease; finalizers may call it."""
 
     def is_here(self) -> bool:
-        """Tell whether the caller runs where it must not wait for this home."""
-        return self.cpu.ident() == threading.get_ident()
+        """Tell whether waiting for this home, from here, would be in vain."""
+        return self.is_foreign() or self.cpu.ident() == threading.get_ident()
 
     def join(self) -> None:
         """Wait for the threads to be gone, once ``closed`` is set."""
         self.cpu.join(GRACE)
-
-    def raise_exit_error(self) -> None:
-        """Raise what the dataset raised when it was closed, once."""
-        error, self.exit_error = self.exit_error, None
-        if error is not None:
-            raise error
 
     def _welcome(self, guest: Guest) -> bool:
         with self._lock:
@@ -139,8 +140,8 @@ class InlineHome(Home):
         """Enter the dataset, once."""
         with self._lock:
             if not self._is_open:
-                self._is_open = True
                 self._stack.enter_context(self.dataset)
+                self._is_open = True
 
     def admit(self, guest: Guest) -> None:
         """Do nothing: an inline iteration drives itself."""
@@ -168,7 +169,7 @@ class ThreadHome(Home):
 
     def dismiss(self, guest: Guest) -> None:
         """End ``guest`` after the job under way, in the thread."""
-        if os.getpid() == self._pid:
+        if not self.is_foreign():
             self.cpu.post_nowait(lambda: self._dismiss(guest))
 
     def _open(self) -> None:
@@ -226,11 +227,13 @@ class LoopHome(Home):
 
     def dismiss(self, guest: Guest) -> None:
         """End ``guest`` on the loop; it returns its lease when its tasks have ended."""
-        if os.getpid() == self._pid:
+        if not self.is_foreign():
             self._on_loop(self._dismiss, guest)
 
     def is_here(self) -> bool:
-        """Tell whether the caller runs in the loop's thread, or in that beside it."""
+        """Tell whether the caller is on the loop, or the loop does not run."""
+        if self._thread is None and self.loop and not self.loop.is_running():
+            return True
         with contextlib.suppress(RuntimeError):
             if asyncio.get_running_loop() is self.loop:
                 return True
@@ -324,25 +327,46 @@ def wait_released(home: Home, guest: Guest) -> None:
     """Wait until ``guest`` has ended, and ``home`` if it was the last; bounded.
 
     Raises:
-        BaseException: What the dataset raised when it was closed.
+        BaseException: What the dataset or its iterator raised when it was closed.
     """
     if home.is_here():
-        return  # it would wait for itself
-    guest.ended.wait(GRACE)
-    if home.is_closing and home.closed.wait(GRACE):
+        return
+    if not guest.ended.wait(GRACE) or (home.is_closing and not home.closed.wait(GRACE)):
+        _warn_stuck()
+    elif home.is_closing:
         home.join()
-        home.raise_exit_error()
+    _raise_exit_errors(home, guest)
 
 
 async def wait_released_async(home: Home, guest: Guest) -> None:
     """Wait as ``wait_released`` does, without blocking the loop.
 
     Raises:
-        BaseException: What the dataset raised when it was closed.
+        BaseException: What the dataset or its iterator raised when it was closed.
     """
-    await guest.ended.wait_async(GRACE)
-    if home.is_closing and await home.closed.wait_async(GRACE):
-        home.raise_exit_error()
+    if home.is_foreign():
+        return
+    is_gone = await guest.ended.wait_async(GRACE)
+    if not is_gone or (home.is_closing and not await home.closed.wait_async(GRACE)):
+        _warn_stuck()
+    _raise_exit_errors(home, guest)
+
+
+def _warn_stuck() -> None:
+    warnings.warn(
+        f"a DataLoader was closed, but code of its dataset or of its functions has not "
+        f"returned for {GRACE:g} seconds; its thread is left behind",
+        ResourceWarning,
+        stacklevel=4,
+    )
+
+
+def _raise_exit_errors(home: Home, guest: Guest) -> None:
+    """Raise what came up while closing, once."""
+    for holder in (guest, home):
+        error, holder.exit_error = holder.exit_error, None
+        if error is not None:
+            raise error
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -49,21 +49,24 @@ class Homes:
         with self._lock:
             self._keepers += 1
 
-    def let_go(self) -> None:
-        """Undo one ``keep``, and wait until the homes it kept are closed."""
-        for home, keeper in self._released():
-            wait_released(home, keeper)
-
-    async def let_go_async(self) -> None:
-        """Undo one ``keep``, and wait without blocking the loop."""
-        for home, keeper in self._released():
-            await wait_released_async(home, keeper)
-
-    def _released(self) -> list[tuple[Home, Keeper]]:
+    def leave(self) -> bool:
+        """Undo one ``keep``; tell whether it was the last."""
         with self._lock:
             self._keepers = max(0, self._keepers - 1)
-            if self._keepers:
-                return []
+            return not self._keepers
+
+    def release(self) -> None:
+        """Let go of the homes that are kept, and wait until they are closed."""
+        for home, keeper in self._dismissed():
+            wait_released(home, keeper)
+
+    async def release_async(self) -> None:
+        """Let go of the homes that are kept, and wait without blocking the loop."""
+        for home, keeper in self._dismissed():
+            await wait_released_async(home, keeper)
+
+    def _dismissed(self) -> list[tuple[Home, Keeper]]:
+        with self._lock:
             kept = self._kept[:]
             self._kept.clear()
         for home, keeper in kept:

@@ -17,8 +17,9 @@ from torch.utils.data import TensorDataset
 
 from aioloader._observe.stats import Counters
 from aioloader._order.indices import Chunk
-from aioloader._pipeline.cpu import beside
+from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.home import Home, InlineHome, Keeper
+from aioloader._pipeline.ready import Latch
 from aioloader._pipeline.recipe import Recipe
 from aioloader._pipeline.stream import SyncStream
 from aioloader._pipeline.work import Work
@@ -102,7 +103,11 @@ class InlineSource(_LocalSource):
         if recipe.kind is Kind.ITERABLE:
             self._stream = SyncStream(recipe, drop_last=drop_last)
         if isinstance(home, InlineHome):
-            home.open()
+            try:
+                home.open()
+            except BaseException:
+                home.dismiss(Keeper())
+                raise
 
     def next(self) -> Any:
         """Return the next batch, made now.
@@ -164,6 +169,8 @@ class GatherSource(_LocalSource):
         super().__init__(counters)
         self._tensors = tensors
         self._chunks = chunks
+        self._opener: CpuThread | None = None
+        self._opened = Latch()
 
     def next(self) -> list[torch.Tensor]:
         """Return the next batch: a fresh tensor for each of the dataset's.
@@ -174,8 +181,7 @@ class GatherSource(_LocalSource):
         chunk = next(self._chunks)
         self._counters.batches += 1
         if type(chunk) is range:
-            rows = slice(chunk.start, chunk.stop)
-            return [tensor[rows].clone() for tensor in self._tensors]
+            return [self._copy(tensor, chunk) for tensor in self._tensors]
         return [tensor.index_select(0, chunk) for tensor in self._tensors]
 
     async def next_async(self) -> Any:
@@ -184,14 +190,40 @@ class GatherSource(_LocalSource):
         Raises:
             StopAsyncIteration: At the end.
         """
-        if not self._counters.batches and len(self._tensors[0]) > _LONG:
-            first = await beside(lambda: list(itertools.islice(self._chunks, 1)))
-            self._chunks = itertools.chain(first, self._chunks)
+        if len(self._tensors[0]) > _LONG and not self._opened.is_set():
+            if self._opener is None:
+                self._opener = CpuThread("aioloader-once")
+                self._opener.post(self._draw)
+                self._opener.stop(self._opened.set)
+            await self._opened.wait_async()
         return await super().next_async()
+
+    def _draw(self) -> None:
+        """Draw the order, beside the loop; it is kept if nobody waits any more."""
+        try:
+            first = list(itertools.islice(self._chunks, 1))
+        except BaseException as error:  # raised by the next step
+            self._chunks = _raising(error)
+        else:
+            self._chunks = itertools.chain(first, self._chunks)
+
+    def _copy(self, tensor: torch.Tensor, rows: range) -> torch.Tensor:
+        if rows.stop > len(tensor):
+            raise IndexError(
+                f"index {rows.stop - 1} is out of bounds for dimension 0 with size "
+                f"{len(tensor)}"
+            )
+        part = tensor[rows.start : rows.stop]
+        return part.clone(memory_format=torch.contiguous_format)
 
     def close(self) -> None:
         """Let go of the order: the iteration is over."""
         self._chunks = iter(())
+
+
+def _raising(error: BaseException) -> Iterator[Chunk]:
+    raise error
+    yield
 
 
 def gatherable(dataset: Any) -> tuple[torch.Tensor, ...] | None:

@@ -34,6 +34,7 @@ class BatchIterator(Generic[Batch]):
     Args:
         start: Makes the source, when the first batch is asked for.
         counters: What the source counts.
+        length: Returns the number of batches of an epoch.
         expected: Length that ``len(loader)`` reported for an iterable, or None.
     """
 
@@ -41,14 +42,24 @@ class BatchIterator(Generic[Batch]):
         self,
         start: Callable[[], Source],
         counters: Counters,
+        length: Callable[[], int],
         expected: int | None = None,
     ) -> None:
+        self._length = length
         self._counters = counters
         self._start: Callable[[], Source] | None = start
         self._source: Source | None = None
         self._expected = expected
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        """Return ``len(loader)``.
+
+        Raises:
+            TypeError: If that is unknown.
+        """
+        return self._length()
 
     def __iter__(self) -> "BatchIterator[Batch]":
         return self
@@ -71,7 +82,10 @@ class BatchIterator(Generic[Batch]):
         return cast("Batch", batch)
 
     def close(self) -> None:
-        """End the iteration and wait until all it held is released."""
+        """End the iteration and wait until all it held is released.
+
+        Later steps end the loop, as those of a closed generator do.
+        """
         self._start = None
         if self._source is not None:
             self._source.close()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from aioloader._order.reorder import Reorder
 from aioloader._pipeline.work import Outcome
+from aioloader.errors import LoaderClosedError
 
 
 class Waiters:
@@ -118,7 +119,8 @@ class ReadyQueue:
         self._reorder: Reorder[Outcome] = Reorder(in_order=in_order)
         self._items: deque[tuple[int, Outcome]] = deque()
         self._broken: BaseException | None = None
-        self._waiters = Waiters(lambda: bool(self._items) or self._broken is not None)
+        self._is_finished = False
+        self._waiters = Waiters(self._is_settled)
         self.wait = self._waiters.wait
         self.wait_async = self._waiters.wait_async
 
@@ -135,6 +137,14 @@ class ReadyQueue:
         self._broken = self._broken or error
         self._waiters.wake()
 
+    def finish(self) -> None:
+        """Let every wait end: there will be no more items."""
+        self._is_finished = True
+        self._waiters.wake()
+
+    def _is_settled(self) -> bool:
+        return bool(self._items) or self._is_finished or self._broken is not None
+
     def pop_nowait(self) -> tuple[int, Outcome] | None:
         """Take the next item, or None if there is none yet.
 
@@ -144,9 +154,15 @@ class ReadyQueue:
         try:
             return self._items.popleft()
         except IndexError:
-            if self._broken is not None:
-                raise self._broken from None
-            return None
+            error = self._broken
+        if error is not None:
+            # Raised once: an error that is kept keeps the frames of its traceback.
+            self._broken = LoaderClosedError("the iterator has failed before")
+            try:
+                raise error
+            finally:
+                del error
+        return None
 
     def __len__(self) -> int:
         return len(self._items)

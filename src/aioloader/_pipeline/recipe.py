@@ -5,7 +5,7 @@ asynchronous twins of ``read`` and ``transform``.
 """
 
 import types
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,14 +99,13 @@ class Recipe:
     def collate(self, work: Work) -> Outcome:
         """Make the batch of ``work``, or nothing if every sample was skipped."""
         samples = self.kept(work)
-        if not samples:
+        if self.is_void(samples):
             return Outcome(is_empty=True)
         try:
             with lending(self.pool):
                 batch = self.collate_fn(samples if self.batched else samples[0])
         except Exception as error:
-            noted(error, self.place("collate", work))
-            raise
+            raise self.collate_error(work, error)  # noqa: B904  (it keeps its cause)
         return Outcome(batch)
 
     def finish(self, work: Work) -> Outcome:
@@ -117,12 +116,16 @@ class Recipe:
         except Exception as error:  # handed to the consumer
             return Outcome(error=error)
 
-    def kept(self, work: Work) -> list[Any]:
+    def kept(self, work: Work) -> Any:
         """Return the samples of ``work`` that were not skipped."""
         samples = work.samples
-        if self.policy.count:
+        if self.policy.count and type(samples) is list:
             samples = [sample for sample in samples if sample is not SKIP]
         return samples
+
+    def is_void(self, samples: Any) -> bool:
+        """Tell whether skipping left nothing of a batch."""
+        return bool(self.policy.count) and type(samples) is list and not samples
 
     # -- failures -----------------------------------------------------------------
 
@@ -137,6 +140,10 @@ class Recipe:
             error=_raisable(error),
         )
         return self.policy.resolve(failure)
+
+    def collate_error(self, work: Work, error: Exception) -> BaseException:
+        """Return what to raise when ``collate_fn`` gave ``error``, noted."""
+        return noted(_raisable(error), self.place("collate", work))
 
     def place(self, stage: str, work: Work) -> str:
         """Say where a batch-wide stage was, for a note."""
@@ -160,7 +167,7 @@ class Recipe:
                     break
         return self.resolve("fetch", work, position, error)
 
-    def _read_batch(self, work: Work, pause: Callable[[float], object]) -> list[Any]:
+    def _read_batch(self, work: Work, pause: Callable[[float], object]) -> Any:
         """Read all of ``work`` by ``__getitems__``; retried as a whole."""
         delays: Iterator[float] | None = None
         while True:
@@ -177,14 +184,16 @@ class Recipe:
         """Return what to raise when ``__getitems__`` gave ``error``, noted."""
         return noted(_raisable(error), self.place("fetch", work))
 
-    def checked(self, work: Work, samples: Sequence[Any]) -> list[Any]:
-        """Return what ``__getitems__`` gave as a list, if it is as long as asked.
+    def checked(self, work: Work, samples: Any) -> Any:
+        """Return what ``__getitems__`` gave, if it can be used.
+
+        Without a transform it goes to ``collate_fn`` as it is, as in torch.
 
         Raises:
-            ValueError: If it is not.
+            ValueError: If it is to be transformed and is not as long as asked.
         """
-        if isinstance(samples, Awaitable):
-            return [samples]
+        if self.transform is None:
+            return samples
         if len(samples) != len(work.indices):
             raise ValueError(
                 f"{type(self.dataset).__name__}.__getitems__ returned {len(samples)} "
@@ -221,9 +230,12 @@ def read_each(
                 samples.append(recover(StopIteration()))
 
 
-def _refuse_awaitables(samples: list[Any], what: str) -> None:
+def _refuse_awaitables(samples: Any, what: str) -> None:
     """Raise a clear error when a plain function turns out to return coroutines."""
-    if not samples or not isinstance(samples[0], types.CoroutineType):
+    if isinstance(samples, types.CoroutineType):
+        samples = [samples]
+    is_list = type(samples) is list and samples
+    if not is_list or not isinstance(samples[0], types.CoroutineType):
         return
     for sample in samples:
         if isinstance(sample, types.CoroutineType):

@@ -63,6 +63,7 @@ class Run:
     ) -> None:
         self.ready = ReadyQueue(in_order=in_order)
         self.ended = Latch()
+        self.exit_error: BaseException | None = None
         self.home = home
         self.under_way: dict[int, tuple[Work, float]] = {}
         self._recipe = recipe
@@ -74,8 +75,12 @@ class Run:
         self._loop_ident: int | None = None
         self._early: deque[Work] = deque()
         self._to_pull: asyncio.Queue[Work] = asyncio.Queue()
-        self._stream = SyncStream(recipe, drop_last=drop_last)
-        self._async_stream = AsyncStream(recipe, drop_last=drop_last)
+        self._stream: SyncStream | None = None
+        self._async_stream: AsyncStream | None = None
+        if recipe.kind is Kind.ITERABLE:
+            self._stream = SyncStream(recipe, drop_last=drop_last)
+        elif recipe.kind is Kind.ASYNC_ITERABLE:
+            self._async_stream = AsyncStream(recipe, drop_last=drop_last)
         self.route = tuple(self._plan())
         home.admit(self)
 
@@ -98,23 +103,29 @@ class Run:
     async def main(self) -> None:
         """Host the crew and the reader of a stream, until dismissed."""
         try:
-            async with (
-                contextlib.AsyncExitStack() as stack,
-                asyncio.TaskGroup() as group,
-            ):
+            async with contextlib.AsyncExitStack() as stack:
+                await self._host(stack)
+        except Exception as error:  # raised by the iterator's close
+            self.exit_error = error
+        finally:
+            self._is_closing = True
+            if self._stream is not None:
+                self.home.cpu.post(self._close_stream)
+            self.fail(LoaderClosedError("the iterator was closed"))
+
+    async def _host(self, stack: contextlib.AsyncExitStack) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
                 self._crew = Crew(group, self._concurrency, self._recipe, self._stepped)
                 self._loop_ident = threading.get_ident()
-                if self._recipe.kind is Kind.ASYNC_ITERABLE:
-                    group.create_task(self._read(stack), name="aioloader reader")
+                if self._async_stream is not None:
+                    reader = self._read(self._async_stream, stack)
+                    group.create_task(reader, name="aioloader reader")
                 while self._early:
                     self._advance(self._early.popleft(), "loop")
                 await self._until_closed()
         except* _Closed:
             pass
-        finally:
-            self._is_closing = True
-            self.home.cpu.post(self._close_stream)
-            self.fail(LoaderClosedError("the iterator was closed"))
 
     def end(self) -> None:
         """Let go, in the home's own thread; ``main`` ends if it was begun."""
@@ -135,9 +146,9 @@ class Run:
 
     def _plan(self) -> list[Step]:
         recipe = self._recipe
-        if recipe.kind is Kind.ASYNC_ITERABLE:
+        if self._async_stream is not None:
             steps = [Step("fetch", "loop", self._to_pull.put_nowait)]
-        elif recipe.kind is Kind.ITERABLE:
+        elif self._stream is not None:
             steps = [Step("fetch", "thread", self._stream.pull)]
         elif recipe.reads_async:
             steps = [Step("fetch", "loop", lambda work: self._on_crew().fetch(work))]
@@ -208,13 +219,19 @@ class Run:
             raise LoaderClosedError("the iterator was closed")
         return self._crew
 
-    async def _read(self, stack: contextlib.AsyncExitStack) -> None:
+    async def _read(
+        self, stream: AsyncStream, stack: contextlib.AsyncExitStack
+    ) -> None:
         """Pull the stream for one request after the other."""
-        while True:
+        task = asyncio.current_task()
+        # The user's iterator may have swallowed the cancellation, which comes but once.
+        while task is not None and not task.cancelling():
             work = await self._to_pull.get()
             try:
-                await self._async_stream.pull(work, stack)
-            except Exception as error:  # handed to the consumer
+                await stream.pull(work, stack)
+            except (asyncio.CancelledError, GeneratorExit):
+                raise
+            except BaseException as error:  # handed to the consumer
                 work.outcome = Outcome(error=error)
             self._stepped(work)
 
@@ -226,6 +243,7 @@ class Run:
 
     def _close_stream(self) -> None:
         try:
-            self._stream.close()
+            if self._stream is not None:
+                self._stream.close()
         except BaseException as error:  # raised where it is closed
             self.home.exit_error = error

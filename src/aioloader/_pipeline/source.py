@@ -121,20 +121,26 @@ class HostedSource:
     async def _fill_in_thread(self) -> None:
         """Make the first request beside the loop: a sampler may permute millions."""
         filled = Latch()
+        errors: list[BaseException] = []
 
         def fill() -> None:
             try:
                 self._fill()
+            except BaseException as error:  # of the sampler; raised by who waits
+                errors.append(error)
             finally:
                 filled.set()
 
         if self.run.home.cpu.post(fill):
             await filled.wait_async()
+        if errors:
+            raise errors.pop()
 
     def _issue(self) -> None:
         number = self._issued
         try:
             indices = next(self._requests)
+            self._window = self._window or self._window_for(indices)
         except StopIteration:
             self._is_exhausted = True
             return
@@ -144,7 +150,6 @@ class HostedSource:
             where = f"in the sampler, at batch {number}"
             self.run.ready.put(number, Outcome(error=noted(error, where)))
             return
-        self._window = self._window or self._window_for(indices)
         self._issued += 1
         self.run.submit(Work(number, indices))
 
@@ -152,6 +157,10 @@ class HostedSource:
 
     def _take(self) -> Any:
         """Return a batch that is ready, or ``_NOTHING``; raise what came instead."""
+        if self.run.home.is_foreign():
+            raise RuntimeError(
+                "an iterator does not survive a fork; make a new one in the child"
+            )
         with self._lock:
             while not self._is_finished:
                 try:
@@ -170,6 +179,9 @@ class HostedSource:
                 self._is_exhausted = self._is_exhausted or outcome.is_end
                 self._fill()
                 self._counters.in_flight = self._issued - self._taken
+                self._is_finished = self._is_exhausted and not self._counters.in_flight
+                if self._is_finished:
+                    self.run.ready.finish()  # others may wait for what will not come
                 if outcome.error is not None:
                     self._raise(outcome)
                 if not outcome.is_end and not outcome.is_empty:

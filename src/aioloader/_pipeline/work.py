@@ -40,7 +40,8 @@ class Work:
     Attributes:
         number: Place in the epoch, from 0.
         indices: What the sampler gave; for a stream, what it will number its samples.
-        samples: Samples so far; with ``MISSING`` where the crew waits for one.
+        samples: Samples so far, with ``MISSING`` where the crew waits for one; or what
+            ``__getitems__`` gave, of any type.
         step: Which step of the route comes next.
         cursor: Place of the next sample that the crew will start.
         pending: Samples that the crew has not finished.
@@ -49,7 +50,7 @@ class Work:
 
     number: int
     indices: Sequence[Any]
-    samples: list[Any] = field(default_factory=list)
+    samples: Any = field(default_factory=list)
     step: int = 0
     cursor: int = 0
     pending: int = 0

@@ -17,8 +17,8 @@ Slot: TypeAlias = npt.NDArray[np.uint8]
 
 # Below this the allocator of the C library recycles well enough by itself.
 MIN_BYTES = 1 << 18
-# Free mappings kept per size, in number and in bytes (but two in any case): more are
-# free only after a consumer let go of many.
+# Free mappings kept per size, and bytes of them in all: more are only free after a
+# consumer let go of many.
 _MOST_FREE = 8
 _MOST_FREE_BYTES = 1 << 28
 
@@ -45,17 +45,33 @@ class SlotPool:
         size = _rounded(nbytes)
         free = self._free.get(size)
         if free is None:
-            most = max(2, min(_MOST_FREE, _MOST_FREE_BYTES // size))
             # A deque drops from its other end when it is full, without a lock.
-            free = self._free[size] = deque(maxlen=most)
+            free = self._free[size] = deque(maxlen=_MOST_FREE)
         try:
             memory = free.pop()
         except IndexError:
-            memory = mmap.mmap(-1, size)
+            self._drop_surplus()
+            memory = _map(size)
         slot = np.frombuffer(memory, dtype=np.uint8, count=nbytes)
         # The free list outlives the pool in late finalizers, and then dies with them.
         weakref.finalize(slot, free.append, memory).atexit = False
         return slot
+
+    def _drop_surplus(self) -> None:
+        """Give free memory above the bound back, first that of the oldest sizes."""
+        surplus = sum(size * len(free) for size, free in self._free.items())
+        surplus -= _MOST_FREE_BYTES
+        for size, free in self._free.items():
+            while free and surplus > 0:
+                free.popleft()
+                surplus -= size
+
+
+def _map(size: int) -> mmap.mmap:
+    """Return fresh memory that a forked child gets a copy of, and does not share."""
+    if hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, size)
 
 
 def _rounded(nbytes: int) -> int:
