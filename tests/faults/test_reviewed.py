@@ -1,0 +1,194 @@
+"""Corners that a review found broken, kept shut."""
+
+import asyncio
+import os
+from typing import Any, Self
+
+import pytest
+import torch
+from torch.utils.data import SequentialSampler, TensorDataset
+
+from aioloader import DataLoader
+from aioloader.testing import no_leaks
+from samples import AsyncMap, AsyncStream, SyncMap, collect, labels
+
+LOOPS: list[Any] = ["thread", "caller"]
+
+
+class Stubborn(AsyncMap):
+    """Turns its cancellation into an error, or into a sample."""
+
+    def __init__(self, *, returns: bool) -> None:
+        super().__init__(8)
+        self.returns = returns
+
+    async def __getitem__(self, index: int) -> Any:
+        try:
+            if index:
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if self.returns:
+                return await super().__getitem__(index)
+            raise OSError("connection lost") from None
+        return await super().__getitem__(index)
+
+
+class StubbornStream(AsyncStream):
+    """Raises while it is closed."""
+
+    async def __aiter__(self) -> Any:
+        try:
+            yield 0
+            await asyncio.Event().wait()
+        finally:
+            raise OSError("connection lost")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    "dataset",
+    [Stubborn(returns=True), Stubborn(returns=False), StubbornStream()],
+    ids=["returns", "raises", "stream"],
+)
+async def test_user_code_that_swallows_its_cancellation(
+    dataset: Any, loop: Any
+) -> None:
+    """It comes only once, and is enough."""
+    with no_leaks():
+        iterator = aiter(DataLoader(dataset, batch_size=1, loop=loop))
+        await anext(iterator)
+        await asyncio.wait_for(iterator.aclose(), 5)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+async def test_two_tasks_wait_for_the_last_batch(loop: Any) -> None:
+    """One gets it, the other the end."""
+    for _ in range(5):
+        iterator = aiter(DataLoader(AsyncMap(2), batch_size=2, loop=loop))
+        tasks = [asyncio.ensure_future(collect(iterator)) for _ in range(3)]
+        found = await asyncio.wait_for(asyncio.gather(*tasks), 5)
+        assert sorted(map(len, found)) == [0, 0, 1]
+
+
+async def test_a_cancelled_first_step_of_a_long_permutation() -> None:
+    """The batch that was drawn for it is not lost."""
+    dataset = TensorDataset(torch.arange(1 << 19))
+    loader = DataLoader(dataset, batch_size=1 << 17, shuffle=True)
+    iterator = aiter(loader)
+    task = asyncio.ensure_future(anext(iterator))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    found = [batch[0] for part in await asyncio.gather(
+        collect(iterator), collect(iterator)) for batch in part]  # fmt: skip
+    assert torch.equal(torch.cat(found).sort().values, dataset.tensors[0])
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+async def test_the_exit_of_one_iterator_leaves_its_siblings_alone(loop: Any) -> None:
+    """Its error is its own, and no group."""
+
+    class Cursor:
+        def __init__(self) -> None:
+            self.row = -1
+
+        def __aiter__(self) -> Self:
+            return self
+
+        async def __aenter__(self) -> Self:
+            return self
+
+        async def __aexit__(self, *_exc: object) -> None:
+            raise ValueError("cursor")
+
+        async def __anext__(self) -> int:
+            self.row += 1
+            if self.row > 5:
+                raise StopAsyncIteration
+            return self.row
+
+    class Table:
+        def __aiter__(self) -> Any:
+            return Cursor()
+
+    loader = DataLoader(Table(), batch_size=2, loop=loop)
+    one, other = aiter(loader), aiter(loader)
+    await anext(one)
+    found = [(await anext(other)).tolist()]
+    with pytest.raises(ValueError, match="cursor"):
+        await one.aclose()
+    with pytest.raises(ValueError, match="cursor"):
+        while True:
+            found.append((await anext(other)).tolist())
+    assert found == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_dataset_that_opens_at_the_second_try() -> None:
+    """The first epoch raises; the next does not run over a closed dataset."""
+
+    class Door(SyncMap):
+        tries = 0
+
+        def __enter__(self) -> Self:
+            self.tries += 1
+            if self.tries == 1:
+                raise OSError("locked")
+            return self
+
+        def __exit__(self, *_exc: object) -> None:
+            self.tries = -1
+
+    loader = DataLoader(Door(4), batch_size=2)
+    with pytest.raises(OSError, match="locked"):
+        next(iter(loader))
+    assert labels(list(loader)) == [[0, 1], [2, 3]]
+    assert loader.dataset.tries == -1
+
+
+def test_gathering_stays_within_bounds_and_is_contiguous() -> None:
+    """As indexing row by row would."""
+    dataset = TensorDataset(torch.arange(15.0).view(3, 5).T)
+    for batch in DataLoader(dataset, batch_size=2):
+        assert batch[0].is_contiguous()
+    loader = DataLoader(dataset, batch_size=4, sampler=SequentialSampler(range(10)))
+    with pytest.raises(IndexError, match="out of bounds"):
+        list(loader)
+
+
+def test_a_forked_child_uses_the_loader_anew() -> None:
+    """The parent's iterator is of no use there, and says so; a new one works."""
+    loader = DataLoader(AsyncMap(8), batch_size=4)
+    with loader:
+        iterator = iter(loader)
+        next(iterator)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                next(iterator)
+            except RuntimeError as error:
+                said = "does not survive a fork" in str(error)
+            os._exit(0 if said and len(list(loader)) == 2 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert len(list(iterator)) == 1
+
+
+def test_closing_when_the_callers_loop_stands_still() -> None:
+    """Nothing can end there: it is not waited for."""
+    loop = asyncio.new_event_loop()
+    iterator = aiter(DataLoader(AsyncMap(8), batch_size=4, loop="caller"))
+    loop.run_until_complete(anext(iterator))
+    iterator.close()
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.run_until_complete(iterator.aclose())
+    loop.close()
+
+
+def test_nested_with_blocks() -> None:
+    """The inner one closes nothing that the outer still needs."""
+    loader = DataLoader(AsyncMap(16), batch_size=4)
+    with loader:
+        iterator = iter(loader)
+        next(iterator)
+        with loader:
+            pass
+        assert len(list(iterator)) == 3
