@@ -32,7 +32,7 @@ class CpuThread:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may come in between
 
     def post(self, job: Job) -> bool:
         """Run ``job`` after those posted before; tell whether the thread takes jobs.

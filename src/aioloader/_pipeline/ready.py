@@ -19,7 +19,7 @@ class Waiters:
     """Who waits for something to become true: tasks of any loop, and threads."""
 
     def __init__(self, is_true: Callable[[], bool]) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a finalizer may come in between
         self._is_true = is_true
         self._wakes: deque[Callable[[], None]] = deque()
 

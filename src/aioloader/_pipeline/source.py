@@ -20,9 +20,10 @@ _NOTHING: Final = object()
 class HostedSource:
     """Feed a run with requests, and take its outcomes.
 
-    The sampler is advanced here, in the consumer's thread and never ahead of the
-    window, so its random draws fall where torch's fall. A request goes out when a
-    batch is taken: the number of batches in flight never exceeds the window.
+    The sampler is advanced here, while the consumer asks for a batch and never ahead
+    of the window, so its random draws fall where torch's fall (the first, which may
+    permute millions, beside an async consumer's loop). A request goes out when a batch
+    is taken: the number of batches in flight never exceeds the window.
 
     Args:
         run: The pipeline; owned, and dismissed at the end.
