@@ -42,7 +42,9 @@ def describe() -> dict[str, object]:
     """Describe this machine, these packages and this run."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "command": shlex.join(
+            ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+        ),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": _cpu(),

@@ -178,7 +178,6 @@ def test_closing_when_the_callers_loop_stands_still() -> None:
     iterator = aiter(DataLoader(AsyncMap(8), batch_size=4, loop="caller"))
     loop.run_until_complete(anext(iterator))
     iterator.close()
-    loop.run_until_complete(asyncio.sleep(0.01))
     loop.run_until_complete(iterator.aclose())
     loop.close()
 
