@@ -57,7 +57,7 @@ def rivals() -> dict[str, Contender]:
         )
         for workers in (2, 4, 6, 8)
     }
-    shown = {"plain 256", "lean 128", "lean batches 2"}
+    shown = {"plain 256", "lean 128 recycled", "lean batches 2 recycled"}
     return gathered | {
         f"SPDL {name}": fed(setting, extra=name not in shown)
         for name, setting in spdl_settings().items()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from remote import BATCH, OBJECT_BYTES, Batches, stack
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator
+    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
     from remote import Feed, MakeFeed
 
@@ -207,13 +207,15 @@ class Spdl:
 
     A lean one runs on uvloop, without task hooks and queue statistics, with an
     asynchronous source and a thread queue at its end. ``whole`` makes the item a
-    batch: one task gathers 64 GETs, and ``concurrency`` counts batches.
+    batch: one task gathers 64 GETs, and ``concurrency`` counts batches. ``recycled``
+    stacks into a ring of tensors, which a consumer must not keep.
     """
 
     concurrency: int
     lean: bool = True
     whole: bool = False
     ordered: bool = False
+    recycled: bool = False
 
     @contextlib.contextmanager
     def __call__(self, url: str) -> Iterator[Feed]:
@@ -221,9 +223,10 @@ class Spdl:
         if self.lean:
             asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
         store = make_store(url)
+        collate = Ring() if self.recycled else stack
 
         def feed(count: int) -> Batches:
-            return self._batches(self._build(store, count))
+            return self._batches(self._build(store, collate, count))
 
         yield feed
 
@@ -232,7 +235,7 @@ class Spdl:
         with pipeline.auto_stop():
             yield from pipeline
 
-    def _build(self, store: Any, count: int) -> Any:
+    def _build(self, store: Any, collate: Any, count: int) -> Any:
         import obstore  # noqa: PLC0415
         from spdl.pipeline import AsyncQueue, PipelineBuilder  # noqa: PLC0415
 
@@ -253,13 +256,27 @@ class Spdl:
             builder.add_source(AsyncRange(count) if self.lean else range(count))
             builder.pipe(read, concurrency=self.concurrency, output_order=order)
             builder.aggregate(BATCH)
-        builder.pipe(stack, output_order=order).add_sink(4)
+        builder.pipe(collate, output_order=order).add_sink(4)
         lean = {
             "task_hook_factory": no_hooks,
             "queue_class": AsyncQueue,
             "use_thread_output_queue": True,
         }
         return builder.build(num_threads=2, **(lean if self.lean else {}))
+
+
+class Ring:
+    """Stack into ten tensors in turn: more than are ever under way at once."""
+
+    def __init__(self) -> None:
+        self._batches = [
+            torch.empty((BATCH, OBJECT_BYTES), dtype=torch.uint8) for _ in range(10)
+        ]
+
+    def __call__(self, bodies: Sequence[Any]) -> torch.Tensor:
+        """Stack into the tensor that has rested longest."""
+        self._batches.append(self._batches.pop(0))
+        return stack(bodies, self._batches[-1][: len(bodies)])
 
 
 def spdl_settings() -> dict[str, Spdl]:
@@ -275,7 +292,12 @@ def spdl_settings() -> dict[str, Spdl]:
         for n in (2, 3, 4, 6, 8)
         for ordered in (False, True)
     }
-    return items | whole
+    recycled = {
+        f"{name} recycled": replace(setting, recycled=True)
+        for name, setting in (items | whole).items()
+        if setting.lean
+    }
+    return items | whole | recycled
 
 
 def chunks(count: int) -> list[list[int]]:

@@ -160,7 +160,12 @@ def torch_contenders() -> dict[str, Contender]:
 
 
 def spdl_contenders() -> dict[str, Contender]:
-    shown = {"plain 256", "lean 256", "lean batches 4", "lean batches ordered 3"}
+    shown = {
+        "plain 256",
+        "lean 256 recycled",
+        "lean batches ordered 3 recycled",
+        "lean batches ordered 4 recycled",
+    }
     return {
         f"SPDL {name}": fed(setting, "bare range 256", extra=name not in shown)
         for name, setting in spdl_settings().items()

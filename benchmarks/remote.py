@@ -16,7 +16,7 @@ import warnings
 from collections.abc import AsyncIterable, Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -147,12 +147,13 @@ def rates(count: int, meter: Meter, opening: float, warm: float) -> Figures:
     }
 
 
-def stack(bodies: Sequence[object]) -> torch.Tensor:
-    """Copy the bodies into the rows of one new uint8 tensor."""
-    batch = torch.empty((len(bodies), OBJECT_BYTES), dtype=torch.uint8)
+def stack(bodies: Sequence[Any], batch: torch.Tensor | None = None) -> torch.Tensor:
+    """Copy the bodies into the rows of ``batch``, by default a new uint8 tensor."""
+    if batch is None:
+        batch = torch.empty((len(bodies), OBJECT_BYTES), dtype=torch.uint8)
     rows = batch.numpy()
     for row, body in enumerate(bodies):
-        rows[row] = np.frombuffer(body, dtype=np.uint8)  # type: ignore[call-overload]
+        rows[row] = np.frombuffer(body, dtype=np.uint8)
     return batch
 
 
