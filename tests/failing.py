@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aioloader import DataLoader
-from aioloader._pipeline.cpu import beside
+from beside import beside
 from samples import AsyncMap, SyncMap
 
 WAYS = ["for", "thread", "caller"]

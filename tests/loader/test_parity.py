@@ -18,7 +18,7 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchLoader
 
 from aioloader import DataLoader, ShuffledIndices
-from aioloader._pipeline.cpu import beside
+from beside import beside
 from samples import (
     AsyncBatchMap,
     AsyncMap,

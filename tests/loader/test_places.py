@@ -8,7 +8,7 @@ from typing import Any, Self
 import pytest
 
 from aioloader import DataLoader
-from aioloader._pipeline.cpu import beside
+from beside import beside
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
 
 EXPECTED = [[i, i + 1, i + 2, i + 3] for i in range(0, 20, 4)]

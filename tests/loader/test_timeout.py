@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from aioloader import DataLoader
-from aioloader._pipeline.cpu import beside
 from aioloader.errors import BatchTimeoutError
+from beside import beside
 from samples import AsyncMap, SyncMap, labels
 
 

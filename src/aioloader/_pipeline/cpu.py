@@ -9,11 +9,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
-
-from aioloader._pipeline.ready import Latch
-
-T = TypeVar("T")
+from typing import TypeAlias
 
 Job: TypeAlias = Callable[[], object]
 
@@ -87,24 +83,3 @@ class CpuThread:
             except BaseException:  # a defect of ours: said, and the thread lives on
                 _LOG.exception("a job of %s failed", self._name)
             del job  # it may hold a batch
-
-
-async def beside(function: Callable[[], T]) -> T:
-    """Return ``function()``, run in a thread of its own while the loop goes on."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-    done = Latch()
-
-    def call() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:  # raised by the caller
-            errors.append(error)
-
-    thread = CpuThread("aioloader-once")
-    thread.post(call)
-    thread.stop(done.set)
-    await done.wait_async()
-    if errors:
-        raise errors[0]
-    return results[0]
