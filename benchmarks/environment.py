@@ -11,7 +11,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-_PACKAGES = ("torch", "numpy", "obstore", "spdl", "uvloop", "urllib3", "anyio")
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "obstore",
+    "spdl",
+    "uvloop",
+    "urllib3",
+    "anyio",
+    "pillow",
+    "opencv-python-headless",
+)
 
 
 def _version(package: str) -> str | None:

@@ -11,7 +11,17 @@ import sys
 import time
 from pathlib import Path
 
-NAMES = ("overhead", "latency", "blocking", "service")
+NAMES = (
+    "overhead",
+    "latency",
+    "blocking",
+    "service",
+    "transport",
+    "cpu",
+    "skew",
+    "startup",
+    "memory",
+)
 
 
 def main() -> int:

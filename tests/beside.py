@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from aioloader._pipeline.cpu import CpuThread
-from aioloader._pipeline.ready import Latch
+from aioloader._pipeline.waiting import Latch
 
 T = TypeVar("T")
 

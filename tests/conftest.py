@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import obstore
 import pytest
@@ -12,6 +14,7 @@ from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
 from obstore.store import MemoryStore
 
+from aioloader import warm_up
 from aioloader.testing import Resources
 
 settings.register_profile(
@@ -38,6 +41,7 @@ def warm() -> None:
     obstore.put(store, "key", b"")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_read(store))
+    warm_up()  # what workers are forked from
     gc.collect()
     gc.freeze()  # what the imports made need not be searched after every test
 
@@ -60,8 +64,19 @@ def nothing_blocks(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("blocking"):
         yield
         return
-    with blockbuster_ctx("aioloader", excluded_modules=["aioloader.testing"]):
+    modules = ["aioloader.testing"]
+    with blockbuster_ctx("aioloader", excluded_modules=modules) as detector:
+        receive = detector.functions["socket.socket.recvmsg"]
+        receive.deactivate()
+        receive.can_block_predicate = _returns_at_once
+        receive.activate()
         yield
+
+
+def _returns_at_once(end: socket.socket, *arguments: Any) -> bool:
+    """Tell whether a ``recvmsg`` does not wait."""
+    flags = arguments[2] if len(arguments) > 2 else 0
+    return end.gettimeout() == 0 or bool(flags & socket.MSG_DONTWAIT)
 
 
 @pytest.fixture(autouse=True)

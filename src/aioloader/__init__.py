@@ -11,6 +11,8 @@ from aioloader._observe.stats import LoaderStats
 from aioloader._order.failures import SKIP, Failure
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.retry import Retry
+from aioloader._workers.info import WorkerInfo, get_worker_info
+from aioloader._workers.template import warm_up
 
 __all__ = [
     "SKIP",
@@ -19,8 +21,11 @@ __all__ = [
     "LoaderStats",
     "Retry",
     "ShuffledIndices",
+    "WorkerInfo",
     "datasets",
     "default_collate",
     "default_convert",
     "errors",
+    "get_worker_info",
+    "warm_up",
 ]

@@ -7,16 +7,20 @@ wider here is documented at ``DataLoader``.
 import multiprocessing
 import multiprocessing.context
 import operator
+import os
 import warnings
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Executor
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data._utils import pin_memory as torch_pin
 
 from aioloader._order.retry import Retry
-from aioloader.protocols import Kind, is_async_function
+from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
+
+Workers: TypeAlias = Literal["process", "thread"] | Executor
 
 
 def check_numbers(
@@ -53,14 +57,33 @@ def check_numbers(
 
 
 def check_workers(
-    *, num_workers: int, persistent_workers: bool, multiprocessing_context: Any
+    *,
+    num_workers: int,
+    persistent_workers: bool,
+    multiprocessing_context: Any,
+    workers: Any,
+    worker_init_fn: Any,
 ) -> Any:
-    """Check what belongs to worker processes; return the context object, or None.
+    """Check what belongs to workers; return the context object, or None.
 
     Raises:
         ValueError: If an option needs workers and there are none, or names no context.
-        TypeError: If the context is no context.
+        TypeError: If the context is no context, or ``workers`` is nothing known.
     """
+    if workers not in {"process", "thread"} and not isinstance(workers, Executor):
+        raise TypeError(
+            "workers must be 'process', 'thread' or a concurrent.futures.Executor, got "
+            f"{workers!r}"
+        )
+    if isinstance(workers, Executor) and num_workers == 0:
+        raise ValueError(
+            "workers=Executor needs num_workers > 0: how many batches it has at once"
+        )
+    if isinstance(workers, Executor) and worker_init_fn is not None:
+        raise ValueError(
+            "worker_init_fn is not called in the workers of an executor, which are the "
+            "user's own: give the executor an initializer"
+        )
     if persistent_workers and num_workers == 0:
         raise ValueError("persistent_workers option needs num_workers > 0")
     context = multiprocessing_context
@@ -70,13 +93,70 @@ def check_workers(
                 "multiprocessing_context can only be used with multi-process loading "
                 f"(num_workers > 0), but got num_workers={num_workers}"
             )
+        if workers != "process":
+            raise ValueError(
+                "multiprocessing_context can only be used with workers='process', but "
+                f"got workers={workers!r}"
+            )
         context = _context_of(context)
-    if num_workers > 0:
-        raise ValueError(
-            f"num_workers={num_workers} is not available yet: worker processes come "
-            "with the next release; use num_workers=0"
-        )
+    if workers == "process":
+        _warn_of_many(num_workers)
     return context
+
+
+def _warn_of_many(num_workers: int) -> None:
+    """Warn, in torch's words, of more workers than there are processors."""
+    available = len(os.sched_getaffinity(0))
+    if num_workers > available:
+        warnings.warn(
+            f"This DataLoader will create {num_workers} worker processes in total. Our "
+            f"suggested max number of worker in current system is {available}, which "
+            "is smaller than what this DataLoader is going to create. Please be aware "
+            "that excessive worker creation might get DataLoader running slow or even "
+            "freeze, lower the worker number to avoid potential slowness/freeze if "
+            "necessary.",
+            stacklevel=4,
+        )
+
+
+def check_options(*, fetch: Any, rng: Any, on_timeout: Any) -> None:
+    """Check the words that say where and how workers work.
+
+    Raises:
+        ValueError: If one is another word.
+    """
+    for name, value, words in (
+        ("fetch", fetch, ("auto", "loader", "workers")),
+        ("rng", rng, (None, "batch", "sample", "worker")),
+        ("on_timeout", on_timeout, ("raise", "restart")),
+    ):
+        if value not in words:
+            known = " or ".join(repr(word) for word in words)
+            raise ValueError(f"{name} must be {known}, got {value!r}")
+
+
+def suits_threads(dataset: Any, *functions: Any) -> bool:
+    """Tell whether threads and executors can do all: it is plain, and no stream."""
+    is_plain = not (reads_async(dataset) or any(map(is_async_function, functions)))
+    return kind_of(dataset) is Kind.MAP and is_plain
+
+
+def check_fetch(dataset: Any, *functions: Any) -> None:
+    """Check that threads, or an executor, can read the samples if that is asked for.
+
+    Raises:
+        ValueError: If they cannot.
+    """
+    if not suits_threads(dataset, *functions):
+        raise ValueError(
+            "fetch='workers' needs a map-style dataset and plain functions if workers "
+            "are threads or an executor: leave it at 'auto', or use workers='process'"
+        )
+
+
+def draws_by_key(rng: str | None, num_workers: int) -> bool:
+    """Tell whether generators are seeded for each batch: with workers, by default."""
+    return rng in {"batch", "sample"} or (rng is None and num_workers > 0)
 
 
 def check_sampling(

@@ -6,6 +6,7 @@ that a user has extended (``default_collate_fn_map``) is left to torch's own wal
 leaves are written into recycled memory where a pipeline has lent some.
 """
 
+import contextlib
 import copy
 import functools
 import math
@@ -26,7 +27,7 @@ from torch.utils.data import default_collate as torch_collate
 from torch.utils.data import default_convert
 from torch.utils.data._utils import collate as torch_rules
 
-from aioloader._transport.slots import MIN_BYTES, SlotPool
+from aioloader._transport.slots import MIN_BYTES, Lender
 
 __all__ = ["collates_as_torch", "default_collate", "default_convert", "lending"]
 
@@ -47,7 +48,7 @@ _STANDARD: dict[Any, Callable[..., Any]] = {
 class _Lent(threading.local):
     """The pool that this thread may write batches into."""
 
-    pool: SlotPool | None = None
+    pool: Lender | None = None
 
 
 _LENT = _Lent()
@@ -58,9 +59,9 @@ class lending:  # noqa: N801  (a context manager, read as a verb)
 
     __slots__ = ("_before", "_pool")
 
-    def __init__(self, pool: SlotPool) -> None:
+    def __init__(self, pool: Lender) -> None:
         self._pool = pool
-        self._before: SlotPool | None = None
+        self._before: Lender | None = None
 
     def __enter__(self) -> None:
         self._before, _LENT.pool = _LENT.pool, self._pool
@@ -194,7 +195,7 @@ def _stack_arrays(samples: Sequence[Any]) -> torch.Tensor:
     return out
 
 
-def _borrow(pool: SlotPool, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _borrow(pool: Lender, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return uninitialised memory of ``pool`` as a tensor, which keeps it."""
     slot = pool.lease(math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(slot, dtype=dtype).view(shape)
@@ -206,7 +207,26 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def _floats(samples: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(samples, dtype=torch.float64)
+    return _numbers(samples, np.float64, torch.float64)
+
+
+def _ints(samples: Sequence[int]) -> torch.Tensor:
+    return _numbers(samples, np.int64, None)
+
+
+def _numbers(
+    samples: Sequence[float], exact: type[np.generic], dtype: torch.dtype | None
+) -> torch.Tensor:
+    """Make a tensor of numbers; through an array in a third of the time.
+
+    Mixed and overlong numbers are left to torch, and so are its messages.
+    """
+    if {*map(type, samples)} <= {int, float}:
+        with contextlib.suppress(OverflowError):
+            array = np.array(samples)
+            if array.dtype == exact:
+                return torch.from_numpy(array)
+    return torch.tensor(samples, dtype=dtype)
 
 
 def _strings(samples: Sequence[Any]) -> Sequence[Any]:
@@ -218,7 +238,7 @@ _RULES: dict[type, Collate] = {
     torch.Tensor: _stack_tensors,
     np.ndarray: _stack_arrays,
     float: _floats,
-    int: torch.tensor,
+    int: _ints,
     str: _strings,
     bytes: _strings,
     tuple: _collate_sequence,
@@ -231,7 +251,7 @@ _BY_BASE: tuple[tuple[Any, Collate], ...] = (
     (np.ndarray, _stack_arrays),
     (_SCALARS, torch.as_tensor),
     (float, _floats),
-    (int, torch.tensor),
+    (int, _ints),
     ((str, bytes), _strings),
     (Mapping, _collate_mapping),
 )

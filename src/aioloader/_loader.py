@@ -4,14 +4,10 @@ It checks, decides where an epoch runs, and hands over to the rooms; it reads an
 schedules nothing itself.
 """
 
-import itertools
 import math
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Generic, Literal
 
-import numpy as np
 import torch
 from typing_extensions import TypeVar
 
@@ -21,22 +17,21 @@ from aioloader._collate import (
     default_collate,
     default_convert,
 )
+from aioloader._iteration import Live
 from aioloader._observe.stats import Counters, LoaderStats
+from aioloader._order.epochs import Epochs
 from aioloader._order.failures import (
     Failure,
-    FailurePolicy,
     OnError,
     check_failure_options,
 )
-from aioloader._order.indices import index_batches, index_chunks
-from aioloader._order.permutation import ShuffledIndices
+from aioloader._order.indices import index_chunks
+from aioloader._order.requests import map_requests, stream_requests
 from aioloader._order.retry import Retry
-from aioloader._pipeline.epoch import Epoch, Settings
-from aioloader._pipeline.homes import Homes
 from aioloader._pipeline.inline import GatherSource, gatherable
 from aioloader._pipeline.iterator import BatchIterator, Source
-from aioloader._pipeline.recipe import Recipe
-from aioloader._transport.slots import SlotPool
+from aioloader._workers.seeds import Rng
+from aioloader._workers.template import warm_template
 from aioloader.protocols import Kind, kind_of
 
 Batch = TypeVar("Batch", default=Any)
@@ -63,7 +58,7 @@ class DataLoader(Generic[Batch]):
         sampler: Gives the indices; excludes ``shuffle``.
         batch_sampler: Gives lists of indices; excludes the three above and
             ``drop_last``.
-        num_workers: Worker processes; only 0 for now.
+        num_workers: Worker processes (or threads) that make batches.
         collate_fn: List of samples to batch; may be async.
         pin_memory: Copy batches into page-locked memory.
         drop_last: Leave out a short last batch.
@@ -78,6 +73,14 @@ class DataLoader(Generic[Batch]):
         in_order: Deliver batches in the sampler's order, else as they complete.
         transform: Sample to sample, before collating; may be async.
         concurrency: Samples in flight on the loop.
+        workers: ``"process"``, ``"thread"`` (for code that releases the interpreter's
+            lock), or a ``concurrent.futures.Executor``.
+        fetch: Where samples are read: ``"workers"``, ``"loader"`` (workers transform
+            and collate), or ``"auto"``: async iterables by the loader, once.
+        rng: What random draws depend on: the ``"batch"`` (with workers the default),
+            the ``"sample"``'s place in the epoch, or the ``"worker"``, as in torch.
+            Without workers, the global generators are put aside meanwhile.
+        on_timeout: ``"raise"``, or ``"restart"`` the worker that holds up the batch.
         loop: ``"thread"``: the loader's own loop in a private thread, which goes on
             while the consumer computes; ``"caller"``: the loop that iterates.
         on_error: ``"raise"``; ``"skip"`` a failed sample (its batch is smaller); or a
@@ -124,6 +127,10 @@ class DataLoader(Generic[Batch]):
         in_order: bool = True,
         transform: Callable[[Any], Any] | None = None,
         concurrency: int = 64,
+        workers: arguments.Workers = "process",
+        fetch: Literal["auto", "loader", "workers"] = "auto",
+        rng: Rng | None = None,
+        on_timeout: Literal["raise", "restart"] = "raise",
         loop: Literal["thread", "caller"] = "thread",
         on_error: OnError = "raise",
         max_failures: float | None = None,
@@ -148,7 +155,10 @@ class DataLoader(Generic[Batch]):
             num_workers=num_workers,
             persistent_workers=persistent_workers,
             multiprocessing_context=multiprocessing_context,
+            workers=workers,
+            worker_init_fn=worker_init_fn,
         )
+        arguments.check_options(fetch=fetch, rng=rng, on_timeout=on_timeout)
         arguments.check_places(
             loop=loop,
             collate_fn=collate_fn,
@@ -170,6 +180,10 @@ class DataLoader(Generic[Batch]):
         self.persistent_workers = persistent_workers
         self.transform = transform
         self.concurrency = concurrency
+        self.workers = workers
+        self.fetch = fetch
+        self.rng = rng
+        self.on_timeout = on_timeout
         self.loop = loop
         self.on_error = on_error
         self.max_failures = max_failures
@@ -189,28 +203,22 @@ class DataLoader(Generic[Batch]):
         if collate_fn is None:
             collate_fn = default_collate if self._is_batched else default_convert
         self.collate_fn = collate_fn
+        if fetch == "workers" and workers != "process":
+            arguments.check_fetch(dataset, transform, collate_fn)
 
-        self._epoch = 0
-        self._shuffled_epoch: int | None = None
+        self._epochs = Epochs(sampler)
         self._reported_length: int | None = None
-        self._make_live()
+        self._live = Live(dataset)
+        if self._needs_template():
+            warm_template()
         self._initialized = True
 
-    def _make_live(self) -> None:
-        """Make what belongs to this process and is never copied."""
-        self._homes = Homes(self.dataset)
-        self._pool = SlotPool()
-        self._open: weakref.WeakSet[BatchIterator[Batch]] = weakref.WeakSet()
-        self._policy = FailurePolicy()
-        self._counters = Counters()
-
     def __getstate__(self) -> dict[str, Any]:
-        live = {"_homes", "_pool", "_open", "_policy", "_counters"}
-        return {name: value for name, value in vars(self).items() if name not in live}
+        return {name: value for name, value in vars(self).items() if name != "_live"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._make_live()
+        self._live = Live(self.dataset)
 
     # -- iteration ----------------------------------------------------------------
 
@@ -237,89 +245,64 @@ class DataLoader(Generic[Batch]):
 
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch, here and in a sampler or dataset that asks for it."""
-        self._epoch = epoch
+        self._epochs.choose(epoch)
         for part in (self.sampler, self.batch_sampler, self.dataset):
             hook = getattr(part, "set_epoch", None)
             if callable(hook):
                 hook(epoch)
-        if isinstance(self.sampler, ShuffledIndices):
-            self._shuffled_epoch = None
 
     def _iterate(self, *, is_async: bool) -> BatchIterator[Batch]:
         """Return a lazy iterator; only the random draws of torch's ``iter`` happen."""
         tensors = self._gathered()
         chunks = index_chunks(self.batch_sampler) if tensors else None
         requests = self._requests() if chunks is None else iter(())
-        # Torch draws its base seed here: later draws must find the same generator.
-        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        live = self._live
+        base_seed = live.draw_base_seed(self.generator)
         counters = Counters()
 
         def start() -> Source:
             # Not before: an iterator that is dropped unused is no epoch.
-            self._begin_epoch(counters)
+            ahead = live.claim_ahead(counters)
+            if ahead is not None:
+                return ahead
+            counters.epoch = self._epochs.begin()
+            live.counters = counters
             if tensors and chunks is not None:
                 return GatherSource(tensors, chunks, counters)
-            settings = self._settings(is_async=is_async)
-            recipe = self._recipe(counters.epoch)
-            return Epoch(recipe, requests, counters, settings).start(self._homes)
+            return live.begin(self, requests, base_seed, counters, is_async=is_async)
 
         iterator: BatchIterator[Batch] = BatchIterator(
             start, counters, self.__len__, self._reported_length
         )
-        self._open.add(iterator)
+        self._live.open.add(iterator)
         return iterator
 
-    def _begin_epoch(self, counters: Counters) -> None:
-        self._counters = counters
-        self._policy = FailurePolicy(self.on_error, self.max_failures)
-        counters.epoch, self._epoch = self._epoch, self._epoch + 1
-        order = self.sampler
-        if isinstance(order, ShuffledIndices):
-            # A new order each epoch, unless the user has chosen one.
-            if order.epoch == self._shuffled_epoch:
-                order.set_epoch(order.epoch + 1)
-            self._shuffled_epoch = order.epoch
-
-    def _settings(self, *, is_async: bool) -> Settings:
-        return Settings(
-            is_async=is_async,
-            loop=self.loop,
-            concurrency=self.concurrency,
-            prefetch_factor=self.prefetch_factor,
-            timeout=self.timeout if 0 < self.timeout < threading.TIMEOUT_MAX else None,
-            in_order=self.in_order,
-            drop_last=self.drop_last,
-        )
-
-    def _recipe(self, epoch: int) -> Recipe:
-        collate_fn = self.collate_fn
-        if arguments.can_pin(
-            pin_memory=self.pin_memory, pin_memory_device=self.pin_memory_device
-        ):
-            collate_fn = arguments.pinning(collate_fn)
-        return Recipe(
-            self.dataset,
-            self.transform,
-            collate_fn,
-            batched=self._is_batched,
-            policy=self._policy,
-            epoch=epoch,
-            retry=self.retry,
-            pool=self._pool,
-        )
-
     def _requests(self) -> Iterator[Any]:
-        """Return the index batches of one epoch, as sequences."""
-        if self._kind is not Kind.MAP:
-            size = self.batch_size or 1
-            return (range(start, start + size) for start in itertools.count(0, size))
-        if self._is_batched:
-            return map(_as_sequence, index_batches(self.batch_sampler))
-        return ([index] for index in iter(() if self.sampler is None else self.sampler))
+        """Return the index batches of one epoch; they are drawn as they are pulled."""
+        if self._kind is Kind.MAP:
+            return map_requests(self.sampler, self.batch_sampler)
+        return stream_requests(self.batch_size)
+
+    def _reads_in_workers(self) -> bool:
+        """Tell whether workers read samples, rather than the loader for them.
+
+        Processes read all but async iterables, of which there is one stream; threads
+        and executors read what is plain and map-style.
+        """
+        if self.fetch != "auto":
+            return self.fetch == "workers"
+        if self.workers == "process":
+            return self._kind is not Kind.ASYNC_ITERABLE
+        return arguments.suits_threads(self.dataset, self.transform, self.collate_fn)
+
+    def _needs_template(self) -> bool:
+        is_ours = self.workers == "process" and self.multiprocessing_context is None
+        return bool(self.num_workers) and is_ours
 
     def _gathered(self) -> tuple[torch.Tensor, ...] | None:
         """Return the tensors of a dataset whose batches can be gathered by index."""
         is_plain = self.collate_fn is default_collate and collates_as_torch()
+        is_plain = is_plain and not self.num_workers
         if not is_plain or self.transform is not None or self.pin_memory:
             return None
         return gatherable(self.dataset)
@@ -328,57 +311,61 @@ class DataLoader(Generic[Batch]):
 
     def stats(self) -> LoaderStats:
         """Return the figures of the latest epoch, so far."""
-        counters = self._counters
+        counters = self._live.counters
         return LoaderStats(
             epoch=counters.epoch,
             batches=counters.batches,
             waited=counters.waited,
             in_flight=counters.in_flight,
-            failures=self._policy.count,
+            failures=self._live.policy.count,
         )
 
     @property
     def skipped(self) -> tuple[Failure, ...]:
         """The latest failed samples of the latest epoch, at most 1,000."""
-        return tuple(self._policy.latest)
+        return tuple(self._live.policy.latest)
 
     def __repr__(self) -> str:
         dataset = type(self.dataset).__name__
         return (
             f"DataLoader({dataset}, batch_size={self.batch_size}, "
-            f"num_workers={self.num_workers}, epoch={self._epoch}, "
-            f"open={len(self._open)})"
+            f"num_workers={self.num_workers}, epoch={self._epochs.next}, "
+            f"open={len(self._live.open)})"
         )
 
     # -- the end ------------------------------------------------------------------
 
     def __enter__(self) -> "DataLoader[Batch]":
-        self._homes.keep()
+        self._live.homes.keep()
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        if self._homes.leave():
+        if self._live.homes.leave():
             self.close()
 
     async def __aenter__(self) -> "DataLoader[Batch]":
-        self._homes.keep()
+        self._live.homes.keep()
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
-        if self._homes.leave():
+        if self._live.homes.leave():
             await self.aclose()
 
     def close(self) -> None:
         """End all iterations and release what they hold; wait for it, bounded."""
-        for iterator in list(self._open):
+        for iterator in list(self._live.open):
             iterator.close()
-        self._homes.release()
+        self._live.forget_ahead()
+        self._live.homes.release()
+        self._live.pools.close()
 
     async def aclose(self) -> None:
         """End all iterations and release what they hold, without blocking the loop."""
-        for iterator in list(self._open):
+        for iterator in list(self._live.open):
             await iterator.aclose()
-        await self._homes.release_async()
+        self._live.forget_ahead()
+        await self._live.homes.release_async()
+        await self._live.pools.aclose()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._initialized and name in self._fixed:
@@ -387,10 +374,3 @@ class DataLoader(Generic[Batch]):
                 "initialized"
             )
         super().__setattr__(name, value)
-
-
-def _as_sequence(indices: Any) -> Any:
-    """Return what a batch sampler gave as something with a length and places."""
-    if isinstance(indices, (Sequence, torch.Tensor, np.ndarray)):
-        return indices
-    return list(indices)

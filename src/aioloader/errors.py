@@ -10,6 +10,11 @@ failures of the house::
     │   ├── ObjectNotFoundError(FileNotFoundError)
     │   ├── ObjectPermissionError(PermissionError)
     │   └── TruncatedReadError(EOFError)  .expected .received
+    ├── WorkerError(RuntimeError)          .worker
+    │   ├── WorkerStartError              no worker could be started
+    │   └── WorkerDiedError               .pid .exitcode .batch
+    ├── TransportError
+    │   └── BatchTooLargeError(ValueError)  .nbytes .slot_bytes
     ├── BatchTimeoutError(TimeoutError, RuntimeError)   .timeout .batch
     ├── FailureBudgetError(RuntimeError)  .failures .attempted
     └── LoaderClosedError(RuntimeError)
@@ -68,6 +73,65 @@ class TruncatedReadError(DatasetError, EOFError):
         super().__init__(message, location=location)
         self.expected = expected
         self.received = received
+
+
+class WorkerError(LoaderError, RuntimeError):
+    """Say that a worker failed, or that what it raised could not be brought here.
+
+    Attributes:
+        worker: Number of the worker, or None if it is not known.
+    """
+
+    def __init__(self, message: str, *, worker: int | None = None) -> None:
+        super().__init__(message)
+        self.worker = worker
+
+
+class WorkerStartError(WorkerError):
+    """Say that workers could not be started: what to ship cannot be pickled, say."""
+
+
+class WorkerDiedError(WorkerError):
+    """Say that a batch has cost workers their lives.
+
+    Attributes:
+        pid: Process identifier of the last worker that died of it.
+        exitcode: Its exit status; negative for the signal that killed it; None if it
+            is not known.
+        batch: Number of the batch, or None if the worker had none in hand.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        worker: int | None = None,
+        pid: int | None = None,
+        exitcode: int | None = None,
+        batch: int | None = None,
+    ) -> None:
+        super().__init__(message, worker=worker)
+        self.pid = pid
+        self.exitcode = exitcode
+        self.batch = batch
+
+
+class TransportError(LoaderError):
+    """Say that a batch could not cross from one process to another."""
+
+
+class BatchTooLargeError(TransportError, ValueError):
+    """Say that the machine has no memory for a batch.
+
+    Attributes:
+        nbytes: Size wanted, in bytes.
+        slot_bytes: The largest slot that memory allows, in bytes.
+    """
+
+    def __init__(self, message: str, *, nbytes: int, slot_bytes: int) -> None:
+        super().__init__(message)
+        self.nbytes = nbytes
+        self.slot_bytes = slot_bytes
 
 
 class BatchTimeoutError(LoaderError, TimeoutError, RuntimeError):

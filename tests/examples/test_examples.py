@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -57,3 +59,13 @@ def test_training_reaches_its_accuracy(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6
     assert re.search(r"samples/s  waited for data [\d.]+% of the time", lines[-1])
+
+
+def test_augmentations_do_not_depend_on_the_number_of_workers() -> None:
+    """A script without a main guard, as a user runs it."""
+    script = Path(train_digits.__file__).with_name("augment.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert "the same crops: True" in done.stdout

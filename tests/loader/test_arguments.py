@@ -3,6 +3,7 @@
 import copy
 import multiprocessing
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -73,6 +74,12 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (DATA, {"max_failures": -1}, ValueError, "max_failures must be"),
     (DATA, {"retry": 3}, TypeError, "retry must be an aioloader.Retry"),
     (DATA, {"on_error": _decide}, TypeError, "on_error must be a plain function"),
+    (DATA, {"workers": "fork"}, TypeError, "workers must be 'process', 'thread' or"),
+    (DATA, {"workers": None}, TypeError, "workers must be 'process', 'thread' or"),
+    (DATA, {"fetch": "here"}, ValueError, "fetch must be 'auto' or 'loader' or"),
+    (DATA, {"rng": "epoch"}, ValueError, "rng must be None or 'batch'"),
+    (DATA, {"rng": 3}, ValueError, "rng must be None or 'batch'"),
+    (DATA, {"on_timeout": "skip"}, ValueError, "on_timeout must be 'raise' or 'rest"),
     (7, {}, TypeError, "dataset must have __getitem__"),
 ]
 
@@ -155,11 +162,21 @@ def test_pinning_without_an_accelerator_warns() -> None:
     }
 
 
-def test_workers_say_that_they_are_not_there_yet() -> None:
-    """A clear word until worker processes come."""
-    for context in (None, "spawn", multiprocessing.get_context("spawn")):
-        with pytest.raises(ValueError, match="not available yet"):
-            DataLoader(DATA, num_workers=2, multiprocessing_context=context)
+def test_options_of_workers_that_exclude_each_other() -> None:
+    """Executors, threads and contexts; an object is taken as a name is."""
+    with ThreadPoolExecutor(1) as executor:
+        for workers in ("thread", executor):
+            with pytest.raises(ValueError, match="only be used with workers='process'"):
+                DataLoader(
+                    DATA, num_workers=1, workers=workers, multiprocessing_context="fork"
+                )
+        with pytest.raises(ValueError, match="needs num_workers > 0: how many"):
+            DataLoader(DATA, workers=executor)
+    context = multiprocessing.get_context("spawn")
+    for given in ("spawn", context):
+        loader: Any = DataLoader(DATA, num_workers=1, multiprocessing_context=given)
+        assert loader.multiprocessing_context is context
+    assert [batch.tolist() for batch in DataLoader(DATA, 6, workers="thread")] == [DATA]
 
 
 def test_repr_shows_the_state() -> None:

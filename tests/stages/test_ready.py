@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from aioloader._pipeline.ready import Latch, ReadyQueue
+from aioloader._pipeline.ready import ReadyQueue
+from aioloader._pipeline.waiting import Latch
 from aioloader._pipeline.work import Outcome
 from aioloader.errors import LoaderClosedError
 

@@ -16,6 +16,11 @@ EXAMPLES = [
     errors.BatchTimeoutError("m", timeout=1.5, batch=7),
     errors.FailureBudgetError("m", failures=3, attempted=10),
     errors.LoaderClosedError("m"),
+    errors.WorkerError("m", worker=1),
+    errors.WorkerStartError("m"),
+    errors.WorkerDiedError("m", worker=1, pid=4711, exitcode=-9, batch=3),
+    errors.TransportError("m"),
+    errors.BatchTooLargeError("m", nbytes=9, slot_bytes=4),
 ]
 
 
@@ -46,6 +51,8 @@ def test_every_class_is_shown() -> None:
         (errors.BatchTimeoutError, RuntimeError),
         (errors.FailureBudgetError, RuntimeError),
         (errors.LoaderClosedError, RuntimeError),
+        (errors.WorkerDiedError, RuntimeError),
+        (errors.BatchTooLargeError, ValueError),
     ],
 )
 def test_builtin_bases(error: type, builtin: type) -> None:

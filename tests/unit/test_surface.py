@@ -24,10 +24,13 @@ def test_public_names() -> None:
         "LoaderStats",
         "Retry",
         "ShuffledIndices",
+        "WorkerInfo",
         "datasets",
         "default_collate",
         "default_convert",
         "errors",
+        "get_worker_info",
+        "warm_up",
     ]
     assert all(hasattr(aioloader, name) for name in aioloader.__all__)
 
@@ -42,6 +45,18 @@ def test_torchs_signature() -> None:
     assert list(ours)[: len(theirs)] == list(theirs)
     added = list(ours.values())[len(theirs) :]
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in added)
+    assert [parameter.name for parameter in added] == [
+        "transform",
+        "concurrency",
+        "workers",
+        "fetch",
+        "rng",
+        "on_timeout",
+        "loop",
+        "on_error",
+        "max_failures",
+        "retry",
+    ]
 
 
 @pytest.mark.parametrize(

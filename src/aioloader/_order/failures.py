@@ -93,15 +93,23 @@ class FailurePolicy:
         """
         if self.on_error == "raise":
             raise noted(failure.error, failure.describe())
+        self.count_in(failure)
+        stand_in = self.on_error(failure) if callable(self.on_error) else SKIP
+        # The list must not keep alive what the traceback's frames hold: batches.
+        failure.error.__traceback__ = None
+        return stand_in
+
+    def count_in(self, failure: Failure) -> None:
+        """Count a failure that is, or was elsewhere, skipped or replaced.
+
+        Raises:
+            FailureBudgetError: If that was one failure too many.
+        """
         with self._lock:
             self.count += 1
             self.latest.append(failure)
             count = self.count
         self._spend(failure, count)
-        stand_in = self.on_error(failure) if callable(self.on_error) else SKIP
-        # The list must not keep alive what the traceback's frames hold: batches.
-        failure.error.__traceback__ = None
-        return stand_in
 
     def _spend(self, failure: Failure, count: int) -> None:
         limit, attempted = self.max_failures, self.attempted

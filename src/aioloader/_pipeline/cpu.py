@@ -8,12 +8,41 @@ import contextvars
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
+
+from aioloader._pipeline.waiting import Latch
+
+T = TypeVar("T")
 
 Job: TypeAlias = Callable[[], object]
 
+# How long the interpreter's exit waits for a thread to finish its job, in seconds.
+_EXIT_GRACE = 2.0
+
 _LOG = logging.getLogger("aioloader")
+
+
+async def beside(job: Callable[[], T]) -> T:
+    """Return what ``job`` returns, in a thread of its own: it may take long."""
+    found: list[T] = []
+    errors: list[BaseException] = []
+    done = Latch()
+
+    def do() -> None:
+        try:
+            found.append(job())
+        except BaseException as error:  # raised by who waits
+            errors.append(error)
+
+    thread = CpuThread("aioloader-once")
+    thread.post(do)
+    thread.stop(done.set)
+    await done.wait_async()
+    if errors:
+        raise errors.pop()
+    return found.pop()
 
 
 class CpuThread:
@@ -29,6 +58,8 @@ class CpuThread:
         self._thread: threading.Thread | None = None
         self._is_stopped = False
         self._lock = threading.RLock()  # a finalizer may come in between
+        self._ended = threading.Event()
+        self._stopping = threading.Event()
 
     def post(self, job: Job) -> bool:
         """Run ``job`` after those posted before; tell whether the thread takes jobs.
@@ -51,6 +82,7 @@ class CpuThread:
         """End the thread after the jobs posted so far, and call ``then`` at its end."""
         with self._lock:
             self._is_stopped = True
+            self._stopping.set()
             is_running = self._thread is not None
             if is_running:
                 self._jobs.put(then)
@@ -74,12 +106,26 @@ class CpuThread:
         self._thread = threading.Thread(
             target=context.run, args=(self._run,), name=self._name, daemon=True
         )
+        weakref.finalize(self._thread, _await_at_exit, self._ended, self._stopping)
         self._thread.start()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except BaseException:  # a defect of ours: said, and the thread lives on
-                _LOG.exception("a job of %s failed", self._name)
-            del job  # it may hold a batch
+        try:
+            while (job := self._jobs.get()) is not None:
+                try:
+                    job()
+                except BaseException:  # a defect of ours: said, and the thread lives on
+                    _LOG.exception("a job of %s failed", self._name)
+                del job  # it may hold a batch
+        finally:
+            self._ended.set()
+
+
+def _await_at_exit(ended: threading.Event, stopping: threading.Event) -> None:
+    """Let a thread that was told to end do so, before the interpreter is dismantled.
+
+    One that is in torch's code then, without the interpreter's lock, would end the
+    process by an abort. Called when the thread is gone, or at exit.
+    """
+    if stopping.is_set():
+        ended.wait(_EXIT_GRACE)

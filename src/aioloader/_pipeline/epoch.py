@@ -10,8 +10,8 @@ from aioloader._observe.stats import Counters
 from aioloader._pipeline.homes import Homes, Place
 from aioloader._pipeline.inline import InlineSource
 from aioloader._pipeline.recipe import Recipe
-from aioloader._pipeline.run import Run
-from aioloader._pipeline.source import HostedSource
+from aioloader._pipeline.run import Pool, Run
+from aioloader._pipeline.source import HostedSource, Patience, Window
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,10 @@ class Settings:
     loop: str
     concurrency: int
     prefetch_factor: int | None
-    timeout: float | None
+    patience: Patience
     in_order: bool
     drop_last: bool
+    num_workers: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,15 +48,22 @@ class Epoch:
     counters: Counters
     settings: Settings
 
-    def start(self, homes: Homes) -> InlineSource | HostedSource:
+    def start(
+        self, homes: Homes, pool: Pool | None = None
+    ) -> InlineSource | HostedSource:
         """Make the source, when the first batch is asked for.
+
+        Args:
+            homes: Where it finds its place.
+            pool: What makes the batches; owned by the run.
 
         Raises:
             RuntimeError: If a plain ``for`` would block the loop that is to serve it.
         """
         settings = self.settings
-        ahead = settings.is_async or settings.timeout or settings.prefetch_factor
-        if self.recipe.is_plain() and not ahead:
+        ahead = settings.is_async or settings.patience.timeout
+        ahead = ahead or settings.prefetch_factor
+        if pool is None and self.recipe.is_plain() and not ahead:
             opens = hasattr(self.recipe.dataset, "__enter__")
             return InlineSource(
                 self.recipe,
@@ -66,15 +74,22 @@ class Epoch:
             )
         run = Run(
             self.recipe,
-            homes.lease(self._place()),
+            homes.lease(self._place(pool)),
             concurrency=settings.concurrency,
             in_order=settings.in_order,
             drop_last=settings.drop_last,
+            pool=pool,
         )
-        timeout = settings.timeout
-        return HostedSource(run, self.requests, self._window, self.counters, timeout)
+        # Without workers, keyed generators are the process's own: the user's are put
+        # aside while a batch is made, so none may be made behind the user's back.
+        is_lazy = pool is None and self.recipe.keys is not None
+        window = Window(self._window, is_lazy=is_lazy)
+        patience = settings.patience
+        return HostedSource(run, self.requests, window, self.counters, patience)
 
-    def _place(self) -> Place:
+    def _place(self, pool: Pool | None) -> Place:
+        if pool is not None and pool.reads:
+            return pool.place
         if self.recipe.is_plain():
             return "thread"
         if self.settings.loop == "thread":
@@ -88,10 +103,20 @@ class Epoch:
 
     def _window(self, indices: Any) -> int:
         """Return how many batches may be in flight, told the first one's indices."""
-        if self.settings.prefetch_factor is not None:
-            return self.settings.prefetch_factor
+        settings, readers = self.settings, max(1, self.settings.num_workers)
+        if self.recipe.keys is not None and not settings.num_workers:
+            return 1
+        if settings.prefetch_factor is not None:
+            return settings.prefetch_factor * readers
         if self.recipe.is_plain():
-            return 2
-        # One batch more than is in flight is being collated, one is handed over, and
-        # one is late: with less, the crew runs out of samples to start.
-        return math.ceil(self.settings.concurrency / max(1, len(indices))) + 3
+            return 2 * readers
+        return readers * default_window(settings.concurrency, len(indices))
+
+
+def default_window(concurrency: int, batch_size: int) -> int:
+    """Return how many batches keep ``concurrency`` samples in flight on one loop.
+
+    One batch more than is in flight is being collated, one is handed over, and one is
+    late: with less, the crew runs out of samples to start.
+    """
+    return math.ceil(concurrency / max(1, batch_size)) + 3

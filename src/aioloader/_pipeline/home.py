@@ -11,7 +11,6 @@ import contextlib
 import contextvars
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -19,7 +18,7 @@ import anyio
 import anyio.abc
 
 from aioloader._pipeline.cpu import CpuThread
-from aioloader._pipeline.ready import Latch, call_threadsafe
+from aioloader._pipeline.waiting import Latch, call_threadsafe
 from aioloader.errors import LoaderClosedError
 
 # How long a close waits for user code that does not return, in seconds.
@@ -41,6 +40,9 @@ class Guest(Protocol):
     def fail(self, error: BaseException) -> None:
         """Learn that the home cannot host."""
 
+    def join(self) -> bool:
+        """Wait, bounded, for what goes on elsewhere; tell whether it has ended."""
+
 
 class Keeper:
     """A guest that only holds a lease: a loader inside of its ``with`` block."""
@@ -57,6 +59,10 @@ class Keeper:
 
     def fail(self, error: BaseException) -> None:
         """Leave it to those who iterate."""
+
+    def join(self) -> bool:
+        """Wait for nothing."""
+        return True
 
 
 class Home(abc.ABC):
@@ -153,6 +159,24 @@ class InlineHome(Home):
         if is_last:
             self.closed.set()
             self._stack.close()
+
+
+class PoolHome(Home):
+    """No place at all: worker processes open the dataset and do everything."""
+
+    def admit(self, guest: Guest) -> None:
+        """Begin to host ``guest``: there is nothing to host."""
+        self._welcome(guest)
+
+    def dismiss(self, guest: Guest) -> None:
+        """End ``guest`` at once."""
+        if self.is_foreign() or guest.ended.is_set():
+            return
+        guest.end()
+        is_last = self._returned(guest)
+        if is_last:
+            self.cpu.stop(self.closed.set)
+        guest.ended.set()
 
 
 class ThreadHome(Home):
@@ -321,52 +345,6 @@ class LoopHome(Home):
     def _on_loop(self, callback: Callable[..., None], *args: Any) -> None:
         if self.loop is None or not call_threadsafe(self.loop, callback, *args):
             self._finish()  # the caller closed its loop under the loader
-
-
-def wait_released(home: Home, guest: Guest) -> None:
-    """Wait until ``guest`` has ended, and ``home`` if it was the last; bounded.
-
-    Raises:
-        BaseException: What the dataset or its iterator raised when it was closed.
-    """
-    if home.is_here():
-        return
-    if not guest.ended.wait(GRACE) or (home.is_closing and not home.closed.wait(GRACE)):
-        _warn_stuck()
-    elif home.is_closing:
-        home.join()
-    _raise_exit_errors(home, guest)
-
-
-async def wait_released_async(home: Home, guest: Guest) -> None:
-    """Wait as ``wait_released`` does, without blocking the loop.
-
-    Raises:
-        BaseException: What the dataset or its iterator raised when it was closed.
-    """
-    if home.is_foreign():
-        return
-    is_gone = await guest.ended.wait_async(GRACE)
-    if not is_gone or (home.is_closing and not await home.closed.wait_async(GRACE)):
-        _warn_stuck()
-    _raise_exit_errors(home, guest)
-
-
-def _warn_stuck() -> None:
-    warnings.warn(
-        f"a DataLoader was closed, but code of its dataset or of its functions has not "
-        f"returned for {GRACE:g} seconds; its thread is left behind",
-        ResourceWarning,
-        stacklevel=4,
-    )
-
-
-def _raise_exit_errors(home: Home, guest: Guest) -> None:
-    """Raise what came up while closing, once."""
-    for holder in (guest, home):
-        error, holder.exit_error = holder.exit_error, None
-        if error is not None:
-            raise error
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -11,12 +11,14 @@ from aioloader._pipeline.home import (
     InlineHome,
     Keeper,
     LoopHome,
+    PoolHome,
     ThreadHome,
-    wait_released,
-    wait_released_async,
 )
+from aioloader._pipeline.release import wait_released, wait_released_async
 
-Place: TypeAlias = Literal["inline", "thread", "loop"] | asyncio.AbstractEventLoop
+Place: TypeAlias = (
+    Literal["inline", "thread", "pool", "loop"] | asyncio.AbstractEventLoop
+)
 
 
 class Homes:
@@ -79,6 +81,8 @@ class Homes:
                 del self._by_place[other]  # of a loop that is gone, say
         if place == "inline":
             return InlineHome(self._dataset)
+        if place == "pool":
+            return PoolHome(self._dataset)
         if place == "thread":
             return ThreadHome(self._dataset)
         return LoopHome(self._dataset, None if place == "loop" else place)

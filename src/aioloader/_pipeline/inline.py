@@ -19,10 +19,10 @@ from aioloader._observe.stats import Counters
 from aioloader._order.indices import Chunk
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.home import Home, InlineHome, Keeper
-from aioloader._pipeline.ready import Latch
 from aioloader._pipeline.recipe import Recipe
 from aioloader._pipeline.stream import SyncStream
-from aioloader._pipeline.work import Work
+from aioloader._pipeline.waiting import Latch
+from aioloader._pipeline.work import Outcome, Work
 from aioloader.protocols import Kind
 
 # An async consumer that never has to wait still lets its loop breathe, in seconds.
@@ -117,23 +117,29 @@ class InlineSource(_LocalSource):
         """
         while True:
             try:
-                work = Work(self._number, next(self._requests))
+                work = self._recipe.work(self._number, next(self._requests))
             except StopIteration:
                 self.close()
                 raise
             self._number += 1
-            if self._stream is None:
-                self._recipe.read(work, time.sleep)
-            else:
-                self._stream.pull(work)
-            if work.outcome is not None:
+            with self._recipe.around(work):
+                outcome = self._make(work)
+            if outcome.is_end:
                 self.close()
                 raise StopIteration
-            self._recipe.apply(work)
-            outcome = self._recipe.collate(work)
             if not outcome.is_empty:
                 self._counters.batches += 1
                 return outcome.batch
+
+    def _make(self, work: Work) -> Outcome:
+        if self._stream is None:
+            self._recipe.read(work, time.sleep)
+        else:
+            self._stream.pull(work)
+        if work.outcome is not None:
+            return work.outcome
+        self._recipe.apply(work)
+        return self._recipe.collate(work)
 
     def must_close(self) -> bool:
         """Tell whether a stream or a dataset is open."""

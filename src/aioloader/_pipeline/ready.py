@@ -5,107 +5,13 @@ loop, or any thread. An item stays in the queue until it is taken, so that a can
 wait loses nothing.
 """
 
-import asyncio
-import threading
 from collections import deque
-from collections.abc import Callable
 
 from aioloader._order.reorder import Reorder
+from aioloader._pipeline.pumping import Pump, PumpingWaiters
+from aioloader._pipeline.waiting import Waiters
 from aioloader._pipeline.work import Outcome
 from aioloader.errors import LoaderClosedError
-
-
-class Waiters:
-    """Who waits for something to become true: tasks of any loop, and threads."""
-
-    def __init__(self, is_true: Callable[[], bool]) -> None:
-        self.lock = threading.RLock()  # a finalizer may come in between
-        self._is_true = is_true
-        self._wakes: deque[Callable[[], None]] = deque()
-
-    def wake(self, count: int | None = None) -> None:
-        """Wake ``count`` waiters (all, if None); called without the lock."""
-        with self.lock:
-            number = len(self._wakes) if count is None else count
-            wakes = [
-                self._wakes.popleft() for _ in range(min(number, len(self._wakes)))
-            ]
-        for wake in wakes:
-            wake()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Block this thread until woken; tell whether it was, within ``timeout`` s."""
-        gate = threading.Lock()
-        gate.acquire()
-        if not self._enter(gate.release):
-            return True
-        try:
-            woken = gate.acquire(timeout=-1 if timeout is None else timeout)
-        except BaseException:
-            self._leave(gate.release)
-            raise
-        return woken or not self._leave(gate.release)
-
-    async def wait_async(self, timeout: float | None = None) -> bool:
-        """Suspend this task until woken; tell whether it was, within ``timeout`` s."""
-        loop = asyncio.get_running_loop()
-        woken = loop.create_future()
-
-        def wake() -> None:
-            call_threadsafe(loop, _resolve, woken)
-
-        if not self._enter(wake):
-            return True
-        try:
-            async with asyncio.timeout(timeout):
-                await woken
-        except TimeoutError:
-            return not self._leave(wake)
-        except BaseException:
-            self._leave(wake)
-            raise
-        return True
-
-    def _enter(self, wake: Callable[[], None]) -> bool:
-        with self.lock:
-            if self._is_true():
-                return False
-            self._wakes.append(wake)
-            return True
-
-    def _leave(self, wake: Callable[[], None]) -> bool:
-        """Stop waiting; tell whether nobody had woken it. Else pass the wake on."""
-        with self.lock:
-            if wake in self._wakes:
-                self._wakes.remove(wake)
-                return True
-        self.wake(1)
-        return False
-
-
-class Latch:
-    """A one-way switch that threads and tasks can wait for."""
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waiters = Waiters(lambda: self._is_set)
-
-    def is_set(self) -> bool:
-        """Tell whether ``set`` was called."""
-        return self._is_set
-
-    def set(self) -> None:
-        """Open for good, and wake all."""
-        self._is_set = True
-        self._waiters.wake()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Block until set; tell whether it is."""
-        return self._waiters.wait(timeout)
-
-    async def wait_async(self, timeout: float | None = None) -> bool:
-        """Suspend until set; tell whether it is."""
-        return await self._waiters.wait_async(timeout)
 
 
 class ReadyQueue:
@@ -113,14 +19,20 @@ class ReadyQueue:
 
     Args:
         in_order: Deliver by number; else as they complete.
+        pump: What the consumer itself is to read, while it waits; or None.
     """
 
-    def __init__(self, *, in_order: bool) -> None:
+    def __init__(self, *, in_order: bool, pump: Pump | None = None) -> None:
         self._reorder: Reorder[Outcome] = Reorder(in_order=in_order)
         self._items: deque[tuple[int, Outcome]] = deque()
         self._broken: BaseException | None = None
         self._is_finished = False
-        self._waiters = Waiters(self._is_settled)
+        self._pump = pump
+        self._waiters: Waiters
+        if pump is None:
+            self._waiters = Waiters(self._is_settled)
+        else:
+            self._waiters = PumpingWaiters(self._is_settled, pump)
         self.wait = self._waiters.wait
         self.wait_async = self._waiters.wait_async
 
@@ -151,6 +63,8 @@ class ReadyQueue:
         Raises:
             BaseException: What ``fail`` was given, when nothing is left.
         """
+        if not self._items and self._pump is not None:
+            self._pump.collect()
         try:
             return self._items.popleft()
         except IndexError:
@@ -170,21 +84,3 @@ class ReadyQueue:
     def held_back(self) -> int:
         """Return how many outcomes wait for an earlier one."""
         return self._reorder.held_back()
-
-
-def call_threadsafe(
-    loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object
-) -> bool:
-    """Call on ``loop`` from anywhere; tell whether the loop was still open."""
-    try:
-        loop.call_soon_threadsafe(callback, *args)
-    except RuntimeError:
-        if loop.is_closed():
-            return False
-        raise
-    return True
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -4,16 +4,18 @@ Plain code that runs in whatever thread it is called from; the crew awaits the
 asynchronous twins of ``read`` and ``transform``.
 """
 
+import contextlib
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 from aioloader._collate import lending
 from aioloader._order.failures import SKIP, Failure, FailurePolicy, noted
 from aioloader._order.retry import Retry
-from aioloader._pipeline.work import Outcome, Work
-from aioloader._transport.slots import SlotPool
+from aioloader._pipeline.work import Outcome, Work, shorten
+from aioloader._transport.slots import Lender, SlotPool
 from aioloader.protocols import (
     Kind,
     batch_getter,
@@ -21,6 +23,16 @@ from aioloader.protocols import (
     kind_of,
     reads_async,
 )
+
+# Batch number and place of its first sample to ``Work.key`` and ``Work.sample_keys``.
+Keys: TypeAlias = Callable[[int, int], tuple[int, tuple[int, int] | None]]
+
+_NOTHING: Final = contextlib.nullcontext()
+
+
+def nothing_around(_work: Work) -> AbstractContextManager[None]:
+    """Leave the generators alone."""
+    return _NOTHING
 
 
 @dataclass(eq=False)
@@ -36,6 +48,11 @@ class Recipe:
         epoch: Epoch number, for notes.
         retry: When to read again, or None.
         pool: What big batches are written into.
+        reads: Whether samples are to be read; else they come with the work.
+        around: What is entered while plain code makes a work, to seed generators.
+        seed: Called before each read and transform of a sample that has a seed of its
+            own, with the work, the position and the stage (0: read, 1: transform).
+        keys: What generators are seeded with; None: they are left alone.
     """
 
     dataset: Any
@@ -45,7 +62,11 @@ class Recipe:
     policy: FailurePolicy
     epoch: int = 0
     retry: Retry | None = None
-    pool: SlotPool = field(default_factory=SlotPool)
+    pool: Lender = field(default_factory=SlotPool)
+    reads: bool = True
+    around: Callable[[Work], AbstractContextManager[None]] = nothing_around
+    seed: Callable[[Work, int, int], None] | None = None
+    keys: Keys | None = None
     # Derived, and looked up once: a look-up per sample is 5 % of a small one.
     kind: Kind = field(init=False)
     get: Callable[[Any], Any] = field(init=False)
@@ -53,10 +74,11 @@ class Recipe:
     reads_async: bool = field(init=False, default=False)
     transforms_async: bool = field(init=False)
     collates_async: bool = field(init=False)
+    _issued: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.kind = kind_of(self.dataset)
-        if self.kind is Kind.MAP:
+        if self.kind is Kind.MAP and self.reads:
             self.get = self.dataset.__getitem__
             self.get_batch = batch_getter(self.dataset) if self.batched else None
             self.reads_async = reads_async(self.dataset)
@@ -72,6 +94,17 @@ class Recipe:
             or self.collates_async
         )
 
+    def work(self, number: int, indices: Any) -> Work:
+        """Return the work for a request."""
+        if self.keys is None:
+            return Work(number, indices)
+        first, self._issued = self._issued, self._issued + len(indices)
+        return Work(number, indices, *self.keys(number, first))
+
+    def is_stream(self) -> bool:
+        """Tell whether an iteration reads one after the other, and has a state."""
+        return self.reads and self.kind is not Kind.MAP
+
     # -- the steps, as plain code -------------------------------------------------
 
     def read(self, work: Work, pause: Callable[[float], object]) -> None:
@@ -80,8 +113,27 @@ class Recipe:
         if self.get_batch is not None:
             work.samples = self._read_batch(work, pause)
         else:
-            read_each(work, self.get, lambda error: self._reread(work, error, pause))
+            get = self.get if work.sample_keys is None else self._seeded_get(work)
+            read_each(work, get, lambda error: self._reread(work, error, pause))
         _refuse_awaitables(work.samples, "dataset's __getitem__")
+
+    def _seeded_get(self, work: Work) -> Callable[[Any], Any]:
+        """Return ``get`` for the samples of ``work`` in order, each with its seed."""
+        position = len(work.samples)
+
+        def get(index: Any) -> Any:
+            nonlocal position
+            # Behind an error, its place is that of a sample that stands in.
+            position = max(position, len(work.samples))
+            self._seed(work, position, 0)
+            position += 1
+            return self.get(index)
+
+        return get
+
+    def _seed(self, work: Work, position: int, stage: int) -> None:
+        if work.sample_keys is not None and self.seed is not None:
+            self.seed(work, position, stage)
 
     def apply(self, work: Work) -> None:
         """Transform the samples of ``work`` in place."""
@@ -91,6 +143,7 @@ class Recipe:
         for position, sample in enumerate(samples):
             if sample is not SKIP:
                 try:
+                    self._seed(work, position, 1)
                     samples[position] = transform(sample)
                 except Exception as error:  # the policy decides
                     samples[position] = self.resolve("transform", work, position, error)
@@ -119,13 +172,16 @@ class Recipe:
     def kept(self, work: Work) -> Any:
         """Return the samples of ``work`` that were not skipped."""
         samples = work.samples
-        if self.policy.count and type(samples) is list:
+        if self._may_skip() and type(samples) is list:
             samples = [sample for sample in samples if sample is not SKIP]
         return samples
 
     def is_void(self, samples: Any) -> bool:
         """Tell whether skipping left nothing of a batch."""
-        return bool(self.policy.count) and type(samples) is list and not samples
+        return self._may_skip() and type(samples) is list and not samples
+
+    def _may_skip(self) -> bool:
+        return bool(self.policy.count) or not self.reads
 
     # -- failures -----------------------------------------------------------------
 
@@ -149,7 +205,7 @@ class Recipe:
         """Say where a batch-wide stage was, for a note."""
         return (
             f"in stage {stage!r} of epoch {self.epoch}, batch {work.number}, "
-            f"sample indices {_shorten(work.indices)}"
+            f"sample indices {shorten(work.indices)}"
         )
 
     def _reread(
@@ -160,6 +216,7 @@ class Recipe:
         for delay in self.delays(error):
             pause(delay)
             try:
+                self._seed(work, position, 0)
                 return self.get(work.indices[position])
             except Exception as again:  # counted, then resolved
                 error = again
@@ -253,10 +310,3 @@ def _raisable(error: Exception) -> Exception:
     stand_in = RuntimeError(f"the dataset raised {type(error).__name__}")
     stand_in.__cause__ = error
     return stand_in
-
-
-def _shorten(indices: Sequence[Any]) -> str:
-    """Return up to eight indices as text."""
-    shown = ", ".join(repr(index) for index in indices[:8])
-    more = f", … ({len(indices)} in all)" if len(indices) > 8 else ""
-    return f"[{shown}{more}]"

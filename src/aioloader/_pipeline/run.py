@@ -1,7 +1,8 @@
 """One iteration while it is hosted: takes requests, routes works, closes.
 
 A work goes from step to step. Each step has a colour, and so a place: the loop for
-coroutines, the thread for plain code. Steps of one place follow without a hop.
+coroutines, the thread for plain code, or a pool that makes whole batches. Steps of one
+place follow without a hop.
 """
 
 import asyncio
@@ -10,20 +11,23 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+from aioloader._order.failures import Failure
 from aioloader._pipeline.crew import Crew
 from aioloader._pipeline.home import Home
-from aioloader._pipeline.ready import Latch, ReadyQueue, call_threadsafe
+from aioloader._pipeline.pumping import Pump
+from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.recipe import Recipe
 from aioloader._pipeline.stream import AsyncStream, SyncStream
+from aioloader._pipeline.waiting import Latch, call_threadsafe
 from aioloader._pipeline.work import Outcome, Work
 from aioloader.errors import LoaderClosedError
 from aioloader.protocols import Kind
 
-Place: TypeAlias = Literal["loop", "thread"]
+Place: TypeAlias = Literal["loop", "thread", "pool"]
 
 
 class Step(NamedTuple):
@@ -32,6 +36,40 @@ class Step(NamedTuple):
     stage: str
     place: Place
     do: Callable[[Work], None]
+
+
+class Pool(Protocol):
+    """Workers that make the rest of a batch; each takes the next when it is free."""
+
+    @property
+    def pump(self) -> Pump | None:
+        """What the consumer is to read while it waits, if anything."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether workers read the samples too."""
+
+    @property
+    def place(self) -> Literal["thread", "pool"]:
+        """Where the run lives then."""
+
+    def open(self, run: "Run") -> None:
+        """Make ready for ``run``, or fail it; may take long."""
+
+    def submit(self, run: "Run", work: Work) -> None:
+        """Take a work; ``run.deliver`` will be called with what came of it."""
+
+    def forget(self, run: "Run") -> None:
+        """Drop what ``run`` still waits for; it has ended."""
+
+    def explain(self, work: Work) -> str:
+        """Say who has ``work`` in hand, and where they are stuck; may take a second."""
+
+    def restart(self, work: Work) -> bool:
+        """Replace the worker that has ``work`` in hand; tell whether that was done."""
+
+    def join(self) -> bool:
+        """Wait, bounded, until what ``forget`` released is gone; tell whether it is."""
 
 
 class _Closed(Exception):  # noqa: N818  (a signal within this file)
@@ -50,9 +88,12 @@ class Run:
         concurrency: Samples in flight on the loop.
         in_order: Deliver batches by number, else as they complete.
         drop_last: Drop the short last batch of a stream.
+        pool: What makes batches, or the rest of them after they were read here; None
+            if all of that is done here.
+        sink: Takes the outcomes instead of ``ready``.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
         recipe: Recipe,
         home: Home,
@@ -60,13 +101,17 @@ class Run:
         concurrency: int,
         in_order: bool,
         drop_last: bool,
+        pool: Pool | None = None,
+        sink: Callable[[Work, Outcome], None] | None = None,
     ) -> None:
-        self.ready = ReadyQueue(in_order=in_order)
+        self.ready = ReadyQueue(in_order=in_order, pump=pool.pump if pool else None)
+        self.pool = pool
+        self._sink = sink or self._put
         self.ended = Latch()
         self.exit_error: BaseException | None = None
         self.home = home
         self.under_way: dict[int, tuple[Work, float]] = {}
-        self._recipe = recipe
+        self.recipe = recipe
         self._concurrency = concurrency
         self._is_closing = False
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -86,10 +131,15 @@ class Run:
 
     # -- for the consumer ---------------------------------------------------------
 
+    def open(self) -> None:
+        """Make ready for the first request; may take long."""
+        if self.pool is not None:
+            self.pool.open(self)
+
     def submit(self, work: Work) -> None:
         """Take a request; its outcome will be put into ``ready``."""
-        self.under_way[work.number] = (work, time.monotonic())
-        self._send(work, self.route[0].place)
+        self.under_way[id(work)] = (work, time.monotonic())
+        self._send(work, self._place_of(work))
 
     def dismiss(self) -> None:
         """Begin to end; from any thread, and from finalizers. ``ended`` tells when."""
@@ -116,7 +166,7 @@ class Run:
     async def _host(self, stack: contextlib.AsyncExitStack) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                self._crew = Crew(group, self._concurrency, self._recipe, self._stepped)
+                self._crew = Crew(group, self._concurrency, self.recipe, self._stepped)
                 self._loop_ident = threading.get_ident()
                 if self._async_stream is not None:
                     reader = self._read(self._async_stream, stack)
@@ -130,13 +180,22 @@ class Run:
     def end(self) -> None:
         """Let go, in the home's own thread; ``main`` ends if it was begun."""
         self._closing.set()
+        if self.pool is not None:
+            self.pool.forget(self)
         if self.home.loop is None:
             self._close_stream()
             self.fail(LoaderClosedError("the iterator was closed"))
 
+    def join(self) -> bool:
+        """Wait, bounded, until the pool has let go of its workers."""
+        return self.pool is None or self.pool.join()
+
     def fail(self, error: BaseException) -> None:
         """Give up: every wait of the consumer ends with ``error``."""
         self.ready.fail(error)
+        if self._sink != self._put:
+            for work, _ in list(self.under_way.values()):
+                self.deliver(work, Outcome(error=error))
 
     async def _until_closed(self) -> None:
         await self._closing.wait()
@@ -145,20 +204,29 @@ class Run:
     # -- the route ----------------------------------------------------------------
 
     def _plan(self) -> list[Step]:
-        recipe = self._recipe
+        recipe = self.recipe
+        if not recipe.reads or (self.pool is not None and self.pool.reads):
+            return [] if self.pool is not None else self._plan_rest(recipe)
+        return [*self._plan_fetch(recipe), *self._plan_rest(recipe)]
+
+    def _plan_fetch(self, recipe: Recipe) -> list[Step]:
         if self._async_stream is not None:
-            steps = [Step("fetch", "loop", self._to_pull.put_nowait)]
-        elif self._stream is not None:
-            steps = [Step("fetch", "thread", self._stream.pull)]
-        elif recipe.reads_async:
-            steps = [Step("fetch", "loop", lambda work: self._on_crew().fetch(work))]
-        else:
-            steps = [Step("fetch", "thread", partial(recipe.read, pause=self._pause))]
+            return [Step("fetch", "loop", self._to_pull.put_nowait)]
+        if self._stream is not None:
+            return [Step("fetch", "thread", self._stream.pull)]
+        if recipe.reads_async:
+            return [Step("fetch", "loop", lambda work: self._on_crew().fetch(work))]
+        return [Step("fetch", "thread", partial(recipe.read, pause=self._pause))]
+
+    def _plan_rest(self, recipe: Recipe) -> list[Step]:
+        steps = []
         one_by_one = recipe.reads_async and recipe.get_batch is None
         if recipe.transforms_async and not one_by_one:
             steps.append(
                 Step("transform", "loop", lambda work: self._on_crew().transform(work))
             )
+        if self.pool is not None:
+            return steps
         if not recipe.collates_async:
             return [*steps, Step("collate", "thread", self._finish)]
         if recipe.transform is not None and not recipe.transforms_async:
@@ -170,26 +238,44 @@ class Run:
         """Take ``work`` as far as it goes without leaving ``here``."""
         while not self._is_closing:
             if work.outcome is not None:
-                self._deliver(work, work.outcome)
+                self.deliver(work, work.outcome)
                 return
-            step = self.route[work.step]
-            if step.place != here:
-                self._send(work, step.place)
+            place = self._place_of(work)
+            if place != here:
+                self._send(work, place)
                 return
-            work.step += 1
-            try:
-                step.do(work)
-            except BaseException as error:  # handed to the consumer
-                work.outcome = Outcome(error=error)
-            else:
-                if here == "loop":
-                    return  # the crew or the reader has it, and will call _stepped
+            if here == "thread":
+                with self.recipe.around(work):
+                    self._do_plain(work)
+            elif self._do(work):
+                return  # the crew or the reader has it, and will call _stepped
+
+    def _place_of(self, work: Work) -> Place:
+        """Return where the next step of ``work`` is."""
+        return self.route[work.step].place if work.step < len(self.route) else "pool"
+
+    def _do_plain(self, work: Work) -> None:
+        """Do the steps that follow each other in the thread."""
+        while work.outcome is None and self._place_of(work) == "thread":
+            self._do(work)
+
+    def _do(self, work: Work) -> bool:
+        """Do the next step; an error is its outcome. Tell whether there was none."""
+        step = self.route[work.step]
+        work.step += 1
+        try:
+            step.do(work)
+        except BaseException as error:  # handed to the consumer
+            work.outcome = Outcome(error=error)
+        return work.outcome is None
 
     def _stepped(self, work: Work) -> None:
         self._advance(work, "loop")
 
     def _send(self, work: Work, place: Place) -> None:
-        if place == "thread":
+        if place == "pool":
+            self._into_pool(work)
+        elif place == "thread":
             self.home.cpu.post(partial(self._advance, work, "thread"))
         elif threading.get_ident() == self._loop_ident:
             self._advance(work, "loop")
@@ -198,20 +284,50 @@ class Run:
         ):
             self.fail(LoaderClosedError("the event loop of the loader is closed"))
 
+    def _into_pool(self, work: Work) -> None:
+        assert self.pool is not None
+        try:
+            self.pool.submit(self, work)
+        except BaseException as error:  # handed to the consumer
+            # Its traceback would hold the consumer's frames, and so the iterator.
+            self.deliver(work, Outcome(error=error.with_traceback(None)))
+
     def _arrive(self, work: Work) -> None:
         if self._crew is None:
             self._early.append(work)
         else:
             self._advance(work, "loop")
 
-    def _deliver(self, work: Work, outcome: Outcome) -> None:
-        self.under_way.pop(work.number, None)
+    def deliver(self, work: Work, outcome: Outcome) -> None:
+        """Hand over what came of ``work``; from any thread."""
+        if self.under_way.pop(id(work), None) is not None:
+            self._sink(work, outcome)
+
+    def _put(self, work: Work, outcome: Outcome) -> None:
         self.ready.put(work.number, outcome)
+
+    def receive(
+        self, work: Work, outcome: Outcome, failures: Sequence[Failure] = ()
+    ) -> None:
+        """Take what came of ``work`` in the pool, and what failed on the way."""
+        outcome.attempted = 0 if self.route else len(work.indices)
+        outcome.failures = failures
+        self.deliver(work, outcome)
+
+    def count(self, outcome: Outcome) -> None:
+        """Count, in the order of delivery, what was tried and what failed elsewhere."""
+        policy = self.recipe.policy
+        policy.begin(outcome.attempted)
+        try:
+            for failure in outcome.failures:
+                policy.count_in(failure)
+        except Exception as error:  # the budget is spent
+            outcome.error = error
 
     # -- the steps that are not the recipe's or the crew's -------------------------
 
     def _finish(self, work: Work) -> None:
-        work.outcome = self._recipe.finish(work)
+        work.outcome = self.recipe.finish(work)
         work.samples = []
 
     def _on_crew(self) -> Crew:

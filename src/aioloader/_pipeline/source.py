@@ -3,18 +3,46 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from aioloader._observe.stats import Counters
 from aioloader._order.failures import noted
-from aioloader._pipeline.describe import describe_wait
-from aioloader._pipeline.home import wait_released, wait_released_async
-from aioloader._pipeline.ready import Latch
+from aioloader._pipeline.cpu import beside
+from aioloader._pipeline.describe import awaited, describe_wait
+from aioloader._pipeline.release import wait_released, wait_released_async
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.work import Outcome, Work
 from aioloader.errors import BatchTimeoutError
 
 _NOTHING: Final = object()
+
+
+@dataclass(frozen=True)
+class Window:
+    """How many batches may be in flight.
+
+    Attributes:
+        size: Told the first index batch, returns their number.
+        is_lazy: Whether a batch is only begun while its consumer waits for it.
+    """
+
+    size: Callable[[Any], int]
+    is_lazy: bool = False
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a consumer waits.
+
+    Attributes:
+        timeout: Seconds to wait for a batch, or None.
+        restarts: Whether a worker that holds up a batch is then replaced, once a batch.
+    """
+
+    timeout: float | None = None
+    restarts: bool = False
 
 
 class HostedSource:
@@ -28,30 +56,35 @@ class HostedSource:
     Args:
         run: The pipeline; owned, and dismissed at the end.
         requests: Index batches, pulled as the window opens.
-        window: How many batches may be in flight, told the first index batch.
+        window: How many batches may be in flight, and when.
         counters: Where batches and waits are counted.
-        timeout: Seconds to wait for a batch, or None.
+        patience: How long to wait for a batch, and what happens then.
     """
 
     def __init__(
         self,
         run: Run,
         requests: Iterator[Any],
-        window: Callable[[Any], int],
+        window: Window,
         counters: Counters,
-        timeout: float | None,
+        patience: Patience,
     ) -> None:
         self.run: Final = run
         self._counters = counters
         self._requests = requests
-        self._window_for = window
+        self._window_for = window.size
         self._window = 0
-        self._timeout = timeout
+        self._is_lazy = window.is_lazy
+        self._timeout = patience.timeout
+        self._restarts = patience.restarts
+        self._restarted: Work | None = None
         self._issued = 0
         self._taken = 0
         self._is_exhausted = False
         self._is_finished = False
         self._lock = threading.RLock()
+        # Called for each batch that is taken when there is nothing more to request.
+        self.when_exhausted: Callable[[], None] | None = None
 
     # -- next, for threads and for tasks ------------------------------------------
 
@@ -62,6 +95,8 @@ class HostedSource:
             StopIteration: At the end.
             BatchTimeoutError: If it did not come in time.
         """
+        if not self._window and not self._is_finished:
+            self._begin()
         self._fill()
         while True:
             batch = self._take()
@@ -72,7 +107,9 @@ class HostedSource:
                 raise StopIteration
             began = time.perf_counter()
             came = self.run.ready.wait(self._timeout)
-            self._count_wait(began, came=came)
+            waited = self._count_wait(began)
+            if not came:
+                self._time_out(waited)
 
     async def next_async(self) -> Any:
         """Return the next batch; suspend until it is there.
@@ -82,7 +119,7 @@ class HostedSource:
             BatchTimeoutError: If it did not come in time.
         """
         if not self._window and not self._is_finished:
-            await self._fill_in_thread()
+            await beside(self._begin)  # a sampler may permute millions
         self._fill()
         while True:
             batch = self._take()
@@ -93,7 +130,25 @@ class HostedSource:
                 raise StopAsyncIteration
             began = time.perf_counter()
             came = await self.run.ready.wait_async(self._timeout)
-            self._count_wait(began, came=came)
+            waited = self._count_wait(began)
+            if not came and self.run.pool is not None:
+                await beside(partial(self._time_out, waited))
+            elif not came:
+                self._time_out(waited)
+
+    def issue(self) -> None:
+        """Issue one request, before anybody has asked for a batch."""
+        with self._lock:
+            if not self._window:
+                self.run.open()
+            if not self._is_exhausted and (
+                not self._window or self._issued < self._window
+            ):
+                self._issue()
+
+    def count_in(self, counters: Counters) -> None:
+        """Count in ``counters`` from now on."""
+        self._counters = counters
 
     # -- the end ------------------------------------------------------------------
 
@@ -111,6 +166,13 @@ class HostedSource:
 
     # -- requests out -------------------------------------------------------------
 
+    def _begin(self) -> None:
+        """Make the first requests."""
+        with self._lock:
+            if not self._window:
+                self.run.open()
+                self._fill()
+
     def _fill(self) -> None:
         """Issue requests until the window is full."""
         with self._lock:
@@ -118,24 +180,6 @@ class HostedSource:
                 self._issued - self._taken < self._window or not self._window
             ):
                 self._issue()
-
-    async def _fill_in_thread(self) -> None:
-        """Make the first request beside the loop: a sampler may permute millions."""
-        filled = Latch()
-        errors: list[BaseException] = []
-
-        def fill() -> None:
-            try:
-                self._fill()
-            except BaseException as error:  # of the sampler; raised by who waits
-                errors.append(error)
-            finally:
-                filled.set()
-
-        if self.run.home.cpu.post(fill):
-            await filled.wait_async()
-        if errors:
-            raise errors.pop()
 
     def _issue(self) -> None:
         number = self._issued
@@ -152,7 +196,7 @@ class HostedSource:
             self.run.ready.put(number, Outcome(error=noted(error, where)))
             return
         self._issued += 1
-        self.run.submit(Work(number, indices))
+        self.run.submit(self.run.recipe.work(number, indices))
 
     # -- outcomes in --------------------------------------------------------------
 
@@ -177,10 +221,14 @@ class HostedSource:
                     break
                 self._taken += 1
                 outcome = item[1]
+                if outcome.attempted or outcome.failures:
+                    self.run.count(outcome)
                 self._is_exhausted = self._is_exhausted or outcome.is_end
-                self._fill()
+                self._go_on()
                 self._counters.in_flight = self._issued - self._taken
-                self._is_finished = self._is_exhausted and not self._counters.in_flight
+                if outcome.is_empty:
+                    self._fill()  # its consumer goes on waiting
+                self._is_finished = self._is_exhausted and self._taken == self._issued
                 if self._is_finished:
                     self.run.ready.finish()  # others may wait for what will not come
                 if outcome.error is not None:
@@ -190,6 +238,13 @@ class HostedSource:
                     return outcome.batch
             return _NOTHING
 
+    def _go_on(self) -> None:
+        """Put something else in flight, in place of what has been taken."""
+        if not self._is_lazy:
+            self._fill()
+        if self._is_exhausted and self.when_exhausted is not None:
+            self.when_exhausted()
+
     def _raise(self, outcome: Outcome) -> None:
         error, outcome.error = outcome.error, None
         try:
@@ -198,12 +253,26 @@ class HostedSource:
         finally:
             del error  # the traceback holds this frame: break the circle
 
-    def _count_wait(self, began: float, *, came: bool) -> None:
+    def _count_wait(self, began: float) -> float:
         seconds = time.perf_counter() - began
         self._counters.waited += seconds
-        if not came and self._timeout is not None:
-            raise BatchTimeoutError(
-                describe_wait(self.run, self._taken, self._timeout, seconds),
-                timeout=self._timeout,
-                batch=self._taken,
-            )
+        return seconds
+
+    def _time_out(self, waited: float) -> None:
+        """Restart who holds up the batch, if that is wanted and was not done before.
+
+        Raises:
+            BatchTimeoutError: Else.
+        """
+        work = awaited(self.run, self._taken)
+        is_new = work is not None and work is not self._restarted
+        if self._restarts and is_new and self.run.pool is not None and work is not None:
+            self._restarted = work
+            if self.run.pool.restart(work):
+                return
+        assert self._timeout is not None
+        raise BatchTimeoutError(
+            describe_wait(self.run, self._taken, self._timeout, waited),
+            timeout=self._timeout,
+            batch=self._taken,
+        )

@@ -25,12 +25,16 @@ class Outcome:
         error: What to raise instead.
         is_empty: Every sample was skipped: there is no batch.
         is_end: The stream had ended.
+        attempted: Samples that a worker process tried to read; counted on delivery.
+        failures: Those of them that were skipped or replaced.
     """
 
     batch: Any = None
     error: BaseException | None = None
     is_empty: bool = False
     is_end: bool = False
+    attempted: int = 0
+    failures: Sequence[Any] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +44,9 @@ class Work:
     Attributes:
         number: Place in the epoch, from 0.
         indices: What the sampler gave; for a stream, what it will number its samples.
+        key: What the generators are seeded with before its plain code runs, or None.
+        sample_keys: Where each sample has a seed of its own: that of the epoch, and the
+            place of the first sample in the epoch.
         samples: Samples so far, with ``MISSING`` where the crew waits for one; or what
             ``__getitems__`` gave, of any type.
         step: Which step of the route comes next.
@@ -50,8 +57,17 @@ class Work:
 
     number: int
     indices: Sequence[Any]
+    key: int | None = None
+    sample_keys: tuple[int, int] | None = None
     samples: Any = field(default_factory=list)
     step: int = 0
     cursor: int = 0
     pending: int = 0
     outcome: Outcome | None = None
+
+
+def shorten(indices: Sequence[Any]) -> str:
+    """Return up to eight indices as text."""
+    shown = ", ".join(repr(index) for index in indices[:8])
+    more = f", … ({len(indices)} in all)" if len(indices) > 8 else ""
+    return f"[{shown}{more}]"

@@ -8,7 +8,7 @@ consumer that keeps its batches gets fresh memory: nothing stalls, nothing is sh
 import mmap
 import weakref
 from collections import deque
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,14 @@ MIN_BYTES = 1 << 18
 # consumer let go of many.
 _MOST_FREE = 8
 _MOST_FREE_BYTES = 1 << 28
+
+
+class Lender(Protocol):
+    """What a batch can be written into."""
+
+    def lease(self, nbytes: int) -> Any:
+        """Return a writable buffer of ``nbytes``, owned by whoever holds it."""
+        ...
 
 
 class SlotPool:
@@ -42,7 +50,7 @@ class SlotPool:
         Returns:
             An array of shape ``(nbytes,)``, dtype uint8, aligned to a page.
         """
-        size = _rounded(nbytes)
+        size = rounded(nbytes)
         free = self._free.get(size)
         if free is None:
             # A deque drops from its other end when it is full, without a lock.
@@ -74,7 +82,7 @@ def _map(size: int) -> mmap.mmap:
     return mmap.mmap(-1, size)
 
 
-def _rounded(nbytes: int) -> int:
+def rounded(nbytes: int) -> int:
     """Return ``nbytes`` rounded up to a page, or an eighth of its power of two."""
     step = max(mmap.PAGESIZE, 1 << max(0, nbytes.bit_length() - 3))
     return -(-nbytes // step) * step

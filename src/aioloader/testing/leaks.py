@@ -1,7 +1,9 @@
-"""See that code leaves nothing behind: threads, descriptors, children, tasks.
+"""See that code leaves nothing behind: threads, descriptors, processes, memory, tasks.
 
-A release that goes on in the background (a ``break`` drops an iterator; its threads end
-a little later) is waited for, bounded, before anything is called a leak.
+A release that goes on in the background (a ``break`` drops an iterator; its threads and
+worker processes end a little later) is waited for, bounded, before anything is called a
+leak. What serves the whole process is none: the template that worker processes are
+forked from, and ``multiprocessing``'s own servers.
 """
 
 import asyncio
@@ -9,28 +11,39 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import select
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
-_PATIENCE = 5.0
+from aioloader._workers.nursery import NAME
+from aioloader._workers.template import template_in_use
+
+_PATIENCE = 10.0
+# What a finalizer releases may have a finalizer itself.
+_COLLECTIONS = 4
+_PROCESSES = Path("/proc")
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (it is looked at, not written to)
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What the process holds.
+    """What the process holds; of processes and memory, where the system tells.
 
     Attributes:
         threads: Threads that are alive.
-        descriptors: Open file descriptors and what they point to; empty where the
-            system has no ``/proc``.
-        children: Process identifiers of child processes of ``multiprocessing``.
+        descriptors: Open file descriptors and what they point to.
+        children: Process identifiers of all processes below this one.
+        segments: Names of the user's shared memory.
     """
 
     threads: frozenset[threading.Thread]
     descriptors: frozenset[tuple[int, str]]
-    children: frozenset[int | None]
+    children: frozenset[int]
+    segments: frozenset[str]
 
     @classmethod
     def now(cls) -> "Resources":
@@ -38,7 +51,8 @@ class Resources:
         return cls(
             frozenset(threading.enumerate()),
             frozenset(_descriptors()),
-            frozenset(child.pid for child in multiprocessing.active_children()),
+            frozenset(_children()),
+            frozenset(_segments()),
         )
 
     def assert_unchanged(self) -> None:
@@ -47,24 +61,32 @@ class Resources:
         Raises:
             AssertionError: With what is left over.
         """
-        gc.collect()
+        for _ in range(_COLLECTIONS):
+            gc.collect()
+            if not self._left_over():
+                return
         for thread in threading.enumerate():
             if thread not in self.threads and thread.name.startswith("aioloader"):
                 thread.join(_PATIENCE)
-        now = Resources.now()
-        left = {
-            "threads": [thread.name for thread in now.threads - self.threads],
-            "descriptors": sorted(now.descriptors - self.descriptors),
-            "children": sorted(map(str, now.children - self.children)),
-        }
-        left = {what: found for what, found in left.items() if found}
+        _await_end(self.children)
+        left = self._left_over()
         if left:
             raise AssertionError(f"left behind: {left}")
+
+    def _left_over(self) -> dict[str, list[object]]:
+        now = Resources.now()
+        left: dict[str, list[object]] = {
+            "threads": [thread.name for thread in now.threads - self.threads],
+            "descriptors": [*sorted(now.descriptors - self.descriptors)],
+            "children": [*map(_described, sorted(now.children - self.children))],
+            "segments": [*_unheld(now.segments - self.segments)],
+        }
+        return {what: found for what, found in left.items() if found}
 
 
 @contextlib.contextmanager
 def no_leaks() -> Iterator[None]:
-    """Fail if the block leaves threads, descriptors, children or tasks behind.
+    """Fail if the block leaves anything behind: what ``Resources`` lists, or tasks.
 
     Raises:
         AssertionError: With what is left over.
@@ -85,9 +107,116 @@ def _tasks() -> set["asyncio.Task[object]"]:
 
 
 def _descriptors() -> Iterator[tuple[int, str]]:
-    folder = Path("/proc/self/fd")
+    folder = _PROCESSES / "self" / "fd"
     if not folder.exists():
         return
+    template = template_in_use()
+    shared = {
+        template and template.descriptor,
+        getattr(resource_tracker._resource_tracker, "_fd", None),  # noqa: SLF001
+        getattr(forkserver._forkserver, "_forkserver_alive_fd", None),  # noqa: SLF001
+    }
     for entry in list(folder.iterdir()):
         with contextlib.suppress(OSError):  # the descriptor of this very listing
-            yield int(entry.name), os.readlink(entry)  # noqa: PTH115  (pipe:[1] is no path)
+            target = os.readlink(entry)  # noqa: PTH115  (pipe:[1] is no path)
+            if int(entry.name) not in shared:
+                yield int(entry.name), target
+
+
+# -- processes ----------------------------------------------------------------------
+
+
+def _children() -> Iterator[int]:
+    """Yield all processes below this one, but those that serve all of it."""
+    multiprocessing.active_children()  # reaps those that have ended
+    below: dict[int, list[int]] = {}
+    for entry in _PROCESSES.glob("[0-9]*"):
+        state = _state(int(entry.name))
+        if state is not None:
+            below.setdefault(state[1], []).append(int(entry.name))
+    template = template_in_use()
+    shared = {
+        template and template.pid,
+        getattr(resource_tracker._resource_tracker, "_pid", None),  # noqa: SLF001
+        getattr(forkserver._forkserver, "_forkserver_pid", None),  # noqa: SLF001
+    }
+    to_visit = [os.getpid()]
+    while to_visit:
+        parent = to_visit.pop()
+        found = below.get(parent, [])
+        if template is not None and parent == template.pid:
+            found = [pid for pid in found if _name(pid) == NAME.decode()]
+        to_visit += found
+        yield from (pid for pid in found if pid not in shared)
+
+
+def _await_end(known: frozenset[int]) -> None:
+    """Wait, bounded, until there are no processes below this one but ``known``."""
+    until = time.monotonic() + _PATIENCE
+    while (left := until - time.monotonic()) > 0:
+        new = [pid for pid in _children() if pid not in known and not _is_dead(pid)]
+        if not new:
+            return
+        with contextlib.ExitStack() as stack:
+            poll = select.poll()
+            for pid in new:
+                with contextlib.suppress(ProcessLookupError):
+                    ended = os.pidfd_open(pid)
+                    stack.callback(os.close, ended)
+                    poll.register(ended, select.POLLIN)
+                    continue
+                left = 0  # it has gone meanwhile: look again
+            poll.poll(left * 1000)
+
+
+def _state(pid: int) -> tuple[str, int] | None:
+    """Return the state of a process, as a letter, and its parent."""
+    try:
+        text = (_PROCESSES / str(pid) / "stat").read_text("ascii", "replace")
+    except OSError:
+        return None
+    state, parent, *_ = text.rpartition(")")[2].split()
+    return state, int(parent)
+
+
+def _is_dead(pid: int) -> bool:
+    """Tell whether a process has ended, reaped or not."""
+    state = _state(pid)
+    return state is None or state[0] in {"Z", "X"}
+
+
+def _described(pid: int) -> str:
+    state, parent = _state(pid) or ("gone", 0)
+    return f"{pid} ({_name(pid)}, {state}, child of {parent})"
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return (_PROCESSES / str(pid) / "comm").read_text("utf-8", "replace").strip()
+    return ""
+
+
+# -- shared memory ------------------------------------------------------------------
+
+
+def _segments() -> Iterator[str]:
+    if _SHARED_MEMORY.is_dir():
+        for entry in _SHARED_MEMORY.iterdir():
+            with contextlib.suppress(OSError):
+                # Semaphores, and what torch's own loaders beside this process share.
+                is_memory = not entry.name.startswith(("sem.", "torch_"))
+                if is_memory and entry.stat().st_uid == os.getuid():
+                    yield entry.name
+
+
+def _unheld(names: frozenset[str]) -> Iterator[str]:
+    """Yield those of ``names`` that no stranger has mapped: they are ours."""
+    if not names:
+        return
+    ours = {os.getpid(), *_children()}
+    held = ""
+    for entry in _PROCESSES.glob("[0-9]*"):
+        if int(entry.name) not in ours:
+            with contextlib.suppress(OSError):
+                held += (entry / "maps").read_text("utf-8", "replace")
+    yield from sorted(name for name in names if f"{_SHARED_MEMORY}/{name}" not in held)

@@ -1,0 +1,245 @@
+"""How a loader's arguments become one iteration: the recipe, the workers, the place."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aioloader import _arguments as arguments
+from aioloader._ahead import Ahead, is_foreseeable
+from aioloader._observe.stats import Counters
+from aioloader._order.failures import FailurePolicy
+from aioloader._pipeline.epoch import Epoch, Settings, default_window
+from aioloader._pipeline.homes import Homes
+from aioloader._pipeline.inline import InlineSource
+from aioloader._pipeline.recipe import Recipe, nothing_around
+from aioloader._pipeline.run import Pool
+from aioloader._pipeline.source import HostedSource, Patience
+from aioloader._pipeline.work import Work
+from aioloader._transport.slots import SlotPool
+from aioloader._workers.executors import ExecutorWorkers
+from aioloader._workers.lease import Pools
+from aioloader._workers.seeds import (
+    keys_of_batches,
+    keys_of_samples,
+    seed_sample,
+    swapped_in,
+)
+from aioloader._workers.shipment import Shipment, Surroundings
+from aioloader._workers.start import start_pool
+from aioloader._workers.threads import KeyedHere, ThreadWorkers, be_at_sample
+from aioloader.protocols import is_async_function
+
+if TYPE_CHECKING:
+    from aioloader._loader import DataLoader
+    from aioloader._pipeline.iterator import BatchIterator
+
+
+class Live:
+    """What a loader has in its own process, and is never copied."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.homes = Homes(dataset)
+        self.slots = SlotPool()
+        self.pools = Pools()
+        self.open: weakref.WeakSet[BatchIterator[Any]] = weakref.WeakSet()
+        self.policy = FailurePolicy()
+        self.counters = Counters()
+        self._base_seed: int | None = None  # of workers that persist
+        self._ahead: Ahead | None = None
+        self._guesses_wrong = False
+
+    def draw_base_seed(self, generator: torch.Generator | None) -> int:
+        """Draw where torch draws: later draws must find the same generator."""
+        if self._base_seed is not None and self.pools.has_kept():
+            return self._base_seed  # persistent workers keep theirs, as in torch
+        drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
+        self._base_seed = int(drawn.item())
+        return self._base_seed
+
+    def begin(
+        self,
+        loader: "DataLoader[Any]",
+        requests: Iterator[Any],
+        base_seed: int,
+        counters: Counters,
+        *,
+        is_async: bool,
+    ) -> InlineSource | HostedSource:
+        """Make the source of one iteration.
+
+        Args:
+            loader: Whose arguments count.
+            requests: Index batches.
+            base_seed: What was drawn for this iteration, or for its workers.
+            counters: Of this iteration; the epoch is numbered.
+            is_async: Whether the consumer is a task.
+        """
+        self.policy = FailurePolicy(loader.on_error, loader.max_failures)
+        recipe = _recipe(loader, self, base_seed, counters.epoch)
+        settings = _settings(loader, is_async=is_async)
+        epoch = Epoch(recipe, requests, counters, settings)
+        source = epoch.start(self.homes, _pool(loader, self, recipe, base_seed))
+        if isinstance(source, HostedSource) and self._may_look_ahead(loader):
+            # A source does not keep the loader, of which it may be a part.
+            source.when_exhausted = partial(_look_ahead, weakref.ref(loader))
+        return source
+
+    # -- the next epoch of persistent workers -------------------------------------
+
+    def claim_ahead(self, counters: Counters) -> HostedSource | None:
+        """Return the epoch that was begun ahead, if it is the one that is wanted."""
+        ahead, self._ahead = self._ahead, None
+        source = ahead.claim() if ahead is not None else None
+        if source is not None and ahead is not None:
+            counters.epoch = ahead.counters.epoch
+            source.count_in(counters)
+            self.counters, self.policy = counters, source.run.recipe.policy
+        elif ahead is not None:
+            self._guesses_wrong = True  # it would be in vain again
+        return source
+
+    def look_ahead(self, loader: "DataLoader[Any]") -> None:
+        """Have persistent workers make one batch more of the next epoch."""
+        if self._ahead is not None:
+            self._ahead.issue()
+            return
+
+        def make(counters: Counters) -> HostedSource:
+            seed, policy = self._base_seed or 0, self.policy
+            requests = loader._requests()
+            source = self.begin(loader, requests, seed, counters, is_async=False)
+            self.policy = policy
+            assert isinstance(source, HostedSource)
+            return source
+
+        self._ahead = Ahead(loader.sampler, loader._epochs, make)
+
+    def forget_ahead(self) -> None:
+        """Drop the epoch that was begun ahead, if one was."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.dismiss()
+
+    def _may_look_ahead(self, loader: "DataLoader[Any]") -> bool:
+        is_kept = loader.persistent_workers and loader.workers == "process"
+        return (
+            is_kept
+            and not self._guesses_wrong
+            and loader._reads_in_workers()
+            and is_foreseeable(loader.sampler, loader.batch_sampler)
+        )
+
+
+def _look_ahead(reference: "weakref.ref[DataLoader[Any]]") -> None:
+    loader = reference()
+    if loader is not None:
+        loader._live.look_ahead(loader)
+
+
+def _settings(loader: "DataLoader[Any]", *, is_async: bool) -> Settings:
+    patience = Patience(
+        loader.timeout if 0 < loader.timeout < threading.TIMEOUT_MAX else None,
+        restarts=loader.on_timeout == "restart",
+    )
+    return Settings(
+        is_async=is_async,
+        loop=loader.loop,
+        concurrency=loader.concurrency,
+        prefetch_factor=loader.prefetch_factor,
+        patience=patience,
+        in_order=loader.in_order,
+        drop_last=loader.drop_last,
+        num_workers=loader.num_workers,
+    )
+
+
+def _recipe(
+    loader: "DataLoader[Any]", live: Live, base_seed: int, epoch: int
+) -> Recipe:
+    collate_fn = loader.collate_fn
+    pins = arguments.can_pin(
+        pin_memory=loader.pin_memory, pin_memory_device=loader.pin_memory_device
+    )
+    keys = keys_of_samples if loader.rng == "sample" else keys_of_batches
+    is_keyed = arguments.draws_by_key(loader.rng, loader.num_workers)
+    return Recipe(
+        loader.dataset,
+        loader.transform,
+        arguments.pinning(collate_fn) if pins else collate_fn,
+        batched=loader._is_batched,
+        policy=live.policy,
+        epoch=epoch,
+        retry=loader.retry,
+        pool=live.slots,
+        around=_around(loader) if is_keyed else nothing_around,
+        seed=be_at_sample if loader.num_workers else seed_sample,
+        keys=partial(keys, base_seed, epoch) if is_keyed else None,
+    )
+
+
+def _around(loader: "DataLoader[Any]") -> Callable[[Work], Any]:
+    """Return how plain code in this process gets the generators of its batch."""
+    if not loader.num_workers:
+        return lambda work: swapped_in(work.key or 0)
+    is_here = loader.workers == "thread" or isinstance(loader.workers, Executor)
+    return KeyedHere if is_here else nothing_around
+
+
+def _pool(
+    loader: "DataLoader[Any]", live: Live, recipe: Recipe, base_seed: int
+) -> Pool | None:
+    """Return what makes the batches, or None if that is done here."""
+    if not loader.num_workers:
+        return None
+    reads = loader._reads_in_workers()
+    if not reads and recipe.collates_async:
+        return None  # nothing is left that is not for the loop
+    shipment = _shipment(loader, recipe, base_seed, reads=reads)
+    if isinstance(loader.workers, Executor):
+        return ExecutorWorkers(loader.workers, shipment)
+    if loader.workers == "thread":
+        return ThreadWorkers(
+            loader.num_workers,
+            reads=reads,
+            init=loader.worker_init_fn,
+            base_seed=base_seed,
+        )
+    surroundings, context = Surroundings(), loader.multiprocessing_context
+    start = partial(start_pool, shipment, surroundings, context)
+    return live.pools.lease(start, reads=reads, keep=loader.persistent_workers)
+
+
+def _shipment(
+    loader: "DataLoader[Any]", recipe: Recipe, base_seed: int, *, reads: bool
+) -> Shipment:
+    """Return what workers are told."""
+    transform = loader.transform
+    if not reads and is_async_function(transform):
+        transform = None  # it is done where samples are read
+    per_worker = loader.prefetch_factor or (
+        2
+        if not reads or recipe.is_plain()
+        else default_window(loader.concurrency, loader.batch_size or 1)
+    )
+    return Shipment(
+        dataset=loader.dataset if reads else None,
+        transform=transform,
+        collate_fn=loader.collate_fn,
+        batched=loader._is_batched,
+        retry=loader.retry,
+        on_error=loader.on_error,
+        drop_last=loader.drop_last,
+        reads=reads,
+        worker_init_fn=loader.worker_init_fn,
+        num_workers=loader.num_workers,
+        base_seed=base_seed,
+        rng=loader.rng or "batch",
+        concurrency=loader.concurrency,
+        window=per_worker,
+        in_flight=per_worker * loader.num_workers,
+    )

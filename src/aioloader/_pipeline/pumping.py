@@ -1,0 +1,165 @@
+"""Waiting for what the consumer itself must read: results of worker processes.
+
+No thread stands between the workers and the consumer: a thread that waits polls their
+sockets, a task has its loop watch them, and either reads what has come.
+"""
+
+import asyncio
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from aioloader._pipeline.waiting import Waiters, call_threadsafe, resolve
+
+
+class Pump(Protocol):
+    """Where outcomes come from, if somebody reads them."""
+
+    def descriptors(self) -> Sequence[int]:
+        """Return what becomes readable when ``collect`` has something to do."""
+
+    def collect(self) -> None:
+        """Read what has come, without blocking, and put it where it belongs."""
+
+
+class PumpingWaiters(Waiters):
+    """Waiters that work the pump while they wait.
+
+    Args:
+        is_true: What is waited for.
+        pump: What makes it true, when it is worked; others may make it true as well.
+    """
+
+    def __init__(self, is_true: Callable[[], bool], pump: Pump) -> None:
+        super().__init__(is_true)
+        self._pump = pump
+        self._watches: dict[asyncio.AbstractEventLoop, _Watch] = {}
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block this thread until woken; tell whether it was, within ``timeout`` s."""
+        with contextlib.closing(_Bell()) as bell:
+            wake = bell.ring
+            if not self._enter(wake):
+                return True
+            try:
+                is_true = self._work_until(bell, timeout)
+            except BaseException:
+                self._leave(wake)
+                raise
+            return not self._leave(wake) or is_true
+
+    def _work_until(self, bell: "_Bell", timeout: float | None) -> bool:
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = None if until is None else max(0.0, until - time.monotonic()) * 1000
+            poll = select.poll()
+            for descriptor in (bell.fileno, *self._pump.descriptors()):
+                poll.register(descriptor, select.POLLIN)
+            ready = poll.poll(left)
+            self._pump.collect()
+            if self._is_true():
+                return True
+            if not ready:
+                return False
+            if any(descriptor == bell.fileno for descriptor, _ in ready):
+                return True
+
+    async def wait_async(self, timeout: float | None = None) -> bool:
+        """Suspend this task until woken; tell whether it was, within ``timeout`` s."""
+        loop = asyncio.get_running_loop()
+        woken = loop.create_future()
+
+        def wake() -> None:
+            call_threadsafe(loop, resolve, woken)
+
+        if not self._enter(wake):
+            return True
+        watch = self._watches.get(loop)
+        if watch is None:
+            watch = self._watches[loop] = _Watch(loop, self._pump)
+        watch.begin()
+        try:
+            async with asyncio.timeout(timeout):
+                await woken
+        except TimeoutError:
+            return not self._leave(wake)
+        except BaseException:
+            self._leave(wake)
+            raise
+        finally:
+            if watch.end():
+                self._watches.pop(loop, None)
+        return True
+
+
+class _Watch:
+    """One loop's watch over the pump, shared by the tasks that wait there."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pump: Pump) -> None:
+        self._loop = loop
+        self._pump = pump
+        self._count = 0
+        self._watched: list[int] = []
+        self._copies: list[int] = []
+
+    def begin(self) -> None:
+        """Watch on behalf of one more task."""
+        self._count += 1
+        if self._count == 1:
+            self._watch()
+
+    def end(self) -> bool:
+        """Stop, for one task; tell whether it was the last."""
+        self._count -= 1
+        if not self._count:
+            self._unwatch()
+        return not self._count
+
+    def _watch(self) -> None:
+        self._watched = list(self._pump.descriptors())
+        # Copies: whoever closes the originals meanwhile does not pull them away from
+        # under the loop, where the same number might soon mean something else.
+        self._copies = []
+        for descriptor in self._watched:
+            with contextlib.suppress(OSError):  # closed just now: there is nothing more
+                self._copies.append(os.dup(descriptor))
+        for copy in self._copies:
+            self._loop.add_reader(copy, self._work)
+
+    def _unwatch(self) -> None:
+        for copy in self._copies:
+            self._loop.remove_reader(copy)
+            os.close(copy)
+        self._watched, self._copies = [], []
+
+    def _work(self) -> None:
+        before = self._watched
+        self._pump.collect()
+        if self._count and list(self._pump.descriptors()) != before:
+            self._unwatch()  # a part of the pump was replaced
+            self._watch()
+
+
+class _Bell:
+    """What wakes a thread out of its poll."""
+
+    def __init__(self) -> None:
+        self.fileno = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_open = True
+        self._lock = threading.RLock()  # a finalizer may come in between
+
+    def ring(self) -> None:
+        """Wake; late calls are harmless."""
+        with self._lock:
+            if self._is_open:
+                os.eventfd_write(self.fileno, 1)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        with self._lock:
+            self._is_open = False
+            os.close(self.fileno)

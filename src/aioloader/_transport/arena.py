@@ -1,0 +1,215 @@
+"""Shared memory between two processes: slots that batches are written into, in place.
+
+A memory file, grown by its writer, mapped by both; nothing has a name. A byte per slot
+in the first page says who has it: the writer takes free slots, the reader frees a slot
+when the last view of its batch has died. That is a store to memory, safe in any
+finalizer: nobody is woken and nothing polls, for a writer that finds no slot free adds
+one.
+"""
+
+import contextlib
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from aioloader._transport.slots import Slot, rounded
+from aioloader.errors import BatchTooLargeError
+
+_STATES = mmap.PAGESIZE
+_FREE, _TAKEN = 0, 1
+# Free slots that were not needed for this many batches give their pages back.
+_IDLE = 64
+# Below this size nobody asks how much memory is left.
+_BIG = 1 << 28
+
+
+class SlotRef(NamedTuple):
+    """Where a slot is in its file: its number, first byte and size in bytes."""
+
+    number: int
+    start: int
+    size: int
+
+
+@dataclass(eq=False)
+class _Slot:
+    ref: SlotRef
+    memory: mmap.mmap
+    view: Callable[[], Any] = field(default=lambda: None)
+    used_at: int = 0
+    is_hollow: bool = False
+
+
+def make_arena() -> int:
+    """Return the descriptor of a new, empty arena; the caller owns it."""
+    descriptor = os.memfd_create("aioloader-arena")
+    os.ftruncate(descriptor, _STATES)
+    return descriptor
+
+
+class ArenaWriter:
+    """The side that fills slots: takes them, passes them on; from any thread.
+
+    Args:
+        descriptor: What ``make_arena`` returned; owned from now on.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._states = mmap.mmap(descriptor, _STATES)
+        self._slots: list[_Slot] = []
+        self._count = 0
+        self._end = _STATES
+        self._clock = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> tuple[SlotRef, Slot]:
+        """Take a slot of at least ``nbytes``, adding one if none is free.
+
+        The view is written to until the reference is sent. Who keeps the view, or a
+        ``memoryview`` of it, beyond that keeps the slot from being taken again.
+
+        Raises:
+            BatchTooLargeError: If the machine has no memory for it.
+        """
+        with self._lock:
+            self._clock += 1
+            if not self._clock % _IDLE:
+                self._hollow_out()
+            slot = self._find(nbytes) or self._add(nbytes)
+            slot.used_at, slot.is_hollow = self._clock, False
+            self._states[slot.ref.number] = _TAKEN
+            view = np.frombuffer(slot.memory, np.uint8)
+            slot.view = weakref.ref(view)
+            return slot.ref, view
+
+    def give_back(self, ref: SlotRef) -> None:
+        """Free a slot that was taken and will not be sent, or was sent in vain."""
+        self._states[ref.number] = _FREE
+
+    def close(self) -> None:
+        """Close the file; what is mapped stays valid."""
+        os.close(self.descriptor)
+
+    def _find(self, nbytes: int) -> _Slot | None:
+        for slot in self._slots:
+            if slot.ref.size >= nbytes and self._is_free(slot):
+                return slot
+        return None
+
+    def _is_free(self, slot: _Slot) -> bool:
+        return self._states[slot.ref.number] == _FREE and slot.view() is None
+
+    def _add(self, nbytes: int) -> _Slot:
+        self._drop_smaller(nbytes)
+        size = rounded(nbytes)
+        _check_room(size)
+        ref = SlotRef(self._count, self._end, size)
+        if ref.number >= _STATES:
+            raise MemoryError(f"more than {_STATES} batches of one worker are in use")
+        try:
+            os.ftruncate(self.descriptor, self._end + size)
+            memory = mmap.mmap(self.descriptor, size, offset=self._end)
+        except (OSError, OverflowError) as error:
+            raise _too_large(size, _available()) from error
+        self._count += 1
+        self._end += size
+        self._slots.append(_Slot(ref, memory))
+        return self._slots[-1]
+
+    def _drop_smaller(self, nbytes: int) -> None:
+        """Give up free slots that have become too small: batches have grown."""
+        for slot in self._slots[:]:
+            if slot.ref.size < nbytes and self._is_free(slot):
+                slot.memory.madvise(mmap.MADV_REMOVE)
+                self._slots.remove(slot)
+
+    def _hollow_out(self) -> None:
+        """Give the pages of slots that are idle to the kernel; addresses stay."""
+        for slot in self._slots:
+            is_idle = slot.used_at < self._clock - _IDLE and not slot.is_hollow
+            if is_idle and self._is_free(slot):
+                slot.memory.madvise(mmap.MADV_REMOVE)
+                slot.is_hollow = True
+
+
+class ArenaReader:
+    """The side that reads in place, and frees slots when their views have died.
+
+    Args:
+        descriptor: The same memory file; owned from now on.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._states = mmap.mmap(descriptor, _STATES)
+        self._maps: dict[int, mmap.mmap] = {}
+        self._pid = os.getpid()
+        self._is_closed = False
+        self.lent = 0
+
+    def lease(self, ref: SlotRef, nbytes: int) -> Slot:
+        """Return the first ``nbytes`` of a slot that was passed on.
+
+        Who holds the array, or a ``memoryview`` of it, holds the slot; a numpy view of
+        the array alone does not.
+        """
+        memory = self._maps.get(ref.number)
+        if memory is None:
+            memory = mmap.mmap(self.descriptor, ref.size, offset=ref.start)
+            self._maps[ref.number] = memory
+        view = np.frombuffer(memory, np.uint8, nbytes)
+        self.lent += 1
+        weakref.finalize(view, self._return, ref.number).atexit = False
+        return view
+
+    def free(self, ref: SlotRef) -> None:
+        """Free a slot that was passed on and is not wanted."""
+        self._states[ref.number] = _FREE
+
+    def close(self) -> None:
+        """Close the file; views that are still held stay valid. Again is harmless."""
+        if not self._is_closed:
+            self._is_closed = True
+            os.close(self.descriptor)
+
+    def _return(self, number: int) -> None:
+        if os.getpid() == self._pid:  # a forked child's copy of a view has no say
+            self.lent -= 1
+            self._states[number] = _FREE
+
+
+def _check_room(size: int) -> None:
+    if size >= _BIG and size > (available := _available()):
+        raise _too_large(size, available)
+
+
+def _too_large(size: int, available: int) -> BatchTooLargeError:
+    return BatchTooLargeError(
+        f"a batch needs {size:,} bytes of shared memory, but {available:,} are "
+        "available; use smaller batches or fewer workers",
+        nbytes=size,
+        slot_bytes=available,
+    )
+
+
+def _available() -> int:
+    """Return how many bytes this process could still use, in files of memory too."""
+    pages = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable"))
+        pages = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # no limit is the word "max"
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text(encoding="ascii"))
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        pages = min(pages, limit - used)
+    return pages

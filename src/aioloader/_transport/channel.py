@@ -1,0 +1,139 @@
+"""Frames between processes: whole messages on a private socket pair, with descriptors.
+
+``SOCK_SEQPACKET`` keeps the bounds of messages, lets several readers share one end
+(each message goes to one of them), and shows the end of the other side as an empty
+message after all that it has sent.
+"""
+
+import array
+import contextlib
+import os
+import select
+import socket
+import weakref
+from collections.abc import Sequence
+
+# A frame above this travels in a memory file, of which the descriptor is sent.
+MAX_INLINE = 1 << 16
+# Room for frames that nobody has read yet; the kernel may grant less.
+_BUFFER_BYTES = 1 << 21
+_INLINE, _IN_FILE = b"\0", b"\1"
+_MAX_DESCRIPTORS = 32
+_INT = array.array("i").itemsize
+# As plain integers: an enum's `|` costs as much as the call.
+_CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
+NO_WAIT = int(socket.MSG_DONTWAIT)
+_SPACE = socket.CMSG_LEN(_MAX_DESCRIPTORS * _INT)
+
+# For the life of a child process, which ends at once and collects nothing.
+_ADOPTED: list["Channel"] = []
+
+
+class Channel:
+    """One end of a channel; owns its socket.
+
+    Args:
+        end: A connected ``SOCK_SEQPACKET`` socket.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        # A worker process ends without unwinding; its sockets go without a word.
+        weakref.finalize(self, end.close).atexit = False
+        self.fileno = end.fileno
+
+    @classmethod
+    def pair(cls) -> tuple["Channel", "Channel"]:
+        """Return the two ends of a new channel; each is closed by who holds it."""
+        one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (one, other):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        return cls(one), cls(other)
+
+    @classmethod
+    def adopt(cls, descriptor: int) -> "Channel":
+        """Return a channel over a descriptor that was inherited or received."""
+        channel = cls(socket.socket(fileno=descriptor))
+        _ADOPTED.append(channel)
+        return channel
+
+    def never_block(self) -> "Channel":
+        """Make ``send`` and ``receive`` return at once; return the channel."""
+        self._socket.setblocking(False)  # noqa: FBT003  (its only argument)
+        return self
+
+    def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> bool:
+        """Send one frame, with copies of ``descriptors``; tell whether there was room.
+
+        Raises:
+            OSError: If the other end is gone (``EPIPE``, ``ECONNRESET``).
+        """
+        if len(frame) <= MAX_INLINE:
+            return self._send([_INLINE, frame], descriptors)
+        file = os.memfd_create("aioloader-frame")
+        try:
+            os.truncate(file, len(frame))
+            os.pwrite(file, frame, 0)
+            return self._send([_IN_FILE], [*descriptors, file])
+        finally:
+            os.close(file)
+
+    def receive(self, flags: int = 0) -> tuple[bytes, list[int]] | None:
+        """Return the next frame and its descriptors, which the caller owns then.
+
+        Args:
+            flags: ``NO_WAIT``, on an end that others may wait on.
+
+        Returns:
+            None if there is none yet, on an end that never blocks.
+
+        Raises:
+            EOFError: If the other end is gone and all its frames were read.
+        """
+        told = _CLOSE_ON_EXEC | flags
+        try:
+            try:
+                data, extra, _, _ = self._socket.recvmsg(MAX_INLINE + 1, _SPACE, told)
+            except ConnectionResetError:
+                # It left frames of ours unread: said once, before what it has sent.
+                data, extra, _, _ = self._socket.recvmsg(MAX_INLINE + 1, _SPACE, told)
+        except BlockingIOError:
+            return None
+        if not data:
+            raise EOFError("the other process is gone")
+        descriptors = _descriptors(extra) if extra else []
+        if data[0] == 0:
+            return data[1:], descriptors
+        file = descriptors.pop()
+        try:
+            return os.pread(file, os.fstat(file).st_size, 0), descriptors
+        finally:
+            os.close(file)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until there is something to receive; tell whether there is."""
+        poll = select.poll()
+        poll.register(self.fileno(), select.POLLIN)
+        return bool(poll.poll(timeout * 1000))
+
+    def close(self) -> None:
+        """Close the socket; again is harmless."""
+        self._socket.close()
+
+    def _send(self, parts: list[bytes], descriptors: Sequence[int]) -> bool:
+        extra = []
+        if descriptors:
+            rights = array.array("i", descriptors)
+            extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+        with contextlib.suppress(BlockingIOError):
+            self._socket.sendmsg(parts, extra)
+            return True
+        return False
+
+
+def _descriptors(extra: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in extra:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % _INT])
+    return list(found)

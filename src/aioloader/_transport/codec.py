@@ -1,0 +1,75 @@
+"""Objects to a small header and raw buffers, and back (pickle protocol 5).
+
+Arrays, and whatever the sender's reducers turn into buffers, go out of band: the header
+names them, their memory is put where the sender decides. Plain pickle comes first; what
+it refuses (lambdas, local classes, classes of ``__main__``) travels by value.
+"""
+
+import copyreg
+import io
+import pickle
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import cloudpickle
+
+Reducers: TypeAlias = Mapping[type, Callable[[Any], Any]]
+Buffers: TypeAlias = list[pickle.PickleBuffer]
+
+# Smaller buffers stay in the header: a place of their own would cost more.
+_LEAST_BYTES = 1 << 9
+
+
+def encode(value: Any, reducers: Reducers) -> tuple[bytes, Buffers]:
+    """Return ``value`` as a header and the buffers it refers to.
+
+    Args:
+        value: What to send; it is not changed.
+        reducers: How to reduce objects of exact types, as ``copyreg`` takes them.
+
+    Raises:
+        Exception: What pickling it by value raised, whatever that is.
+    """
+    try:
+        return _dump(_plain(reducers), value)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return encode_by_value(value, reducers)
+
+
+def encode_by_value(value: Any, reducers: Reducers) -> tuple[bytes, Buffers]:
+    """Encode for a process that has another ``__main__``, or none of our modules."""
+    table = ChainMap(dict(reducers), cloudpickle.Pickler.dispatch_table)
+    # A class of its own: the pickler looks at its class's table, when it is made.
+    pickler = type("ByValue", (cloudpickle.Pickler,), {"dispatch_table": table})
+    return _dump(pickler, value)
+
+
+def _plain(reducers: Reducers) -> Callable[..., Any]:
+    """Return what makes plain picklers that know ``reducers``."""
+    table = {**copyreg.dispatch_table, **reducers}
+
+    def make(*args: Any, **options: Any) -> pickle.Pickler:
+        pickler = pickle.Pickler(*args, **options)
+        pickler.dispatch_table = table
+        return pickler
+
+    return make
+
+
+def decode(header: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
+    """Return what was encoded; arrays in it are views of ``buffers`` and keep them."""
+    return pickle.loads(header, buffers=buffers)  # noqa: S301  (our own processes)
+
+
+def _dump(pickler_class: Callable[..., Any], value: Any) -> tuple[bytes, Buffers]:
+    file, buffers = io.BytesIO(), Buffers()
+
+    def is_in_band(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes < _LEAST_BYTES:
+            return True
+        buffers.append(buffer)
+        return False
+
+    pickler_class(file, protocol=5, buffer_callback=is_in_band).dump(value)
+    return file.getvalue(), buffers

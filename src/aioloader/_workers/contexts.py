@@ -1,0 +1,167 @@
+"""Workers started by ``multiprocessing``, for those who ask for a start method.
+
+The loader's own process is their parent. ``fork`` shares everything by inheritance,
+also what cannot be pickled; ``spawn`` and ``forkserver`` get the same shipment that the
+template's workers get.
+"""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing import reduction
+from typing import Any
+
+from aioloader._workers import child
+from aioloader._workers.desk import Ends, send_fatal
+from aioloader._workers.nursery import ASKED, TERMINATED, Note
+from aioloader._workers.shipment import Shipment, Surroundings, receive
+
+
+class ContextLauncher:
+    """Starts workers by a ``multiprocessing`` context.
+
+    Args:
+        context: The context.
+        payload: The shipment itself, to be inherited; or the file that ``ship`` wrote,
+            owned from now on.
+        surroundings: Of this process when the loader was made.
+        ends: The descriptors that all workers share; not owned.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        payload: Shipment | int,
+        surroundings: Surroundings,
+        ends: Sequence[int],
+    ) -> None:
+        self._context = context
+        self._payload: Shipment | int | None = payload
+        self._surroundings = surroundings
+        self._ends = tuple(ends)
+        self._processes: dict[int, Any] = {}
+        self._births: list[Note] = []
+
+    def start(self, worker: int, descriptors: Sequence[int]) -> None:
+        """Start a worker; ``descriptors`` are its arena and its own queue."""
+        arena, *own = descriptors
+        requests, results, board, stacks, *samples = self._ends
+        ends = (
+            requests,
+            *(own or [-1]),
+            results,
+            board,
+            stacks,
+            arena,
+            *(samples or [-1]),
+        )
+        # Copies, for a forked child closes all that this process holds.
+        copies = [os.dup(end) if end >= 0 else -1 for end in ends]
+        payload = self._payload
+        is_inherited = not isinstance(payload, int)
+        try:
+            process = self._context.Process(
+                target=_be_worker,
+                args=(
+                    worker,
+                    [_Passed(copy) for copy in copies],
+                    payload if is_inherited else _Passed(payload),  # type: ignore[arg-type]
+                    self._surroundings,
+                ),
+                name=f"aioloader-{worker}",
+                daemon=True,  # if nobody ends it, multiprocessing does at exit
+            )
+            process.start()
+        finally:
+            for copy in copies:
+                if copy >= 0:
+                    os.close(copy)
+        self._processes[worker] = process
+        self._births.append(Note("born", worker, process.pid))
+
+    def descriptors(self) -> list[int]:
+        """Return what becomes readable when there are notes."""
+        return [process.sentinel for process in self._processes.values()]
+
+    def notes(self) -> list[Note]:
+        """Return what has happened since the last call."""
+        found, self._births = self._births, []
+        for worker, process in list(self._processes.items()):
+            if process.exitcode is not None:
+                del self._processes[worker]
+                found.append(Note("died", worker, process.exitcode))
+        return found
+
+    def kill(self, worker: int) -> None:
+        """Kill a worker; a note will tell that it died."""
+        if worker in self._processes:
+            self._processes[worker].kill()
+
+    def end(self) -> None:
+        """Do nothing: workers end when their requests do, and ``join`` sees to it."""
+
+    def join(self, timeout: float) -> bool:
+        """Wait until all are gone: asked, then terminated, then killed."""
+        until = time.monotonic() + timeout
+        for seconds, insist in ((ASKED, "terminate"), (TERMINATED, "kill")):
+            if self._await_all(min(seconds, until - time.monotonic())):
+                return True
+            for process in self._processes.values():
+                getattr(process, insist)()
+        return self._await_all(until - time.monotonic())
+
+    def close(self) -> None:
+        """Close what this process holds."""
+        if isinstance(self._payload, int):
+            os.close(self._payload)
+        self._payload = None
+
+    def _await_all(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        for worker, process in list(self._processes.items()):
+            process.join(max(0.0, until - time.monotonic()))
+            if process.exitcode is not None:
+                del self._processes[worker]
+        return not self._processes
+
+
+class _Passed:
+    """A descriptor that ``multiprocessing`` takes along, by any start method."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __getstate__(self) -> Any:
+        return [reduction.DupFd(self.descriptor)] if self.descriptor >= 0 else [None]
+
+    def __setstate__(self, state: Any) -> None:
+        self.descriptor = -1 if state[0] is None else state[0].detach()
+
+
+def _be_worker(
+    worker: int, ends: list[_Passed], payload: Any, surroundings: Surroundings
+) -> None:
+    process = multiprocessing.current_process()
+    process._config["daemon"] = False  # type: ignore[attr-defined]  # noqa: SLF001  (it may have children)
+    found = Ends(*(end.descriptor for end in ends))
+    shipment = payload
+    if isinstance(payload, _Passed):
+        try:
+            surroundings.enter()
+            shipment = receive(payload.descriptor)
+        except BaseException as error:
+            send_fatal(worker, found, error)
+            os._exit(1)
+        os.close(payload.descriptor)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    child.run(worker, found, shipment, surroundings, parent=None)
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(0)

@@ -1,0 +1,189 @@
+"""A worker's desk: what it takes in hand, and how it sends what came of it."""
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from aioloader._order.failures import Failure, FailurePolicy
+from aioloader._pipeline.recipe import Recipe
+from aioloader._pipeline.work import Outcome, Work
+from aioloader._transport.arena import ArenaReader, ArenaWriter
+from aioloader._transport.board import Board
+from aioloader._transport.channel import Channel
+from aioloader._workers.info import be_at
+from aioloader._workers.messages import RESULT_HEAD, Answer, Kind, Request
+from aioloader._workers.parcel import Packer, unpack
+from aioloader._workers.remote import RemoteError
+from aioloader._workers.seeds import key_of_sample, seed_all
+from aioloader._workers.shipment import Shipment
+
+# What may wait in the socket of results, in bytes: a share for each batch in flight.
+_WAITING_BYTES = 1 << 20
+_MOST_INLINE = (1 << 16) - 1024
+FETCH, TRANSFORM, COLLATE, SEND = range(4)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Descriptors that a worker is given; -1 for one that it has no use for.
+
+    Attributes:
+        requests: Where it takes requests, shared with the other workers.
+        own: Where it takes requests that are for it alone.
+        results: Where it sends results, shared too.
+        board: Where it notes what it has in hand.
+        stacks: Where ``faulthandler`` writes its stack when asked.
+        arena: The memory for its batches.
+        samples: The memory of samples that the loader has read.
+    """
+
+    requests: int
+    own: int
+    results: int
+    board: int
+    stacks: int
+    arena: int
+    samples: int
+
+
+class _Packers(threading.local):
+    """A packer for each thread that makes batches: one may collate, another send."""
+
+    def __init__(self, arena: ArenaWriter, inline_bytes: int) -> None:
+        self.packer = Packer(arena, inline_bytes)
+
+    def lease(self, nbytes: int) -> Any:
+        """Return memory of this thread's slot."""
+        return self.packer.lease(nbytes)
+
+
+class _Seeded:
+    """Seed the generators for a work, before its plain code runs."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, work: Work) -> None:
+        self._key = work.key
+
+    def __enter__(self) -> None:
+        if self._key is not None:
+            seed_all(self._key)
+            be_at(self._key)
+
+    def __exit__(self, *_exc: object) -> None:
+        pass
+
+
+def _seed_sample(work: Work, position: int, stage: int) -> None:
+    key = key_of_sample(work, position, stage)
+    seed_all(key)
+    be_at(key)
+
+
+def send_fatal(worker: int, ends: Ends, error: BaseException) -> None:
+    """Tell the loader, from a worker without a desk, that it cannot begin."""
+    packer = Packer(ArenaWriter(ends.arena), _MOST_INLINE)
+    parts = packer.pack(RemoteError.of(error, worker))
+    head = RESULT_HEAD.pack(Kind.FATAL, worker, -1)
+    Channel.adopt(ends.results).send(b"".join((head, *parts)))
+
+
+class Desk:
+    """What all ways of serving share.
+
+    Args:
+        worker: Number of the worker.
+        ends: Its descriptors.
+        shipment: What it is to do.
+    """
+
+    def __init__(self, worker: int, ends: Ends, shipment: Shipment) -> None:
+        self.id = worker
+        self.shipment = shipment
+        self._results = Channel.adopt(ends.results)
+        self._board = Board(ends.board, shipment.num_workers)
+        self._samples = ArenaReader(ends.samples) if ends.samples >= 0 else None
+        inline = min(_MOST_INLINE, _WAITING_BYTES // shipment.in_flight)
+        self._packers = _Packers(ArenaWriter(ends.arena), inline)
+        self._policy = FailurePolicy(shipment.on_error)
+        self.recipe = Recipe(
+            shipment.dataset if shipment.reads else (),
+            shipment.transform,
+            shipment.collate_fn,
+            batched=shipment.batched,
+            policy=self._policy,
+            retry=shipment.retry,
+            pool=self._packers,
+            reads=shipment.reads,
+            around=_Seeded,
+            seed=_seed_sample,
+        )
+
+    def receive(self, requests: Channel) -> Request:
+        """Return the next request.
+
+        Raises:
+            EOFError: If the loader is gone.
+        """
+        received = requests.receive()
+        assert received is not None
+        if self._samples is None:
+            return Request.load(received[0])
+        return Request._make(unpack(received[0], 0, self._samples))
+
+    def take(self, request: Request, place: int) -> Work:
+        """Note that ``request`` is in hand, and return its work."""
+        self._board.begin(self.id, place, request.ticket)
+        self.recipe.epoch = request.epoch
+        keys = request.key, request.sample_keys
+        work = Work(request.number, request.indices, *keys)
+        if request.samples is not None:
+            work.samples = request.samples
+        return work
+
+    def enter(self, stage: int, place: int = 0) -> None:
+        """Note the stage that what is in hand has come to."""
+        self._board.enter(self.id, place, stage)
+
+    def answer(self, work: Work, ticket: int, place: int, outcome: Outcome) -> None:
+        """Send what came of a request, and note that it is no longer in hand.
+
+        Raises:
+            OSError: If the loader is gone.
+        """
+        self.enter(SEND, place)
+        try:
+            self._send_outcome(ticket, outcome)
+        except (BrokenPipeError, ConnectionResetError):
+            raise
+        except Exception as error:  # it cannot be pickled, or is too large
+            error.add_note(f"aioloader: {self.recipe.place('send', work)}")
+            self._packers.packer.reset()
+            self._send_outcome(ticket, Outcome(error=error))
+        self._board.clear(self.id, place)
+
+    def send(self, kind: Kind, ticket: int, value: Any) -> None:
+        """Send one result."""
+        parts = self._packers.packer.pack(value)
+        self._results.send(b"".join((RESULT_HEAD.pack(kind, self.id, ticket), *parts)))
+
+    def _send_outcome(self, ticket: int, outcome: Outcome) -> None:
+        failures = self._take_failures()
+        is_batch = not (outcome.error or outcome.is_empty or outcome.is_end or failures)
+        if is_batch:
+            self.send(Kind.BATCH, ticket, outcome.batch)
+            return
+        error = outcome.error and RemoteError.of(outcome.error, self.id)
+        answer = Answer(
+            outcome.batch, error, outcome.is_empty, outcome.is_end, failures
+        )
+        self.send(Kind.OUTCOME, ticket, answer)
+
+    def _take_failures(self) -> list[Failure]:
+        """Return the failures since the last result; the loader keeps the budget."""
+        latest = self._policy.latest
+        found = [latest.popleft() for _ in range(len(latest))]
+        return [
+            Failure(**{**vars(one), "error": RemoteError.of(one.error, self.id)})
+            for one in found
+        ]

@@ -1,0 +1,111 @@
+"""Serving coroutines: the loader's own pipeline, hosted inside the worker.
+
+A private loop reads many samples at once, across batch boundaries, and a thread beside
+it runs the plain code. The worker's main thread takes requests, at most ``window`` at a
+time, so that a batch that nobody works on stays where another worker can take it.
+"""
+
+import queue
+import select
+import threading
+from typing import Any
+
+from aioloader._pipeline.homes import Homes
+from aioloader._pipeline.run import Run
+from aioloader._pipeline.work import Outcome, Work
+from aioloader._transport.board import PLACES
+from aioloader._transport.channel import Channel
+from aioloader._workers.desk import Desk
+
+
+def serve_hosted(desk: Desk, requests: Channel) -> None:
+    """Serve until the loader is gone.
+
+    Raises:
+        EOFError: Then.
+    """
+    server = _Server(desk)
+    try:
+        server.serve(requests)
+    finally:
+        server.close()
+
+
+_OVER = -1
+
+
+class _Server:
+    """Requests in, works to the pipeline, outcomes to the desk."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._size = max(1, min(PLACES, desk.shipment.window))
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._open(range(self._size))
+        self._held: dict[int, tuple[int, int, bool]] = {}  # by the work's identity
+        dataset = desk.shipment.dataset if desk.shipment.reads else ()
+        self._homes = Homes(dataset)
+        self._homes.keep()
+        self._runs: dict[int, Run] = {}
+
+    def serve(self, requests: Channel) -> None:
+        """Take requests while there is a place for them."""
+        threading.Thread(target=self._watch, args=(requests,), daemon=True).start()
+        while True:
+            place = self._free.get()
+            if place == _OVER:
+                raise EOFError("the loader is gone")
+            request = self._desk.receive(requests)
+            if request.ticket < 0:
+                run = self._runs.pop(request.run, None)
+                if run is not None:
+                    run.dismiss()
+                self._free.put(place)
+                continue
+            if request.is_alone:
+                for _ in range(self._size - 1):
+                    self._free.get()
+            work = self._desk.take(request, place)
+            self._held[id(work)] = (request.ticket, place, request.is_alone)
+            self._run_of(request.run).submit(work)
+
+    def _watch(self, requests: Channel) -> None:
+        """Learn that requests are over also while there is no place for one."""
+        poll = select.poll()
+        poll.register(requests.fileno(), 0)  # hang-ups are told anyway
+        poll.poll()
+        self._free.put(_OVER)
+
+    def close(self) -> None:
+        """End all iterations, and leave the dataset."""
+        for run in self._runs.values():
+            run.dismiss()
+        self._homes.leave()
+        self._homes.release()
+
+    def _run_of(self, number: int) -> Run:
+        # Map-style datasets have no state of an iteration: one run serves all.
+        key = number if self._desk.recipe.is_stream() else -1
+        run = self._runs.get(key)
+        if run is None:
+            shipment = self._desk.shipment
+            run = Run(
+                self._desk.recipe,
+                self._homes.lease("loop"),
+                concurrency=shipment.concurrency,
+                in_order=False,
+                drop_last=shipment.drop_last,
+                sink=self._deliver,
+            )
+            self._runs[key] = run
+        return run
+
+    def _deliver(self, work: Work, outcome: Outcome) -> None:
+        """Send an outcome, in whatever thread it came about."""
+        ticket, place, is_alone = self._held.pop(id(work))
+        self._desk.answer(work, ticket, place, outcome)
+        self._open(range(self._size) if is_alone else [place])
+
+    def _open(self, places: Any) -> None:
+        for place in places:
+            self._free.put(place)

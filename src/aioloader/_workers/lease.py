@@ -1,0 +1,159 @@
+"""Leases on worker processes: one per iteration, or one pool for all that follow.
+
+The processes start with the first request, so that an iterator that is never used
+costs nothing. With ``persistent_workers`` they stay when the iteration ends.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+from aioloader._pipeline.cpu import beside
+from aioloader._pipeline.run import Run
+from aioloader._pipeline.work import Work
+from aioloader._workers.messages import STAGES
+from aioloader._workers.pool import ProcessPool
+from aioloader._workers.stacks import stack_of
+
+Open: TypeAlias = Callable[[], ProcessPool]
+
+
+class Pools:
+    """The pools of one loader: a kept one, where workers are persistent."""
+
+    def __init__(self) -> None:
+        self._kept: list[ProcessPool] = []
+        self._lock = threading.Lock()
+        weakref.finalize(self, _end_all, self._kept)
+
+    def lease(self, start: Open, *, reads: bool, keep: bool) -> "ProcessLease":
+        """Return a lease for one iteration.
+
+        Args:
+            start: Ships what is needed and starts workers; called with the first
+                request.
+            reads: Whether workers read the samples too.
+            keep: Whether the workers outlive the iteration, and serve the next ones.
+        """
+        return ProcessLease(self, start, reads=reads, keep=keep)
+
+    def has_kept(self) -> bool:
+        """Tell whether workers are there that another iteration left."""
+        return any(pool.is_open() for pool in self._kept)
+
+    def open(self, start: Open, *, keep: bool) -> ProcessPool:
+        """Return the kept pool, or a new one."""
+        if not keep:
+            return start()
+        with self._lock:
+            for pool in self._kept:
+                if pool.is_open():
+                    return pool
+            self._kept[:] = [start()]
+            return self._kept[0]
+
+    def close(self) -> None:
+        """Let kept workers end, and wait for it, bounded."""
+        with self._lock:
+            kept, self._kept[:] = self._kept[:], []
+        for pool in kept:
+            pool.end()
+        for pool in kept:
+            pool.join()
+
+    async def aclose(self) -> None:
+        """Let kept workers end, without blocking the loop."""
+        if self._kept:
+            await beside(self.close)
+
+
+def _end_all(kept: Sequence[ProcessPool]) -> None:
+    for pool in kept:
+        pool.close()
+
+
+class ProcessLease:
+    """Worker processes, as one iteration sees them; made by ``Pools``."""
+
+    place: Literal["pool"] = "pool"
+
+    def __init__(self, pools: Pools, start: Open, *, reads: bool, keep: bool) -> None:
+        self.reads = reads
+        self._pools = pools
+        self._start = start
+        self._keep = keep
+        self._pool: ProcessPool | None = None
+        self._is_over = False
+        self._lock = threading.RLock()
+
+    @property
+    def pump(self) -> "ProcessLease":
+        """What the consumer works while it waits."""
+        return self
+
+    def open(self, run: Run) -> None:
+        """Start the workers, or find those that are kept; it may take long."""
+        try:
+            pool = self._pools.open(self._start, keep=self._keep)
+        except Exception as error:  # what cannot be shipped, above all
+            run.fail(error)
+            return
+        with self._lock:
+            self._pool = pool
+            if not self._keep:
+                # Whoever waits for their end has joined them before.
+                weakref.finalize(self, pool.close)
+                if self._is_over:
+                    pool.end()
+
+    def submit(self, run: Run, work: Work) -> None:
+        """Have the rest of ``work`` made."""
+        if self._pool is not None:
+            self._pool.submit(run, work)
+
+    def descriptors(self) -> Sequence[int]:
+        """Return what becomes readable when ``collect`` has something to do."""
+        return () if self._pool is None else self._pool.descriptors()
+
+    def collect(self) -> None:
+        """Deliver what workers have sent."""
+        if self._pool is not None:
+            self._pool.collect()
+
+    def forget(self, run: Run) -> None:
+        """End the lease."""
+        with self._lock:
+            self._is_over = True
+            pool = self._pool
+        if pool is not None:
+            pool.forget(run)
+            if not self._keep:
+                pool.end()
+
+    def join(self) -> bool:
+        """Wait until the workers are gone, if they are not kept."""
+        return self._keep or self._pool is None or self._pool.join()
+
+    def explain(self, work: Work) -> str:
+        """Say which worker has ``work``, since when, and where it is stuck."""
+        holders = self._pool.holders(work) if self._pool is not None else []
+        if not holders:
+            return "waits for a worker process that is free"
+        parts = []
+        for number, pid, held in holders:
+            parts.append(
+                f"has been in stage {STAGES[held.stage]!r} of worker {number} (pid "
+                f"{pid}) for {held.seconds:.2f} s"
+            )
+            if pid is not None and self._pool is not None:
+                parts.append(stack_of(pid, self._pool.stack))
+        return "\n".join(parts)
+
+    def restart(self, work: Work) -> bool:
+        """Kill the worker that has ``work`` in hand; it is replaced, and made again."""
+        holders = self._pool.holders(work) if self._pool is not None else []
+        for number, _, _ in holders:
+            assert self._pool is not None
+            self._pool.kill(number)
+        return bool(holders)

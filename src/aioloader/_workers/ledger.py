@@ -1,0 +1,250 @@
+"""What is under way in a pool: tickets, the queues they wait in, and for whom.
+
+A ticket is one request. It waits here until its queue has room, then in the kernel
+until a worker takes it, and is struck out when its result has come. It owns the
+descriptors that requests need.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from aioloader._pipeline.run import Run
+from aioloader._pipeline.work import Work
+from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef, make_arena
+from aioloader._transport.board import PLACES
+from aioloader._transport.channel import NO_WAIT, Channel
+from aioloader._workers.messages import FORGET, Request
+from aioloader._workers.parcel import Packer, slot_of
+from aioloader._workers.replicas import Replicas
+from aioloader._workers.shipment import Shipment
+
+# Samples of up to this size travel inside the request.
+_INLINE_BYTES = 1 << 15
+
+
+@dataclass(eq=False)
+class Queue:
+    """Requests on their way: to whichever worker is free, or to a certain one.
+
+    Attributes:
+        near: The end that sends.
+        far: A copy of the workers' end: to pass on, and to take requests back from.
+        waiting: Tickets for which there was no room yet.
+    """
+
+    near: Channel
+    far: Channel
+    waiting: deque[int] = field(default_factory=deque)
+
+    @classmethod
+    def make(cls) -> "Queue":
+        """Return a new, empty queue."""
+        near, far = Channel.pair()
+        return cls(near.never_block(), far)
+
+    def taken_back(self) -> Iterator[bytes]:
+        """Remove and yield the requests that no worker has taken."""
+        while received := self.far.receive(NO_WAIT):
+            yield received[0]
+
+    def close(self) -> None:
+        """Close both ends: workers see that there is nothing more."""
+        self.near.close()
+        self.far.close()
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker as the loader knows it; the process may change, the number stays.
+
+    Attributes:
+        own: Requests for it alone, where there are such.
+        arena: The loader's side of its batches' memory.
+        pid: Its process, once that is known.
+        is_ready: Whether it has begun to serve.
+        stillborn: How often it has died before, since it last had begun.
+        delivered_before: Batches that the pool had delivered at the first of these.
+        answered: Its latest results: the ticket, and where its samples were.
+    """
+
+    number: int
+    own: Queue | None
+    arena: ArenaReader
+    pid: int | None = None
+    is_ready: bool = False
+    stillborn: int = 0
+    delivered_before: int = 0
+    answered: deque[tuple[int, SlotRef | None]] = field(
+        default_factory=lambda: deque(maxlen=PLACES)
+    )
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """A request under way.
+
+    Attributes:
+        worker: Whom it is for, where requests are addressed.
+        deaths: How many workers have died with it in hand.
+        slot: Where its samples are, if they did not fit into the request.
+    """
+
+    run: Run
+    work: Work
+    request: Request
+    worker: Worker
+    deaths: int = 0
+    slot: SlotRef | None = None
+
+
+class Ledger:
+    """Tickets, queues and workers of one pool; used under the pool's lock.
+
+    Args:
+        shipment: What the workers are to do.
+        stack: Closes what is opened here.
+    """
+
+    def __init__(self, shipment: Shipment, stack: contextlib.ExitStack) -> None:
+        self.shipment = shipment
+        self.tickets: dict[int, Ticket] = {}
+        self._next = 0
+        number, is_addressed = shipment.num_workers, shipment.is_addressed()
+        self.is_replicated = shipment.is_replicated()
+        self.replicas = Replicas(number if self.is_replicated else 0)
+        # None: the first worker tells, once the user's init function has run.
+        self.is_addressed = None if shipment.worker_init_fn else is_addressed
+        self.requests = self._queue(stack)
+        self.samples: ArenaWriter | None = None
+        self._readers: dict[int, int] = {}  # by slot of samples: the latest ticket
+        if not shipment.reads:
+            self.samples = ArenaWriter(make_arena())
+            stack.callback(self.samples.close)
+            self._packer = Packer(self.samples, _INLINE_BYTES)
+        has_own = is_addressed or shipment.worker_init_fn is not None
+        self.workers: list[Worker] = []
+        for place in range(number):
+            own = self._queue(stack) if has_own else None
+            worker = Worker(place, own, ArenaReader(make_arena()))
+            stack.callback(_close_arena, worker)
+            self.workers.append(worker)
+
+    def enter(self, run: Run, work: Work) -> int:
+        """Write a ticket for ``work``; return its name."""
+        name, self._next = self._next, self._next + 1
+        worker = self.workers[work.number % len(self.workers)]
+        request = self._request(name, run, work)
+        self.tickets[name] = Ticket(run, work, request, worker)
+        return name
+
+    def queue_of(self, name: int) -> Queue:
+        """Return where a ticket waits."""
+        own = self.tickets[name].worker.own
+        return own if self.is_addressed and own is not None else self.requests
+
+    def address(self, *, to_each: bool) -> None:
+        """Learn, from the first worker, whether requests are for certain workers."""
+        if self.is_addressed is not None:
+            return
+        self.is_addressed = to_each
+        waiting = [name for name in self.requests.waiting if name in self.tickets]
+        self.requests.waiting.clear()
+        for name in waiting:
+            self.queue_of(name).waiting.append(name)
+
+    def flush(self) -> None:
+        """Send requests, as far as there is room for them."""
+        if self.is_addressed is None:
+            return
+        own = [worker.own for worker in self.workers if worker.own is not None]
+        for queue in (self.requests, *own):
+            waiting = queue.waiting
+            while waiting:
+                ticket = self.tickets.get(waiting[0])
+                if ticket is not None and not queue.near.send(self._frame(ticket)):
+                    self.free_samples(waiting[0], ticket.slot)
+                    break
+                waiting.popleft()
+
+    def forget(self, run: Run) -> None:
+        """Strike out what ``run`` still waits for."""
+        for name, ticket in list(self.tickets.items()):
+            if ticket.run is run:
+                del self.tickets[name]
+        self.replicas.forget(run)
+        if self.shipment.reads:
+            frame = FORGET._replace(run=id(run)).dump()
+            for worker in self.workers:
+                if worker.own is not None:
+                    worker.own.near.send(frame)
+
+    def free_samples(self, name: int, slot: SlotRef | None) -> None:
+        """Take back the memory of a ticket's samples that nobody will read.
+
+        Who has read them may have freed it before, and others may be there now.
+        """
+        if self.samples is None or slot is None:
+            return
+        if self._readers.get(slot.number) == name:
+            del self._readers[slot.number]
+            self.samples.give_back(slot)
+
+    def free_answered(self, dead: Worker) -> None:
+        """Take back what a worker still held of its latest results when it died."""
+        for name, slot in dead.answered:
+            self.free_samples(name, slot)
+        dead.answered.clear()
+
+    def take_back(self, queue: Queue) -> None:
+        """Empty a queue, in the kernel and here; the tickets stay."""
+        for frame in queue.taken_back():
+            slot = slot_of(frame, 0) if self.samples is not None else None
+            if slot is not None:
+                self.free_samples(self._readers.get(slot.number, -1), slot)
+        queue.waiting.clear()
+
+    def close(self) -> None:
+        """Strike out everything, and let workers find no more requests."""
+        self.tickets.clear()
+        for queue in (self.requests, *(worker.own for worker in self.workers)):
+            if queue is not None:
+                self.take_back(queue)
+
+    def _queue(self, stack: contextlib.ExitStack) -> Queue:
+        queue = Queue.make()
+        stack.callback(queue.close)
+        return queue
+
+    def _request(self, name: int, run: Run, work: Work) -> Request:
+        number, indices, samples = work.number, work.indices, None
+        if not self.shipment.reads:
+            samples = work.samples
+        elif self.is_replicated:
+            number //= len(self.workers)
+            indices = range(number * len(indices), (number + 1) * len(indices))
+        return Request(
+            ticket=name,
+            run=id(run),
+            epoch=run.recipe.epoch,
+            number=number,
+            key=work.key,
+            sample_keys=work.sample_keys,
+            is_alone=False,
+            indices=indices,
+            samples=samples,
+        )
+
+    def _frame(self, ticket: Ticket) -> bytes:
+        if self.samples is None:
+            return ticket.request.dump()
+        frame = b"".join(self._packer.pack(tuple(ticket.request)))
+        ticket.slot = slot_of(frame, 0)
+        if ticket.slot is not None:
+            self._readers[ticket.slot.number] = ticket.request.ticket
+        return frame
+
+
+def _close_arena(worker: Worker) -> None:
+    worker.arena.close()

@@ -1,0 +1,94 @@
+"""The words that a loader and its workers exchange.
+
+A request is a small pickle, or a parcel where it carries samples; a result is a head
+(kind, worker, ticket) and a parcel.
+"""
+
+import pickle
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from aioloader._order.failures import Failure
+from aioloader._pipeline.work import Outcome
+
+RESULT_HEAD = struct.Struct("<BHq")
+STAGES = ("fetch", "transform", "collate", "send")
+
+
+class Kind(IntEnum):
+    """What a result holds."""
+
+    READY = 0  # whether the user's init function has seeded the generators itself
+    BATCH = 1  # a batch
+    OUTCOME = 2  # anything else: an ``Answer``
+    FATAL = 3  # a RemoteError: the worker could not begin
+
+
+class Request(NamedTuple):
+    """One batch to be made.
+
+    Attributes:
+        ticket: Names it for the pool, unlike any other; -1 only forgets ``run``.
+        run: Which iteration it is of.
+        epoch: Epoch number, for notes.
+        number: Place in the epoch; for a replica, place in the worker's own stream.
+        key: What the generators are seeded with; None: they are left alone.
+        sample_keys: As in ``Work``.
+        is_alone: Whether it has cost a worker its life, and must not share one.
+        indices: What the sampler gave.
+        samples: What was read already, where the loader reads.
+    """
+
+    ticket: int
+    run: int
+    epoch: int
+    number: int
+    key: int | None
+    sample_keys: tuple[int, int] | None
+    is_alone: bool
+    indices: Sequence[Any]
+    samples: Any = None
+
+    def dump(self) -> bytes:
+        """Return the frame of a request without samples."""
+        return pickle.dumps(tuple(self), 5)
+
+    @classmethod
+    def load(cls, frame: bytes) -> "Request":
+        """Return what ``dump`` was called on."""
+        return cls._make(pickle.loads(frame))  # noqa: S301  (our own processes)
+
+
+class Answer(NamedTuple):
+    """What came of a request, if it is not just a batch.
+
+    Attributes:
+        batch: The batch, if there is one.
+        error: What to raise instead, a ``RemoteError``.
+        is_empty: Every sample was skipped.
+        is_end: The stream has ended.
+        failures: Samples that failed and were skipped or replaced, as ``Failure``s
+            whose error is a ``RemoteError``.
+    """
+
+    batch: Any = None
+    error: Any = None
+    is_empty: bool = False
+    is_end: bool = False
+    failures: Sequence[Any] = ()
+
+
+FORGET = Request(-1, 0, 0, 0, None, None, False, ())  # noqa: FBT003  (fields, in order)
+
+
+def opened(answer: Answer) -> tuple[Outcome, list[Failure]]:
+    """Return an answer as the pipeline knows it."""
+    error = answer.error.raisable() if answer.error is not None else None
+    failures = [
+        Failure(**{**vars(one), "error": one.error.raisable()})
+        for one in answer.failures
+    ]
+    outcome = Outcome(answer.batch, error, answer.is_empty, answer.is_end)
+    return outcome, failures

@@ -1,0 +1,61 @@
+"""Serving plain code: in the worker's main thread, one request after the other."""
+
+import contextlib
+import time
+
+from aioloader._pipeline.stream import SyncStream
+from aioloader._pipeline.work import Outcome, Work
+from aioloader._transport.channel import Channel
+from aioloader._workers.desk import COLLATE, TRANSFORM, Desk
+from aioloader.protocols import Kind
+
+
+def serve_plainly(desk: Desk, requests: Channel) -> None:
+    """Serve until the loader is gone.
+
+    Raises:
+        EOFError: Then.
+    """
+    streams: dict[int, SyncStream] = {}
+    with contextlib.ExitStack() as stack:
+        if desk.shipment.reads and hasattr(desk.shipment.dataset, "__enter__"):
+            stack.enter_context(desk.shipment.dataset)
+        stack.callback(_close_all, streams)
+        while True:
+            request = desk.receive(requests)
+            if request.ticket < 0:
+                if request.run in streams:
+                    streams.pop(request.run).close()
+                continue
+            work = desk.take(request, 0)
+            stream = None
+            if desk.recipe.reads and desk.recipe.kind is Kind.ITERABLE:
+                stream = streams.get(request.run)
+                if stream is None:
+                    drop_last = desk.shipment.drop_last
+                    stream = SyncStream(desk.recipe, drop_last=drop_last)
+                    streams[request.run] = stream
+            desk.answer(work, request.ticket, 0, _make(desk, work, stream))
+
+
+def _close_all(streams: dict[int, SyncStream]) -> None:
+    for stream in streams.values():
+        stream.close()
+
+
+def _make(desk: Desk, work: Work, stream: SyncStream | None) -> Outcome:
+    recipe = desk.recipe
+    try:
+        with recipe.around(work):
+            if stream is not None:
+                stream.pull(work)
+                if work.outcome is not None:
+                    return work.outcome
+            elif recipe.reads:
+                recipe.read(work, time.sleep)
+            desk.enter(TRANSFORM)
+            recipe.apply(work)
+            desk.enter(COLLATE)
+            return recipe.collate(work)
+    except Exception as error:  # handed to the consumer
+        return Outcome(error=error)

@@ -1,0 +1,294 @@
+"""The loader's side of its worker processes: requests out, results in, deaths mended.
+
+There is no thread: whoever waits for a batch reads what has come, sends what there is
+room for, and learns of deaths. Workers go on by themselves meanwhile, for they pull
+requests from a queue that lies in the kernel.
+"""
+
+import contextlib
+import os
+import select
+import threading
+from collections.abc import Callable
+
+from aioloader._order.failures import Failure
+from aioloader._pipeline.run import Run
+from aioloader._pipeline.work import Outcome, Work
+from aioloader._transport.arena import ArenaReader, make_arena
+from aioloader._transport.board import Board, InHand, make_board
+from aioloader._transport.channel import Channel
+from aioloader._workers.deaths import mend
+from aioloader._workers.guard import close_in_children
+from aioloader._workers.launch import PATIENCE, Launcher
+from aioloader._workers.ledger import Ledger, Worker
+from aioloader._workers.messages import RESULT_HEAD, Kind, opened
+from aioloader._workers.nursery import Note
+from aioloader._workers.obituary import died_too_early
+from aioloader._workers.parcel import slot_of, unpack
+from aioloader._workers.shipment import Shipment
+from aioloader.errors import LoaderClosedError, WorkerError
+
+# How often a worker may die before it has begun: while no batch comes, and in any case.
+_STILLBORN, _STILLBORN_EVER = 3, 10
+# Batches that a consumer may hold, beside those in flight, before it gets copies.
+_HELD = 4
+
+
+class ProcessPool:
+    """Worker processes for one loader; used from any thread.
+
+    Args:
+        shipment: What the workers are to do.
+        launch: Makes what starts workers, given the descriptors that they share.
+    """
+
+    def __init__(
+        self, shipment: Shipment, launch: Callable[[list[int]], Launcher]
+    ) -> None:
+        self._shipment = shipment
+        self._lock = threading.RLock()  # a finalizer may come in between
+        self._joining = threading.Lock()
+        self._is_over = False
+        self._error: BaseException | None = None  # that ended it, and nobody was told
+        self._delivered = 0
+        with contextlib.ExitStack() as stack:
+            self._ledger = Ledger(shipment, stack)
+            self._results, self._far_results = Channel.pair()
+            self._results.never_block()
+            stack.callback(self._results.close)
+            stack.callback(self._far_results.close)
+            self._stacks, self._far_stacks = os.pipe()
+            os.set_blocking(self._stacks, False)
+            self._board_file = make_board(shipment.num_workers)
+            for descriptor in (self._stacks, self._far_stacks, self._board_file):
+                stack.callback(os.close, descriptor)
+            self._board = Board(self._board_file, shipment.num_workers)
+            self._launcher = launch(self._common())
+            self._stack = stack
+            close_in_children(self._abandon)  # before workers are forked from here
+            with contextlib.ExitStack() as launching:
+                launching.callback(self._launcher.close)
+                for worker in self._ledger.workers:
+                    self._start(worker)
+                launching.pop_all()
+            self._stack = stack.pop_all()
+
+    # -- for iterations -----------------------------------------------------------
+
+    def submit(self, run: Run, work: Work) -> None:
+        """Take a work; its outcome comes by ``collect``, in whatever thread."""
+        with self._lock:
+            if self._is_over:
+                over = LoaderClosedError("the worker processes have ended")
+                error, self._error = self._error or over, None
+                run.fail(error)
+                return
+            ledger = self._ledger
+            name = ledger.enter(run, work)
+            worker = ledger.tickets[name].worker
+            early = ledger.replicas.outcome_of(run, worker.number)
+            if early is not None:
+                del ledger.tickets[name]
+                run.receive(work, early)
+                return
+            ledger.queue_of(name).waiting.append(name)
+            ledger.flush()
+
+    def forget(self, run: Run) -> None:
+        """Drop what ``run`` still waits for."""
+        with self._lock:
+            if not self._is_over:
+                self._ledger.forget(run)
+
+    def descriptors(self) -> list[int]:
+        """Return what becomes readable when ``collect`` has something to do."""
+        if self._is_over:
+            return []
+        return [self._results.fileno(), *self._launcher.descriptors()]
+
+    def collect(self) -> None:
+        """Take what has come, without blocking; deliver it, and see to the dead."""
+        with self._lock:
+            if self._is_over:
+                return
+            try:
+                self._collect_results()
+                while not self._is_over and (notes := self._launcher.notes()):
+                    for note in notes:
+                        self._heed(note)
+                self._ledger.flush()
+            except Exception as error:  # every iteration must learn of it
+                self._fail(error)
+
+    # -- results ------------------------------------------------------------------
+
+    def _collect_results(self) -> None:
+        with contextlib.suppress(EOFError):
+            while not self._is_over and (received := self._results.receive()):
+                self._take(received[0])
+
+    def _take(self, frame: bytes) -> None:
+        kind, number, name = RESULT_HEAD.unpack_from(frame)
+        worker = self._ledger.workers[number]
+        at = RESULT_HEAD.size
+        if kind == Kind.READY:
+            worker.is_ready, worker.stillborn = True, 0
+            is_in_charge: bool = unpack(frame, at, worker.arena)
+            self._ledger.address(to_each=is_in_charge or self._shipment.is_addressed())
+            return
+        if kind == Kind.FATAL:
+            self._fail(unpack(frame, at, worker.arena).raisable())
+            return
+        self._delivered += 1
+        ticket = self._ledger.tickets.pop(name, None)
+        if ticket is None:  # of an iteration that has ended, or made twice
+            slot = slot_of(frame, at)
+            if slot is not None:
+                worker.arena.free(slot)
+            return
+        outcome, failures = self._opened(kind, worker, frame)
+        worker.answered.append((name, ticket.slot))
+        outcome = self._ledger.replicas.passed(ticket.run, worker.number, outcome)
+        ticket.work.samples = []
+        ticket.run.receive(ticket.work, outcome, failures)
+
+    def _opened(
+        self, kind: int, worker: Worker, frame: bytes
+    ) -> tuple[Outcome, list[Failure]]:
+        """Return what is in a frame: the outcome, and the failures on the way."""
+        lent = sum(one.arena.lent for one in self._ledger.workers)
+        is_much = lent >= self._shipment.in_flight + _HELD
+        try:
+            value = unpack(frame, RESULT_HEAD.size, worker.arena, copy=is_much)
+        except Exception as error:  # of a user's class
+            number = worker.number
+            text = f"a batch of worker {number} could not be unpickled: {error!r}"
+            problem = WorkerError(text, worker=number)
+            problem.__cause__ = error
+            return Outcome(error=problem), []
+        return (Outcome(value), []) if kind == Kind.BATCH else opened(value)
+
+    # -- births and deaths --------------------------------------------------------
+
+    def _common(self) -> list[int]:
+        ledger = self._ledger
+        far = [ledger.requests.far.fileno(), self._far_results.fileno()]
+        ends = [*far, self._board_file, self._far_stacks]
+        return ends if ledger.samples is None else [*ends, ledger.samples.descriptor]
+
+    def _start(self, worker: Worker) -> None:
+        own = [] if worker.own is None else [worker.own.far.fileno()]
+        self._launcher.start(worker.number, [worker.arena.descriptor, *own])
+
+    def _heed(self, note: Note) -> None:
+        if self._is_over:
+            return
+        if note.word == "failed":
+            assert note.error is not None
+            self._fail(note.error.raisable())
+        elif note.word == "born":
+            self._ledger.workers[note.worker].pid = note.number
+        elif note.word == "died":
+            self._replace(self._ledger.workers[note.worker], note.number)
+
+    def _replace(self, worker: Worker, exitcode: int) -> None:
+        """Start another process in place of a dead one, and see to its batches."""
+        self._collect_results()  # what it had sent before it died
+        if self._is_over:  # one of these said that there is no use
+            return
+        stack = self.stack()
+        if not worker.is_ready and self._is_hopeless(worker):
+            self._fail(died_too_early(worker.number, worker.pid, exitcode, stack))
+            return
+        mend(self._ledger, self._board, worker, exitcode, stack)
+        arena, worker.arena = worker.arena, ArenaReader(make_arena())
+        arena.close()
+        worker.is_ready, worker.pid = False, None
+        self._start(worker)
+
+    def _is_hopeless(self, worker: Worker) -> bool:
+        """Count a death before the worker had begun; tell whether that is too often."""
+        if not worker.stillborn:
+            worker.delivered_before = self._delivered
+        worker.stillborn += 1
+        is_alone = self._delivered == worker.delivered_before
+        return worker.stillborn >= (_STILLBORN if is_alone else _STILLBORN_EVER)
+
+    def _fail(self, error: BaseException) -> None:
+        """End all iterations: no worker can do the work."""
+        runs = {id(ticket.run): ticket.run for ticket in self._ledger.tickets.values()}
+        for run in runs.values():
+            run.fail(error)
+        self._error = None if runs else error  # for who submits next
+        self.end()
+
+    # -- when a batch does not come -----------------------------------------------
+
+    def holders(self, work: Work) -> list[tuple[int, int | None, InHand]]:
+        """Return who has ``work`` in hand: worker, pid, stage and seconds."""
+        tickets = self._ledger.tickets
+        return [
+            (worker.number, worker.pid, one)
+            for worker in self._ledger.workers
+            for one in self._board.in_hand(worker.number)
+            if one.ticket in tickets and tickets[one.ticket].work is work
+        ]
+
+    def kill(self, worker: int) -> None:
+        """Kill a worker; it will be replaced, and its batches made again."""
+        with self._lock:
+            if not self._is_over:
+                self._launcher.kill(worker)
+
+    def stack(self, seconds: float = 0) -> str:
+        """Return what workers wrote when they were asked for it, or crashed.
+
+        Args:
+            seconds: How long to wait for it.
+        """
+        if self._is_over:
+            return ""
+        found = b""
+        poll = select.poll()
+        poll.register(self._stacks, select.POLLIN)
+        poll.poll(seconds * 1000)
+        with contextlib.suppress(BlockingIOError, OSError):
+            while part := os.read(self._stacks, 1 << 16):
+                found += part
+        return found.decode(errors="replace")
+
+    # -- the end ------------------------------------------------------------------
+
+    def is_open(self) -> bool:
+        """Tell whether it takes works."""
+        return not self._is_over
+
+    def end(self) -> None:
+        """Let the workers end, in the background; from any thread, and finalizers."""
+        if self._is_over:
+            return  # in a forked child, nobody is left to release the lock
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = True
+            self._ledger.close()
+            self._launcher.end()
+            self._stack.close()
+
+    def join(self) -> bool:
+        """Wait until the workers are gone, bounded; tell whether they are."""
+        with self._joining:  # threads that iterate together end together
+            is_gone = self._launcher.join(PATIENCE)
+            self._launcher.close()
+        return is_gone
+
+    def close(self) -> None:
+        """Close what this process holds."""
+        self.end()
+        self._launcher.close()
+
+    def _abandon(self) -> None:
+        """Close a forked child's copies; the loader's process goes on."""
+        self._is_over = True
+        self._stack.close()
+        self._launcher.close()

@@ -1,0 +1,93 @@
+"""The user's exceptions, from a worker to the loader: same type, the remote traceback.
+
+An exception that pickling would mangle is rebuilt without its constructor; one that
+cannot cross at all becomes a ``WorkerError`` with the remote text.
+"""
+
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from aioloader._transport.codec import decode, encode
+from aioloader._workers.parcel import REDUCERS
+from aioloader.errors import WorkerError
+
+_MOST_TEXT = 20_000
+
+
+@dataclass(frozen=True)
+class RemoteError:
+    """An exception on its way.
+
+    Attributes:
+        pickled: The exception, header and buffers; None if it refused.
+        name: Name of its type.
+        text: Its traceback in the worker.
+        notes: Its notes, which some classes forget when they are pickled.
+        worker: Number of the worker.
+    """
+
+    pickled: tuple[bytes, list[bytearray]] | None
+    name: str
+    text: str
+    notes: list[str]
+    worker: int
+
+    @classmethod
+    def of(cls, error: BaseException, worker: int) -> "RemoteError":
+        """Return ``error`` in a form that can be sent."""
+        text = "".join(traceback.format_exception(error))[-_MOST_TEXT:]
+        notes = list(getattr(error, "__notes__", ()))
+        return cls(_pickled(error), type(error).__name__, text, notes, worker)
+
+    def raisable(self) -> BaseException:
+        """Return the exception, with notes that say what happened where."""
+        caught = f"Caught {self.name} in DataLoader worker process {self.worker}."
+        text = f"{caught}\nOriginal {self.text}"
+        try:
+            error = decode(*self.pickled) if self.pickled is not None else None
+        except Exception:  # of the user's class
+            error = None
+        if not isinstance(error, BaseException):
+            error = WorkerError(text, worker=self.worker)
+            notes = self.notes
+        else:
+            notes = [*self.notes, text]
+        for note in notes:
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+        return error
+
+
+def _pickled(error: BaseException) -> tuple[bytes, list[bytearray]] | None:
+    """Return a pickle that was seen to come back as the same type."""
+    for form in (error, _Bare(error)):
+        try:
+            header, buffers = encode(form, REDUCERS)
+            raws = [bytearray(buffer.raw()) for buffer in buffers]
+            back = decode(header, raws)
+        except Exception:  # noqa: S112  (of the user's class; the next form is barer)
+            continue
+        if type(back).__name__ == type(error).__name__:
+            return header, raws
+    return None
+
+
+class _Bare:
+    """Pickle an exception as type, args and attributes: no constructor is called."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        error = self._error
+        return _rebuild, (type(error), error.args, error.__dict__)
+
+
+def _rebuild(
+    cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]
+) -> BaseException:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error

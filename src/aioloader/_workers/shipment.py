@@ -1,0 +1,262 @@
+"""What a loader sends to its workers, once: functions, dataset, surroundings.
+
+Pickled by value, so that lambdas, local classes and notebooks work; large buffers lie
+in one memory file that every worker maps privately: one copy in all, and none of them
+sees what another one, or the loader, writes.
+"""
+
+import contextlib
+import functools
+import mmap
+import multiprocessing
+import os
+import pickle
+import struct
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from aioloader._order.failures import OnError
+from aioloader._order.retry import Retry
+from aioloader._transport.codec import Reducers, decode, encode_by_value
+from aioloader._workers.parcel import REDUCERS
+from aioloader._workers.refusals import explain
+from aioloader._workers.seeds import Rng
+from aioloader.errors import WorkerStartError
+from aioloader.protocols import Kind, kind_of
+
+_HEAD = struct.Struct("<qq")  # bytes of the header, number of buffers
+_PLACE = struct.Struct("<qq")
+# Big buffers begin at a page; small ones share pages.
+_ALIGN, _ALIGN_SMALL, _BIG = 4096, 64, 1 << 16
+
+
+@dataclass
+class Shipment:
+    """What every worker of a loader is told.
+
+    Attributes:
+        dataset: The dataset, or None where the loader reads and workers do the rest.
+        on_error: The policy for failed samples; its budget is kept by the loader.
+        concurrency: Samples in flight on a worker's own loop.
+        window: Batches that such a worker takes in hand at once.
+        in_flight: Batches in flight in all.
+    """
+
+    dataset: Any
+    transform: Any
+    collate_fn: Any
+    batched: bool
+    retry: Retry | None
+    on_error: OnError
+    drop_last: bool
+    reads: bool
+    worker_init_fn: Any
+    num_workers: int
+    base_seed: int
+    rng: Rng
+    concurrency: int
+    window: int
+    in_flight: int
+
+    def is_replicated(self) -> bool:
+        """Tell whether each worker reads a stream of its own."""
+        return self.reads and kind_of(self.dataset) is not Kind.MAP
+
+    def is_addressed(self) -> bool:
+        """Tell whether each request is for a certain worker, not for any that is free.
+
+        So it is for replicas, and where random numbers are the worker's own.
+        """
+        return self.is_replicated() or self.rng == "worker"
+
+
+@dataclass
+class Surroundings:
+    """What code may take for granted about the process it runs in."""
+
+    directory: str = field(default_factory=os.getcwd)
+    path: list[str] = field(default_factory=lambda: list(sys.path))
+    argv: list[str] = field(default_factory=lambda: list(sys.argv))
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    filters: list[bytes] = field(default_factory=lambda: _pickled(warnings.filters))
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    secret: bytes = field(
+        default_factory=lambda: bytes(multiprocessing.current_process().authkey)
+    )
+
+    def enter(self) -> None:
+        """Make them this process's own, but for the environment."""
+        sys.path[:] = self.path
+        sys.argv[:] = self.argv
+        os.chdir(self.directory)
+        warnings.filters[:] = _unpickled(self.filters)  # type: ignore[index]
+        warnings._filters_mutated()  # type: ignore[attr-defined]  # noqa: SLF001  (else caches stay)
+        torch.set_default_dtype(self.dtype)
+        multiprocessing.current_process().authkey = self.secret
+
+    def enter_environment(self) -> None:
+        """Make the environment variables this process's own."""
+        os.environ.clear()
+        os.environ.update(self.environment)
+
+
+def _pickled(filters: Iterable[Any]) -> list[bytes]:
+    """Return those filters that can be sent; their categories may be anybody's."""
+    found = []
+    for one in filters:
+        with contextlib.suppress(Exception):
+            found.append(pickle.dumps(one, 5))
+    return found
+
+
+def _unpickled(filters: Iterable[bytes]) -> list[Any]:
+    found = []
+    for one in filters:
+        with contextlib.suppress(Exception):
+            found.append(pickle.loads(one))  # noqa: S301  (of the loader)
+    return found
+
+
+def send_by_value_what_cannot_be_imported() -> None:
+    """Have modules that another process would not find travel by value.
+
+    They were loaded from a file: a test by pytest, a configuration, a plugin.
+    """
+    for name, module in list(sys.modules.items()):
+        if "." not in name and isinstance(module, ModuleType) and not _is_known(name):
+            with contextlib.suppress(ValueError):  # it calls itself something else
+                cloudpickle.register_pickle_by_value(module)
+
+
+@functools.cache
+def _is_known(name: str) -> bool:
+    """Tell whether a process with the same ``sys.path`` finds a top-level module."""
+    if name in sys.stdlib_module_names or name in {"__main__", "__mp_main__"}:
+        return True
+    with contextlib.suppress(Exception):  # of somebody's finder
+        return any(finder.find_spec(name, None) for finder in sys.meta_path)
+    return True
+
+
+class OnlyInheritedError(Exception):
+    """Say that an object can be shared by inheritance alone: an ``mp.Value``, say."""
+
+
+def ship(shipment: Shipment) -> int:
+    """Write ``shipment`` to a memory file; return its descriptor, owned by the caller.
+
+    Nothing in it is changed, and no buffer is copied on the way.
+
+    Raises:
+        OnlyInheritedError: If workers must be forked from this process to share it.
+        WorkerStartError: If it cannot be pickled; names the attribute and a way out.
+    """
+    send_by_value_what_cannot_be_imported()
+    try:
+        header, buffers = encode_by_value(shipment, SHIPPING)
+    except OnlyInheritedError:
+        raise
+    except Exception as error:
+        if "through inheritance" in str(error):
+            raise OnlyInheritedError(str(error)) from error
+        raise WorkerStartError(explain(shipment, error)) from error
+    raws = [buffer.raw() for buffer in buffers]
+    places, end = [], _start(len(header), len(raws))
+    for raw in raws:
+        end = _aligned(end, _ALIGN if raw.nbytes >= _BIG else _ALIGN_SMALL)
+        places.append(_PLACE.pack(end, raw.nbytes))
+        end += raw.nbytes
+    file = os.memfd_create("aioloader-dataset")
+    try:
+        os.truncate(file, end)
+        head = _HEAD.pack(len(header), len(raws)) + b"".join(places)
+        _write(file, memoryview(head), 0)
+        _write(file, memoryview(header), len(head))
+        with mmap.mmap(file, end) as memory:
+            for place, raw in zip(places, raws, strict=True):
+                start, nbytes = _PLACE.unpack(place)
+                if nbytes >= _BIG:
+                    _write(file, raw, start)
+                else:  # there may be millions
+                    memory[start : start + nbytes] = raw
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def receive(file: int) -> Shipment:
+    """Return what was shipped; its buffers are private, writable maps of ``file``."""
+    memory = memoryview(mmap.mmap(file, 0, flags=mmap.MAP_PRIVATE))
+    length, count = _HEAD.unpack_from(memory)
+    at = _HEAD.size + count * _PLACE.size
+    places = [
+        _PLACE.unpack_from(memory, _HEAD.size + k * _PLACE.size) for k in range(count)
+    ]
+    buffers = [memory[start : start + nbytes] for start, nbytes in places]
+    shipment: Shipment = decode(memory[at : at + length], buffers)
+    return shipment
+
+
+def _start(header_bytes: int, count: int) -> int:
+    end = _HEAD.size + count * _PLACE.size + header_bytes
+    return _aligned(end, _ALIGN)
+
+
+def _aligned(place: int, to: int) -> int:
+    return -(-place // to) * to
+
+
+def _write(file: int, data: memoryview, at: int) -> None:
+    """Write all of ``data``: the kernel takes at most 2 GB at once."""
+    data = data.cast("B") if data.nbytes else data
+    while len(data):
+        written = os.pwrite(file, data[: 1 << 30], at)
+        data, at = data[written:], at + written
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    if tensor.is_shared():  # type: ignore[no-untyped-call]
+        raise OnlyInheritedError("a tensor in shared memory (share_memory_)")
+    return REDUCERS[torch.Tensor](tensor)
+
+
+def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
+    """Reduce an array that is mapped from a file to where it is in the file."""
+    root: Any = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    is_mapped = isinstance(root, np.memmap) and isinstance(root.base, mmap.mmap)
+    is_whole = array.flags.c_contiguous or array.flags.f_contiguous
+    is_there = is_mapped and root.filename and Path(root.filename).exists()
+    if not is_there or not is_whole or root.mode == "c":
+        return array.__reduce_ex__(5)
+    offset = root.offset + array.ctypes.data - root.ctypes.data
+    order = "C" if array.flags.c_contiguous else "F"
+    mode = "r" if root.mode == "r" else "r+"
+    return _map_again, (root.filename, array.dtype, mode, offset, array.shape, order)
+
+
+def _map_again(
+    filename: Any,
+    dtype: Any,
+    mode: Any,
+    offset: int,
+    shape: tuple[int, ...],
+    order: Any,
+) -> Any:
+    if not np.prod(shape):
+        return np.empty(shape, dtype)
+    return np.memmap(filename, dtype, mode, offset, shape, order)
+
+
+SHIPPING: Reducers = {torch.Tensor: _reduce_tensor, np.memmap: _reduce_memmap}

@@ -1,0 +1,51 @@
+"""How workers come to be: by the template, by ``multiprocessing``, by inheritance."""
+
+import multiprocessing
+import warnings
+from typing import Any
+
+from aioloader._workers.contexts import ContextLauncher
+from aioloader._workers.launch import Launcher, NurseryLauncher
+from aioloader._workers.pool import ProcessPool
+from aioloader._workers.shipment import (
+    OnlyInheritedError,
+    Shipment,
+    Surroundings,
+    ship,
+)
+
+
+def start_pool(
+    shipment: Shipment, surroundings: Surroundings, context: Any
+) -> ProcessPool:
+    """Ship, and start the workers; they come up in the background.
+
+    Args:
+        shipment: What they are to do.
+        surroundings: Of this process when the loader was made.
+        context: A ``multiprocessing`` context that the user asked for, or None.
+
+    Raises:
+        WorkerStartError: If it cannot be pickled, or no worker can be started.
+    """
+    is_fork = context is not None and context.get_start_method() == "fork"
+    payload: Shipment | int = shipment
+    if not is_fork:
+        try:
+            payload = ship(shipment)
+        except OnlyInheritedError as reason:
+            warnings.warn(
+                "the dataset holds what only a forked child can share "
+                f"({reason}); its workers are forked from this process, threads, locks "
+                "and all; multiprocessing_context='fork' says that this is meant",
+                stacklevel=2,
+            )
+            context = multiprocessing.get_context("fork")
+
+    def launch(ends: list[int]) -> Launcher:
+        if context is not None:
+            return ContextLauncher(context, payload, surroundings, ends)
+        assert isinstance(payload, int)
+        return NurseryLauncher(surroundings, payload, ends)
+
+    return ProcessPool(shipment, launch)

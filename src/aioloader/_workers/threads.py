@@ -1,0 +1,174 @@
+"""Worker threads: for code that releases the interpreter's lock, or a Python without.
+
+Threads pull works from one queue, whichever is free, and write batches into recycled
+memory. They share the dataset and the process's generators; generators of their own are
+in ``get_worker_info().rng``.
+"""
+
+import queue
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+from aioloader._pipeline.cpu import CpuThread
+from aioloader._pipeline.run import Run
+from aioloader._pipeline.waiting import Latch
+from aioloader._pipeline.work import Outcome, Work
+from aioloader._workers.info import WorkerInfo, be_at, be_worker_thread
+from aioloader._workers.seeds import key_of_sample
+from aioloader.errors import LoaderClosedError
+
+# How long a close waits for a batch that is being made, in seconds.
+_GRACE = 10.0
+
+
+class KeyedHere:
+    """Let ``get_worker_info().rng`` be that of a work, in this thread, meanwhile."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, work: Work) -> None:
+        self._key = work.key
+
+    def __enter__(self) -> None:
+        if self._key is not None:
+            be_at(self._key)
+
+    def __exit__(self, *_exc: object) -> None:
+        pass
+
+
+def be_at_sample(work: Work, position: int, stage: int) -> None:
+    """Let ``get_worker_info().rng`` be that of one sample, in this thread."""
+    be_at(key_of_sample(work, position, stage))
+
+
+class ThreadWorkers:
+    """The threads of one iteration.
+
+    Args:
+        number: How many threads.
+        reads: Whether they read the samples too.
+        init: The user's ``worker_init_fn``, or None.
+        base_seed: Of the iteration; a worker's seed is its number more.
+    """
+
+    place: Literal["thread"] = "thread"
+    pump = None
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        reads: bool,
+        init: Callable[[int], Any] | None,
+        base_seed: int,
+    ) -> None:
+        self.reads = reads
+        self._number = number
+        self._init = init
+        self._base_seed = base_seed
+        self._works: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._over: list[bool] = []  # not empty: so it is
+        self._threads: list[CpuThread] = []
+        self._ended = [Latch() for _ in range(number)]
+        self._in_hand: dict[int, tuple[Work, float]] = {}  # by thread
+
+    def open(self, run: Run) -> None:
+        """Start the threads."""
+        for worker in range(self._number):
+            thread = CpuThread(f"aioloader-worker-{worker}")
+            thread.post(partial(self._live, run, worker))
+            thread.stop(self._ended[worker].set)
+            self._threads.append(thread)
+        # At the interpreter's exit, before anybody waits for the threads.
+        weakref.finalize(self, _end, self._over, self._works, self._number)
+
+    def submit(self, run: Run, work: Work) -> None:  # noqa: ARG002  (the pool's protocol)
+        """Have the rest of ``work`` made."""
+        self._works.put(work)
+
+    def forget(self, run: Run) -> None:  # noqa: ARG002  (the pool's protocol)
+        """Let the threads end after what they have in hand; finalizers may call it."""
+        _end(self._over, self._works, len(self._threads))
+
+    def join(self) -> bool:
+        """Wait until the threads have ended, bounded."""
+        until = time.monotonic() + _GRACE
+        are_gone = all(
+            ended.wait(max(0.0, until - time.monotonic()))
+            for ended, _ in zip(self._ended, self._threads, strict=False)
+        )
+        if are_gone:
+            for thread in self._threads:
+                thread.join(_GRACE)
+        return are_gone
+
+    def explain(self, work: Work) -> str:
+        """Say which thread has ``work``, since when, and where it is."""
+        for ident, (held, since) in list(self._in_hand.items()):
+            if held is work:
+                frame = sys._current_frames().get(ident)  # noqa: SLF001  (the only way)
+                stack = "".join(traceback.format_stack(frame)[-8:]) if frame else ""
+                seconds = time.monotonic() - since
+                return (
+                    f"has been with a worker thread for {seconds:.2f} s, at:\n{stack}"
+                )
+        return "waits for a worker thread that is free"
+
+    def restart(self, work: Work) -> bool:  # noqa: ARG002  (the pool's protocol)
+        """Do nothing: a thread cannot be killed."""
+        return False
+
+    # -- in the threads -----------------------------------------------------------
+
+    def _live(self, run: Run, worker: int) -> None:
+        seed = self._base_seed + worker
+        info = WorkerInfo(worker, self._number, seed, run.recipe.dataset)
+        be_worker_thread(info)
+        try:
+            if self._init is not None:
+                self._init(worker)
+        except BaseException as error:  # of the user's; raised by who waits
+            run.fail(error)
+            return
+        ident = threading.get_ident()
+        while (work := self._works.get()) is not _LAST and not self._over:
+            self._in_hand[ident] = work, time.monotonic()
+            outcome = make(run, work, self._pause)
+            del self._in_hand[ident]
+            run.deliver(work, outcome)
+            del work, outcome  # the consumer may let go of it before the next comes
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before another attempt, unless the iteration is over."""
+        if self._over:
+            raise LoaderClosedError("the iterator was closed")
+        time.sleep(seconds)
+
+
+_LAST = Work(-1, ())
+
+
+def _end(over: list[bool], works: "queue.SimpleQueue[Work]", number: int) -> None:
+    """Let so many threads end after what they have in hand."""
+    over.append(True)
+    for _ in range(number):
+        works.put(_LAST)
+
+
+def make(run: Run, work: Work, pause: Callable[[float], object]) -> Outcome:
+    """Make the rest of ``work``, in this thread; errors are its outcome."""
+    recipe = run.recipe
+    try:
+        with recipe.around(work):
+            if not run.route:
+                recipe.read(work, pause)
+            return recipe.finish(work)
+    except BaseException as error:  # handed to the consumer
+        return Outcome(error=error)

@@ -1,0 +1,243 @@
+"""Bad input to workers, and bad manners of theirs: delivery, or a clear error."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aioloader import DataLoader
+from aioloader.errors import BatchTooLargeError
+from faulty import ALL_OUTCOMES, Faulty, outcomes
+
+HUGE = 1 << 50
+
+
+class Returns(Faulty):
+    """Returns something strange at one index, and numbers elsewhere."""
+
+    def __init__(self, value: Any, n: int = 12) -> None:
+        super().__init__(n)
+        self.value = value
+
+    def __getitem__(self, index: int) -> Any:
+        return self.value() if index == 5 else index
+
+
+class OddError(Exception):
+    """Cannot be made from its own arguments."""
+
+    def __init__(self, *, code: int, path: str) -> None:
+        super().__init__(f"code {code} at {path}")
+        self.code = code
+
+
+def raise_odd() -> None:
+    """As libraries do whose authors never pickled their errors."""
+    raise OddError(code=7, path="/x")
+
+
+def make_lock() -> Any:
+    """Return what no pickler takes."""
+    return threading.Lock()
+
+
+def broadcast() -> Any:
+    """Return a petabyte that is one byte."""
+    return np.broadcast_to(np.zeros(1, np.uint8), (HUGE,))
+
+
+def expanded() -> Any:
+    """Return the same as a tensor."""
+    return torch.zeros(1, dtype=torch.uint8).expand(HUGE)
+
+
+def as_it_is(samples: list[Any]) -> Any:
+    """Collate to a list of arrays."""
+    return samples
+
+
+@pytest.mark.parametrize("consume", ALL_OUTCOMES)
+def test_a_batch_that_cannot_be_pickled(consume: Any) -> None:
+    """One error, and iteration goes on."""
+    loader = DataLoader(Returns(make_lock), 4, num_workers=2, collate_fn=as_it_is)
+    found = consume(loader)
+    assert [found[0], found[2]] == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert isinstance(found[1], TypeError)
+    assert "pickle" in str(found[1])
+    assert "batch 1" in "".join(found[1].__notes__)
+
+
+class Strange(Returns):
+    """The samples themselves are strange, all of them."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.value()
+
+
+@pytest.mark.parametrize("value", [broadcast, expanded])
+@pytest.mark.parametrize("collate_fn", [None, as_it_is])
+def test_a_batch_too_large_for_memory(value: Any, collate_fn: Any) -> None:
+    """An error of ours or of an allocator, no signal; the workers live on."""
+    loader = DataLoader(Strange(value, 8), 4, num_workers=2, collate_fn=collate_fn)
+    found = outcomes(loader)
+    wanted = (BatchTooLargeError, MemoryError, RuntimeError)
+    assert [isinstance(one, wanted) for one in found] == [True, True]
+    assert not any("exited unexpectedly" in str(one) for one in found)
+
+
+@pytest.mark.parametrize("consume", ALL_OUTCOMES)
+def test_an_exception_with_an_odd_constructor(consume: Any) -> None:
+    """It keeps its type and its attributes."""
+    found = consume(DataLoader(Returns(raise_odd), 4, num_workers=2))
+    assert isinstance(found[1], OddError)
+    assert (found[1].code, str(found[1])) == (7, "code 7 at /x")
+    assert "worker process" in "".join(found[1].__notes__)
+    assert [type(one) for one in found].count(OddError) == 1
+
+
+class Prints(Faulty):
+    """Prints megabytes."""
+
+    def __getitem__(self, index: int) -> Any:
+        sys.stderr.write("x" * (1 << 18) + "\n")
+        return index
+
+
+def test_megabytes_of_print() -> None:
+    """They go where the output goes; batches are not mixed up with it."""
+    labels = [i for batch in DataLoader(Prints(24), 4, num_workers=2) for i in batch]
+    assert labels == list(range(24))
+
+
+class Manners(Faulty):
+    """Does to its process what it should not."""
+
+    def __getitem__(self, index: int) -> Any:
+        what = index % 5
+        if what == 0:
+            child = os.fork()
+            if child == 0:
+                os._exit(3)
+            os.waitpid(child, 0)
+        elif what == 1:
+            threading.Thread(target=threading.Event().wait).start()
+        elif what == 2:
+            os.chdir("/")
+        elif what == 3:
+            subprocess.run([sys.executable, "-S", "-c", ""], check=True)
+        else:
+            context = multiprocessing.get_context("fork")
+            child_process = context.Process(target=os.getpid)
+            child_process.start()
+            child_process.join()
+        return torch.full((1 << 15,), float(index)), index
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_bad_manners(is_kept: bool) -> None:
+    """Forks, threads, another directory, subprocesses: batches arrive, all ends."""
+    where = Path.cwd()
+    with DataLoader(Manners(), 4, num_workers=2, persistent_workers=is_kept) as loader:
+        for _ in range(2):
+            labels = [i for _, batch in loader for i in batch.tolist()]
+            assert labels == list(range(24))
+    assert Path.cwd() == where
+
+
+class Orphans(Faulty):
+    """Leaves a process behind that outlives it, and holds all its descriptors."""
+
+    def __init__(self, pids: Path) -> None:
+        super().__init__(8)
+        self.pids = pids
+
+    def __getitem__(self, index: int) -> Any:
+        child = os.fork()
+        if child == 0:
+            threading.Event().wait()
+        with self.pids.open("a") as file:
+            file.write(f"{child}\n")
+        return index
+
+
+def test_processes_that_a_worker_leaves_behind(tmp_path: Path) -> None:
+    """They do not keep the loader from ending; they are the user's to end."""
+    labels = [
+        i
+        for batch in DataLoader(Orphans(tmp_path / "pids"), 4, num_workers=2)
+        for i in batch.tolist()
+    ]
+    for line in (tmp_path / "pids").read_text().split():
+        os.kill(int(line), 9)
+    assert labels == list(range(8))
+
+
+LIMITED = f"""
+import resource, sys
+sys.path[:] = {sys.path!r}
+import torch
+from aioloader import DataLoader, warm_up
+from faulty import Faulty
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)
+for _ in range(20):
+    loader = DataLoader(Faulty(24), 4, num_workers=2)
+    print(len(list(loader)))
+"""
+
+
+def limited(descriptors: int) -> "subprocess.CompletedProcess[str]":
+    """Iterate in a process that may open so many descriptors."""
+    return subprocess.run(
+        [sys.executable, "-c", LIMITED, str(descriptors)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_a_limit_of_64_descriptors() -> None:
+    """Enough for epoch after epoch."""
+    done = limited(64)
+    assert (done.returncode, done.stdout) == (0, "6\n" * 20), done.stderr
+
+
+@pytest.mark.slow
+def test_far_too_few_descriptors() -> None:
+    """The system's error, and nothing that hangs."""
+    done = limited(12)
+    assert done.returncode == 1
+    assert "Too many open files" in done.stderr
+
+
+def number_of_descriptors() -> int:
+    """Return how many this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_descriptors_do_not_grow_with_batches() -> None:
+    """Nor with the batches that a consumer keeps."""
+    iterator = iter(DataLoader(Large(), 4, num_workers=2))
+    kept = [next(iterator) for _ in range(4)]
+    before = number_of_descriptors()
+    kept += iterator
+    assert len(kept) == 40
+    assert number_of_descriptors() <= before
+
+
+class Large(Faulty):
+    """Batches of 1 MB."""
+
+    def __init__(self) -> None:
+        super().__init__(160)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((1 << 16,), float(index))

@@ -1,0 +1,368 @@
+"""Workers die: their batches are made again, in order, or the reason is told."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aioloader import DataLoader
+from aioloader._workers.template import template_in_use, warm_up
+from aioloader.errors import WorkerDiedError
+from faulty import (
+    ALL_OUTCOMES,
+    CONSUMERS,
+    AsyncFaulty,
+    Faulty,
+    FaultyAsyncStream,
+    FaultyStream,
+    Pids,
+    exit_politely,
+    kill_and_wait,
+    kill_itself,
+    leave,
+    outcomes,
+    parent_of,
+    pools_of,
+    segfault,
+    workers_of,
+)
+
+ENDS = [kill_itself, segfault, leave, exit_politely]
+
+
+def same(found: list[Any], expected: list[Any]) -> bool:
+    """Tell whether batches are alike, to the bit."""
+    return len(found) == len(expected) and all(
+        torch.equal(one, other)
+        for batch, wanted in zip(found, expected, strict=True)
+        for one, other in zip(batch, wanted, strict=True)
+    )
+
+
+def undisturbed(n: int = 24, **options: Any) -> list[Any]:
+    """Return what a run without faults gives."""
+    torch.manual_seed(0)
+    return list(DataLoader(Faulty(n), 4, num_workers=2, **options))
+
+
+@pytest.mark.parametrize("act", ENDS)
+def test_a_batch_is_made_again_after_any_end(act: Any, tmp_path: Path) -> None:
+    """Once each: order and augmentations are those of a run without deaths."""
+    dataset = Faulty(24, (5, 14), act, tmp_path)
+    torch.manual_seed(0)
+    found = list(DataLoader(dataset, 4, num_workers=2))
+    assert same(found, undisturbed())
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("consume", CONSUMERS)
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_death_is_mended_for_every_consumer(
+    consume: Any, in_order: bool, tmp_path: Path
+) -> None:
+    """In ``for`` and in ``async for``, in order or not: each sample once."""
+    dataset = Faulty(24, (0, 9, 23), kill_itself, tmp_path)
+    found = consume(DataLoader(dataset, 4, num_workers=2, in_order=in_order))
+    assert sorted(i for batch in found for i in batch[2].tolist()) == list(range(24))
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("consume", CONSUMERS)
+def test_async_datasets_in_workers(consume: Any, tmp_path: Path) -> None:
+    """Several batches were in hand: all are made again."""
+    dataset = AsyncFaulty(48, (3, 20, 33), kill_itself, tmp_path)
+    found = consume(DataLoader(dataset, 4, num_workers=2, concurrency=16))
+    assert [i for _, batch in found for i in batch.tolist()] == list(range(48))
+
+
+class Shipped:
+    """A transform that dies once; samples are large enough for the arena."""
+
+    def __init__(self, marks: Path) -> None:
+        self.marks = marks
+
+    def __call__(self, sample: Any) -> Any:
+        if sample[1] in {9, 30}:
+            Faulty(0, (sample[1],), kill_itself, self.marks).happen(sample[1])
+        return sample[0] + sample[1], sample[1]
+
+
+class Large:
+    """Samples of 32 KB, read by the loader."""
+
+    def __len__(self) -> int:
+        return 48
+
+    async def __getitem__(self, index: int) -> Any:
+        return torch.full((8192,), float(index)), index
+
+
+@pytest.mark.parametrize("consume", CONSUMERS)
+def test_samples_that_the_loader_has_read(consume: Any, tmp_path: Path) -> None:
+    """They are shipped again from where they are kept."""
+    loader = DataLoader(
+        Large(), 4, num_workers=2, fetch="loader", transform=Shipped(tmp_path)
+    )
+    found = consume(loader)
+    assert [i for _, batch in found for i in batch.tolist()] == list(range(48))
+    assert all((rows == 2 * batch[:, None]).all() for rows, batch in found)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+# -- batches that kill -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("consume", ALL_OUTCOMES)
+@pytest.mark.parametrize("make", [Faulty, AsyncFaulty])
+def test_a_poison_batch_is_named_and_the_rest_comes(make: Any, consume: Any) -> None:
+    """It kills two workers; then it is an error, and iteration goes on."""
+    found = consume(DataLoader(make(40, (13,), kill_itself), 4, num_workers=2))
+    error = found[3]
+    assert isinstance(error, WorkerDiedError)
+    assert isinstance(error, RuntimeError)
+    assert (error.batch, error.exitcode) == (3, -signal.SIGKILL)
+    assert error.pid is not None
+    text = str(error)
+    assert f"(pid(s) {error.pid}) exited unexpectedly" in text
+    assert "SIGKILL" in text
+    assert "batch 3" in text
+    assert "[12, 13, 14, 15]" in text
+    labels = [i for batch in found if batch is not error for i in batch[-1].tolist()]
+    assert labels == [*range(12), *range(16, 40)]
+
+
+@pytest.mark.parametrize(
+    ("act", "exitcode", "word"),
+    [
+        (segfault, -signal.SIGSEGV, "SIGSEGV"),
+        (leave, 7, "exit status 7"),
+        (exit_politely, 9, "exit status 9"),
+    ],
+)
+def test_the_error_tells_how_it_ended(act: Any, exitcode: int, word: str) -> None:
+    """Exit status or signal; of a crash, the Python stack."""
+    found = outcomes(DataLoader(Faulty(8, (5,), act), 4, num_workers=1))
+    error = found[1]
+    assert isinstance(error, WorkerDiedError)
+    assert error.exitcode == exitcode
+    assert word in str(error)
+    assert ("in happen" in str(error)) == (act is segfault)
+
+
+def test_every_batch_is_poison() -> None:
+    """The loader comes to the end all the same."""
+    found = outcomes(DataLoader(Faulty(12, tuple(range(12))), 4, num_workers=2))
+    assert [type(one) for one in found] == [WorkerDiedError] * 3
+
+
+def test_on_error_skip_does_not_hide_a_death() -> None:
+    """A death is no failed sample."""
+    loader = DataLoader(Faulty(8, (5,)), 4, num_workers=2, on_error="skip")
+    assert isinstance(outcomes(loader)[1], WorkerDiedError)
+
+
+# -- workers that never begin ------------------------------------------------------
+
+
+def dies(worker: int) -> None:
+    """As an init function: in every worker."""
+    kill_itself()
+
+
+def dies_in_one(worker: int) -> None:
+    """As an init function: in one worker only."""
+    if worker == 1:
+        kill_itself()
+
+
+@pytest.mark.parametrize("consume", CONSUMERS)
+def test_death_at_the_start_is_an_error(consume: Any) -> None:
+    """Not an endless row of new workers."""
+    loader = DataLoader(Faulty(), 4, num_workers=2, worker_init_fn=dies)
+    with pytest.raises(WorkerDiedError, match="before it had begun"):
+        consume(loader)
+
+
+def test_death_at_the_start_of_one_worker() -> None:
+    """Also if another one does the work."""
+    loader = DataLoader(range(100000), 4, num_workers=2, worker_init_fn=dies_in_one)
+    with pytest.raises(WorkerDiedError, match="before it had begun"):
+        list(loader)
+
+
+class DiesAtBirth(Faulty):
+    """Cannot be unpickled: the attempt kills."""
+
+    def __setstate__(self, state: Any) -> None:
+        kill_itself()
+
+    def __getstate__(self) -> Any:
+        return {"a": 1}
+
+
+class RefusesBirth(DiesAtBirth):
+    """Cannot be unpickled: the attempt raises."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise KeyError("no such state")
+
+
+def test_unpickling_kills() -> None:
+    """It is tried a few times, and told."""
+    with pytest.raises(WorkerDiedError, match="before it had begun"):
+        list(DataLoader(DiesAtBirth(), 4, num_workers=2))
+
+
+@pytest.mark.parametrize("consume", CONSUMERS)
+def test_unpickling_raises(consume: Any) -> None:
+    """The user's exception arrives as it is."""
+    with pytest.raises(KeyError, match="no such state"):
+        consume(DataLoader(RefusesBirth(), 4, num_workers=2))
+
+
+# -- who watches is gone, too ------------------------------------------------------
+
+
+def test_the_nursery_dies() -> None:
+    """Its workers die with it; others take over in a new one."""
+    iterator = iter(DataLoader(Faulty(200), 4, num_workers=2))
+    found = [next(iterator)]
+    pool = pools_of(iterator)
+    pids = [worker.pid for worker in pool._ledger.workers]
+    kill_and_wait(parent_of(next(pid for pid in pids if pid)))
+    found += iterator
+    assert [i for batch in found for i in batch[2].tolist()] == list(range(200))
+
+
+def test_all_workers_die_at_once() -> None:
+    """While batches wait, are made, and are on their way."""
+    iterator = iter(DataLoader(Faulty(200), 4, num_workers=2))
+    found = [next(iterator)]
+    for worker in pools_of(iterator)._ledger.workers:
+        if worker.pid:
+            os.kill(worker.pid, signal.SIGKILL)
+    found += iterator
+    assert [i for batch in found for i in batch[2].tolist()] == list(range(200))
+
+
+def test_the_template_dies() -> None:
+    """What runs goes on; the next loader gets a new template."""
+    template = template_in_use()
+    assert template is not None
+    iterator = iter(DataLoader(Faulty(200), 4, num_workers=2))
+    found = [next(iterator)]
+    kill_and_wait(template.pid)
+    found += iterator
+    again = list(DataLoader(Faulty(200), 4, num_workers=2))
+    warm_up()
+    assert template_in_use() is not template
+    for batches in (found, again):
+        labels = [i for batch in batches for i in batch[2].tolist()]
+        assert labels == list(range(200))
+
+
+def test_the_template_and_all_below_it_die() -> None:
+    """In the middle of an epoch."""
+    template = template_in_use()
+    assert template is not None
+    iterator = iter(DataLoader(Faulty(200), 4, num_workers=2))
+    found = [next(iterator)]
+    workers = [one.pid for one in pools_of(iterator)._ledger.workers if one.pid]
+    kill_and_wait(template.pid)
+    kill_and_wait(parent_of(workers[0]))
+    found += iterator
+    warm_up()
+    assert [i for batch in found for i in batch[2].tolist()] == list(range(200))
+
+
+@pytest.mark.parametrize("consume", CONSUMERS)
+def test_deaths_between_epochs(consume: Any) -> None:
+    """Persistent workers that died in idleness are replaced, the others stay."""
+    loader = DataLoader(Pids(), 4, num_workers=2, persistent_workers=True)
+    with loader:
+        consume(loader)
+        before = workers_of(loader)
+        kill_and_wait(before[0])
+        assert len(consume(loader)) == 6
+        after = workers_of(loader)
+        assert (after[0] == before[0], after[1] == before[1]) == (False, True)
+        for pid in after.values():
+            kill_and_wait(pid)
+        assert len(consume(loader)) == 6
+
+
+def test_the_nursery_dies_between_epochs() -> None:
+    """The next epoch has a new one."""
+    with DataLoader(Pids(), 4, num_workers=2, persistent_workers=True) as loader:
+        list(loader)
+        kill_and_wait(parent_of(workers_of(loader)[0]))
+        assert len(list(loader)) == 6
+
+
+# -- noticed at once ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("consume", CONSUMERS)
+def test_a_death_is_noticed_by_who_waits(consume: Any, tmp_path: Path) -> None:
+    """Nothing else would wake the consumer: there is one batch, and no timeout."""
+    dataset = Faulty(4, (0,), kill_itself, tmp_path)
+    assert len(consume(DataLoader(dataset, 4, num_workers=1))) == 1
+
+
+# -- streams -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("consume", ALL_OUTCOMES)
+@pytest.mark.parametrize("make", [FaultyStream, FaultyAsyncStream])
+def test_the_death_of_a_replica(make: Any, consume: Any) -> None:
+    """Its stream is over, with one error; the others go on."""
+    dataset = make(12, (1006,), kill_itself)
+    found = consume(DataLoader(dataset, 4, num_workers=2, fetch="workers"))
+    errors = [one for one in found if isinstance(one, Exception)]
+    assert [type(error) for error in errors] == [WorkerDiedError]
+    assert "iterable dataset" in str(errors[0])
+    labels = [i for one in found if one is not errors[0] for i in one.tolist()]
+    assert [i for i in labels if i < 1000] == list(range(12))
+    assert [i for i in labels if i >= 1000] in ([], [1000, 1001, 1002, 1003])
+
+
+class Uneven(FaultyStream):
+    """Worker 1 has little to read."""
+
+    def __iter__(self) -> Any:
+        worker: Any = torch.utils.data.get_worker_info()
+        return iter(range(4 if worker.id else self.n))
+
+
+def test_a_replica_that_has_ended_may_die() -> None:
+    """Nothing is lost with it."""
+    iterator = iter(DataLoader(Uneven(200), 4, num_workers=2))
+    found = [next(iterator) for _ in range(20)]
+    kill_and_wait(pools_of(iterator)._ledger.workers[1].pid)
+    found += iterator
+    labels = [i for batch in found for i in batch.tolist()]
+    assert sorted(labels) == sorted([*range(200), *range(4)])
+
+
+async def test_deaths_on_a_loop_do_not_block_it(tmp_path: Path) -> None:
+    """The loop goes on while workers are replaced."""
+    dataset = Faulty(80, tuple(range(0, 80, 9)), kill_itself, tmp_path)
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    ticking = asyncio.ensure_future(tick())
+    loader = DataLoader(dataset, 4, num_workers=2)
+    labels = [i async for batch in loader for i in batch[2].tolist()]
+    ticking.cancel()
+    await asyncio.wait([ticking])
+    assert labels == list(range(80))
+    assert ticks > 20

@@ -1,0 +1,194 @@
+"""A worker that does not come back: it is named, with its stack, or replaced."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioloader import DataLoader
+from aioloader.errors import BatchTimeoutError, WorkerDiedError
+from faulty import (
+    CONSUMERS,
+    AsyncFaulty,
+    Faulty,
+    FaultyStream,
+    in_thread,
+    kill_and_wait,
+    pids_of,
+    pools_of,
+    sleep_forever,
+    spin_in_c,
+    stop_itself,
+)
+
+STUCK = [sleep_forever, spin_in_c, stop_itself]
+
+
+def raised(loader: DataLoader[Any], consume: Any) -> str:
+    """Return the message of the timeout; end the stuck workers at once."""
+    with pytest.raises(BatchTimeoutError) as caught:
+        consume(loader)
+    assert caught.value.batch == 1
+    for pool in loader._live.pools._kept:
+        for pid in pids_of(pool).values():
+            kill_and_wait(pid)
+    loader.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("consume", CONSUMERS)
+@pytest.mark.parametrize("act", STUCK)
+def test_the_stuck_worker_is_named(act: Any, consume: Any) -> None:
+    """Batch, worker, pid, stage, and its Python stack, even when it is stopped."""
+    loader = DataLoader(
+        Faulty(8, (5,), act),
+        4,
+        num_workers=1,
+        timeout=0.5,
+        persistent_workers=True,
+    )
+    text = raised(loader, consume)
+    assert "timed out after 0.5 seconds: batch 1" in text
+    assert "stage 'fetch' of worker 0 (pid " in text
+    assert f"in {act.__name__}" in text
+    assert ("it is stopped" in text) == (act is stop_itself)
+
+
+def test_the_stage_is_named() -> None:
+    """A transform and a collate function can be stuck as well."""
+    for stage in ("transform", "collate_fn"):
+        options: dict[str, Any] = {stage: stuck}
+        loader = DataLoader(
+            range(8), 4, num_workers=1, timeout=0.3, persistent_workers=True, **options
+        )
+        with pytest.raises(BatchTimeoutError, match=f"stage '{stage[:7]}"):
+            list(loader)
+        for pid in pids_of(loader._live.pools._kept[0]).values():
+            kill_and_wait(pid)
+        loader.close()
+
+
+def stuck(_: Any) -> None:
+    """Never return."""
+    sleep_forever()
+
+
+def test_async_code_that_is_stuck() -> None:
+    """The worker's loop is blocked: its thread is shown."""
+    loader = DataLoader(
+        AsyncFaulty(8, (5,), sleep_forever),
+        4,
+        num_workers=1,
+        timeout=0.5,
+        persistent_workers=True,
+        concurrency=4,
+        prefetch_factor=1,
+    )
+    text = raised(loader, in_thread)
+    assert "in sleep_forever" in text
+
+
+def test_the_time_counts_from_the_wait() -> None:
+    """What passes before a batch is asked for does not count."""
+    iterator = iter(DataLoader(Faulty(8), 4, num_workers=1, timeout=0.4))
+    next(iterator)
+    time.sleep(0.5)
+    next(iterator)
+    iterator.close()
+
+
+@pytest.mark.parametrize("consume", CONSUMERS)
+@pytest.mark.parametrize("act", STUCK)
+def test_restart(act: Any, consume: Any, tmp_path: Path) -> None:
+    """The worker is replaced, and the epoch completes: each sample once."""
+    loader = DataLoader(
+        Faulty(24, (5,), act, tmp_path),
+        4,
+        num_workers=2,
+        timeout=0.4,
+        on_timeout="restart",
+    )
+    found = consume(loader)
+    assert [i for batch in found for i in batch[2].tolist()] == list(range(24))
+
+
+def test_restart_of_an_async_worker(tmp_path: Path) -> None:
+    """What else it had in hand is made again too."""
+    loader = DataLoader(
+        AsyncFaulty(48, (5,), stop_itself, tmp_path),
+        4,
+        num_workers=2,
+        timeout=0.5,
+        on_timeout="restart",
+        concurrency=16,
+    )
+    labels = [i for batch in loader for i in batch[1].tolist()]
+    assert labels == list(range(48))
+
+
+@pytest.mark.parametrize("consume", CONSUMERS)
+def test_a_batch_that_is_stuck_twice(consume: Any) -> None:
+    """It is not restarted for ever."""
+    loader = DataLoader(
+        Faulty(24, (5,), sleep_forever),
+        4,
+        num_workers=2,
+        timeout=0.3,
+        on_timeout="restart",
+        persistent_workers=True,
+    )
+    with pytest.raises(BatchTimeoutError, match="batch 1"):
+        consume(loader)
+    for pid in pids_of(loader._live.pools._kept[0]).values():
+        kill_and_wait(pid)
+    loader.close()
+
+
+def test_a_timeout_is_followed_by_the_batch(tmp_path: Path) -> None:
+    """The batch was on its way: the next step waits for it again."""
+    loader = DataLoader(
+        Faulty(8, (5,), stop_itself, tmp_path), 4, num_workers=1, timeout=0.3
+    )
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(BatchTimeoutError):
+        next(iterator)
+    for pid in pids_of(pools_of(iterator)).values():
+        kill_and_wait(pid)
+    assert next(iterator)[2].tolist() == [4, 5, 6, 7]
+
+
+def test_a_stuck_replica_that_is_restarted() -> None:
+    """Its stream cannot be begun again: it is over, with an error."""
+    dataset = FaultyStream(8, (1004,), sleep_forever)
+    loader = DataLoader(
+        dataset, 4, num_workers=2, timeout=0.3, on_timeout="restart", in_order=True
+    )
+    iterator = iter(loader)
+    found: list[Any] = []
+    with pytest.raises(WorkerDiedError):
+        for batch in iterator:
+            found += batch.tolist()
+    found += [i for batch in iterator for i in batch.tolist()]
+    assert sorted(found) == [*range(8), *range(1000, 1004)]
+
+
+def test_a_stuck_thread_is_shown() -> None:
+    """Worker threads cannot be killed, but they can be looked at."""
+    released = threading.Event()
+
+    class Stuck(Faulty):
+        def happen(self, index: int) -> None:
+            if index == 5:
+                released.wait()
+
+    loader = DataLoader(Stuck(8), 4, num_workers=1, workers="thread", timeout=0.3)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(BatchTimeoutError, match="in happen") as caught:
+        next(iterator)
+    assert "batch 1" in str(caught.value)
+    released.set()
+    assert next(iterator)[2].tolist() == [4, 5, 6, 7]

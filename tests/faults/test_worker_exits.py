@@ -1,0 +1,368 @@
+"""Every way out of a loop over workers releases processes, threads and memory."""
+
+import asyncio
+import gc
+import itertools
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import uvloop
+
+from aioloader import DataLoader
+from aioloader.testing import no_leaks
+from beside import beside
+from faulty import (
+    Faulty,
+    Pids,
+    await_gone,
+    is_alive,
+    kill_itself,
+    pids_of,
+    pools_of,
+    sleep_forever,
+    workers_of,
+)
+
+KINDS: list[Any] = ["process", "thread"]
+FLAGS = [True, False]
+
+
+class LeaveError(Exception):
+    """The consumer's own error."""
+
+
+def refuse() -> None:
+    """As a broken dataset does."""
+    raise LeaveError
+
+
+def made(how: str, kind: Any, **options: Any) -> DataLoader[Any]:
+    """Return a loader for one cell of the matrix."""
+    acts = {"dataset error": refuse, "worker kill": kill_itself}
+    dataset = Faulty(40, (17,) if how in acts else (), acts.get(how, refuse))
+    return DataLoader(dataset, 4, num_workers=2, workers=kind, **options)
+
+
+def leave(loader: DataLoader[Any], how: str) -> None:
+    """Go, in one of the ways of a ``for`` loop."""
+    for number, _ in enumerate(loader):
+        if how == "break" and number == 2:
+            break
+        if how == "consumer error" and number == 2:
+            raise LeaveError
+
+
+async def leave_async(loader: DataLoader[Any], how: str) -> None:
+    """Go, in one of the ways of an ``async for`` loop."""
+    number = 0
+    async for _ in loader:
+        number += 1
+        if how == "break" and number == 2:
+            break
+        if how == "consumer error" and number == 2:
+            raise LeaveError
+        if how == "cancel" and number == 2:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+
+
+HOWS = ["end", "break", "consumer error", "dataset error", "worker kill"]
+CELLS = [
+    (how, kind, in_order, is_kept)
+    for how, kind, in_order, is_kept in itertools.product(HOWS, KINDS, FLAGS, FLAGS)
+    if (how, kind) != ("worker kill", "thread")
+]
+
+
+@pytest.mark.parametrize(("how", "kind", "in_order", "is_kept"), CELLS)
+def test_for(how: str, kind: Any, in_order: bool, is_kept: bool) -> None:
+    """The loader is dropped, not closed: that must be enough."""
+    with no_leaks():
+        loader = made(how, kind, in_order=in_order, persistent_workers=is_kept)
+        try:
+            leave(loader, how)
+        except (LeaveError, RuntimeError):
+            assert how not in {"end", "break"}
+        del loader
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "in_order", "is_kept"),
+    [*CELLS, *(("cancel", kind, True, flag) for kind in KINDS for flag in FLAGS)],
+)
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_async_for(
+    run: Any, how: str, kind: Any, in_order: bool, is_kept: bool
+) -> None:
+    """The same; besides, tasks can be cancelled."""
+    with no_leaks():
+        loader = made(how, kind, in_order=in_order, persistent_workers=is_kept)
+        try:
+            run(leave_async(loader, how))
+        except (LeaveError, RuntimeError, asyncio.CancelledError):
+            assert how not in {"end", "break"}
+        del loader
+
+
+# -- the whole process ends ---------------------------------------------------------
+
+SCRIPT = """
+import asyncio, os, signal, sys, time, torch
+from aioloader import DataLoader
+class D:
+    def __len__(self): return 100
+    def __getitem__(self, i):
+        if i >= 12: time.sleep(60 if sys.argv[1] == 'process' else 0.2)
+        return i
+def loaders():
+    for in_order in (True, False):
+        for kept in (True, False):
+            yield DataLoader(D(), 4, num_workers=2, workers=sys.argv[1],
+                             in_order=in_order, persistent_workers=kept)
+def sync():
+    iterators = [iter(loader) for loader in loaders()]
+    for iterator in iterators: next(iterator)
+    print('ready', flush=True)
+    for batch in iterators[0]: pass
+async def main():
+    iterators = [aiter(loader) for loader in loaders()]
+    for iterator in iterators: await anext(iterator)
+    print('ready', flush=True)
+    async for batch in iterators[0]: pass
+if sys.argv[2] == 'for': sync()
+else: asyncio.run(main())
+"""
+
+
+def started(*arguments: str, code: str = SCRIPT) -> "subprocess.Popen[str]":
+    """Start a script in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def session(leader: int) -> list[int]:
+    """Return the processes of a session."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (entry / "stat").read_text("ascii", "replace")
+        except OSError:
+            continue
+        if int(text.rpartition(")")[2].split()[3]) == leader:
+            found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("statement", ["for", "async for"])
+def test_ctrl_c(statement: str, kind: str) -> None:
+    """Of four loops at once, all workers stuck: one KeyboardInterrupt, nothing left."""
+    process = started(kind, statement)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=40)
+    assert process.returncode in {1, 130, -signal.SIGINT}
+    assert await_gone(session(process.pid)) == []
+    assert errors.count("Traceback") <= 3
+    assert "KeyboardInterrupt" in errors
+    for noise in ("Task was destroyed", "never awaited", "Exception ignored"):
+        assert noise not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("statement", ["for", "async for"])
+def test_the_parent_is_killed(statement: str) -> None:
+    """No worker, nursery or template is left, though the workers were stuck."""
+    process = started("process", statement)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    pids = session(process.pid)
+    assert len(pids) >= 4 * 3 + 2
+    process.kill()
+    process.communicate(timeout=40)  # whoever is left would hold the pipe
+    assert await_gone(session(process.pid)) == []
+
+
+@pytest.mark.slow
+def test_open_iterators_at_the_interpreters_exit() -> None:
+    """The process ends quickly; its workers do not outlive it for long."""
+    code = SCRIPT.replace(
+        "    for batch in iterators[0]: pass\n", "    return iterators\n"
+    )
+    code = code.replace("'for': sync()", "'for': kept = sync()")
+    process = started("process", "for", code=code)
+    output, errors = process.communicate(timeout=40)
+    assert (process.returncode, output) == (0, "ready\n"), errors
+    assert await_gone(session(process.pid)) == []
+    assert "Traceback" not in errors
+
+
+# -- closing ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_kept", FLAGS)
+def test_close_while_a_worker_is_stuck(is_kept: bool) -> None:
+    """It is asked, then terminated: a matter of seconds."""
+    loader = DataLoader(
+        Faulty(40, (9,), sleep_forever), 4, num_workers=2, persistent_workers=is_kept
+    )
+    iterator = iter(loader)
+    next(iterator)
+    pids = pids_of(pools_of(iterator))
+    loader.close()
+    assert not any(map(is_alive, pids.values()))
+
+
+def test_close_while_workers_are_busy() -> None:
+    """They end after the batch that they are at."""
+    loader = DataLoader(Faulty(4000), 4, num_workers=2, persistent_workers=True)
+    iterator = iter(loader)
+    next(iterator)
+    pids = workers_of(loader)
+    loader.close()
+    assert not any(map(is_alive, pids.values()))
+    assert list(iterator) == []
+    assert len(next(iter(loader))) == 3
+    loader.close()
+
+
+def test_a_dropped_iterator_is_released_by_the_collector() -> None:
+    """Also in a cycle, whichever thread the collector runs in."""
+    for kind in KINDS:
+        iterator: Any = iter(DataLoader(Faulty(), 4, num_workers=2, workers=kind))
+        next(iterator)
+        iterator.me = iterator
+        del iterator
+        gc.collect()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_kept", FLAGS)
+def test_two_iterators_at_once(kind: Any, is_kept: bool) -> None:
+    """Each sees all batches; what is persistent is shared."""
+    loader = DataLoader(
+        Faulty(), 4, num_workers=2, workers=kind, persistent_workers=is_kept
+    )
+    with loader:
+        one, other = iter(loader), iter(loader)
+        pairs = list(zip(one, other, strict=True))
+    labels = [[i for pair in pairs for i in pair[k][2].tolist()] for k in (0, 1)]
+    assert labels == [list(range(24))] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_two_tasks_on_persistent_workers(kind: Any) -> None:
+    """One loop watches for both."""
+    loader = DataLoader(
+        Faulty(200), 4, num_workers=2, workers=kind, persistent_workers=True
+    )
+
+    async def read() -> list[int]:
+        return [i async for batch in loader for i in batch[2].tolist()]
+
+    async with loader:
+        found = list(await asyncio.gather(read(), read(), read()))
+    assert found == [list(range(200))] * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_iterator_in_two_threads(kind: Any) -> None:
+    """Each batch goes to one of them, and both see the end."""
+    iterator = iter(DataLoader(Faulty(400), 4, num_workers=2, workers=kind))
+    found: list[int] = []
+
+    def read() -> None:
+        for batch in iterator:
+            found.extend(batch[2].tolist())
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(found) == list(range(400))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_in_a_thread_beside_a_loop(kind: Any) -> None:
+    """``for`` in another thread than the main one, with a death."""
+    loader = DataLoader(Faulty(), 4, num_workers=2, workers=kind)
+    assert len(await beside(lambda: list(loader))) == 6
+
+
+# -- forks and pickles --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_kept", FLAGS)
+def test_a_forked_child_leaves_the_parents_workers_alone(is_kept: bool) -> None:
+    """Its copies are dropped, and it iterates with workers of its own."""
+    loader = DataLoader(Pids(400), 4, num_workers=2, persistent_workers=is_kept)
+    iterator = iter(loader)
+    found = [next(iterator)]
+    pids = pids_of(pools_of(iterator))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            mine = {pid for batch in loader for pid in batch.tolist()}
+            loader.close()
+            del iterator
+            gc.collect()
+            status = 2 if mine & set(pids.values()) or len(mine) < 1 else 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    found += iterator
+    assert {pid for batch in found for pid in batch.tolist()} <= set(pids.values())
+    assert len(found) == 100
+    loader.close()
+
+
+def test_a_forked_child_refuses_the_parents_iterator() -> None:
+    """With an error, not with a hang."""
+    iterator = iter(DataLoader(Faulty(), 4, num_workers=2))
+    found = [next(iterator)]
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            next(iterator)
+        except RuntimeError as error:
+            status = 0 if "fork" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    found += iterator
+    assert len(found) == 6
+
+
+def test_pickling_a_loader_with_live_workers() -> None:
+    """The copy has workers of its own; the original goes on."""
+    loader = DataLoader(Faulty(), 4, num_workers=2, persistent_workers=True)
+    torch.manual_seed(1)
+    iterator = iter(loader)
+    found = [next(iterator)]
+    copy = pickle.loads(pickle.dumps(loader))
+    assert len(list(copy)) == 6
+    found += iterator
+    assert len(found) == 6
+    assert set(workers_of(copy).values()).isdisjoint(workers_of(loader).values())
+    copy.close()
+    loader.close()

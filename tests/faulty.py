@@ -1,0 +1,295 @@
+"""Datasets that misbehave at chosen samples, and what they can do."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import random
+import re
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import uvloop
+from torch.utils.data import IterableDataset
+
+from aioloader import DataLoader
+from samples import collect
+
+Act = Callable[[], object]
+
+
+# -- what a sample can do -----------------------------------------------------------
+
+
+def kill_itself() -> None:
+    """As the kernel does when memory is short."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def segfault() -> None:
+    """As broken native code does."""
+    ctypes.string_at(0)
+
+
+def leave() -> None:
+    """Without a word to anybody."""
+    os._exit(7)
+
+
+def exit_politely() -> None:
+    """As a script does, deep inside of a library."""
+    sys.exit(9)
+
+
+def sleep_forever() -> None:
+    """Stuck in Python."""
+    threading.Event().wait()
+
+
+def spin_in_c() -> None:
+    """Stuck in native code that holds the interpreter's lock."""
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+def stop_itself() -> None:
+    """As a debugger, or a job control of the shell, does."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def first_time(mark: Path) -> bool:
+    """Tell whether no process has asked for this mark before."""
+    try:
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+# -- datasets -----------------------------------------------------------------------
+
+
+class Faulty:
+    """Augmented samples; at some of them something happens.
+
+    Args:
+        n: Number of samples.
+        at: Where it happens.
+        act: What happens.
+        marks: A folder, where it is to happen once at each; else it does every time.
+    """
+
+    def __init__(
+        self,
+        n: int = 24,
+        at: tuple[int, ...] = (),
+        act: Act = kill_itself,
+        marks: Path | None = None,
+    ) -> None:
+        self.n = n
+        self.at = at
+        self.act = act
+        self.marks = marks
+
+    def __len__(self) -> int:
+        return self.n
+
+    def happen(self, index: int) -> None:
+        """Let it happen, if this is where."""
+        if index not in self.at:
+            return
+        if self.marks is None or first_time(self.marks / str(index)):
+            self.act()
+
+    def __getitem__(self, index: int) -> Any:
+        self.happen(index)
+        return augmented(index)
+
+
+class AsyncFaulty(Faulty):
+    """The same as a coroutine; several batches are in hand at once."""
+
+    async def __getitem__(self, index: int) -> Any:
+        await asyncio.sleep(0)
+        self.happen(index)
+        return torch.full((3,), float(index)), index
+
+
+class FaultyStream(Faulty, IterableDataset[Any]):
+    """Each worker reads a stream of its own; one of them misbehaves."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker: Any = torch.utils.data.get_worker_info()
+        for place in range(self.n):
+            label = worker.id * 1000 + place
+            self.happen(label)
+            yield label
+
+
+class FaultyAsyncStream(FaultyStream):
+    """The same, read by coroutines."""
+
+    __iter__ = None  # type: ignore[assignment]
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for label in FaultyStream.__iter__(self):
+            await asyncio.sleep(0)
+            yield label
+
+
+class Pids:
+    """Says which process made a sample."""
+
+    def __init__(self, n: int = 24) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+def augmented(index: int) -> Any:
+    """Return a sample that depends on all three generators."""
+    noise = torch.rand(4) + random.random()
+    return noise, torch.from_numpy(np.random.rand(3)), index
+
+
+# -- consumers ----------------------------------------------------------------------
+
+
+def in_thread(loader: DataLoader[Any]) -> list[Any]:
+    """Return all batches, by ``for``."""
+    return list(loader)
+
+
+def on_asyncio(loader: DataLoader[Any]) -> list[Any]:
+    """Return all batches, by ``async for``."""
+    return asyncio.run(collect(loader))
+
+
+def on_uvloop(loader: DataLoader[Any]) -> list[Any]:
+    """Return all batches, by ``async for``."""
+    return uvloop.run(collect(loader))
+
+
+CONSUMERS = [in_thread, on_asyncio, on_uvloop]
+
+
+def outcomes(loader: DataLoader[Any]) -> list[Any]:
+    """Return all batches, and in place of those that failed the errors."""
+    found: list[Any] = []
+    iterator = iter(loader)
+    while True:
+        try:
+            found.append(next(iterator))
+        except StopIteration:
+            return found
+        except Exception as error:  # noqa: BLE001  (it is looked at)
+            error.__traceback__ = None  # it would keep the iterator
+            found.append(error)
+
+
+async def outcomes_async(loader: DataLoader[Any]) -> list[Any]:
+    """Return the same, by ``async for``."""
+    found: list[Any] = []
+    iterator = aiter(loader)
+    while True:
+        try:
+            found.append(await anext(iterator))
+        except StopAsyncIteration:
+            return found
+        except Exception as error:  # noqa: BLE001  (it is looked at)
+            error.__traceback__ = None  # it would keep the iterator
+            found.append(error)
+
+
+def outcomes_on_asyncio(loader: DataLoader[Any]) -> list[Any]:
+    """Return the same, on asyncio's loop."""
+    return asyncio.run(outcomes_async(loader))
+
+
+def outcomes_on_uvloop(loader: DataLoader[Any]) -> list[Any]:
+    """Return the same, on uvloop."""
+    return uvloop.run(outcomes_async(loader))
+
+
+ALL_OUTCOMES = [outcomes, outcomes_on_asyncio, outcomes_on_uvloop]
+
+
+# -- processes ----------------------------------------------------------------------
+
+
+def workers_of(loader: DataLoader[Any]) -> dict[int, int]:
+    """Return the pids of the loader's kept workers, by number."""
+    return pids_of(loader._live.pools._kept[0])
+
+
+def pids_of(pool: Any) -> dict[int, int]:
+    """Return the pids of a pool's workers, by number, once all are born."""
+    while True:
+        pool.collect()
+        pids = {one.number: one.pid for one in pool._ledger.workers}
+        if None not in pids.values():
+            return pids
+        poll = select.poll()
+        for descriptor in pool.descriptors():
+            poll.register(descriptor, select.POLLIN)
+        assert poll.poll(20_000), "no worker was born"
+
+
+def pools_of(iterator: Any) -> Any:
+    """Return the pool that an iterator draws from."""
+    return iterator._source.run.pool._pool
+
+
+def parent_of(pid: int) -> int:
+    """Return the parent of a process."""
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    return int(text.rpartition(")")[2].split()[1])
+
+
+def kill_and_wait(pid: int, number: int = signal.SIGKILL) -> None:
+    """Kill a process and wait until it has ended."""
+    process = os.pidfd_open(pid)
+    try:
+        os.kill(pid, number)
+        await_end(process)
+    finally:
+        os.close(process)
+
+
+def await_end(process: int, seconds: float = 20) -> None:
+    """Wait for the end of the process of a pidfd."""
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    assert poll.poll(seconds * 1000), "a process did not end"
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether a process runs: it is there, and no zombie."""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+        return text.rpartition(")")[2].split()[0] not in {"Z", "X"}
+    return False
+
+
+def await_gone(pids: list[int], seconds: float = 20) -> list[int]:
+    """Wait, bounded, until these processes have ended; return those that have not."""
+    until = time.monotonic() + seconds
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            process = os.pidfd_open(pid)
+            poll = select.poll()
+            poll.register(process, select.POLLIN)
+            poll.poll(max(0.0, until - time.monotonic()) * 1000)
+            os.close(process)
+    return [pid for pid in pids if is_alive(pid)]

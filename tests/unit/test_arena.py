@@ -1,0 +1,241 @@
+"""Shared slots: one owner at a time, grown on demand, given back when idle."""
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from aioloader._transport import arena as module
+from aioloader._transport.arena import (
+    ArenaReader,
+    ArenaWriter,
+    SlotRef,
+    make_arena,
+)
+from aioloader.errors import BatchTooLargeError
+
+SIZES = st.integers(1, 5) | st.integers(4000, 60_000)
+
+
+class Pair:
+    """Both sides of one arena, in one process."""
+
+    def __init__(self) -> None:
+        descriptor = make_arena()
+        self.reader = ArenaReader(os.dup(descriptor))
+        self.writer = ArenaWriter(descriptor)
+
+    def pass_on(self, nbytes: int, value: int) -> np.ndarray[Any, Any]:
+        """Return what the reader sees of a batch of ``value``s."""
+        ref, view = self.writer.take(nbytes)
+        view[:nbytes] = value
+        del view
+        return self.reader.lease(ref, nbytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.reader.close()
+        self.writer.close()
+
+    def resident(self) -> int:
+        """Return how many bytes of memory the file has."""
+        return os.fstat(self.writer.descriptor).st_blocks * 512
+
+
+class ArenaMachine(RuleBasedStateMachine):
+    """Whatever is held stays as it was written, by either side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Pair()
+        self.stamp = 0
+        self.read: list[tuple[np.ndarray[Any, Any], int]] = []
+        self.kept: list[tuple[np.ndarray[Any, Any], int]] = []
+
+    def _take(self, nbytes: int) -> tuple[SlotRef, Any, int]:
+        ref, view = self.pair.writer.take(nbytes)
+        self.stamp = (self.stamp + 1) % 251
+        view[:nbytes] = self.stamp
+        return ref, view, self.stamp
+
+    @rule(nbytes=SIZES)
+    def pass_on(self, nbytes: int) -> None:
+        """Write a batch, and have the consumer hold it."""
+        ref, view, stamp = self._take(nbytes)
+        del view
+        self.read.append((self.pair.reader.lease(ref, nbytes), stamp))
+
+    @rule(nbytes=SIZES)
+    def keep_in_the_worker(self, nbytes: int) -> None:
+        """Write a batch that the worker itself goes on to hold."""
+        ref, view, stamp = self._take(nbytes)
+        self.kept.append((view[:nbytes], stamp))
+        del view
+        self.read.append((self.pair.reader.lease(ref, nbytes), stamp))
+
+    @rule(nbytes=SIZES)
+    def give_back(self, nbytes: int) -> None:
+        """Take a slot in vain."""
+        self.pair.writer.give_back(self._take(nbytes)[0])
+
+    @rule(nbytes=SIZES)
+    def free_unread(self, nbytes: int) -> None:
+        """Pass on a batch that nobody wants any more."""
+        self.pair.reader.free(self._take(nbytes)[0])
+
+    @rule(which=st.integers(0, 100))
+    def drop(self, which: int) -> None:
+        """Have the consumer let go of a batch."""
+        if self.read:
+            del self.read[which % len(self.read)]
+
+    @rule(which=st.integers(0, 100))
+    def drop_in_the_worker(self, which: int) -> None:
+        """Have the worker let go of a batch that it has kept."""
+        if self.kept:
+            del self.kept[which % len(self.kept)]
+
+    @invariant()
+    def held_batches_are_intact(self) -> None:
+        """No slot has a second owner."""
+        for view, stamp in (*self.read, *self.kept):
+            assert view[0] == view[-1] == stamp
+        assert self.pair.reader.lent == len(self.read)
+
+    def teardown(self) -> None:
+        """Close."""
+        self.pair.__exit__()
+
+
+def test_no_slot_ever_has_two_owners() -> None:
+    """The laws above, over any sequence of steps."""
+    from hypothesis.stateful import run_state_machine_as_test  # noqa: PLC0415
+
+    run_state_machine_as_test(ArenaMachine)
+
+
+def test_memory_is_reused() -> None:
+    """A dropped batch's slot is the next batch's; both sides' maps stay."""
+    with Pair() as pair:
+        addresses = set()
+        for value in range(100):
+            view = pair.pass_on(10_000, value)
+            addresses.add(view.__array_interface__["data"][0])
+            assert view.max() == value
+        assert len(addresses) == 2  # the old one is held while the new one is read
+
+
+@pytest.mark.parametrize("way", ["tensor", "view", "alias", "memoryview"])
+def test_whatever_is_derived_holds_the_slot(way: str) -> None:
+    """Tensors, their views, numpy aliases of them; in whatever order they die."""
+    with Pair() as pair:
+        view = pair.pass_on(8000, 1)
+        tensor = torch.frombuffer(view, dtype=torch.uint8)
+        memory = memoryview(view)  # type: ignore[arg-type]
+        held: Any = {
+            "tensor": tensor,
+            "view": tensor.view(80, 100)[3:, ::2],
+            "alias": tensor.view(80, 100).T.numpy(),
+            "memoryview": np.frombuffer(memory[100:200], np.int16),
+        }[way]
+        del view, tensor, memory
+        assert pair.reader.lent == 1
+        pair.pass_on(8000, 2)
+        assert int(held.max()) in {1, 257}
+        del held
+        assert pair.reader.lent == 0
+
+
+def test_slots_grow_and_the_small_ones_are_given_up() -> None:
+    """Growing batches do not pile up memory."""
+    with Pair() as pair:
+        for exponent in range(13, 24):
+            pair.pass_on(1 << exponent, 3)
+        assert pair.resident() < 2.2 * (1 << 23)
+
+
+def test_idle_slots_give_their_pages_back() -> None:
+    """What a burst needed goes back to the kernel once it is over."""
+    with Pair() as pair:
+        burst = [pair.pass_on(1 << 18, 1) for _ in range(20)]
+        assert pair.resident() > 20 << 18
+        del burst
+        for value in range(200):
+            pair.pass_on(1 << 18, value % 251)
+        assert pair.resident() < 4 << 18
+        again = [pair.pass_on(1 << 18, value) for value in range(20)]
+        assert [int(view.min()) for view in again] == list(range(20))
+
+
+def test_views_outlive_both_sides() -> None:
+    """A batch is valid as long as someone holds it."""
+    with Pair() as pair:
+        view = pair.pass_on(5000, 9)
+    pair.reader.close()  # again is harmless
+    del pair
+    gc.collect()
+    assert view.min() == 9
+
+
+def test_views_may_die_in_any_thread() -> None:
+    """A finalizer is a store to memory."""
+    with Pair() as pair:
+        views = [pair.pass_on(5000, value) for value in range(8)]
+        threads = [threading.Thread(target=lambda: views.pop(0)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert pair.reader.lent == 0
+
+
+def test_a_forked_childs_copy_frees_nothing() -> None:
+    """A slot that the parent holds stays taken when a child drops its copy."""
+    with Pair() as pair:
+        view = pair.pass_on(5000, 5)
+        pid = os.fork()
+        if pid == 0:
+            del view
+            os._exit(0)
+        os.waitpid(pid, 0)
+        pair.pass_on(5000, 6)
+        assert view.min() == 5
+
+
+def test_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the numbers, and the arena goes on."""
+    with Pair() as pair:
+        monkeypatch.setattr(module, "_available", lambda: 1 << 20)
+        with pytest.raises(
+            BatchTooLargeError, match="1,048,576 are available"
+        ) as caught:
+            pair.writer.take(1 << 30)
+        assert caught.value.nbytes >= 1 << 30
+        assert caught.value.slot_bytes == 1 << 20
+        assert pair.pass_on(100, 4).min() == 4
+
+
+def test_beyond_any_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the system refuses is the same error."""
+    with Pair() as pair:
+        monkeypatch.setattr(module, "_available", lambda: 1 << 62)
+        with pytest.raises(BatchTooLargeError):
+            pair.writer.take(1 << 61)
+
+
+def test_nothing_has_a_name() -> None:
+    """There is no entry in /dev/shm."""
+    with Pair() as pair:
+        before = set(Path("/dev/shm").iterdir())
+        view = pair.pass_on(1 << 20, 1)
+        assert set(Path("/dev/shm").iterdir()) <= before
+        assert view.size == 1 << 20

@@ -1,0 +1,117 @@
+"""Frames between processes: whole, with descriptors, and an end that is seen."""
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from aioloader._transport.board import PLACES, Board, make_board
+from aioloader._transport.channel import MAX_INLINE, Channel
+
+Ends = tuple[Channel, Channel]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Return both ends, closed at the end."""
+    pair = Channel.pair()
+    yield pair
+    for end in pair:
+        end.close()
+
+
+@pytest.mark.parametrize(
+    "size", [0, 1, 1000, MAX_INLINE, MAX_INLINE + 1, 3 << 20], ids=str
+)
+def test_frames_arrive_whole(ends: Ends, size: int) -> None:
+    """Of any size; one after the other."""
+    frames = [bytes([number]) * size for number in range(3)]
+    for frame in frames:
+        assert ends[0].send(frame)
+    for frame in frames:
+        assert ends[1].receive() == (frame, [])
+
+
+@pytest.mark.parametrize("size", [10, MAX_INLINE + 10], ids=str)
+def test_descriptors_travel(ends: Ends, size: int) -> None:
+    """Copies of them, in order, beside small and big frames; not inheritable."""
+    pipes = [os.pipe() for _ in range(3)]
+    ends[0].send(b"x" * size, [write for _, write in pipes])
+    received = ends[1].receive()
+    assert received is not None
+    frame, copies = received
+    assert (len(frame), len(copies)) == (size, 3)
+    for (read, write), copy in zip(pipes, copies, strict=True):
+        assert not os.get_inheritable(copy)
+        os.write(copy, b"y")
+        assert os.read(read, 1) == b"y"
+        for descriptor in (read, write, copy):
+            os.close(descriptor)
+
+
+def test_the_end_comes_after_all_frames(ends: Ends) -> None:
+    """What was sent before a close is read first."""
+    ends[0].send(b"last")
+    ends[0].close()
+    assert ends[1].receive() == (b"last", [])
+    for _ in range(2):
+        with pytest.raises(EOFError):
+            ends[1].receive()
+    with pytest.raises(OSError, match="Broken pipe"):
+        ends[1].send(b"to nobody")
+
+
+def test_nothing_blocks_where_that_was_asked(ends: Ends) -> None:
+    """A full queue refuses a frame; an empty one has none."""
+    ends[0].never_block()
+    ends[1].never_block()
+    assert ends[1].receive() is None
+    count = 0
+    while ends[0].send(b"x" * 10_000):
+        count += 1
+    assert count > 10
+    for _ in range(count):
+        assert ends[1].receive() == (b"x" * 10_000, [])
+    assert ends[1].receive() is None
+    assert ends[0].send(b"again")
+
+
+def test_several_readers_share_an_end(ends: Ends) -> None:
+    """Each frame goes to one of them, whole."""
+    twin = Channel.adopt(os.dup(ends[1].fileno()))
+    for number in range(6):
+        ends[0].send(bytes([number]))
+    found = [end.receive() for _ in range(3) for end in (twin, ends[1])]
+    assert [one and one[0] for one in found] == [bytes([n]) for n in range(6)]
+    assert twin.receive(socket.MSG_DONTWAIT) is None
+    twin.close()
+
+
+def test_waiting(ends: Ends) -> None:
+    """It tells whether there is something."""
+    assert not ends[0].wait(0)
+    ends[1].send(b"x")
+    assert ends[0].wait(0)
+    ends[0].receive()
+    ends[1].close()
+    assert ends[0].wait(0)  # the end is something too
+
+
+def test_a_board_outlives_its_writer() -> None:
+    """Each row has its own places; the oldest ticket comes first."""
+    descriptor = make_board(2)
+    mine, theirs = Board(descriptor, 2), Board(descriptor, 2)
+    os.close(descriptor)
+    for place in range(PLACES):
+        theirs.begin(1, place, 100 - place)
+    theirs.begin(0, 3, 0)
+    theirs.enter(0, 3, 2)
+    theirs.clear(1, 0)
+    del theirs
+    assert [(one.ticket, one.stage) for one in mine.in_hand(0)] == [(0, 2)]
+    assert [one.ticket for one in mine.in_hand(1)] == list(range(69, 100))
+    assert all(one.seconds >= 0 for one in mine.in_hand(1))
+    mine.wipe(1)
+    assert mine.in_hand(1) == []
+    assert len(mine.in_hand(0)) == 1

@@ -1,0 +1,332 @@
+"""Batches as parcels: ``unpack(pack(x)) == x``, in the frame or in a slot."""
+
+import dataclasses
+import os
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioloader import default_collate
+from aioloader._collate import lending
+from aioloader._transport.arena import ArenaReader, ArenaWriter, make_arena
+from aioloader._workers.parcel import Packer, slot_of, unpack
+
+INLINE = 1 << 14
+DTYPES = [
+    torch.uint8,
+    torch.int8,
+    torch.uint16,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+]
+SHAPES = [(), (0,), (3, 0, 2), (1,), (5, 7), (64, 64, 9)]
+
+
+class Post:
+    """A packer, and the reader's side of its arena."""
+
+    def __enter__(self) -> Self:
+        descriptor = make_arena()
+        self.reader = ArenaReader(os.dup(descriptor))
+        self.writer = ArenaWriter(descriptor)
+        self.packer = Packer(self.writer, INLINE)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.reader.close()
+        self.writer.close()
+
+    def frame(self, value: Any) -> bytes:
+        """Return the frame of ``value``."""
+        return b"head" + b"".join(self.packer.pack(value))
+
+    def sent(self, value: Any, *, copy: bool = False) -> Any:
+        """Return ``value`` as it arrives."""
+        return unpack(self.frame(value), 4, self.reader, copy=copy)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors are alike to the last bit."""
+    return (
+        type(one) is type(other)
+        and (one.dtype, one.shape) == (other.dtype, other.shape)
+        and one.requires_grad == other.requires_grad
+        and torch.equal(octets(one), octets(other))
+    )
+
+
+def octets(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of ``tensor``."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of some values."""
+    return torch.arange(int(np.prod(shape))).reshape(shape).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_shape(dtype: torch.dtype) -> None:
+    """Small ones and big ones, as views of the slot and as copies."""
+    with Post() as post:
+        for shape in SHAPES:
+            for copy in (False, True):
+                tensor = filled(shape, dtype)
+                assert same(post.sent(tensor, copy=copy), tensor)
+        assert post.reader.lent == 0
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda x: x.mT,
+    "strided": lambda x: x[:, ::2],
+    "reversed": lambda x: x.flip(0),
+    "offset": lambda x: x[1:],
+    "expanded": lambda x: x[:1].expand_as(x),
+    "conjugated": lambda x: x.to(torch.complex64).conj(),
+    "negated": lambda x: (x * 1j).conj().imag,
+    "leaf": lambda x: x.float().clone().requires_grad_(),
+    "parameter": lambda x: torch.nn.Parameter(x.float()),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("n", [4, 90])
+def test_every_layout(layout: str, n: int) -> None:
+    """What is not one block of memory arrives equal; gradients' leaves are leaves."""
+    tensor = LAYOUTS[layout](torch.arange(n * n).reshape(n, n).float())
+    with Post() as post:
+        assert same(post.sent(tensor), tensor.resolve_conj().resolve_neg())
+
+
+def test_a_channels_last_batch_keeps_its_layout() -> None:
+    """Strides are values too: a model in this format would be slower without."""
+    for n in (2, 32):
+        images = filled((4, 3, n, n), torch.float32)
+        images = images.to(memory_format=torch.channels_last)
+        with Post() as post:
+            found = post.sent(images)
+        assert torch.equal(found, images)
+        assert found.stride() == images.stride()
+
+
+def test_sparse_tensors() -> None:
+    """By torch's own rules."""
+    dense = torch.eye(200)
+    with Post() as post:
+        assert torch.equal(post.sent(dense.to_sparse()).to_dense(), dense)
+        coalesced = post.sent(dense.to_sparse().coalesce())
+        assert coalesced.is_coalesced()
+
+
+def test_arrays() -> None:
+    """Any order, any type, objects too."""
+    base = np.arange(12_000).reshape(100, 120)
+    arrays: list[Any] = [
+        base,
+        np.asfortranarray(base),
+        base[::2, 3:],
+        base.T,
+        np.float32(3),
+        np.array("text"),
+        base.astype("datetime64[s]"),
+        np.array([{"a": 1}, None]),
+        np.array([(1, 2.0)], dtype=[("a", int), ("b", float)]),
+        np.zeros((0, 4)),
+    ]
+    with Post() as post:
+        for array in arrays:
+            found = post.sent(array)
+            assert np.array_equal(found, array)
+            assert found.dtype == array.dtype
+            assert type(found) is type(array)
+
+
+class Point(NamedTuple):
+    """A named tuple of this module."""
+
+    x: torch.Tensor
+    y: list[int]
+
+
+@dataclasses.dataclass
+class Record:
+    """A dataclass of this module."""
+
+    image: torch.Tensor
+    name: str
+    extra: Any = None
+
+
+@pytest.mark.parametrize("n", [3, 200])
+def test_containers_keep_their_types(n: int) -> None:
+    """Dicts in order, named tuples, dataclasses, sets, bytes, None, long text."""
+    tensor = torch.arange(n * n).reshape(n, n)
+    value = OrderedDict(
+        point=Point(tensor, [n]),
+        record=Record(tensor * 2, "name" * n, {1, 2}),
+        raw=(bytes(n * n), bytearray(n), memoryview(b"abc").tobytes(), None, 1.5),
+        text=["x" * n] * 3,
+    )
+    with Post() as post:
+        found = post.sent(value)
+    assert list(found) == list(value)
+    assert type(found) is OrderedDict
+    assert torch.equal(found["point"].x, tensor)
+    assert torch.equal(found["record"].image, tensor * 2)
+    assert isinstance(found["point"], Point)
+    assert dataclasses.replace(found["record"], image=None) == dataclasses.replace(
+        Record(tensor, "name" * n, {1, 2}),
+        image=None,  # type: ignore[arg-type]
+    )
+    assert (found["raw"], found["text"]) == (value["raw"], value["text"])
+
+
+def test_one_object_twice_arrives_as_one() -> None:
+    """Identity within a batch is kept."""
+    tensor = torch.zeros(200, 200)
+    with Post() as post:
+        one, other = post.sent([tensor, tensor])
+    assert one is other
+
+
+def test_local_classes_keep_their_identity() -> None:
+    """A class that came by value is the class it was."""
+
+    class Mine:
+        def __init__(self, x: Any) -> None:
+            self.x = x
+
+    pair = namedtuple("pair", "a b")  # noqa: PYI024  (made on the spot, as users do)
+    with Post() as post:
+        found = post.sent([Mine(torch.ones(300, 300)), pair(1, 2), lambda x: x + 1])
+    assert isinstance(found[0], Mine)
+    assert isinstance(found[1], pair)
+    assert found[0].x.sum() == 90_000
+    assert found[2](1) == 2
+
+
+def leaves() -> st.SearchStrategy[Any]:
+    """Return tensors, arrays and plain values."""
+    shapes = st.lists(st.integers(0, 90), max_size=3).filter(lambda s: np.prod(s) < 9e4)
+    dtypes = st.sampled_from(DTYPES)
+    tensors = st.builds(lambda s, d: filled(tuple(s), d), shapes, dtypes)
+    plain = st.none() | st.integers() | st.text() | st.binary(max_size=50)
+    return tensors | plain | shapes.map(np.ones)
+
+
+VALUES = st.recursive(
+    leaves(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=4)
+        | st.tuples(inner, inner)
+    ),
+    max_leaves=8,
+)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Compare trees of values."""
+    if isinstance(one, torch.Tensor):
+        return same(one, other)
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other)) and one.dtype == other.dtype
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(alike(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return (
+            type(one) is type(other)
+            and len(one) == len(other)
+            and all(map(alike, one, other))
+        )
+    return bool(one == other)
+
+
+@given(st.lists(VALUES, min_size=1, max_size=5))
+def test_what_is_sent_arrives(values: list[Any]) -> None:
+    """One after the other through the same arena; all are held to the end."""
+    with Post() as post:
+        found = [post.sent(value) for value in values]
+        assert all(map(alike, values, found))
+
+
+def collated(post: Post, n: int = 4, side: int = 200) -> Any:
+    """Return a batch that was collated into the slot."""
+    post.packer.reset()
+    samples = [(torch.full((3, side, side), float(k)), k) for k in range(n)]
+    with lending(post.packer):
+        return default_collate(samples)
+
+
+def test_a_collated_batch_is_not_copied() -> None:
+    """It is written into the slot once, and read there."""
+    with Post() as post:
+        batch = collated(post)
+        frame = post.frame(batch)
+        found = unpack(frame, 4, post.reader)
+        assert alike(found, batch)
+        batch[0][:, 0, 0, 0] = 77.0  # the same memory
+        assert found[0][0, 0, 0, 0] == 77
+        assert slot_of(frame, 4) is not None
+
+
+def test_a_batch_that_is_kept_by_its_maker_is_not_overwritten() -> None:
+    """A worker that caches a batch holds its slot; later batches have others."""
+    with Post() as post:
+        cached = collated(post)
+        before = cached[0].clone()
+        assert alike(post.sent(cached), cached)
+        for _ in range(5):
+            assert post.sent([*collated(post), torch.ones(9)])[0].shape[0] == 4
+            assert torch.equal(cached[0], before)
+        assert alike(post.sent(cached), cached)
+
+
+def test_what_outgrows_the_slot_moves() -> None:
+    """A batch of which only a part was in the slot arrives whole, several times."""
+    with Post() as post:
+        for side in (200, 300, 120):
+            batch = [*collated(post, side=side), torch.arange(side * 1500)]
+            assert alike(post.sent(batch), batch)
+        assert post.reader.lent == 0
+
+
+def test_small_batches_take_no_slot() -> None:
+    """They travel in the frame, even when a slot was taken in vain."""
+    with Post() as post:
+        collated(post)
+        frame = post.frame([torch.zeros(20), "a"])
+        assert slot_of(frame, 4) is None
+        assert alike(unpack(frame, 4, post.reader), [torch.zeros(20), "a"])
+
+
+def test_many_leaves() -> None:
+    """A thousand tensors in one batch."""
+    batch = {str(k): torch.full((k,), k) for k in range(1000)}
+    with Post() as post:
+        assert alike(post.sent(batch), batch)
+
+
+def test_what_arrives_can_be_written_to() -> None:
+    """A consumer may work in place, on small and on big batches."""
+    with Post() as post:
+        for n in (3, 300):
+            tensor, array = post.sent([torch.zeros(n, n), np.zeros((n, n))])
+            tensor += 1
+            array += 1
+            assert tensor.sum() == array.sum() == n * n

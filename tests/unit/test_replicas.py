@@ -1,0 +1,59 @@
+"""Streams that every worker reads: round robin over those that have not ended."""
+
+from aioloader._pipeline.work import Outcome
+from aioloader._workers.replicas import Replicas
+from aioloader.errors import WorkerDiedError
+
+END = Outcome(is_end=True)
+
+
+def test_the_end_comes_when_all_have_ended() -> None:
+    """The end of one is an empty outcome; the request after the last one tells."""
+    replicas, run = Replicas(2), object()
+    assert replicas.outcome_of(run, 0) is None
+    assert replicas.passed(run, 0, END).is_empty
+    ended = replicas.outcome_of(run, 0)
+    assert ended is not None
+    assert ended.is_empty
+    assert not ended.is_end
+    assert replicas.outcome_of(run, 1) is None
+    batch = Outcome([1])
+    assert replicas.passed(run, 1, batch) is batch
+    assert not replicas.passed(run, 1, END).is_end
+    for worker in (0, 1):
+        last = replicas.outcome_of(run, worker)
+        assert last is not None
+        assert last.is_end
+
+
+def test_iterations_are_apart() -> None:
+    """Each has its own streams; a forgotten one begins anew."""
+    replicas, one, other = Replicas(1), object(), object()
+    replicas.passed(one, 0, END)
+    assert replicas.outcome_of(other, 0) is None
+    replicas.forget(one)
+    assert replicas.outcome_of(one, 0) is None
+
+
+def test_no_replicas() -> None:
+    """Where workers read no streams, an end is what it is."""
+    assert Replicas(0).passed(object(), 0, END) is END
+
+
+def test_a_death_is_told_once() -> None:
+    """The next request to a dead worker's stream raises; then the stream is over."""
+    replicas, begun, fresh = Replicas(2), object(), object()
+    replicas.passed(begun, 1, Outcome([1]))
+    replicas.passed(fresh, 0, Outcome([1]))
+    error = WorkerDiedError("gone")
+    assert replicas.lose(1, error) == [begun]
+    assert replicas.lose(1, error) == []
+    told = replicas.outcome_of(begun, 1)
+    assert told is not None
+    assert told.error is error
+    after = replicas.outcome_of(begun, 1)
+    assert after is not None
+    assert after.is_empty
+    assert replicas.outcome_of(fresh, 1) is None
+    replicas.forget(begun)
+    assert replicas.outcome_of(begun, 1) is None

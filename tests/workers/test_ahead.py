@@ -1,0 +1,127 @@
+"""Persistent workers begin the next epoch while this one's last batches are used."""
+
+import os
+import select
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Sampler
+
+from aioloader import DataLoader, ShuffledIndices
+from samples import SyncMap, labels
+
+W: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "persistent_workers": True}
+
+
+class Told:
+    """A dataset that says in a pipe what it was asked for."""
+
+    def __init__(self, path: Path, n: int = 20) -> None:
+        self.path = path
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        with self.path.open("wb", buffering=0) as pipe:
+            pipe.write(bytes([index]))
+        return index
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """Make a named pipe, and its reading end."""
+    path = tmp_path / "asked"
+    os.mkfifo(path)
+    end = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    yield path, end
+    os.close(end)
+
+
+def asked(end: int, count: int) -> list[int]:
+    """Return what was asked for, having waited for ``count`` of it."""
+    found = b""
+    while len(found) < count:
+        assert select.select([end], [], [], 20)[0], f"only {len(found)} of {count}"
+        found += os.read(end, 1000)
+    return [*found]
+
+
+def test_the_next_epoch_is_begun_and_no_more_than_the_window(
+    pipe: tuple[Path, int],
+) -> None:
+    """As many batches as were in flight; they are not made again."""
+    path, end = pipe
+    with DataLoader(Told(path), **W) as loader:
+        first = [batch.tolist() for batch in loader]
+        # 20 samples of this epoch, and 4 batches of 4 of the next.
+        assert sorted(asked(end, 36)) == sorted([*range(20), *range(16)])
+        assert [batch.tolist() for batch in loader] == first
+        assert sorted(asked(end, 20)) == sorted([*range(16, 20), *range(16)])
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("has_generator", [False, True])
+def test_orders_and_draws_are_those_of_torch(draws: bool, has_generator: bool) -> None:
+    """Also where a guess was wrong, because the user drew in between."""
+
+    def epochs(cls: Any) -> list[Any]:
+        torch.manual_seed(5)
+        generator = torch.Generator().manual_seed(5) if has_generator else None
+        loader = cls(SyncMap(), shuffle=True, generator=generator, **W)
+        found: list[Any] = []
+        for _ in range(4):
+            if draws:
+                torch.rand(3)
+            found.append(labels(list(loader)))
+        found.append(torch.rand(2).tolist())
+        if cls is DataLoader:
+            loader.close()
+        return found
+
+    assert epochs(DataLoader) == epochs(TorchLoader)
+
+
+def test_another_epoch_than_the_next_may_be_chosen() -> None:
+    """What was begun for the wrong one is dropped."""
+    order = ShuffledIndices(20, seed=3)
+    with DataLoader(SyncMap(), sampler=order, **W) as loader:
+        before = [labels(list(loader)) for _ in range(3)]
+        loader.set_epoch(1)
+        assert labels(list(loader)) == before[1]
+        assert labels(list(loader)) == before[2]
+
+
+class Custom(Sampler[int]):
+    """A user's sampler, which counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.iterations = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.iterations += 1
+        return iter(range(20))
+
+    def __len__(self) -> int:
+        return 20
+
+
+def test_a_users_sampler_is_not_asked_ahead() -> None:
+    """It may depend on what happens between epochs."""
+    sampler = Custom()
+    with DataLoader(SyncMap(), sampler=sampler, **W) as loader:
+        for epoch in range(1, 4):
+            assert len(list(loader)) == 5
+            assert sampler.iterations == epoch
+
+
+def test_an_epoch_that_nobody_wants_is_dropped_with_the_loader() -> None:
+    """The fixture looks for what is left."""
+    loader = DataLoader(SyncMap(), **W)
+    assert len(list(loader)) == 5
+    del loader

@@ -1,0 +1,246 @@
+"""A user's executor as workers: it stays the user's."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+
+from aioloader import DataLoader, get_worker_info
+from aioloader.errors import WorkerStartError
+from beside import beside
+from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
+from working import Drawing, Numbers, double, double_async, first, pid, total
+
+
+def process_pool(method: str = "fork") -> ProcessPoolExecutor:
+    """Return a pool of two processes."""
+    return ProcessPoolExecutor(2, mp_context=multiprocessing.get_context(method))
+
+
+@pytest.fixture(params=[ThreadPoolExecutor, process_pool], ids=["threads", "processes"])
+def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
+    """Return an executor, shut down at the end."""
+    make = request.param
+    with make(2) if make is ThreadPoolExecutor else make() as executor:
+        yield executor
+
+
+def make(dataset: Any, executor: Executor, **options: Any) -> Any:
+    """Return a loader that has two batches made at once."""
+    return DataLoader(dataset, **{"num_workers": 2, "workers": executor, **options})
+
+
+@pytest.mark.parametrize(
+    "dataset", [SyncMap, AsyncMap, SyncStream, AsyncStream], ids=lambda d: d.__name__
+)
+def test_every_dataset(executor: Executor, dataset: Any) -> None:
+    """Streams and coroutines are read by the loader, once; order is kept."""
+    loader = make(dataset(), executor, batch_size=6)
+    expected = labels(list(TorchLoader(SyncMap(), batch_size=6)))
+    for _ in range(2):
+        assert labels(list(loader)) == expected
+    assert executor.submit(int, "3").result() == 3
+
+
+async def test_async_for(executor: Executor) -> None:
+    """A task gets the same."""
+    loader = make(SyncMap(), executor, batch_size=6, in_order=False)
+    expected = labels(list(TorchLoader(SyncMap(), batch_size=6)))
+    assert sorted(labels(await collect(loader))) == expected
+
+
+@pytest.mark.parametrize("transform", [double, double_async])
+def test_functions(executor: Executor, transform: Any) -> None:
+    """Plain ones go along; coroutines stay on the loop."""
+    loader = make(
+        Numbers(10), executor, batch_size=4, transform=transform, collate_fn=total
+    )
+    assert list(loader) == [12, 44, 34]
+
+
+def test_lambdas_and_local_classes() -> None:
+    """They travel by value; work is done elsewhere."""
+
+    class Local(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return index, pid()
+
+    with process_pool() as executor:
+        loader = make(Local(), executor, transform=lambda pair: pair, collate_fn=first)
+        found = list(loader)
+    assert [index for index, _ in found] == list(range(12))
+    assert os.getpid() not in {process for _, process in found}
+
+
+def test_big_batches() -> None:
+    """Bytes go through the executor's own pipes, whole."""
+
+    class Images(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return torch.full((300, 300), index)
+
+    with process_pool() as executor:
+        for number, batch in enumerate(make(Images(8), executor, batch_size=2)):
+            assert batch[:, 3, 4].tolist() == [2 * number, 2 * number + 1]
+            batch.add_(1)
+
+
+def test_random_draws_are_those_of_worker_processes() -> None:
+    """Seeded by the batch, there as here."""
+
+    def numbers(**options: Any) -> Any:
+        generator = torch.Generator().manual_seed(3)
+        loader: Any = DataLoader(Drawing(), 4, generator=generator, **options)
+        return [batch[1].tolist() for batch in loader]
+
+    expected = numbers(num_workers=0, rng="batch")
+    with process_pool() as executor:
+        assert numbers(num_workers=2, workers=executor) == expected
+
+
+class BadError(Exception):
+    """Cannot be made from its args alone."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one + two)
+
+
+class Bad(Numbers):
+    """Fails at some indices."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 5 == 0:
+            raise BadError(index, 1)
+        return index
+
+
+def test_errors_are_the_users(executor: Executor) -> None:
+    """With notes that say where; the iteration goes on."""
+    iterator = iter(make(Bad(8), executor, batch_size=2))
+    for expected in (None, [2, 3], None, [6, 7]):
+        if expected is None:
+            with pytest.raises(BadError) as caught:
+                next(iterator)
+            assert "sample index" in caught.value.__notes__[0]
+        else:
+            assert next(iterator).tolist() == expected
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def test_failures_are_skipped_and_listed(executor: Executor) -> None:
+    """As without workers."""
+    loader = make(Bad(12), executor, batch_size=4, on_error="skip")
+    assert [batch.tolist() for batch in loader] == [[1, 2, 3], [4, 6, 7], [8, 9, 11]]
+    assert sorted(failure.index for failure in loader.skipped) == [0, 5, 10]
+
+
+def test_what_cannot_be_pickled_is_named() -> None:
+    """In the words that worker processes have."""
+    lock = multiprocessing.get_context("fork").Lock()._semlock  # type: ignore[attr-defined]
+    with process_pool() as executor:
+        loader = make(Numbers(), executor, transform=lambda value: lock and value)
+        with pytest.raises(WorkerStartError, match=r"transform\.<lock> cannot be"):
+            list(loader)
+        assert executor.submit(int, "3").result() == 3
+
+
+def kill(_sample: Any) -> None:
+    """End the process that runs this."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def test_a_broken_pool_is_an_error() -> None:
+    """The executor's own, instead of a hang."""
+    with process_pool() as executor:
+        loader = make(Numbers(), executor, transform=kill)
+        with pytest.raises(BrokenProcessPool):
+            await asyncio.wait_for(collect(loader), 30)
+
+
+async def test_an_executor_that_was_shut_down() -> None:
+    """Its own error, too."""
+    with ThreadPoolExecutor(1) as executor:
+        pass
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        await beside(lambda: list(make(Numbers(), executor)))
+
+
+def test_an_executor_that_is_shut_down_meanwhile() -> None:
+    """What it cancels is an error, not a hang."""
+    with ThreadPoolExecutor(1) as executor:
+
+        def end(index: int) -> int:
+            if index == 0:
+                executor.shutdown(wait=False, cancel_futures=True)
+            return index
+
+        iterator = iter(make(Numbers(3), executor, transform=end, prefetch_factor=2))
+        with pytest.raises(RuntimeError, match=r"shut ?down"):
+            list(iterator)
+
+
+def test_dropped_iterators_leave_the_executor_alone(executor: Executor) -> None:
+    """What it has not begun is cancelled; it goes on for others."""
+    iterator = iter(make(Numbers(100), executor, prefetch_factor=10))
+    next(iterator)
+    del iterator
+    assert executor.submit(int, "3").result() == 3
+
+
+@pytest.mark.slow
+def test_spawned_processes() -> None:
+    """They know nothing of this process."""
+    with process_pool("spawn") as executor:
+        loader = make(Numbers(), executor, batch_size=4, transform=lambda x: x + 1)
+        assert [batch.tolist() for batch in loader] == [
+            [1, 2, 3, 4],
+            [5, 6, 7, 8],
+            [9, 10, 11, 12],
+        ]
+
+
+def test_wrong_combinations() -> None:
+    """Said by the constructor."""
+    with ThreadPoolExecutor(1) as executor:
+        with pytest.raises(ValueError, match="needs num_workers > 0"):
+            make(Numbers(), executor, num_workers=0)
+        with pytest.raises(ValueError, match="only be used with workers='process'"):
+            make(Numbers(), executor, multiprocessing_context="fork")
+        with pytest.raises(ValueError, match="give the executor an initializer"):
+            make(Numbers(), executor, worker_init_fn=kill)
+
+
+class FromKeyed(SyncMap):
+    """Draws from the generators of ``get_worker_info()``."""
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return info.rng.random.random()
+
+
+def test_a_pool_of_threads_has_the_generators_of_workers() -> None:
+    """The same numbers as with worker threads."""
+    with ThreadPoolExecutor(2) as executor:
+        found = [
+            list(
+                DataLoader(
+                    FromKeyed(),
+                    batch_size=4,
+                    num_workers=2,
+                    workers=workers,
+                    generator=torch.Generator().manual_seed(1),
+                )
+            )
+            for workers in (executor, "thread")
+        ]
+    assert torch.equal(torch.cat(found[0]), torch.cat(found[1]))

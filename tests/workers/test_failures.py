@@ -1,0 +1,302 @@
+"""Errors in worker processes: the user's own, noted; skipped, replaced, retried."""
+
+import threading
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from aioloader import SKIP, DataLoader, Failure, Retry
+from aioloader.errors import FailureBudgetError, WorkerError
+from failing import OddError, drain
+from samples import collect
+from working import AsyncNumbers, Numbers, first
+
+WAYS = ["for", "async"]
+
+
+class Bad(Numbers):
+    """Fails at some indices."""
+
+    def __init__(self, *bad: int, error: Any = LookupError) -> None:
+        super().__init__()
+        self.bad = bad
+        self.error = error
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.bad:
+            raise self.error(f"at {index}")
+        return index
+
+
+class AsyncBad(AsyncNumbers):
+    """The same, for a loop."""
+
+    def __init__(self, *bad: int, error: Any = LookupError) -> None:
+        super().__init__(12)
+        self.inner = Bad(*bad, error=error)
+
+    async def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
+class RowStream:
+    """An iterable, the iterator of which fails once and goes on."""
+
+    def __init__(self, bad: int) -> None:
+        self.bad = bad
+        self.row = -1
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> int:
+        self.row += 1
+        if self.row == self.bad:
+            raise LookupError("bad row")
+        if self.row == 8:
+            raise StopIteration
+        return self.row
+
+
+def make(dataset: Any, **options: Any) -> Any:
+    """Return a loader with two workers."""
+    return DataLoader(dataset, **{"batch_size": 4, "num_workers": 2, **options})
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dataset", [Bad, AsyncBad])
+@pytest.mark.parametrize("persistent", [False, True])
+async def test_the_iteration_goes_on(way: str, dataset: Any, persistent: bool) -> None:
+    """After an exception from one batch the next one comes, as in torch."""
+    loader = make(dataset(1, 9), persistent_workers=persistent)
+    async with loader:
+        for _ in range(2):
+            found = await drain(way, loader)
+            assert found[1] == [4, 5, 6, 7]
+            assert [type(found[k]) for k in (0, 2)] == [LookupError] * 2
+            assert len(found) == 3
+
+
+@pytest.mark.parametrize("dataset", [Bad, AsyncBad])
+async def test_errors_keep_their_type_and_gain_notes(dataset: Any) -> None:
+    """Stage, batch, index, worker and remote traceback."""
+    found = await drain("async", make(dataset(5)))
+    error: Any = found[1]
+    assert type(error) is LookupError
+    assert error.args == ("at 5",)
+    text = "".join(traceback.format_exception(error))
+    assert "stage 'fetch' of epoch 0, batch 1, sample index 5" in text
+    assert "Caught LookupError in DataLoader worker process" in text
+    assert "in __getitem__" in error.__notes__[-1]
+
+
+def odd(_message: str) -> Exception:
+    """Return an exception with an odd constructor."""
+    return OddError(1, 2)
+
+
+def unsendable(message: str) -> Exception:
+    """Return an exception that cannot cross."""
+    error = RuntimeError(message)
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(odd, OddError), (unsendable, WorkerError)], ids=["odd", "not"]
+)
+async def test_exceptions_of_any_make(error: Any, kind: Any) -> None:
+    """An odd constructor, or what cannot be pickled: the text comes in any case."""
+    found = await drain("for", make(Bad(1, error=error)))
+    caught: Any = found[0]
+    assert type(caught) is kind
+    text = "".join(traceback.format_exception(caught))
+    assert "in DataLoader worker process" in text
+    assert found[1:] == [[4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("stage", ["transform", "collate"])
+async def test_errors_of_functions(stage: str) -> None:
+    """A transform or a collate function that fails once."""
+
+    def function(value: Any) -> Any:
+        if value in (5, [4, 5, 6, 7]):
+            raise LookupError("no")
+        return value if stage == "transform" else sum(value)
+
+    name = "transform" if stage == "transform" else "collate_fn"
+    options: dict[str, Any] = {name: function}
+    if stage == "transform":
+        options["collate_fn"] = sum
+    iterator = iter(make(Numbers(), **options))
+    assert next(iterator) == 6
+    with pytest.raises(LookupError) as caught:
+        next(iterator)
+    assert f"stage {stage!r} of epoch 0, batch 1" in caught.value.__notes__[0]
+    assert list(iterator) == [38]
+
+
+def test_a_batch_that_cannot_be_sent() -> None:
+    """One error for it; the next batch comes."""
+
+    def collate(samples: list[Any]) -> Any:
+        return (x for x in samples) if samples[0] == 4 else samples
+
+    iterator = iter(make(Numbers(), collate_fn=collate))
+    assert next(iterator) == [0, 1, 2, 3]
+    with pytest.raises(TypeError, match="cannot pickle") as caught:
+        next(iterator)
+    assert "stage 'send' of epoch 0, batch 1" in caught.value.__notes__[0]
+    assert next(iterator) == [8, 9, 10, 11]
+
+
+class Fragile:
+    """Can be pickled, and not be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return _refuse, ()
+
+
+def _refuse() -> Any:
+    raise LookupError("not here")
+
+
+def test_a_batch_that_cannot_be_unpickled() -> None:
+    """Its error says what and why; the next batch comes."""
+
+    def collate(samples: list[Any]) -> Any:
+        return Fragile() if samples[0] == 4 else samples
+
+    iterator = iter(make(Numbers(), collate_fn=collate))
+    next(iterator)
+    with pytest.raises(WorkerError, match="could not be unpickled") as caught:
+        next(iterator)
+    assert isinstance(caught.value.__cause__, LookupError)
+    assert next(iterator) == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dataset", [Bad, AsyncBad])
+async def test_skip(way: str, dataset: Any) -> None:
+    """Bad samples are left out and listed; a batch of none is not delivered."""
+    loader = make(dataset(1, 4, 5, 6, 7), on_error="skip")
+    assert await drain(way, loader) == [[0, 2, 3], [8, 9, 10, 11]]
+    assert sorted(failure.index for failure in loader.skipped) == [1, 4, 5, 6, 7]
+    assert loader.stats().failures == 5
+    failure = loader.skipped[0]
+    assert (failure.stage, failure.epoch) == ("fetch", 0)
+    assert type(failure.error) is LookupError
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_callable_decides(way: str) -> None:
+    """In the worker: replaces, skips or raises."""
+
+    def decide(failure: Failure) -> Any:
+        if failure.index == 1:
+            return -1
+        if failure.index == 2:
+            return SKIP
+        raise KeyError("no")
+
+    loader = make(Bad(1, 2, 9), on_error=decide)
+    found = await drain(way, loader)
+    assert found[:2] == [[0, -1, 3], [4, 5, 6, 7]]
+    assert type(found[2]) is KeyError
+    assert {failure.index for failure in loader.skipped} >= {1, 2}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("limit", [2, 0.1])
+async def test_the_budget_is_over_all_workers(way: str, limit: float) -> None:
+    """One failure too many raises, whichever worker it was in."""
+    loader = make(Bad(0, 4, 8), on_error="skip", max_failures=limit)
+    found = await drain(way, loader)
+    errors = [one for one in found if isinstance(one, Exception)]
+    assert isinstance(errors[0], FailureBudgetError)
+    assert errors[0].failures == (3 if limit == 2 else 2)
+    assert isinstance(errors[0].__cause__, LookupError)
+    fresh = make(Bad(0, 4), on_error="skip", max_failures=2)
+    assert await drain(way, fresh) == [[1, 2, 3], [5, 6, 7], [8, 9, 10, 11]]
+
+
+class Flaky(Numbers):
+    """Fails twice at one index, in each worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attempts = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.attempts += index == 5
+        if index == 5 and self.attempts < 3:
+            raise ConnectionResetError
+        return index
+
+
+class AsyncFlaky(AsyncNumbers):
+    """The same, for a loop."""
+
+    def __init__(self) -> None:
+        super().__init__(12)
+        self.inner = Flaky()
+
+    async def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
+@pytest.mark.parametrize("dataset", [Flaky, AsyncFlaky])
+async def test_reads_are_retried(dataset: Any) -> None:
+    """Where they are made."""
+    retry = Retry(max_attempts=3, base_delay=0.0)
+    found = [batch.tolist() for batch in await collect(make(dataset(), retry=retry))]
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("fetch", ["loader", "workers"])
+async def test_streams_that_can_go_on(fetch: Any) -> None:
+    """An iterator class may fail for one sample and give the next."""
+    loader = make(RowStream(2), num_workers=1, on_error="skip", fetch=fetch)
+    assert await drain("async", loader) == [[0, 1, 3], [4, 5, 6, 7]]
+    assert [failure.index for failure in loader.skipped] == [2]
+
+
+async def test_a_generator_that_raises_is_never_skipped() -> None:
+    """It is finished: to skip would lose the rest without a word."""
+
+    class Stream:
+        def __iter__(self) -> Any:
+            yield from range(6)
+            raise LookupError("cut")
+
+    loader = make(Stream(), num_workers=1, on_error="skip")
+    found = await drain("for", loader)
+    assert found[0] == [0, 1, 2, 3]
+    assert type(found[1]) is LookupError
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("workers", ["process", "thread"])
+def test_two_threads_share_an_iterator(workers: Any) -> None:
+    """Each batch goes to one of them; both see the end."""
+    iterator = iter(make(Numbers(60), batch_size=1, workers=workers))
+    found: list[int] = []
+    with ThreadPoolExecutor(2) as threads:
+        for _ in threads.map(lambda _: found.extend(map(int, iterator)), range(2)):
+            pass
+    assert sorted(found) == list(range(60))
+
+
+def test_too_many_workers_are_warned_of() -> None:
+    """In torch's words, in the constructor."""
+    with pytest.warns(UserWarning, match="This DataLoader will create 400 worker"):
+        DataLoader(Numbers(), num_workers=400)
+    DataLoader(Numbers(), num_workers=400, workers="thread")
+
+
+def test_first_sample_only() -> None:
+    """A collate function may deliver anything, None too."""
+    assert list(make(Numbers(3), batch_size=1, collate_fn=first)) == [0, 1, 2]
+    assert list(make(Numbers(3), batch_size=1, collate_fn=lambda _: None)) == [None] * 3

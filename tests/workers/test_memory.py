@@ -1,0 +1,222 @@
+"""Batches lie in shared memory: not copied, not overwritten, not piled up."""
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aioloader import DataLoader
+from samples import collect
+from working import Numbers
+
+
+class Images(Numbers):
+    """Big samples, full of their index."""
+
+    def __init__(self, n: int = 12, side: int = 300) -> None:
+        super().__init__(n)
+        self.side = side
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((self.side, self.side), index, dtype=torch.int32)
+
+
+def arenas() -> list[str]:
+    """Return the lines of this process's maps that are arenas."""
+    text = Path("/proc/self/maps").read_text(encoding="utf-8")
+    return [line for line in text.splitlines() if "aioloader-arena" in line]
+
+
+def is_in_arena(tensor: torch.Tensor) -> bool:
+    """Tell whether the memory of ``tensor`` is shared with a worker."""
+    for line in arenas():
+        start, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if start <= tensor.data_ptr() < end:
+            return True
+    return False
+
+
+def intact(batch: torch.Tensor, first: int) -> bool:
+    """Tell whether a batch holds what it should, everywhere."""
+    expected = torch.arange(first, first + len(batch), dtype=torch.int32)
+    return bool((batch == expected[:, None, None]).all())
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_memory_is_used_again(num_workers: int) -> None:
+    """A loop that drops its batches sees the same few addresses."""
+    addresses = set()
+    for number, batch in enumerate(
+        DataLoader(Images(80), batch_size=2, num_workers=num_workers)
+    ):
+        assert is_in_arena(batch)
+        assert intact(batch, 2 * number)
+        addresses.add(batch.data_ptr())
+    assert len(addresses) <= 3 * num_workers + 4
+
+
+async def test_memory_is_used_again_by_tasks() -> None:
+    """The same by ``async for``."""
+    addresses = set()
+    number = 0
+    async for batch in DataLoader(Images(60), batch_size=2, num_workers=2):
+        assert is_in_arena(batch)
+        assert intact(batch, number)
+        addresses.add(batch.data_ptr())
+        number += 2
+    assert len(addresses) <= 10
+
+
+def test_kept_batches_stay_what_they_are() -> None:
+    """``list(loader)``: most are copies, so that shared memory does not grow."""
+    loader: Any = DataLoader(Images(120), batch_size=2, num_workers=2)
+    kept = list(loader)
+    assert all(intact(batch, 2 * number) for number, batch in enumerate(kept))
+    shared = sum(map(is_in_arena, kept))
+    assert 1 <= shared <= 2 * 2 + 6
+    del loader
+    gc.collect()
+    assert all(intact(batch, 2 * number) for number, batch in enumerate(kept))
+
+
+def test_whatever_is_derived_holds_the_memory() -> None:
+    """Views, numpy aliases and rows of dropped batches are not overwritten."""
+    held: list[tuple[int, Any]] = []
+    for number, batch in enumerate(DataLoader(Images(60), 2, num_workers=2)):
+        if number % 10 == 0:
+            derived = (batch[1], batch.numpy()[1], batch.mT[1, 3:], list(batch)[1])
+            held.append((2 * number + 1, derived))
+    for index, derived in held:
+        assert all((part == index).all() for part in derived)
+
+
+def test_batches_may_be_written_to() -> None:
+    """In place, by the consumer; the next batches are what they should be."""
+    for number, batch in enumerate(DataLoader(Images(40), 2, num_workers=2)):
+        assert intact(batch, 2 * number)
+        batch.fill_(-1)
+
+
+def test_a_batch_outlives_its_loader() -> None:
+    """The memory is valid as long as someone holds it; then it is gone."""
+    batch = next(iter(DataLoader(Images(), 2, num_workers=1)))
+    gc.collect()
+    assert intact(batch, 0)
+    assert arenas()
+    del batch
+    gc.collect()
+    assert not arenas()
+
+
+class Varying(Numbers):
+    """Samples whose size comes and goes."""
+
+    SIDES = (300, 20, 700, 300, 1100, 5, 400, 1100, 20, 300)
+
+    def __getitem__(self, index: int) -> Any:
+        side = self.SIDES[index % len(self.SIDES)]
+        return torch.full((side, side), index, dtype=torch.int32)
+
+
+def test_sizes_may_vary() -> None:
+    """Bigger than before, smaller than before, tiny: all arrive."""
+    loader: Any = DataLoader(Varying(60), num_workers=2)
+    for number, batch in enumerate(loader):
+        assert batch.shape[1] == Varying.SIDES[number % 10]
+        assert intact(batch, number)
+
+
+def small_or_big(samples: list[Any]) -> Any:
+    """Collate into fresh memory, as users' own functions do."""
+    stacked = torch.stack(samples)
+    return {"all": stacked, "array": stacked.numpy().copy(), "first": stacked[:1]}
+
+
+def test_custom_collate_functions_cost_one_copy() -> None:
+    """Into the slot; the batch is as it was made."""
+    for number, batch in enumerate(
+        DataLoader(Images(40), 2, num_workers=2, collate_fn=small_or_big)
+    ):
+        assert intact(batch["all"], 2 * number)
+        assert is_in_arena(batch["all"])
+        assert np.array_equal(batch["array"], batch["all"].numpy())
+        assert torch.equal(batch["first"], batch["all"][:1])
+
+
+def test_a_worker_may_keep_its_batches() -> None:
+    """A cache in the worker is not overwritten by what it makes later."""
+    cache: list[torch.Tensor] = []
+
+    def collate(samples: list[Any]) -> Any:
+        fresh = torch.utils.data.default_collate(samples)
+        cache.append(fresh)
+        return [fresh, cache[0], cache[len(cache) // 2]]
+
+    firsts = []
+    for number, batch in enumerate(
+        DataLoader(Images(40), 2, num_workers=1, collate_fn=collate)
+    ):
+        assert intact(batch[0], 2 * number)
+        assert intact(batch[1], 0)
+        assert intact(batch[2], 2 * ((number + 1) // 2))
+        firsts.append(batch[1].sum().item())
+    assert len(set(firsts)) == 1
+
+
+def test_a_worker_may_keep_what_lies_in_the_slot() -> None:
+    """The same for our own collate function, which writes in place."""
+    from aioloader import default_collate  # noqa: PLC0415
+
+    cache: list[torch.Tensor] = []
+
+    def collate(samples: list[Any]) -> Any:
+        cache.append(default_collate(samples))
+        assert all(intact(batch, 2 * place) for place, batch in enumerate(cache))
+        return cache[-1]
+
+    loader: Any = DataLoader(Images(40), 2, num_workers=1, collate_fn=collate)
+    for number, batch in enumerate(loader):
+        assert intact(batch, 2 * number)
+
+
+def test_the_loader_reads_and_workers_collate() -> None:
+    """Big samples go out by shared memory too, and come back whole."""
+    loader: Any = DataLoader(Images(60), 2, num_workers=2, fetch="loader")
+    for number, batch in enumerate(loader):
+        assert intact(batch, 2 * number)
+        assert is_in_arena(batch)
+
+
+def test_nothing_has_a_name() -> None:
+    """There is no entry of ours in /dev/shm, at any time."""
+    mine = f"_{os.getpid()}_"
+    for _batch in DataLoader(Images(20), 2, num_workers=2):
+        names = {path.name for path in Path("/dev/shm").iterdir()}
+        assert not [name for name in names if "aioloader" in name or mine in name]
+
+
+def test_batches_may_be_dropped_in_other_threads() -> None:
+    """A finalizer runs wherever the last reference goes."""
+    iterator = iter(DataLoader(Images(60), 2, num_workers=2))
+    for number in range(30):
+        box = [next(iterator)]
+        assert intact(box[0], 2 * number)
+        thread = threading.Thread(target=box.clear)
+        thread.start()
+        thread.join()
+
+
+async def test_two_loaders_at_once() -> None:
+    """Each has its own memory."""
+    ones, others = (
+        DataLoader(Images(20), 2, num_workers=1),
+        DataLoader(Images(20, side=310), 2, num_workers=1),
+    )
+    found = await collect(ones), await collect(others)
+    for batches in found:
+        assert all(intact(batch, 2 * number) for number, batch in enumerate(batches))

@@ -1,0 +1,288 @@
+"""Worker processes give what torch gives: same batches, order, draws and bounds."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+)
+from torch.utils.data import DataLoader as TorchLoader
+
+from aioloader import DataLoader, ShuffledIndices
+from beside import beside
+from samples import (
+    AsyncBatchMap,
+    AsyncMap,
+    AsyncStream,
+    SyncMap,
+    SyncStream,
+    collect,
+    labels,
+)
+from working import (
+    AsyncNumbers,
+    AsyncSharded,
+    Numbers,
+    Sharded,
+    Uneven,
+    double,
+    double_async,
+    total,
+    total_async,
+)
+
+MANY_WORKERS = "ignore:This DataLoader will create:UserWarning"
+
+
+def tensors(n: int = 20) -> TensorDataset:
+    """Return the common samples as tensors."""
+    index = torch.arange(n)
+    return TensorDataset(index[:, None].float().expand(-1, 3).contiguous(), index)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"batch_size": 6},
+    {"batch_size": 6, "drop_last": True},
+    {"batch_size": 6, "shuffle": True, "generator": 11},
+    {"batch_sampler": [[3, 1], [2], [0, 19, 4]]},
+    {"sampler": [5, 3, 3], "batch_size": 2},
+    {"batch_size": 50, "shuffle": True},
+]
+MAPS: dict[str, Callable[[], Any]] = {
+    "sync": SyncMap,
+    "async": AsyncMap,
+    "async batches": AsyncBatchMap,
+    "tensors": tensors,
+    "async concat": lambda: ConcatDataset([AsyncMap(20), SyncMap(0)]),
+    "subset of batches": lambda: Subset(AsyncBatchMap(), range(20)),
+}
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_map_style(num_workers: int, name: str, options: dict[str, Any]) -> None:
+    """Same batches and same later draws as torch over the same samples, twice."""
+
+    def seeded() -> dict[str, Any]:
+        torch.manual_seed(4)
+        seed = options.get("generator")
+        own = torch.Generator().manual_seed(seed) if seed else None
+        return {**options, "generator": own}
+
+    theirs = TorchLoader(SyncMap(), **seeded())
+    expected = [labels(list(theirs)) for _ in range(2)], torch.rand(1)
+    ours: Any = DataLoader(MAPS[name](), num_workers=num_workers, **seeded())
+    found = [labels(list(ours)) for _ in range(2)]
+    assert (found, torch.rand(1)) == expected
+
+
+@pytest.mark.parametrize("name", MAPS)
+async def test_async_for(name: str) -> None:
+    """A task gets the same."""
+    loader: Any = DataLoader(MAPS[name](), batch_size=6, num_workers=2)
+    assert labels(await collect(loader)) == labels(list(TorchLoader(SyncMap(), 6)))
+
+
+STREAMS: dict[str, Callable[[], IterableDataset[Any]]] = {
+    "sharded": lambda: Sharded(31),
+    "unsharded": lambda: SyncStream(9),
+    "few first": lambda: Uneven(1, 17, 5),
+    "few last": lambda: Uneven(17, 9, 0),
+    "none": lambda: Uneven(0, 0, 0),
+    "chain": lambda: ChainDataset([Sharded(7), SyncStream(3)]),
+}
+
+
+@pytest.mark.filterwarnings(MANY_WORKERS)
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 1, "batch_size": 4},
+        {"num_workers": 2, "batch_size": 4},
+        {"num_workers": 2, "batch_size": 4, "drop_last": True},
+        {"num_workers": 3, "batch_size": 2, "prefetch_factor": 1},
+        {"num_workers": 3, "batch_size": 5, "prefetch_factor": 4},
+        {"num_workers": 2, "batch_size": None},
+    ],
+    ids=str,
+)
+def test_streams(name: str, options: dict[str, Any]) -> None:
+    """Each worker reads its own; the order is torch's, also when some end early."""
+    theirs, ours = [
+        [index.tolist() if torch.is_tensor(index) else index for _, index in loader]
+        for loader in (
+            TorchLoader(STREAMS[name](), **options),
+            DataLoader(STREAMS[name](), **options),
+        )
+    ]
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("name", ["sharded", "few first", "unsharded"])
+async def test_streams_by_async_for(name: str) -> None:
+    """A task gets the same."""
+    options: dict[str, Any] = {"num_workers": 2, "batch_size": 4}
+    theirs = TorchLoader(STREAMS[name](), **options)
+    expected = await beside(lambda: [index.tolist() for _, index in theirs])
+    found = await collect(DataLoader(STREAMS[name](), **options))
+    assert [index.tolist() for _, index in found] == expected
+
+
+@pytest.mark.parametrize("make", [SyncMap, AsyncMap, AsyncStream])
+def test_without_batching(make: Any) -> None:
+    """Single samples, converted, not stacked."""
+    found = list(DataLoader(make(5), batch_size=None, num_workers=2))
+    assert [index for _, index in found] == list(range(5))
+    assert all(rows.shape == (3,) for rows, _ in found)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("fetch", ["auto", "loader"])
+async def test_an_async_stream_is_read_once(num_workers: int, fetch: Any) -> None:
+    """By the loader; there are no duplicates to be sharded away."""
+    loader: Any = DataLoader(
+        AsyncStream(13), batch_size=4, num_workers=num_workers, fetch=fetch
+    )
+    assert labels(await collect(loader)) == labels(list(TorchLoader(SyncMap(13), 4)))
+    assert labels(await beside(lambda: list(loader)))[-1] == [12]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+async def test_async_streams_in_workers(drop_last: bool) -> None:
+    """Replicated like plain ones when that is asked for."""
+    options: dict[str, Any] = {
+        "batch_size": 4,
+        "drop_last": drop_last,
+        "num_workers": 2,
+    }
+    theirs = TorchLoader(Sharded(23), **options)
+    expected = await beside(lambda: [index.tolist() for _, index in theirs])
+    found = await collect(DataLoader(AsyncSharded(23), fetch="workers", **options))
+    assert labels(found) == expected
+    twice = await collect(DataLoader(AsyncStream(4), fetch="workers", **options))
+    assert labels(twice) == [[0, 1, 2, 3], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("fetch", ["loader", "workers"])
+@pytest.mark.parametrize("make", [Numbers, AsyncNumbers])
+@pytest.mark.parametrize("colours", ["ss", "sa", "as", "aa"])
+def test_functions_of_any_colour(fetch: Any, make: Any, colours: str) -> None:
+    """A transform and a collate function, sync or async, wherever samples are read."""
+    loader: Any = DataLoader(
+        make(10),
+        batch_size=4,
+        num_workers=2,
+        fetch=fetch,
+        transform=double if colours[0] == "s" else double_async,
+        collate_fn=total if colours[1] == "s" else total_async,
+    )
+    assert list(loader) == [12, 44, 34]
+
+
+@pytest.mark.parametrize("make", [SyncMap, SyncStream])
+def test_the_loader_may_read(make: Any) -> None:
+    """With fetch="loader" there is one stream, and workers collate."""
+    loader: Any = DataLoader(make(13), batch_size=4, num_workers=2, fetch="loader")
+    assert labels(list(loader)) == labels(list(TorchLoader(SyncMap(13), 4)))
+
+
+@pytest.mark.parametrize("make", [SyncMap, AsyncMap, SyncStream, AsyncStream])
+async def test_unordered(make: Any) -> None:
+    """The same batches, as they complete."""
+    loader: Any = DataLoader(
+        make(40), batch_size=3, num_workers=2, in_order=False, fetch="auto"
+    )
+    found = labels(await collect(loader))
+    copies = 2 if make is SyncStream else 1
+    expected = labels(list(TorchLoader(SyncMap(40), 3))) * copies
+    assert sorted(found) == sorted(expected)
+
+
+def test_stacked_datasets() -> None:
+    """A wrapper of sync and async datasets."""
+    dataset = StackDataset(a=AsyncMap(3), b=SyncMap(3))
+    batch: Any = next(iter(DataLoader(dataset, batch_size=3, num_workers=1)))
+    assert torch.equal(batch["a"][1], batch["b"][1])
+
+
+def test_shuffled_indices() -> None:
+    """A lazy order serves as a sampler; each epoch has its own."""
+    order = ShuffledIndices(20, seed=3)
+    loader: Any = DataLoader(SyncMap(), sampler=order, batch_size=20, num_workers=1)
+    first, second = (labels(list(loader))[0] for _ in range(2))
+    assert first == list(ShuffledIndices(20, seed=3))
+    assert sorted(second) == sorted(first) != second
+
+
+class Counting:
+    """A sampler that counts what was drawn from it."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.drawn = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(self.n):
+            self.drawn += 1
+            yield index
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("factor", [None, 1, 3])
+def test_no_more_is_requested_than_torch_would(
+    num_workers: int, factor: int | None
+) -> None:
+    """The sampler is drawn from batch by batch, exactly so far ahead."""
+    drawn = []
+    for make in (TorchLoader, DataLoader):
+        sampler = Counting(40)
+        loader: Any = make(
+            Numbers(40),
+            batch_size=2,
+            sampler=sampler,
+            num_workers=num_workers,
+            prefetch_factor=factor,
+        )
+        iterator = iter(loader)
+        steps = []
+        for _ in range(4):
+            next(iterator)
+            steps.append(sampler.drawn)
+        drawn.append(steps)
+        del iterator
+    assert drawn[1] == drawn[0]
+    assert drawn[1][0] == 2 * ((factor or 2) * num_workers + 1)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_draws_of_an_epoch_are_torchs(persistent: bool, own: bool) -> None:
+    """Workers that persist keep their seed: a second epoch draws none, in both."""
+    after = []
+    for make in (TorchLoader, DataLoader):
+        generator = torch.Generator().manual_seed(5)
+        torch.manual_seed(5)
+        loader: Any = make(
+            Numbers(),
+            batch_size=4,
+            shuffle=True,
+            num_workers=1,
+            persistent_workers=persistent,
+            generator=generator if own else None,
+        )
+        found = [[batch.tolist() for batch in loader] for _ in range(3)]
+        after.append((found, torch.rand(1), torch.rand(1, generator=generator)))
+        if make is DataLoader:
+            loader.close()
+        del loader
+    assert after[0] == after[1]

@@ -1,0 +1,193 @@
+"""Random draws depend on the batch: not on who makes it, nor on how many there are."""
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+
+from aioloader import DataLoader
+from aioloader._workers.seeds import states
+from beside import beside
+from samples import collect
+from working import AsyncNumbers, Drawing, Numbers, Stream, draw, draw_own
+
+MANY_WORKERS = "ignore:This DataLoader will create:UserWarning"
+WAYS: list[dict[str, Any]] = [
+    {"num_workers": 0, "rng": "batch"},
+    {"num_workers": 0, "rng": "batch", "prefetch_factor": 3},
+    {"num_workers": 1},
+    {"num_workers": 2},
+    {"num_workers": 2, "prefetch_factor": 5},
+    {"num_workers": 2, "persistent_workers": True},
+    {"num_workers": 5},
+]
+
+
+def epochs(loader: Any, count: int = 2) -> list[list[list[float]]]:
+    """Return all numbers of some epochs."""
+    with loader:
+        return [[flat(batch) for batch in loader] for _ in range(count)]
+
+
+def flat(batch: Any) -> list[float]:
+    """Return a batch as numbers."""
+    if isinstance(batch, torch.Tensor):
+        return [float(number) for number in batch.flatten()]
+    return [number for part in batch for number in flat(part)]
+
+
+def make(dataset: Any, **options: Any) -> Any:
+    """Return a loader that draws its base seed from a generator of its own."""
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(dataset, batch_size=5, generator=generator, **options)
+
+
+@pytest.mark.filterwarnings(MANY_WORKERS)
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_same_numbers_everywhere(options: dict[str, Any], shuffle: bool) -> None:
+    """torch, random and numpy, drawn by dataset, transform and collate function."""
+
+    def collate(samples: list[Any]) -> Any:
+        return [*samples, draw()]
+
+    def augment(sample: Any) -> Any:
+        return torch.tensor(float(sample[0])), sample[1], draw()
+
+    options = {**options, "transform": augment, "collate_fn": collate}
+    before = states()
+    found = epochs(make(Drawing(), shuffle=shuffle, **options), 1)
+    assert states() == before
+    options = {"transform": augment, "collate_fn": collate, "shuffle": shuffle}
+    expected = epochs(make(Drawing(), num_workers=0, rng="batch", **options), 1)
+    assert found == expected
+    numbers = [number for batch in found[0] for number in batch]
+    assert len(set(numbers)) > 100
+
+
+def test_epochs_differ_and_runs_do_not() -> None:
+    """Another epoch has other numbers; another run has the same ones."""
+    first, second = epochs(make(Drawing(), num_workers=2))
+    assert first != second
+    assert epochs(make(Drawing(), num_workers=1)) == [first, second]
+    loader = make(Drawing(), num_workers=2, persistent_workers=True)
+    third, fourth = epochs(loader)
+    assert third == first
+    assert fourth not in (first, third)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+async def test_tasks_get_the_same(in_order: bool) -> None:
+    """By ``async for``, from plain and from async datasets, ordered or not."""
+    found = []
+    for dataset in (Numbers(), AsyncNumbers(12)):
+        for options in ({"num_workers": 0, "rng": "batch"}, {"num_workers": 2}):
+            loader = make(dataset, transform=draw, in_order=in_order, **options)
+            batches = [flat(batch) for batch in await collect(loader)]
+            found.append(batches if in_order else sorted(batches))
+    assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize("fetch", ["auto", "loader"])
+def test_it_does_not_matter_who_reads(fetch: Any) -> None:
+    """As long as reading draws nothing."""
+    loaders = [
+        make(Numbers(), num_workers=2, fetch=f, transform=draw)
+        for f in (fetch, "workers")
+    ]
+    assert epochs(loaders[0]) == epochs(loaders[1])
+
+
+def test_the_users_generators_go_on() -> None:
+    """With num_workers=0 and rng="batch", code between batches draws undisturbed."""
+    expected: list[float] = []
+    found: list[float] = []
+    for options in ({}, {"num_workers": 0, "rng": "batch", "prefetch_factor": 2}):
+        torch.manual_seed(1)
+        numbers = expected if not options else found
+        dataset: Any = Drawing() if options else Numbers()
+        numbers.extend(torch.rand(1).item() for _ in make(dataset, **options))
+    assert found == expected
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_threads_draw_the_same_from_their_own(num_workers: int) -> None:
+    """``get_worker_info().rng`` in threads is what it is in processes."""
+    expected = epochs(make(Numbers(), num_workers=1, transform=draw_own))
+    options: dict[str, Any] = {"workers": "thread", "num_workers": num_workers}
+    before = states()
+    assert epochs(make(Numbers(), transform=draw_own, **options)) == expected
+    assert states() == before
+
+
+@pytest.mark.parametrize("make_dataset", [Drawing, Stream])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_by_worker_as_torch(make_dataset: Any, num_workers: int) -> None:
+    """With rng="worker" the numbers are torch's own, bit by bit, epoch by epoch."""
+    found = []
+    for make_loader in (TorchLoader, DataLoader):
+        torch.manual_seed(2)
+        options: dict[str, Any] = {"rng": "worker"} if make_loader is DataLoader else {}
+        loader: Any = make_loader(
+            make_dataset(), batch_size=4, num_workers=num_workers, **options
+        )
+        found.append([[flat(batch) for batch in loader] for _ in range(2)])
+    assert found[0] == found[1]
+
+
+def test_by_worker_when_workers_persist() -> None:
+    """Generators go on from one epoch to the next, as torch's do."""
+    found = []
+    for make_loader in (TorchLoader, DataLoader):
+        torch.manual_seed(2)
+        options: dict[str, Any] = {"rng": "worker"} if make_loader is DataLoader else {}
+        loader: Any = make_loader(
+            Drawing(), batch_size=4, num_workers=2, persistent_workers=True, **options
+        )
+        found.append([[flat(batch) for batch in loader] for _ in range(2)])
+        if make_loader is DataLoader:
+            loader.close()
+        del loader
+    assert found[0] == found[1]
+
+
+async def test_streams_repeat_themselves() -> None:
+    """Replicas draw by batch too: two runs are alike."""
+    runs = []
+    for _ in range(2):
+        loader = make(Stream(), num_workers=2)
+        runs.append([flat(batch) for batch in await collect(loader)])
+    assert runs[0] == runs[1]
+    pairs = itertools.combinations(runs[0], 2)
+    assert all(one != other for one, other in pairs)
+
+
+async def test_a_thread_pool_leaves_the_generators_alone() -> None:
+    """Nothing is swapped where threads share what is global."""
+    before = states()
+    with ThreadPoolExecutor(1) as executor:
+        loader = make(Numbers(), num_workers=1, workers=executor)
+        await beside(lambda: list(loader))
+    assert states() == before
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_by_sample_not_by_batch(num_workers: int) -> None:
+    """With rng="sample" the batch size does not matter either."""
+    found = []
+    for size in (1, 5, 12):
+        generator = torch.Generator().manual_seed(3)
+        loader: Any = DataLoader(
+            Numbers(),
+            size,
+            generator=generator,
+            num_workers=num_workers,
+            rng="sample",
+            transform=draw,
+        )
+        found.append(torch.cat(list(loader)).tolist())
+    assert found[0] == found[1] == found[2]
+    assert len({tuple(row) for row in found[0]}) == 12

@@ -1,0 +1,290 @@
+"""What a loader sends to its workers arrives: equal, unshared, in its surroundings."""
+
+import dataclasses
+import functools
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import warnings
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aioloader import DataLoader
+from aioloader.errors import WorkerStartError
+from samples import collect
+from working import Asked, Numbers, asked, first
+
+
+def rich() -> dict[str, Any]:
+    """Return data of many kinds, small and big."""
+    return {
+        "tensor": torch.arange(4096.0).reshape(64, 64),
+        "half": torch.ones(20, 70, dtype=torch.bfloat16),
+        "array": np.arange(4096).reshape(64, 64),
+        "fortran": np.asfortranarray(np.arange(4096).reshape(32, 128)),
+        "small": [torch.full((3,), k) for k in range(100)],
+        "plain": {
+            "text": "x" * 10_000,
+            "list": [1, 2.5, None, {"a"}],
+            "raw": b"y" * 99,
+        },
+        "parameter": torch.nn.Parameter(torch.ones(4)),
+        "module": torch.nn.Linear(3, 2),
+        "partial": functools.partial(max, 3),
+    }
+
+
+def text_of(data: Any) -> str:
+    """Return all there is in words, to the last element."""
+    data = {**data, "module": dict(data["module"].state_dict())}
+    return repr({name: whole(value) for name, value in data.items()})
+
+
+def whole(value: Any) -> Any:
+    """Return tensors and arrays as lists, with their types."""
+    if isinstance(value, dict):
+        return {name: whole(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [whole(part) for part in value]
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return type(value), value.dtype, value.tolist()
+    return value
+
+
+@pytest.mark.parametrize("context", [None, "fork"], ids=str)
+def test_a_dataset_arrives_equal(context: Any) -> None:
+    """torch, numpy and plain Python objects, to the last element."""
+    data = rich()
+    assert asked(data, text_of, multiprocessing_context=context) == text_of(data)
+
+
+def test_nothing_is_shared_by_writing() -> None:
+    """Neither side sees what the other one writes, and no worker another's writes."""
+    data: Any = {"tensor": torch.zeros(100_000), "array": np.zeros(100_000)}
+
+    class Counting(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            data["tensor"].add_(1)
+            data["array"] += 1
+            return os.getpid(), int(data["tensor"][-1]), int(data["array"][0])
+
+    loader: Any = DataLoader(Counting(), num_workers=2, collate_fn=first)
+    iterator = iter(loader)
+    found = [next(iterator)]
+    data["tensor"].fill_(500)
+    data["array"].fill(500)
+    found.extend(iterator)
+    for process in {pid for pid, *_ in found}:
+        counts = [(one, other) for pid, one, other in found if pid == process]
+        assert counts == [(k, k) for k in range(1, len(counts) + 1)]
+    assert data["tensor"].unique().tolist() == [500]
+    assert set(data["array"]) == {500}
+
+
+def test_shipping_changes_nothing() -> None:
+    """The user's objects are what they were; a second epoch ships anew."""
+    data = rich()
+    before, pointer = text_of(data), data["tensor"].data_ptr()
+    loader: Any = DataLoader(Asked(data, text_of), num_workers=1, collate_fn=first)
+    assert next(iter(loader)) == before
+    assert text_of(data) == before
+    assert data["tensor"].data_ptr() == pointer
+    data["tensor"][0, 0] = 77
+    assert next(iter(loader)) == text_of(data) != before
+
+
+def test_many_small_arrays_take_little_room() -> None:
+    """A list of 20,000 arrays is not 20,000 pages."""
+    arrays = [np.full(200, k, np.int32) for k in range(20_000)]
+
+    def question(found: Any) -> Any:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        sizes = [
+            line.split()[0].split("-") for line in maps if "aioloader-dataset" in line
+        ]
+        return sum(int(end, 16) - int(start, 16) for start, end in sizes), int(
+            sum(array[7] for array in found)
+        )
+
+    size, total = asked(arrays, question)
+    assert total == sum(range(20_000))
+    assert size < 2 * 20_000 * 800
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Change what code may take for granted about its process."""
+    (tmp_path / "found_by_path.py").write_text("WORD = 'found'\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["program", "--flag"])
+    monkeypatch.setenv("AIOLOADER_TEST_WORD", "set")
+    monkeypatch.delenv("HOME", raising=False)
+    torch.set_default_dtype(torch.float64)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="known to the parent")
+        yield tmp_path
+    torch.set_default_dtype(torch.float32)
+
+
+def test_surroundings_arrive(elsewhere: Path) -> None:
+    """Directory, path, arguments, environment, filters, default type."""
+
+    def question(_dataset: Any) -> Any:
+        import found_by_path  # type: ignore[import-not-found] # noqa: PLC0415
+
+        try:
+            warnings.warn("known to the parent", stacklevel=1)
+        except UserWarning:
+            raised = True
+        environment = os.environ.get("AIOLOADER_TEST_WORD"), os.environ.get("HOME")
+        dtype = torch.zeros(1).dtype
+        return Path.cwd(), found_by_path.WORD, sys.argv, environment, raised, dtype
+
+    assert asked(None, question) == (
+        elsewhere,
+        "found",
+        ["program", "--flag"],
+        ("set", None),
+        True,
+        torch.float64,
+    )
+
+
+def test_what_cannot_be_pickled_is_named() -> None:
+    """One error, when the first batch is asked for, by path and with the way out."""
+
+    class Opened(Numbers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.files = {"index": threading.Lock()}
+
+    with pytest.raises(WorkerStartError, match=r"Opened\.files\['index'\] cannot be"):
+        list(DataLoader(Opened(), num_workers=2))
+    lock = threading.Lock()
+    for name in ("transform", "collate_fn", "worker_init_fn"):
+        options: dict[str, Any] = {name: lambda value: lock and value}
+        loader: Any = DataLoader(Numbers(), num_workers=2, **options)
+        for _ in range(2):
+            with pytest.raises(WorkerStartError, match=rf"^{name}\.<lock> cannot be"):
+                next(iter(loader))
+
+
+async def test_what_cannot_be_pickled_is_named_to_tasks() -> None:
+    """The same by ``async for``."""
+    lock = threading.Lock()
+    loader: Any = DataLoader(Numbers(), num_workers=2, transform=lambda _: lock)
+    with pytest.raises(WorkerStartError, match=r"transform\.<lock>"):
+        await collect(loader)
+
+
+class Threaded(Numbers):
+    """Starts a thread when it is unpickled, and waits for it to run."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state)
+        self.bell, self.answer = threading.Event(), threading.Event()
+        threading.Thread(target=self.live, daemon=True).start()
+
+    def live(self) -> None:
+        """Answer the bell."""
+        self.bell.wait()
+        self.answer.set()
+
+    def __getitem__(self, index: int) -> Any:
+        self.bell.set()
+        return index if self.answer.wait(10) else -1
+
+
+def test_unpickling_may_start_threads() -> None:
+    """Each worker then unpickles for itself, and has the thread."""
+    found = [batch.tolist() for batch in DataLoader(Threaded(), 4, num_workers=2)]
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_unpickling_may_fail() -> None:
+    """The error is the user's own."""
+
+    class Broken(Numbers):
+        def __setstate__(self, state: Any) -> None:
+            raise LookupError("not here")
+
+    with pytest.raises(LookupError, match="not here"):
+        list(DataLoader(Broken(), num_workers=2))
+
+
+@dataclasses.dataclass
+class Batch:
+    """A batch type of a module that workers cannot import."""
+
+    numbers: torch.Tensor
+
+
+Named = namedtuple("Named", "numbers")  # noqa: PYI024  (as users write it)
+
+
+@pytest.mark.parametrize("kind", [Batch, Named])
+@pytest.mark.parametrize("n", [4, 40_000])
+def test_batch_types_keep_their_identity(kind: Any, n: int) -> None:
+    """``isinstance`` holds for what comes back, small or big."""
+
+    def collate(samples: list[Any]) -> Any:
+        return kind(torch.full((n,), samples[0]))
+
+    found = list(DataLoader(Numbers(3), num_workers=2, collate_fn=collate))
+    assert [type(batch) for batch in found] == [kind] * 3
+    assert [int(batch.numbers.sum()) for batch in found] == [0, n, 2 * n]
+
+
+CONTEXTS = [
+    "fork",
+    pytest.param("spawn", marks=pytest.mark.slow),
+    pytest.param("forkserver", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_contexts(name: str) -> None:
+    """By name or as an object: same batches, lambdas too."""
+    expected = [batch.tolist() for batch in DataLoader(Numbers(), 5, transform=hex2)]
+    context = multiprocessing.get_context(name)
+    for given in (name, context) if name == "fork" else (context,):
+        loader: Any = DataLoader(
+            Numbers(),
+            5,
+            num_workers=2,
+            multiprocessing_context=given,
+            transform=functools.partial(hex2),
+        )
+        assert [batch.tolist() for batch in loader] == expected
+    if name == "forkserver":
+        stop_forkserver()
+
+
+def hex2(value: int) -> int:
+    """Return some number."""
+    return value * 16
+
+
+def stop_forkserver() -> None:
+    """End the server that multiprocessing would keep until this process ends."""
+    from multiprocessing.forkserver import _forkserver  # noqa: PLC0415
+
+    _forkserver._stop()  # type: ignore[attr-defined]
+
+
+def test_a_temporary_file_stays_open() -> None:
+    """A dataset of paths opens them in the worker."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"words")
+        file.flush()
+        name = file.name
+        assert asked(name, lambda path: Path(path).read_bytes()) == b"words"

@@ -1,0 +1,211 @@
+"""Worker threads: the same batches as processes, in this process."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+
+from aioloader import DataLoader, get_worker_info
+from beside import beside
+from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
+from working import (
+    AsyncNumbers,
+    Numbers,
+    double,
+    double_async,
+    first,
+    total,
+    total_async,
+)
+
+
+def make(dataset: Any, **options: Any) -> Any:
+    """Return a loader with two threads."""
+    return DataLoader(dataset, **{"num_workers": 2, "workers": "thread", **options})
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"batch_size": 6},
+    {"batch_size": 6, "drop_last": True, "shuffle": True},
+    {"batch_sampler": [[3, 1], [2], [0, 19, 4]]},
+    {"batch_size": 3, "prefetch_factor": 1, "num_workers": 1},
+    {"batch_size": 3, "num_workers": 5},
+]
+
+
+@pytest.mark.parametrize("name", [SyncMap, AsyncMap])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+async def test_map_style(name: Any, options: dict[str, Any]) -> None:
+    """Same batches and same later draws as torch, by both loops."""
+    torch.manual_seed(4)
+    alone = {"num_workers": 0, "prefetch_factor": None}
+    theirs: Any = TorchLoader(SyncMap(), **{**options, **alone})
+    expected = [labels(list(theirs)) for _ in range(2)], torch.rand(1)
+    torch.manual_seed(4)
+    loader = make(name(), **options)
+    found = [
+        labels(await collect(loader)),
+        labels(await beside(lambda: list(loader))),
+    ]
+    assert (found, torch.rand(1)) == expected
+
+
+@pytest.mark.parametrize("dataset", [SyncStream, AsyncStream])
+@pytest.mark.parametrize("drop_last", [False, True])
+async def test_a_stream_is_read_once(dataset: Any, drop_last: bool) -> None:
+    """There is one of it in this process; threads transform and collate."""
+    loader = make(dataset(), batch_size=6, drop_last=drop_last)
+    theirs = TorchLoader(SyncStream(), batch_size=6, drop_last=drop_last)
+    assert labels(await collect(loader)) == labels(list(theirs))
+
+
+@pytest.mark.parametrize("fetch", ["auto", "loader"])
+@pytest.mark.parametrize("dataset", [Numbers, AsyncNumbers])
+@pytest.mark.parametrize("colours", ["ss", "sa", "as", "aa"])
+def test_functions_of_any_colour(dataset: Any, fetch: Any, colours: str) -> None:
+    """A transform and a collate function, sync or async, wherever samples are read."""
+    loader = make(
+        dataset(10),
+        batch_size=4,
+        fetch=fetch,
+        transform=double if colours[0] == "s" else double_async,
+        collate_fn=total if colours[1] == "s" else total_async,
+    )
+    assert list(loader) == [12, 44, 34]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (SyncStream(), {}),
+        (AsyncStream(), {}),
+        (AsyncMap(), {}),
+        (SyncMap(), {"transform": double_async}),
+        (SyncMap(), {"collate_fn": total_async}),
+    ],
+    ids=["stream", "async stream", "async map", "transform", "collate"],
+)
+def test_threads_cannot_do_all(dataset: Any, options: dict[str, Any]) -> None:
+    """What they cannot read is refused at once, if it is asked for."""
+    with pytest.raises(ValueError, match="fetch='workers' needs a map-style dataset"):
+        make(dataset, fetch="workers", **options)
+
+
+def test_threads_know_who_they_are() -> None:
+    """Number, seed, dataset; the init function runs in each; nothing stays behind."""
+    seen: list[Any] = []
+
+    def init(worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        seen.append((worker, info.id, info.num_workers, info.dataset))
+
+    def look(_sample: Any) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return info.id, info.seed, threading.current_thread().name
+
+    torch.manual_seed(8)
+    base_seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    torch.manual_seed(8)
+    dataset = Numbers(40)
+    loader = make(dataset, worker_init_fn=init, transform=look, collate_fn=first)
+    found = list(loader)
+    assert {seed - worker for worker, seed, _ in found} == {base_seed}
+    assert {name for *_, name in found} <= {"aioloader-worker-0", "aioloader-worker-1"}
+    assert sorted(seen, key=lambda one: one[0]) == [(k, k, 2, dataset) for k in (0, 1)]
+    assert get_worker_info() is None
+
+
+def test_a_slow_batch_strands_nothing() -> None:
+    """Unordered, the others come meanwhile; in order, they wait behind it."""
+    for in_order in (False, True):
+        release = threading.Event()
+
+        class Slow(Numbers):
+            def __getitem__(self, index: int, gate: threading.Event = release) -> Any:
+                if index == 0:
+                    assert gate.wait(10)
+                elif index == 3:
+                    gate.set()
+                return index
+
+        loader = make(Slow(8), in_order=in_order, prefetch_factor=2)
+        found = [int(batch) for batch in loader]
+        assert sorted(found) == list(range(8))
+        assert (found[0] == 0) is in_order
+
+
+def test_an_error_in_one_batch_ends_nothing() -> None:
+    """The exception is the object that was raised; the next batch comes."""
+    error = LookupError("three")
+
+    class Bad(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            if index == 3:
+                raise error
+            return index
+
+    iterator = iter(make(Bad(8), batch_size=2))
+    found: list[Any] = [next(iterator)]
+    with pytest.raises(LookupError) as caught:
+        next(iterator)
+    assert caught.value is error
+    assert "sample index 3" in error.__notes__[0]
+    found += list(iterator)
+    assert [batch.tolist() for batch in found] == [[0, 1], [4, 5], [6, 7]]
+
+
+async def test_failures_are_skipped_and_listed() -> None:
+    """As without workers, within the budget."""
+
+    class Bad(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            if index % 5 == 0:
+                raise LookupError(index)
+            return index
+
+    loader = make(Bad(12), batch_size=4, on_error="skip")
+    found = [batch.tolist() for batch in await collect(loader)]
+    assert found == [[1, 2, 3], [4, 6, 7], [8, 9, 11]]
+    assert sorted(failure.index for failure in loader.skipped) == [0, 5, 10]
+
+
+def test_an_init_function_that_fails() -> None:
+    """Its error is raised, as it is."""
+
+    def init(worker: int) -> None:
+        raise LookupError("no")
+
+    with pytest.raises(LookupError, match="no"):
+        list(make(Numbers(), worker_init_fn=init))
+
+
+def test_big_batches_use_memory_again() -> None:
+    """A loop that drops its batches sees the same few addresses."""
+
+    class Images(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return torch.full((300, 300), index)
+
+    addresses = set()
+    for number, batch in enumerate(make(Images(60), batch_size=2)):
+        assert batch[:, 7, 9].tolist() == [2 * number, 2 * number + 1]
+        addresses.add(batch.data_ptr())
+    assert len(addresses) <= 10
+
+
+async def test_a_break_ends_the_threads() -> None:
+    """Soon, without waiting for what nobody wants."""
+    loader = make(SyncMap(100))
+    async for _batch in loader:
+        break
+    await loader.aclose()
+
+
+def test_a_dropped_iterator_ends_the_threads() -> None:
+    """The same, by its finalizer."""
+    iterator = iter(make(SyncMap(100)))
+    next(iterator)
