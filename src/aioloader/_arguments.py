@@ -99,7 +99,12 @@ def check_workers(
                 f"got workers={workers!r}"
             )
         context = _context_of(context)
-    if workers == "process":
+    if workers == "process" and num_workers:
+        if not hasattr(os, "memfd_create"):
+            raise ValueError(
+                "worker processes need Linux (memory files, pidfds); use "
+                "workers='thread' or num_workers=0"
+            )
         _warn_of_many(num_workers)
     return context
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from aioloader._pipeline.waiting import Waiters, call_threadsafe, resolve
+from aioloader._pipeline.waiting import Waiters
 
 
 class Pump(Protocol):
@@ -68,32 +68,10 @@ class PumpingWaiters(Waiters):
             if any(descriptor == bell.fileno for descriptor, _ in ready):
                 return True
 
-    async def wait_async(self, timeout: float | None = None) -> bool:
-        """Suspend this task until woken; tell whether it was, within ``timeout`` s."""
-        loop = asyncio.get_running_loop()
-        woken = loop.create_future()
-
-        def wake() -> None:
-            call_threadsafe(loop, resolve, woken)
-
-        if not self._enter(wake):
-            return True
-        watch = self._watches.get(loop)
-        if watch is None:
-            watch = self._watches[loop] = _Watch(loop, self._pump)
-        watch.begin()
-        try:
-            async with asyncio.timeout(timeout):
-                await woken
-        except TimeoutError:
-            return not self._leave(wake)
-        except BaseException:
-            self._leave(wake)
-            raise
-        finally:
-            if watch.end():
-                self._watches.pop(loop, None)
-        return True
+    def _watching(self, loop: asyncio.AbstractEventLoop) -> "_Watch":
+        for other in [other for other in self._watches if other.is_closed()]:
+            del self._watches[other]
+        return self._watches.setdefault(loop, _Watch(loop, self._pump))
 
 
 class _Watch:
@@ -106,18 +84,15 @@ class _Watch:
         self._watched: list[int] = []
         self._copies: list[int] = []
 
-    def begin(self) -> None:
-        """Watch on behalf of one more task."""
+    def __enter__(self) -> None:
         self._count += 1
         if self._count == 1:
             self._watch()
 
-    def end(self) -> bool:
-        """Stop, for one task; tell whether it was the last."""
+    def __exit__(self, *_exc: object) -> None:
         self._count -= 1
         if not self._count:
             self._unwatch()
-        return not self._count
 
     def _watch(self) -> None:
         self._watched = list(self._pump.descriptors())

@@ -1,9 +1,14 @@
 """Waiting, for threads and for tasks of any loop: woken, never polling."""
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Final
+
+_NOTHING: Final = contextlib.nullcontext()
 
 
 class Waiters:
@@ -48,14 +53,22 @@ class Waiters:
         if not self._enter(wake):
             return True
         try:
-            async with asyncio.timeout(timeout):
-                await woken
+            with self._watching(loop):
+                async with asyncio.timeout(timeout):
+                    await woken
         except TimeoutError:
             return not self._leave(wake)
         except BaseException:
             self._leave(wake)
             raise
         return True
+
+    def _watching(
+        self,
+        loop: asyncio.AbstractEventLoop,  # noqa: ARG002  (for those who watch)
+    ) -> AbstractContextManager[object]:
+        """Return what is entered while a task of ``loop`` waits."""
+        return _NOTHING
 
     def _enter(self, wake: Callable[[], None]) -> bool:
         with self.lock:
