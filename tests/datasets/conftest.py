@@ -322,7 +322,10 @@ def memory() -> MemoryStore:
 
 
 @pytest.fixture(params=KINDS)
-def dataset(request: pytest.FixtureRequest) -> Iterator[FileDataset | ObjectDataset]:
+def dataset(
+    request: pytest.FixtureRequest,
+    s3_port: int,  # the server is no leak of the test that is its first
+) -> Iterator[FileDataset | ObjectDataset]:
     """Return a dataset of the objects, in the order of their names."""
     kind, get = request.param, request.getfixturevalue
     if kind == "files":
