@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,6 +38,9 @@ def pytest_asyncio_loop_factories(
 @pytest.fixture(scope="session", autouse=True)
 def warm() -> None:
     """Do once what would disturb the counts: runtimes of the process, a collection."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Begun in the background by a shell; the tests of Ctrl-C pass it on.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     store = MemoryStore()
     obstore.put(store, "key", b"")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
