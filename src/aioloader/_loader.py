@@ -66,8 +66,9 @@ class DataLoader(Generic[Batch]):
         worker_init_fn: Called in each worker with its number.
         multiprocessing_context: Start method of workers.
         generator: Source of the shuffle order and of ``base_seed``.
-        prefetch_factor: Batches requested and not yet taken, never more. ``None`` is
-            2, and for async datasets ``ceil(concurrency / batch_size) + 3``.
+        prefetch_factor: Batches requested and not yet taken, for each worker (or in
+            all, without workers), never more. ``None`` is 2, and for
+            async datasets ``ceil(concurrency / batch_size) + 3``.
         persistent_workers: Keep workers between epochs.
         pin_memory_device: Deprecated, as in torch.
         in_order: Deliver batches in the sampler's order, else as they complete.

@@ -27,7 +27,7 @@ class ContextLauncher:
         context: The context.
         payload: The shipment itself, to be inherited; or the file that ``ship`` wrote,
             owned from now on.
-        surroundings: Of this process when the loader was made.
+        surroundings: Of this process when the iteration began.
         ends: The descriptors that all workers share; not owned.
     """
 

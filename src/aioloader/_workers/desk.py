@@ -11,7 +11,7 @@ from aioloader._transport.arena import ArenaReader, ArenaWriter
 from aioloader._transport.board import Board
 from aioloader._transport.channel import Channel
 from aioloader._workers.info import be_at
-from aioloader._workers.messages import RESULT_HEAD, Answer, Kind, Request
+from aioloader._workers.messages import RESULT_HEAD, Answer, Kind, Request, sendable
 from aioloader._workers.parcel import Packer, unpack
 from aioloader._workers.remote import RemoteError
 from aioloader._workers.seeds import key_of_sample, seed_all
@@ -181,9 +181,4 @@ class Desk:
 
     def _take_failures(self) -> list[Failure]:
         """Return the failures since the last result; the loader keeps the budget."""
-        latest = self._policy.latest
-        found = [latest.popleft() for _ in range(len(latest))]
-        return [
-            Failure(**{**vars(one), "error": RemoteError.of(one.error, self.id)})
-            for one in found
-        ]
+        return sendable(self._policy.latest, self.id)

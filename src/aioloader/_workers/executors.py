@@ -17,7 +17,6 @@ from concurrent.futures import (
     Future,
     ThreadPoolExecutor,
 )
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -28,7 +27,7 @@ from aioloader._pipeline.run import Run
 from aioloader._pipeline.work import Outcome, Work
 from aioloader._transport.codec import Buffers, decode, encode, encode_by_value
 from aioloader._workers.info import WorkerInfo, be_worker_thread
-from aioloader._workers.messages import Answer, opened
+from aioloader._workers.messages import Answer, opened, sendable
 from aioloader._workers.parcel import REDUCERS
 from aioloader._workers.refusals import explain
 from aioloader._workers.remote import RemoteError
@@ -213,12 +212,7 @@ def _answer(recipe: Recipe, work: Work) -> Answer:
         error = RemoteError.of(raised, -1)
     if outcome.error is not None:
         error = RemoteError.of(outcome.error, -1)
-    latest = recipe.policy.latest
-    failures = [
-        replace(one, error=RemoteError.of(one.error, -1))  # type: ignore[arg-type]
-        for one in latest
-    ]
-    latest.clear()
+    failures = sendable(recipe.policy.latest, -1)
     return Answer(outcome.batch, error, outcome.is_empty, failures=failures)
 
 

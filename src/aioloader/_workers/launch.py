@@ -55,7 +55,7 @@ class NurseryLauncher:
     """Starts workers through the template.
 
     Args:
-        surroundings: Of this process when the loader was made.
+        surroundings: Of this process when the iteration began.
         shipment: The file that ``ship`` wrote; owned from now on.
         ends: The descriptors that all workers share; not owned.
     """

@@ -6,12 +6,15 @@ A request is a small pickle, or a parcel where it carries samples; a result is a
 
 import pickle
 import struct
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 from aioloader._order.failures import Failure
 from aioloader._pipeline.work import Outcome
+from aioloader._workers.remote import RemoteError
 
 RESULT_HEAD = struct.Struct("<BHq")
 STAGES = ("fetch", "transform", "collate", "send")
@@ -81,6 +84,15 @@ class Answer(NamedTuple):
 
 
 FORGET = Request(-1, 0, 0, 0, None, None, False, ())  # noqa: FBT003  (fields, in order)
+
+
+def sendable(failures: deque[Failure], worker: int) -> list[Failure]:
+    """Take failures from those that are latest, in a form that can be sent."""
+    found = [failures.popleft() for _ in range(len(failures))]
+    return [
+        replace(one, error=RemoteError.of(one.error, worker))  # type: ignore[arg-type]
+        for one in found
+    ]
 
 
 def opened(answer: Answer) -> tuple[Outcome, list[Failure]]:

@@ -22,7 +22,7 @@ def start_pool(
 
     Args:
         shipment: What they are to do.
-        surroundings: Of this process when the loader was made.
+        surroundings: Of this process when the iteration began.
         context: A ``multiprocessing`` context that the user asked for, or None.
 
     Raises:
