@@ -97,6 +97,17 @@ class AsyncNumbers(AsyncMap):
         return index
 
 
+class AsyncDrawing(AsyncMap):
+    """Draws for each sample from the worker's own generators, amid other samples."""
+
+    async def __getitem__(self, index: int) -> Any:
+        await asyncio.sleep(0)
+        first = draw_own()
+        for _ in range(index % 3):
+            await asyncio.sleep(0)
+        return index, first, draw_own()
+
+
 def draw(_sample: Any = None) -> torch.Tensor:
     """Return a number of each global generator."""
     numbers = [random.random(), np.random.random(), np.random.normal()]

@@ -22,6 +22,7 @@ from aioloader._pipeline.source import HostedSource, Patience
 from aioloader._pipeline.work import Work
 from aioloader._transport.slots import SlotPool
 from aioloader._workers.executors import ExecutorWorkers
+from aioloader._workers.info import be_at_sample
 from aioloader._workers.lease import Pools
 from aioloader._workers.seeds import (
     keys_of_batches,
@@ -31,7 +32,7 @@ from aioloader._workers.seeds import (
 )
 from aioloader._workers.shipment import Shipment, Surroundings
 from aioloader._workers.start import start_pool
-from aioloader._workers.threads import KeyedHere, ThreadWorkers, be_at_sample
+from aioloader._workers.threads import KeyedHere, ThreadWorkers
 from aioloader.protocols import is_async_function
 
 if TYPE_CHECKING:

@@ -5,10 +5,8 @@ import gc
 import itertools
 import os
 import pickle
-import signal
-import subprocess
-import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from beside import beside
 from faulty import (
     Faulty,
     Pids,
-    await_gone,
     is_alive,
     kill_itself,
     pids_of,
@@ -113,106 +110,6 @@ def test_async_for(
         del loader
 
 
-# -- the whole process ends ---------------------------------------------------------
-
-SCRIPT = """
-import asyncio, os, signal, sys, time, torch
-from aioloader import DataLoader
-class D:
-    def __len__(self): return 100
-    def __getitem__(self, i):
-        if i >= 12: time.sleep(60 if sys.argv[1] == 'process' else 0.2)
-        return i
-def loaders():
-    for in_order in (True, False):
-        for kept in (True, False):
-            yield DataLoader(D(), 4, num_workers=2, workers=sys.argv[1],
-                             in_order=in_order, persistent_workers=kept)
-def sync():
-    iterators = [iter(loader) for loader in loaders()]
-    for iterator in iterators: next(iterator)
-    print('ready', flush=True)
-    for batch in iterators[0]: pass
-async def main():
-    iterators = [aiter(loader) for loader in loaders()]
-    for iterator in iterators: await anext(iterator)
-    print('ready', flush=True)
-    async for batch in iterators[0]: pass
-if sys.argv[2] == 'for': sync()
-else: asyncio.run(main())
-"""
-
-
-def started(*arguments: str, code: str = SCRIPT) -> "subprocess.Popen[str]":
-    """Start a script in a session of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def session(leader: int) -> list[int]:
-    """Return the processes of a session."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (entry / "stat").read_text("ascii", "replace")
-        except OSError:
-            continue
-        if int(text.rpartition(")")[2].split()[3]) == leader:
-            found.append(int(entry.name))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("statement", ["for", "async for"])
-def test_ctrl_c(statement: str, kind: str) -> None:
-    """Of four loops at once, all workers stuck: one KeyboardInterrupt, nothing left."""
-    process = started(kind, statement)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=40)
-    assert process.returncode in {1, 130, -signal.SIGINT}
-    assert await_gone(session(process.pid)) == []
-    assert errors.count("Traceback") <= 3
-    assert "KeyboardInterrupt" in errors
-    for noise in ("Task was destroyed", "never awaited", "Exception ignored"):
-        assert noise not in errors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("statement", ["for", "async for"])
-def test_the_parent_is_killed(statement: str) -> None:
-    """No worker, nursery or template is left, though the workers were stuck."""
-    process = started("process", statement)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    pids = session(process.pid)
-    assert len(pids) >= 4 * 3 + 2
-    process.kill()
-    process.communicate(timeout=40)  # whoever is left would hold the pipe
-    assert await_gone(session(process.pid)) == []
-
-
-@pytest.mark.slow
-def test_open_iterators_at_the_interpreters_exit() -> None:
-    """The process ends quickly; its workers do not outlive it for long."""
-    code = SCRIPT.replace(
-        "    for batch in iterators[0]: pass\n", "    return iterators\n"
-    )
-    code = code.replace("'for': sync()", "'for': kept = sync()")
-    process = started("process", "for", code=code)
-    output, errors = process.communicate(timeout=40)
-    assert (process.returncode, output) == (0, "ready\n"), errors
-    assert await_gone(session(process.pid)) == []
-    assert "Traceback" not in errors
-
-
 # -- closing ------------------------------------------------------------------------
 
 
@@ -251,6 +148,19 @@ def test_a_dropped_iterator_is_released_by_the_collector() -> None:
         iterator.me = iterator
         del iterator
         gc.collect()
+
+
+def test_dropped_workers_of_multiprocessing_are_reaped() -> None:
+    """Nobody waits for them; yet no zombie stays."""
+    loader = DataLoader(Faulty(), 4, num_workers=2, multiprocessing_context="fork")
+    iterator = iter(loader)
+    next(iterator)
+    entries = [Path(f"/proc/{pid}") for pid in pids_of(pools_of(iterator)).values()]
+    del iterator
+    until = time.monotonic() + 20
+    while any(entry.exists() for entry in entries) and time.monotonic() < until:
+        os.sched_yield()
+    assert not any(entry.exists() for entry in entries)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -163,6 +163,17 @@ def test_slots_grow_and_the_small_ones_are_given_up() -> None:
         assert pair.resident() < 2.2 * (1 << 23)
 
 
+def test_descriptors_do_not_grow_with_slots() -> None:
+    """Slots are mapped many at a time, on both sides; each has memory of its own."""
+    folder = Path("/proc/self/fd")
+    with Pair() as pair:
+        before = len(list(folder.iterdir()))
+        held = [pair.pass_on(1 << 16, number) for number in range(24)]
+        assert [set(view.tolist()) for view in held] == [{at} for at in range(24)]
+        assert len(list(folder.iterdir())) - before <= 2 * 6
+        del held
+
+
 def test_idle_slots_give_their_pages_back() -> None:
     """What a burst needed goes back to the kernel once it is over."""
     with Pair() as pair:

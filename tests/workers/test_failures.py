@@ -152,6 +152,23 @@ def test_a_batch_that_cannot_be_sent() -> None:
     assert next(iterator) == [8, 9, 10, 11]
 
 
+class Stubborn(int):
+    """An index that cannot be pickled."""
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise TypeError("cannot pickle me")
+
+
+def test_a_request_that_cannot_be_sent() -> None:
+    """One error for it; the next batch comes."""
+    sampler: Any = [0, 1, Stubborn(2), 3, 4]
+    iterator = iter(DataLoader(Numbers(), 1, sampler=sampler, num_workers=2))
+    assert [next(iterator).item() for _ in range(2)] == [0, 1]
+    with pytest.raises(TypeError, match="cannot pickle me"):
+        next(iterator)
+    assert [batch.item() for batch in iterator] == [3, 4]
+
+
 class Fragile:
     """Can be pickled, and not be unpickled."""
 

@@ -115,12 +115,16 @@ def seed_numpy(worker: int) -> None:
     random.seed(seed)
 
 
+@pytest.mark.parametrize("rng", [None, "batch", "sample"])
 @pytest.mark.parametrize("init", [seed_everything, seed_numpy])
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_an_init_function_that_seeds_is_in_charge(num_workers: int, init: Any) -> None:
+def test_an_init_function_that_seeds_is_in_charge(
+    num_workers: int, init: Any, rng: Any
+) -> None:
     """Each sample finds what torch's workers find there: seed, numbers, order."""
     found = []
     for make in (TorchLoader, DataLoader):
+        options: dict[str, Any] = {"rng": rng} if make is DataLoader else {}
         torch.manual_seed(8)
         loader: Any = make(
             Transformed(seeds),
@@ -128,6 +132,7 @@ def test_an_init_function_that_seeds_is_in_charge(num_workers: int, init: Any) -
             num_workers=num_workers,
             worker_init_fn=init,
             collate_fn=list,
+            **options,
         )
         found.append(list(loader))
     assert found[0] == found[1]

@@ -12,7 +12,7 @@ from aioloader import DataLoader
 from aioloader._workers.seeds import states
 from beside import beside
 from samples import collect
-from working import AsyncNumbers, Drawing, Numbers, Stream, draw, draw_own
+from working import AsyncDrawing, AsyncNumbers, Drawing, Numbers, Stream, draw, draw_own
 
 MANY_WORKERS = "ignore:This DataLoader will create:UserWarning"
 WAYS: list[dict[str, Any]] = [
@@ -121,6 +121,27 @@ def test_threads_draw_the_same_from_their_own(num_workers: int) -> None:
     before = states()
     assert epochs(make(Numbers(), transform=draw_own, **options)) == expected
     assert states() == before
+
+
+@pytest.mark.filterwarnings(MANY_WORKERS)
+@pytest.mark.parametrize("rng", ["batch", "sample"])
+def test_coroutines_draw_by_sample_from_their_own(rng: Any) -> None:
+    """However many are under way: ``get_worker_info().rng`` is that of the sample."""
+
+    async def augment(sample: Any) -> Any:
+        return *sample, draw_own()
+
+    found = [
+        epochs(make(AsyncDrawing(12), transform=augment, rng=rng, **options))
+        for options in (
+            {"num_workers": 1, "concurrency": 1},
+            {"num_workers": 1, "concurrency": 64},
+            {"num_workers": 3, "concurrency": 4},
+        )
+    ]
+    assert found[0] == found[1] == found[2]
+    numbers = [number for batch in found[0][0] for number in batch[5:]]
+    assert len(set(numbers)) == len(numbers)
 
 
 @pytest.mark.parametrize("make_dataset", [Drawing, Stream])

@@ -133,7 +133,13 @@ class Crew:
 
     # -- the jobs -----------------------------------------------------------------
 
+    def _be_at(self, work: Work, position: int, stage: int) -> None:
+        """Have this task draw from the generators of what it is about to await."""
+        if work.key is not None and self._recipe.at is not None:
+            self._recipe.at(work, position, stage)
+
     async def _fetch_sample(self, work: Work, position: int) -> None:
+        self._be_at(work, position, 0)
         try:
             sample = await self._recipe.get(work.indices[position])
         except Exception as error:  # retried, or the policy decides
@@ -142,6 +148,7 @@ class Crew:
 
     async def _fetch_wrapped(self, work: Work, position: int) -> None:
         """Fetch through a plain wrapper, whose results hold the awaitables."""
+        self._be_at(work, position, 0)
         try:
             sample = await resolved(self._recipe.get(work.indices[position]))
         except Exception as error:  # retried, or the policy decides
@@ -157,6 +164,7 @@ class Crew:
         recipe = self._recipe
         for delay in recipe.delays(error):
             await asyncio.sleep(delay)
+            self._be_at(work, position, 0)
             try:
                 return await resolved(recipe.get(work.indices[position]))
             except Exception as again:  # counted, then resolved
@@ -172,6 +180,7 @@ class Crew:
         recipe = self._recipe
         delays = None
         while True:
+            self._be_at(work, -1, 0)
             try:
                 samples = await resolved(recipe.get_batch(work.indices))  # type: ignore[misc]
                 return recipe.checked(work, samples)
@@ -186,6 +195,7 @@ class Crew:
         sample = work.samples[position]
         if sample is SKIP:
             return
+        self._be_at(work, position, 1)
         try:
             sample = await self._recipe.transform(sample)  # type: ignore[misc]
         except Exception as error:  # the policy decides
@@ -198,6 +208,7 @@ class Crew:
         if recipe.is_void(samples):
             work.outcome = Outcome(is_empty=True)
             return
+        self._be_at(work, -1, 2)
         try:
             batch = await recipe.collate_fn(samples if recipe.batched else samples[0])
         except Exception as error:

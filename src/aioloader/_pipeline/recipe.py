@@ -52,6 +52,8 @@ class Recipe:
         around: What is entered while plain code makes a work, to seed generators.
         seed: Called before each read and transform of a sample that has a seed of its
             own, with the work, the position and the stage (0: read, 1: transform).
+        at: Called so before a coroutine reads or transforms a sample, or awaits for a
+            whole batch (position -1), if its batch has a seed.
         keys: What generators are seeded with; None: they are left alone.
     """
 
@@ -66,6 +68,7 @@ class Recipe:
     reads: bool = True
     around: Callable[[Work], AbstractContextManager[None]] = nothing_around
     seed: Callable[[Work, int, int], None] | None = None
+    at: Callable[[Work, int, int], None] | None = None
     keys: Keys | None = None
     # Derived, and looked up once: a look-up per sample is 5 % of a small one.
     kind: Kind = field(init=False)
@@ -104,6 +107,10 @@ class Recipe:
     def is_stream(self) -> bool:
         """Tell whether an iteration reads one after the other, and has a state."""
         return self.reads and self.kind is not Kind.MAP
+
+    def leave_generators(self) -> None:
+        """Seed nothing: the user's code is in charge."""
+        self.around, self.seed, self.at = nothing_around, None, None
 
     # -- the steps, as plain code -------------------------------------------------
 

@@ -288,7 +288,7 @@ class Run:
         assert self.pool is not None
         try:
             self.pool.submit(self, work)
-        except BaseException as error:  # handed to the consumer
+        except Exception as error:  # handed to the consumer
             # Its traceback would hold the consumer's frames, and so the iterator.
             self.deliver(work, Outcome(error=error.with_traceback(None)))
 

@@ -14,7 +14,7 @@ from aioloader._pipeline.describe import awaited, describe_wait
 from aioloader._pipeline.release import wait_released, wait_released_async
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.work import Outcome, Work
-from aioloader.errors import BatchTimeoutError
+from aioloader.errors import BatchTimeoutError, LoaderClosedError
 
 _NOTHING: Final = object()
 
@@ -196,7 +196,11 @@ class HostedSource:
             self.run.ready.put(number, Outcome(error=noted(error, where)))
             return
         self._issued += 1
-        self.run.submit(self.run.recipe.work(number, indices))
+        try:
+            self.run.submit(self.run.recipe.work(number, indices))
+        except BaseException:  # Ctrl-C: nobody has this batch, and none may wait for it
+            self.run.fail(LoaderClosedError("the loader was interrupted; begin anew"))
+            raise
 
     # -- outcomes in --------------------------------------------------------------
 

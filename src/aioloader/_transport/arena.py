@@ -26,6 +26,9 @@ _STATES = mmap.PAGESIZE
 _FREE, _TAKEN = 0, 1
 # Free slots that were not needed for this many batches give their pages back.
 _IDLE = 64
+# Slots are added in segments of at most so many: a mapping costs a descriptor (before
+# Python 3.13), and pages that are not written to cost nothing.
+_MOST_ADDED = 8
 # Below this size nobody asks how much memory is left.
 _BIG = 1 << 28
 
@@ -42,9 +45,16 @@ class SlotRef(NamedTuple):
 class _Slot:
     ref: SlotRef
     memory: mmap.mmap
+    offset: int
     view: Callable[[], Any] = field(default=lambda: None)
     used_at: int = 0
-    is_hollow: bool = False
+    is_hollow: bool = True
+
+    def drop_pages(self) -> None:
+        """Give the pages to the kernel; the addresses stay."""
+        if not self.is_hollow:
+            self.memory.madvise(mmap.MADV_REMOVE, self.offset, self.ref.size)
+            self.is_hollow = True
 
 
 def make_arena() -> int:
@@ -86,7 +96,7 @@ class ArenaWriter:
             slot = self._find(nbytes) or self._add(nbytes)
             slot.used_at, slot.is_hollow = self._clock, False
             self._states[slot.ref.number] = _TAKEN
-            view = np.frombuffer(slot.memory, np.uint8)
+            view = np.frombuffer(slot.memory, np.uint8, slot.ref.size, slot.offset)
             slot.view = weakref.ref(view)
             return slot.ref, view
 
@@ -111,33 +121,34 @@ class ArenaWriter:
         self._drop_smaller(nbytes)
         size = rounded(nbytes)
         _check_room(size)
-        ref = SlotRef(self._count, self._end, size)
-        if ref.number >= _STATES:
+        alike = sum(slot.ref.size == size for slot in self._slots)
+        number = min(max(1, alike), _MOST_ADDED, _STATES - self._count)
+        if not number:
             raise MemoryError(f"more than {_STATES} batches of one worker are in use")
         try:
-            os.ftruncate(self.descriptor, self._end + size)
-            memory = mmap.mmap(self.descriptor, size, offset=self._end)
+            os.ftruncate(self.descriptor, self._end + number * size)
+            memory = mmap.mmap(self.descriptor, number * size, offset=self._end)
         except (OSError, OverflowError) as error:
             raise _too_large(size, _available()) from error
-        self._count += 1
-        self._end += size
-        self._slots.append(_Slot(ref, memory))
-        return self._slots[-1]
+        for offset in range(0, number * size, size):
+            ref = SlotRef(self._count, self._end, size)
+            self._slots.append(_Slot(ref, memory, offset))
+            self._count += 1
+            self._end += size
+        return self._slots[-number]
 
     def _drop_smaller(self, nbytes: int) -> None:
         """Give up free slots that have become too small: batches have grown."""
         for slot in self._slots[:]:
             if slot.ref.size < nbytes and self._is_free(slot):
-                slot.memory.madvise(mmap.MADV_REMOVE)
+                slot.drop_pages()
                 self._slots.remove(slot)
 
     def _hollow_out(self) -> None:
-        """Give the pages of slots that are idle to the kernel; addresses stay."""
+        """Give the pages of slots that are idle to the kernel."""
         for slot in self._slots:
-            is_idle = slot.used_at < self._clock - _IDLE and not slot.is_hollow
-            if is_idle and self._is_free(slot):
-                slot.memory.madvise(mmap.MADV_REMOVE)
-                slot.is_hollow = True
+            if slot.used_at < self._clock - _IDLE and self._is_free(slot):
+                slot.drop_pages()
 
 
 class ArenaReader:
@@ -150,7 +161,7 @@ class ArenaReader:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._states = mmap.mmap(descriptor, _STATES)
-        self._maps: dict[int, mmap.mmap] = {}
+        self._segments: list[tuple[int, mmap.mmap]] = []  # first byte, and the mapping
         self._pid = os.getpid()
         self._is_closed = False
         self.lent = 0
@@ -161,11 +172,8 @@ class ArenaReader:
         Who holds the array, or a ``memoryview`` of it, holds the slot; a numpy view of
         the array alone does not.
         """
-        memory = self._maps.get(ref.number)
-        if memory is None:
-            memory = mmap.mmap(self.descriptor, ref.size, offset=ref.start)
-            self._maps[ref.number] = memory
-        view = np.frombuffer(memory, np.uint8, nbytes)
+        first, memory = self._segment_of(ref)
+        view = np.frombuffer(memory, np.uint8, nbytes, ref.start - first)
         self.lent += 1
         weakref.finalize(view, self._return, ref.number).atexit = False
         return view
@@ -179,6 +187,16 @@ class ArenaReader:
         if not self._is_closed:
             self._is_closed = True
             os.close(self.descriptor)
+
+    def _segment_of(self, ref: SlotRef) -> tuple[int, mmap.mmap]:
+        """Return the mapping that a slot is in, made from there to the file's end."""
+        for first, memory in self._segments:
+            if first <= ref.start and ref.start + ref.size <= first + len(memory):
+                return first, memory
+        size = os.fstat(self.descriptor).st_size - ref.start
+        memory = mmap.mmap(self.descriptor, size, offset=ref.start)
+        self._segments.append((ref.start, memory))
+        return self._segments[-1]
 
     def _return(self, number: int) -> None:
         if os.getpid() == self._pid:  # a forked child's copy of a view has no say

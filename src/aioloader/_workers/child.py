@@ -15,7 +15,6 @@ import sys
 
 import torch
 
-from aioloader._pipeline.recipe import nothing_around
 from aioloader._transport.channel import Channel
 from aioloader._workers.desk import Desk, Ends
 from aioloader._workers.hosted import serve_hosted
@@ -125,7 +124,7 @@ def _serve(worker: int, ends: Ends, shipment: Shipment, desk: Desk) -> int:
         return 1
     desk.send(Kind.READY, -1, is_in_charge)
     if is_in_charge or shipment.rng == "worker":
-        desk.recipe.around = nothing_around
+        desk.recipe.leave_generators()
     is_own = is_in_charge or shipment.is_addressed()
     requests = Channel.adopt(ends.own if is_own else ends.requests)
     serve = serve_plainly if desk.recipe.is_plain() else serve_hosted

@@ -5,6 +5,8 @@ also what cannot be pickled; ``spawn`` and ``forkserver`` get the same shipment 
 template's workers get.
 """
 
+import _thread
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -44,6 +46,7 @@ class ContextLauncher:
         self._ends = tuple(ends)
         self._processes: dict[int, Any] = {}
         self._births: list[Note] = []
+        self._pid = os.getpid()
 
     def start(self, worker: int, descriptors: Sequence[int]) -> None:
         """Start a worker; ``descriptors`` are its arena and its own queue."""
@@ -114,10 +117,14 @@ class ContextLauncher:
         return self._await_all(until - time.monotonic())
 
     def close(self) -> None:
-        """Close what this process holds."""
+        """Close what this process holds; nobody may be left to reap the workers."""
         if isinstance(self._payload, int):
             os.close(self._payload)
         self._payload = None
+        if self._processes and os.getpid() == self._pid:
+            with contextlib.suppress(RuntimeError):  # at exit, multiprocessing does
+                # Bare: a finalizer may come while threading holds its own locks.
+                _thread.start_new_thread(self.join, (ASKED + 2 * TERMINATED,))
 
     def _await_all(self, seconds: float) -> bool:
         until = time.monotonic() + seconds

@@ -10,7 +10,7 @@ from aioloader._pipeline.work import Outcome, Work
 from aioloader._transport.arena import ArenaReader, ArenaWriter
 from aioloader._transport.board import Board
 from aioloader._transport.channel import Channel
-from aioloader._workers.info import be_at
+from aioloader._workers.info import be_at, be_at_sample
 from aioloader._workers.messages import RESULT_HEAD, Answer, Kind, Request, sendable
 from aioloader._workers.parcel import Packer, unpack
 from aioloader._workers.remote import RemoteError
@@ -75,9 +75,8 @@ class _Seeded:
 
 
 def _seed_sample(work: Work, position: int, stage: int) -> None:
-    key = key_of_sample(work, position, stage)
-    seed_all(key)
-    be_at(key)
+    seed_all(key_of_sample(work, position, stage))
+    be_at_sample(work, position, stage)
 
 
 def send_fatal(worker: int, ends: Ends, error: BaseException) -> None:
@@ -117,6 +116,7 @@ class Desk:
             reads=shipment.reads,
             around=_Seeded,
             seed=_seed_sample,
+            at=be_at_sample,
         )
 
     def receive(self, requests: Channel) -> Request:
@@ -152,14 +152,16 @@ class Desk:
             OSError: If the loader is gone.
         """
         self.enter(SEND, place)
+        # Those since the last result; the loader keeps the list and the budget.
+        failures = sendable(self._policy.latest, self.id)
         try:
-            self._send_outcome(ticket, outcome)
+            self._send_outcome(ticket, outcome, failures)
         except (BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:  # it cannot be pickled, or is too large
             error.add_note(f"aioloader: {self.recipe.place('send', work)}")
             self._packers.packer.reset()
-            self._send_outcome(ticket, Outcome(error=error))
+            self._send_outcome(ticket, Outcome(error=error), failures)
         self._board.clear(self.id, place)
 
     def send(self, kind: Kind, ticket: int, value: Any) -> None:
@@ -167,8 +169,9 @@ class Desk:
         parts = self._packers.packer.pack(value)
         self._results.send(b"".join((RESULT_HEAD.pack(kind, self.id, ticket), *parts)))
 
-    def _send_outcome(self, ticket: int, outcome: Outcome) -> None:
-        failures = self._take_failures()
+    def _send_outcome(
+        self, ticket: int, outcome: Outcome, failures: list[Failure]
+    ) -> None:
         is_batch = not (outcome.error or outcome.is_empty or outcome.is_end or failures)
         if is_batch:
             self.send(Kind.BATCH, ticket, outcome.batch)
@@ -178,7 +181,3 @@ class Desk:
             outcome.batch, error, outcome.is_empty, outcome.is_end, failures
         )
         self.send(Kind.OUTCOME, ticket, answer)
-
-    def _take_failures(self) -> list[Failure]:
-        """Return the failures since the last result; the loader keeps the budget."""
-        return sendable(self._policy.latest, self.id)

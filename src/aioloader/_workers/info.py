@@ -1,12 +1,14 @@
 """Who am I: what ``get_worker_info()`` returns in worker processes and threads."""
 
 import threading
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data._utils import worker as torch_worker
 
-from aioloader._workers.seeds import Keyed
+from aioloader._pipeline.work import Work
+from aioloader._workers.seeds import Keyed, key_of_sample
 
 
 @dataclass(frozen=True)
@@ -29,22 +31,28 @@ class WorkerInfo:
     def rng(self) -> Keyed:
         """Generators (``torch``, ``numpy``, ``random``) of the batch in hand.
 
-        Seeded for the batch, alike in processes and in threads; where no batch is in
-        hand, with ``seed``.
+        Seeded for the batch, alike in processes and in threads; in coroutines, of
+        which many are under way, for the sample. Where no batch is in hand, and with
+        ``rng="worker"``, seeded once with ``seed``.
         """
+        keyed = _KEYED.get()
+        if keyed is not None:
+            return keyed
         if _HERE.rng is None:
             _HERE.rng = Keyed(self.seed)
         return _HERE.rng
 
 
 class _Here(threading.local):
-    """The worker that this thread is, and its generators; or None."""
+    """The worker that this thread is, and what it draws from by its own seed."""
 
     info: WorkerInfo | None = None
     rng: Keyed | None = None
 
 
 _HERE = _Here()
+# What is in hand: a thread's own, and in coroutines each task's.
+_KEYED: ContextVar[Keyed | None] = ContextVar("aioloader_rng", default=None)
 # Of a worker process, for all of its threads.
 _process: WorkerInfo | None = None
 
@@ -59,13 +67,19 @@ def get_worker_info() -> WorkerInfo | None:
 
 
 def be_at(key: int) -> None:
-    """Let ``rng`` of this thread be what the batch of ``key`` draws from."""
-    _HERE.rng = Keyed(key)
+    """Let ``rng`` be what the batch of ``key`` draws from, in this thread or task."""
+    _KEYED.set(Keyed(key))
+
+
+def be_at_sample(work: Work, position: int, stage: int) -> None:
+    """Let ``rng`` be that of a sample of ``work``, or of all of it (position -1)."""
+    be_at(key_of_sample(work, position, stage) if position >= 0 else work.key or 0)
 
 
 def be_worker_thread(info: WorkerInfo | None) -> None:
-    """Let ``get_worker_info`` return ``info`` in this thread."""
-    _HERE.info = info
+    """Let ``get_worker_info`` return ``info`` in this thread, with nothing in hand."""
+    _HERE.info, _HERE.rng = info, None
+    _KEYED.set(None)
 
 
 def be_worker_process(info: WorkerInfo, *, tell_torch: bool = False) -> None:

@@ -50,6 +50,7 @@ class Pools:
             for pool in self._kept:
                 if pool.is_open():
                     return pool
+            _end_all(self._kept)  # those that have failed
             self._kept[:] = [start()]
             return self._kept[0]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from aioloader._pipeline.run import Run
-from aioloader._pipeline.work import Work
+from aioloader._pipeline.work import Outcome, Work
 from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef, make_arena
 from aioloader._transport.board import PLACES
 from aioloader._transport.channel import NO_WAIT, Channel
@@ -31,12 +31,13 @@ class Queue:
     Attributes:
         near: The end that sends.
         far: A copy of the workers' end: to pass on, and to take requests back from.
-        waiting: Tickets for which there was no room yet.
+        waiting: Tickets for which there was no room yet, and runs to be forgotten
+            (frames).
     """
 
     near: Channel
     far: Channel
-    waiting: deque[int] = field(default_factory=deque)
+    waiting: deque[int | bytes] = field(default_factory=deque)
 
     @classmethod
     def make(cls) -> "Queue":
@@ -161,12 +162,26 @@ class Ledger:
         own = [worker.own for worker in self.workers if worker.own is not None]
         for queue in (self.requests, *own):
             waiting = queue.waiting
-            while waiting:
-                ticket = self.tickets.get(waiting[0])
-                if ticket is not None and not queue.near.send(self._frame(ticket)):
-                    self.free_samples(waiting[0], ticket.slot)
-                    break
+            while waiting and self._is_sent(queue.near, waiting[0]):
                 waiting.popleft()
+
+    def _is_sent(self, near: Channel, item: int | bytes) -> bool:
+        """Send what waits; tell whether there was room for it, or nobody wants it."""
+        if isinstance(item, bytes):
+            return near.send(item)
+        ticket = self.tickets.get(item)
+        if ticket is None:
+            return True
+        try:
+            frame = self._frame(ticket)
+        except Exception as error:  # what the user's classes raise when pickled
+            del self.tickets[item]
+            ticket.run.receive(ticket.work, Outcome(error=error.with_traceback(None)))
+            return True
+        is_sent = near.send(frame)
+        if not is_sent:
+            self.free_samples(item, ticket.slot)
+        return is_sent
 
     def forget(self, run: Run) -> None:
         """Strike out what ``run`` still waits for."""
@@ -178,7 +193,8 @@ class Ledger:
             frame = FORGET._replace(run=id(run)).dump()
             for worker in self.workers:
                 if worker.own is not None:
-                    worker.own.near.send(frame)
+                    worker.own.waiting.append(frame)
+            self.flush()
 
     def free_samples(self, name: int, slot: SlotRef | None) -> None:
         """Take back the memory of a ticket's samples that nobody will read.

@@ -119,6 +119,9 @@ class ProcessPool:
                 self._ledger.flush()
             except Exception as error:  # every iteration must learn of it
                 self._fail(error)
+            except BaseException:  # Ctrl-C: what was just read is lost
+                self._fail(LoaderClosedError("the loader was interrupted; begin anew"))
+                raise
 
     # -- results ------------------------------------------------------------------
 

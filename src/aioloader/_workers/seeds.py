@@ -51,8 +51,13 @@ def keys_of_samples(
 
 
 def key_of_sample(work: Work, position: int, stage: int) -> int:
-    """Return the seed of one sample of ``work``, in one of its stages."""
-    of_epoch, first = work.sample_keys or (0, 0)
+    """Return the seed of one sample of ``work``, in one of its stages.
+
+    With ``rng="sample"`` it tells nothing of the batch that the sample is in.
+    """
+    if work.sample_keys is None:
+        return key_of(work.key or 0, position, stage)
+    of_epoch, first = work.sample_keys
     return key_of(of_epoch, first + position, stage)
 
 

@@ -20,7 +20,6 @@ from aioloader._pipeline.run import Run
 from aioloader._pipeline.waiting import Latch
 from aioloader._pipeline.work import Outcome, Work
 from aioloader._workers.info import WorkerInfo, be_at, be_worker_thread
-from aioloader._workers.seeds import key_of_sample
 from aioloader.errors import LoaderClosedError
 
 # How long a close waits for a batch that is being made, in seconds.
@@ -41,11 +40,6 @@ class KeyedHere:
 
     def __exit__(self, *_exc: object) -> None:
         pass
-
-
-def be_at_sample(work: Work, position: int, stage: int) -> None:
-    """Let ``get_worker_info().rng`` be that of one sample, in this thread."""
-    be_at(key_of_sample(work, position, stage))
 
 
 class ThreadWorkers:

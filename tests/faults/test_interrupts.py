@@ -1,0 +1,172 @@
+"""Ctrl-C, and a parent that is killed: all workers go, and nobody waits in vain."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioloader import DataLoader
+from aioloader.errors import LoaderClosedError
+from faulty import await_gone
+
+KINDS: list[Any] = ["process", "thread"]
+FLAGS = [True, False]
+
+SCRIPT = """
+import asyncio, os, signal, sys, time, torch
+from aioloader import DataLoader
+class D:
+    def __len__(self): return 100
+    def __getitem__(self, i):
+        if i >= 12: time.sleep(60 if sys.argv[1] == 'process' else 0.2)
+        return i
+def loaders():
+    for in_order in (True, False):
+        for kept in (True, False):
+            yield DataLoader(D(), 4, num_workers=2, workers=sys.argv[1],
+                             in_order=in_order, persistent_workers=kept)
+def sync():
+    iterators = [iter(loader) for loader in loaders()]
+    for iterator in iterators: next(iterator)
+    print('ready', flush=True)
+    for batch in iterators[0]: pass
+async def main():
+    iterators = [aiter(loader) for loader in loaders()]
+    for iterator in iterators: await anext(iterator)
+    print('ready', flush=True)
+    async for batch in iterators[0]: pass
+if sys.argv[2] == 'for': sync()
+else: asyncio.run(main())
+"""
+
+
+def started(*arguments: str, code: str = SCRIPT) -> "subprocess.Popen[str]":
+    """Start a script in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def session(leader: int) -> list[int]:
+    """Return the processes of a session."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (entry / "stat").read_text("ascii", "replace")
+        except OSError:
+            continue
+        if int(text.rpartition(")")[2].split()[3]) == leader:
+            found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("statement", ["for", "async for"])
+def test_ctrl_c(statement: str, kind: str) -> None:
+    """Of four loops at once, all workers stuck: one KeyboardInterrupt, nothing left."""
+    process = started(kind, statement)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=40)
+    assert process.returncode in {1, 130, -signal.SIGINT}
+    assert await_gone(session(process.pid)) == []
+    assert errors.count("Traceback") <= 3
+    assert "KeyboardInterrupt" in errors
+    for noise in ("Task was destroyed", "never awaited", "Exception ignored"):
+        assert noise not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("statement", ["for", "async for"])
+def test_the_parent_is_killed(statement: str) -> None:
+    """No worker, nursery or template is left, though the workers were stuck."""
+    process = started("process", statement)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    pids = session(process.pid)
+    assert len(pids) >= 4 * 3 + 2
+    process.kill()
+    process.communicate(timeout=40)  # whoever is left would hold the pipe
+    assert await_gone(session(process.pid)) == []
+
+
+@pytest.mark.slow
+def test_open_iterators_at_the_interpreters_exit() -> None:
+    """The process ends quickly; its workers do not outlive it for long."""
+    code = SCRIPT.replace(
+        "    for batch in iterators[0]: pass\n", "    return iterators\n"
+    )
+    code = code.replace("'for': sync()", "'for': kept = sync()")
+    process = started("process", "for", code=code)
+    output, errors = process.communicate(timeout=40)
+    assert (process.returncode, output) == (0, "ready\n"), errors
+    assert await_gone(session(process.pid)) == []
+    assert "Traceback" not in errors
+
+
+class Interrupting:
+    """An index, or a sample, that is interrupted while it crosses to this process."""
+
+    def __reduce__(self) -> Any:
+        return interrupt, (os.getpid(),)
+
+
+def interrupt(pid: int) -> None:
+    """Raise what Ctrl-C raises, but not where this was pickled."""
+    if os.getpid() != pid:
+        raise KeyboardInterrupt
+
+
+class InterruptedInPickling(Interrupting):
+    """The same, on its way out, once."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def __reduce__(self) -> Any:
+        if not self.is_over:
+            self.is_over = True
+            raise KeyboardInterrupt
+        return int, (2,)
+
+
+class Crossing:
+    """A dataset that gives its indices; sample -1 is interrupted on its way."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return Interrupting() if index == -1 else index
+
+
+@pytest.mark.parametrize("is_kept", FLAGS)
+@pytest.mark.parametrize("where", ["out", "in"])
+def test_an_interrupt_while_batches_are_exchanged(where: str, is_kept: bool) -> None:
+    """It is raised at once; later steps do not wait for what is lost."""
+    third: Any = InterruptedInPickling() if where == "out" else -1
+    indices = [0, 1, third, 3, 4, 5]
+    loader: Any = DataLoader(
+        Crossing(),
+        batch_size=None,
+        sampler=indices,
+        num_workers=1,
+        collate_fn=lambda sample: sample,
+        persistent_workers=is_kept,
+    )
+    with loader:
+        iterator = iter(loader)
+        with pytest.raises(KeyboardInterrupt):
+            list(iterator)
+        with pytest.raises((StopIteration, LoaderClosedError)):
+            while True:
+                next(iterator)
+        indices[2] = 2  # for the next iteration
+        assert list(loader) == [0, 1, 2, 3, 4, 5]
