@@ -46,8 +46,13 @@ def warm() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_read(store))
     warm_up()  # what workers are forked from
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """Leave what the tests before have made out of the collections to come."""
     gc.collect()
-    gc.freeze()  # what the imports made need not be searched after every test
+    gc.freeze()
 
 
 async def _read(store: MemoryStore) -> None:

@@ -246,6 +246,14 @@ def pids_of(pool: Any) -> dict[int, int]:
         assert poll.poll(20_000), "no worker was born"
 
 
+def await_news(loader: DataLoader[Any]) -> None:
+    """Wait until who watches over the kept workers has something to say."""
+    poll = select.poll()
+    for descriptor in loader._live.pools._kept[0]._launcher.descriptors():
+        poll.register(descriptor, select.POLLIN)
+    assert poll.poll(20_000), "nobody told of a death"
+
+
 def pools_of(iterator: Any) -> Any:
     """Return the pool that an iterator draws from."""
     return iterator._source.run.pool._pool

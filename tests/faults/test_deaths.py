@@ -20,6 +20,7 @@ from faulty import (
     FaultyAsyncStream,
     FaultyStream,
     Pids,
+    await_news,
     exit_politely,
     kill_and_wait,
     kill_itself,
@@ -287,6 +288,7 @@ def test_deaths_between_epochs(consume: Any) -> None:
         consume(loader)
         before = workers_of(loader)
         kill_and_wait(before[0])
+        await_news(loader)
         assert len(consume(loader)) == 6
         after = workers_of(loader)
         assert (after[0] == before[0], after[1] == before[1]) == (False, True)
