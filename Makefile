@@ -39,7 +39,7 @@ $(BIN)/python:
 # torch first and alone: a later range is then met by the pinned build
 $(VENV)/.dev: $(BIN)/python $(INPUTS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[objects]" --group dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[objects,arrow,sql,zstd,json]" --group dev
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.dev

@@ -89,6 +89,8 @@ def default_collate(samples: Sequence[Any]) -> Any:
         TypeError: If a leaf is of no known type.
         RuntimeError: If shapes or lengths differ between samples.
     """
+    if not isinstance(samples, (list, tuple)) and hasattr(samples, "collate"):
+        return samples.collate()  # columns
     return _collate(samples) if collates_as_torch() else torch_collate(list(samples))
 
 

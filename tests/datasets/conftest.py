@@ -21,7 +21,7 @@ import pytest
 import pytest_asyncio
 from obstore.store import MemoryStore
 
-from aioloader.datasets import FileDataset, ObjectDataset
+from aioloader.datasets import FileDataset, ObjectDataset, Requests
 
 CONTENTS = {
     f"{folder}/{name}.bin": f"{folder}-{name}".encode() * repeat
@@ -44,6 +44,8 @@ QUICK = {
     "retry_timeout": timedelta(seconds=1),
     "backoff": {"init_backoff": timedelta(milliseconds=1)},
 }
+# A first try, and none behind it.
+ONCE = Requests(deadline=1e-6)
 
 
 @dataclass
@@ -202,7 +204,8 @@ async def serve(loopback: Loopback) -> AsyncIterator[Callable[..., ObjectDataset
         if options.pop("s3", False):
             options |= {"endpoint": url, "region": "us-east-1"}
             url = "s3://bucket"
-        made.append(ObjectDataset(url, keys, **{"retry_config": QUICK, **options}))
+        quick = {"retry_config": QUICK, "requests": ONCE}
+        made.append(ObjectDataset(url, keys, **{**quick, **options}))
         return made[-1]
 
     yield make

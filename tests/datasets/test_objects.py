@@ -12,7 +12,7 @@ import obstore
 import pytest
 from obstore.store import LocalStore, MemoryStore, S3Store
 
-from aioloader.datasets import ObjectDataset
+from aioloader.datasets import ObjectDataset, Requests
 from aioloader.datasets._stores import _Runtime
 from aioloader.errors import (
     DatasetError,
@@ -68,8 +68,9 @@ async def test_http_failures(
 async def test_nobody_listens(unused_port: int, quick: Any) -> None:
     """The system's own words come through."""
     url = f"http://127.0.0.1:{unused_port}"
+    once = Requests(deadline=1e-6)
     with pytest.raises(DatasetError, match="Connection refused, after 2 attempts"):
-        await ObjectDataset(url, ["x"], retry_config=quick)[0]
+        await ObjectDataset(url, ["x"], retry_config=quick, requests=once)[0]
 
 
 async def test_forbidden_local_object(forbidden: Path) -> None:
@@ -329,7 +330,7 @@ def test_forked_child_raises_instead_of_hanging(folder: Path) -> None:
     """A fork after the first use cannot read; one before it can."""
     script = f"""
 import asyncio, os
-from aioloader.datasets import ObjectDataset
+from aioloader.datasets import ObjectDataset, Requests
 
 async def read(): return len(memoryview(await dataset[0]))
 
@@ -352,7 +353,7 @@ async def test_exit_after_cancelled_requests(loopback: "Loopback") -> None:
     """A process that cancels its reads, closes the dataset and ends does not crash."""
     script = f"""
 import asyncio
-from aioloader.datasets import ObjectDataset
+from aioloader.datasets import ObjectDataset, Requests
 
 async def main():
     async with ObjectDataset({loopback.url("ok")!r}, ["cats/big.bin"] * 100) as dataset:

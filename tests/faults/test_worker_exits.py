@@ -27,6 +27,7 @@ from faulty import (
     sleep_forever,
     workers_of,
 )
+from working import AsyncSharded
 
 KINDS: list[Any] = ["process", "thread"]
 FLAGS = [True, False]
@@ -138,6 +139,18 @@ def test_close_while_workers_are_busy() -> None:
     assert list(iterator) == []
     assert len(next(iter(loader))) == 3
     loader.close()
+
+
+def test_closing_kept_workers_that_stream_is_silent(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Requests that wait in a worker are dropped with it, without a word."""
+    loader: Any = DataLoader(
+        AsyncSharded(24), 4, num_workers=2, fetch="workers", persistent_workers=True
+    )
+    assert len(list(loader)) == 6
+    loader.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_dropped_iterator_is_released_by_the_collector() -> None:

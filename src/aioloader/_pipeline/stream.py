@@ -1,7 +1,8 @@
 """Iterable datasets: one stream, cut into the batches that were asked for.
 
 ``SyncStream`` is pulled in a thread, ``AsyncStream`` on the loop. Both number samples
-by their place in the stream, and end every later request at once.
+by their place in the stream, and end every later request at once. An iterator that
+offers ``pull`` gives a whole batch at once, as a list or in columns.
 """
 
 import contextlib
@@ -11,6 +12,8 @@ from typing import Any
 
 from torch.utils.data import ChainDataset
 
+from aioloader._collate import default_collate
+from aioloader._order.blocks import Bad, Block, join
 from aioloader._pipeline.recipe import Recipe
 from aioloader._pipeline.work import Outcome, Work
 
@@ -88,13 +91,19 @@ class AsyncStream(_Stream):
     def __init__(self, recipe: Recipe, *, drop_last: bool) -> None:
         super().__init__(recipe, drop_last=drop_last)
         self._iterator: AsyncIterator[Any] | None = None
+        self._pulls = False
+        self._rest: Block = []  # of a block, behind a sample that was raised
 
     async def pull(self, work: Work, stack: contextlib.AsyncExitStack) -> None:
         """Read the samples of ``work``, or set the end as its outcome."""
         self._recipe.policy.begin(len(work.indices))
         while not self._ended and len(work.samples) < len(work.indices):
             try:
-                work.samples.append(await anext(await self._open(stack)))
+                iterator = await self._open(stack)
+                if self._pulls:
+                    await self._pull_block(work, iterator)
+                else:
+                    work.samples.append(await anext(iterator))
             except StopAsyncIteration:
                 self._ended = True
             except Exception as error:  # raised, or the policy decides
@@ -102,11 +111,39 @@ class AsyncStream(_Stream):
                     self._iterator
                 )
                 work.samples.append(self._recover(work, error, can_go_on=can_go_on))
+        if not isinstance(work.samples, list) and not self._takes_columns():
+            work.samples = list(work.samples)
         self._close_batch(work)
+
+    async def _pull_block(self, work: Work, iterator: Any) -> None:
+        """Add a block to the samples of ``work``; what failed is for the policy."""
+        block, self._rest = self._rest, []
+        if not len(block):
+            block = await iterator.pull(len(work.indices) - len(work.samples))
+        self._ended = not len(block)
+        if not isinstance(block, list) or Bad not in set(map(type, block)):
+            work.samples = join([work.samples, block])
+            return
+        work.samples = list(work.samples)
+        for place, sample in enumerate(block):
+            if type(sample) is Bad:
+                self._rest = block[place + 1 :]  # if the policy is to raise
+                sample = self._recover(work, sample.error, can_go_on=True)  # noqa: PLW2901
+            work.samples.append(sample)
+        self._rest = []
+
+    def _takes_columns(self) -> bool:
+        recipe = self._recipe
+        is_default = recipe.batched and recipe.collate_fn is default_collate
+        return is_default and recipe.transform is None
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> AsyncIterator[Any]:
         if self._iterator is None:
+            begin_epoch = getattr(self._recipe.dataset, "begin_epoch", None)
+            if begin_epoch is not None:
+                begin_epoch(self._recipe.epoch)
             iterator = _aiter(self._recipe.dataset)
+            self._pulls = hasattr(iterator, "pull")
             if hasattr(iterator, "__aenter__") and iterator is not self._recipe.dataset:
                 iterator = await stack.enter_async_context(iterator)
             if inspect.isasyncgen(iterator):

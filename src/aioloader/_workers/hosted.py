@@ -5,6 +5,7 @@ it runs the plain code. The worker's main thread takes requests, at most ``windo
 time, so that a batch that nobody works on stays where another worker can take it.
 """
 
+import contextlib
 import queue
 import select
 import threading
@@ -103,7 +104,9 @@ class _Server:
     def _deliver(self, work: Work, outcome: Outcome) -> None:
         """Send an outcome, in whatever thread it came about."""
         ticket, place, is_alone = self._held.pop(id(work))
-        self._desk.answer(work, ticket, place, outcome)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            # The loader may be gone: whoever reads requests ends this process.
+            self._desk.answer(work, ticket, place, outcome)
         self._open(range(self._size) if is_alone else [place])
 
     def _open(self, places: Any) -> None:

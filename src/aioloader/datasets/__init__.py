@@ -1,11 +1,29 @@
-"""Where samples come from: files on disk and objects in a store.
+"""Where samples come from: files, objects, shards, tables and rows.
 
-A dataset here is map-style with an ``async def __getitem__`` that returns the bytes of
-one sample, so the loader keeps ``concurrency`` reads in flight. Importing this package
-imports no optional dependency; ``ObjectDataset`` asks for obstore when it is made.
+Map-style datasets (``FileDataset``, ``ObjectDataset``) read one sample by its index, by
+``async def __getitem__``, so that the loader keeps ``concurrency`` reads in flight.
+Streams read shards from the front. Importing this package imports no optional
+dependency; what a dataset needs it asks for when it is made or first read.
 """
 
+from aioloader.datasets._requests import Requests
 from aioloader.datasets.files import FileDataset
+from aioloader.datasets.iterables import from_async_iterable, from_iterable
+from aioloader.datasets.lines import JSONLinesDataset, TextDataset
 from aioloader.datasets.objects import ObjectDataset
+from aioloader.datasets.sharded import ShardedStream
+from aioloader.datasets.streams import Stream
+from aioloader.datasets.tar import TarDataset
 
-__all__ = ["FileDataset", "ObjectDataset"]
+__all__ = [
+    "FileDataset",
+    "JSONLinesDataset",
+    "ObjectDataset",
+    "Requests",
+    "ShardedStream",
+    "Stream",
+    "TarDataset",
+    "TextDataset",
+    "from_async_iterable",
+    "from_iterable",
+]

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from aioloader.datasets._failures import ShortReadError, reason_of
 from aioloader.datasets._flights import Flights
+from aioloader.datasets._requests import Requests, Tries
 from aioloader.datasets._stores import import_obstore, obstore_errors
 
 if TYPE_CHECKING:
@@ -14,11 +15,13 @@ if TYPE_CHECKING:
 class ObjectReader:
     """Read the objects of one dataset on one event loop.
 
-    All methods belong to the loop's thread. ``errors`` are what ``read`` may raise
-    beside ``ShortReadError``: exceptions of obstore, not fit to be shown.
+    All methods belong to the loop's thread. ``tries`` is for who reads again;
+    ``errors`` are what ``read`` may raise beside ``ShortReadError``: exceptions of
+    obstore, not fit to be shown.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, requests: Requests) -> None:
+        self.tries = Tries(requests)
         self._obstore = import_obstore()
         self.errors = obstore_errors()
         self.flights = Flights()

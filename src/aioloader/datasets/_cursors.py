@@ -1,0 +1,348 @@
+"""A stream while it is read: samples by the block, and a position that can be saved.
+
+Each step of a stream (``map``, ``filter``, ``take``...) is a cursor over the one before
+it. A step pulls at most what it was asked for, so that its state is that of the step
+before it; a step that reads ahead keeps a ``Trail`` of where it has been.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeAlias
+
+from aioloader._order.blocks import Bad, Block, join
+
+State: TypeAlias = dict[str, Any]
+
+
+class Cursor(Protocol):
+    """Samples that come one block after the other."""
+
+    async def pull(self, limit: int) -> Block:
+        """Return the next samples, from 1 to ``limit``; an empty block at the end.
+
+        A sample that failed is a ``Bad``, and the stream goes on behind it.
+        """
+
+    def state(self) -> State:
+        """Return where the next sample is, to be saved as JSON."""
+
+    async def aclose(self) -> None:
+        """End what is under way, and wait for its end."""
+
+
+class Pulls(Protocol):
+    """What ``skip`` needs of a cursor or a reader."""
+
+    async def pull(self, limit: int) -> Block:
+        """Return the next samples."""
+
+
+class Trail:
+    """Where a cursor that reads ahead has been, so that it can be found again.
+
+    Args:
+        upstream: What is read.
+    """
+
+    def __init__(self, upstream: Cursor) -> None:
+        self._upstream = upstream
+        self._blocks: deque[tuple[State, int]] = deque()  # state before, and length
+        self._taken = 0
+
+    def add(self, before: State, length: int) -> None:
+        """Note that ``length`` samples were pulled from ``before`` on."""
+        if length:
+            self._blocks.append((before, length))
+
+    def advance(self, count: int) -> None:
+        """Note that ``count`` more of them were passed on."""
+        self._taken += count
+        while self._blocks and self._taken >= self._blocks[0][1]:
+            self._taken -= self._blocks.popleft()[1]
+
+    def state(self) -> State:
+        """Return where the first sample is that was not passed on."""
+        if not self._blocks:
+            return {"up": self._upstream.state(), "taken": 0}
+        return {"up": self._blocks[0][0], "taken": self._taken}
+
+
+async def skip(cursor: Pulls, count: int) -> None:
+    """Pull ``count`` samples and forget them."""
+    while count > 0:
+        block = await cursor.pull(count)
+        if not len(block):
+            return
+        count -= len(block)
+
+
+async def guarded(
+    function: Callable[[Any], Awaitable[Any]], sample: Any, stage: str
+) -> Any:
+    """Return what a coroutine function makes of a sample, or its error as ``Bad``."""
+    if type(sample) is Bad:
+        return sample
+    try:
+        return await function(sample)
+    except Exception as error:  # noqa: BLE001  (the loader's policy decides)
+        return bad(error, stage)
+
+
+def bad(error: Exception, stage: str) -> Bad:
+    """Return ``error`` as a sample, noted with the stage that raised it."""
+    if isinstance(error, (StopIteration, StopAsyncIteration)):
+        stand_in = RuntimeError(f"the function of {stage!r} raised {error!r}")
+        stand_in.__cause__ = error
+        error = stand_in
+    error.add_note(f"aioloader: in {stage!r} of the stream")
+    return Bad(error)
+
+
+class Mapped:
+    """Each sample through a plain function, a block at a time, in a thread."""
+
+    has_state = False
+
+    def __init__(self, upstream: Cursor, function: Callable[[Any], Any]) -> None:
+        self._upstream = upstream
+        self._function = function
+        self.state = upstream.state
+        self.aclose = upstream.aclose
+
+    async def pull(self, limit: int) -> Block:
+        """Return the next samples, mapped."""
+        block = await self._upstream.pull(limit)
+        return await asyncio.to_thread(self._apply, block) if len(block) else []
+
+    def _apply(self, block: Block) -> list[Any]:
+        function, made = self._function, []
+        for sample in block:
+            try:
+                made.append(sample if type(sample) is Bad else function(sample))
+            except Exception as error:  # noqa: BLE001  (the loader's policy decides)
+                made.append(bad(error, "map"))
+        return made
+
+
+class MappedAsync:
+    """Each sample through a coroutine function, many at a time, in order."""
+
+    has_state = True
+
+    def __init__(
+        self,
+        upstream: Cursor,
+        function: Callable[[Any], Awaitable[Any]],
+        concurrency: int,
+    ) -> None:
+        self._upstream = upstream
+        self._function = function
+        self._concurrency = concurrency
+        self._trail = Trail(upstream)
+        self._tasks: deque[asyncio.Task[Any]] = deque()
+        self._has_ended = False
+        self._skip = 0
+
+    def load(self, state: State) -> None:
+        """Drop what was passed on before ``state`` was taken."""
+        self._skip = state.get("taken", 0)
+
+    async def pull(self, limit: int) -> Block:
+        """Return the next samples, mapped: those that are there, at least one."""
+        await skip(self._upstream, self._skip)
+        self._skip = 0
+        await self._fill()
+        made: list[Any] = []
+        while self._tasks and len(made) < limit:
+            if made and not self._tasks[0].done():
+                break
+            await asyncio.wait([self._tasks[0]])  # a cancellation leaves it alone
+            made.append(self._tasks.popleft().result())
+        self._trail.advance(len(made))
+        return made
+
+    async def _fill(self) -> None:
+        room = self._concurrency - len(self._tasks)
+        # Not one task for one that is done: a pull of one costs as much as of many.
+        while not self._has_ended and room > self._concurrency // 4:
+            before = self._upstream.state()
+            block = await self._upstream.pull(room)
+            self._has_ended = not len(block)
+            self._trail.add(before, len(block))
+            for sample in block:
+                job = guarded(self._function, sample, "map")
+                self._tasks.append(asyncio.create_task(job))
+            room -= len(block)
+
+    def state(self) -> State:
+        """Return where the first sample is that was not passed on."""
+        if self._skip:
+            return {"up": self._upstream.state(), "taken": self._skip}
+        return self._trail.state()
+
+    async def aclose(self) -> None:
+        """Cancel what is under way."""
+        tasks = list(self._tasks)
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._upstream.aclose()
+
+
+class Filtered:
+    """The samples for which a function, plain or not, says yes."""
+
+    has_state = False
+
+    def __init__(
+        self, upstream: Cursor, function: Callable[[Any], Any], *, is_async: bool
+    ) -> None:
+        self._upstream = upstream
+        self._function = function
+        self._is_async = is_async
+        self.state = upstream.state
+        self.aclose = upstream.aclose
+
+    async def pull(self, limit: int) -> Block:
+        """Return the next samples that pass."""
+        while True:
+            block = await self._upstream.pull(limit)
+            if not len(block):
+                return []
+            kept = await self._kept(block)
+            if kept:
+                return kept
+
+    async def _kept(self, block: Block) -> list[Any]:
+        if self._is_async:
+            jobs = [guarded(self._function, sample, "filter") for sample in block]
+            said = await asyncio.gather(*jobs)
+        else:
+            said = await asyncio.to_thread(self._ask, block)
+        # Whoever cannot be judged is passed on as the error that it gave.
+        return [
+            answer if type(answer) is Bad else sample
+            for sample, answer in zip(block, said, strict=True)
+            if type(answer) is Bad or answer
+        ]
+
+    def _ask(self, block: Block) -> list[Any]:
+        function, said = self._function, []
+        for sample in block:
+            try:
+                said.append(sample if type(sample) is Bad else function(sample))
+            except Exception as error:  # noqa: BLE001  (the loader's policy decides)
+                said.append(bad(error, "filter"))
+        return said
+
+
+class Taken:
+    """The first samples; the stream behind them is not read."""
+
+    has_state = True
+
+    def __init__(self, upstream: Cursor, count: int) -> None:
+        self._upstream = upstream
+        self._left = count
+        self.aclose = upstream.aclose
+
+    def load(self, state: State) -> None:
+        """Go on from ``state``."""
+        self._left = state.get("left", self._left)
+
+    async def pull(self, limit: int) -> Block:
+        """Return the next samples, as long as there are to be any."""
+        if self._left <= 0:
+            return []
+        block = await self._upstream.pull(min(limit, self._left))
+        self._left -= len(block)
+        return block
+
+    def state(self) -> State:
+        """Return how many are left, and where."""
+        return {"up": self._upstream.state(), "left": self._left}
+
+
+class Skipped:
+    """What follows the first samples, which are read and dropped."""
+
+    has_state = True
+
+    def __init__(self, upstream: Cursor, count: int) -> None:
+        self._upstream = upstream
+        self._left = count
+        self.aclose = upstream.aclose
+
+    def load(self, state: State) -> None:
+        """Go on from ``state``."""
+        self._left = state.get("left", self._left)
+
+    async def pull(self, limit: int) -> Block:
+        """Return the next samples."""
+        left, self._left = self._left, 0
+        await skip(self._upstream, left)
+        return await self._upstream.pull(limit)
+
+    def state(self) -> State:
+        """Return how many are to be dropped, and where."""
+        return {"up": self._upstream.state(), "left": self._left}
+
+
+class Batched:
+    """Samples by the list, or by columns, each of which is one sample here.
+
+    What failed in a batch comes before it, on its own.
+    """
+
+    has_state = True
+
+    def __init__(self, upstream: Cursor, size: int, *, drop_last: bool) -> None:
+        self._upstream = upstream
+        self._size = size
+        self._drop_last = drop_last
+        self._made: list[Any] = []  # of one stretch of the stream, begun at:
+        self._before: State = {}
+        self._taken = 0
+        self.aclose = upstream.aclose
+
+    def load(self, state: State) -> None:
+        """Drop what was passed on of a stretch before ``state`` was taken."""
+        self._taken = state.get("taken", 0)
+
+    async def pull(self, limit: int) -> Block:  # noqa: ARG002  (one is enough)
+        """Return the next batch."""
+        if not self._made:
+            self._before = self._upstream.state()
+            self._made = (await self._make())[self._taken :]
+        if not self._made:
+            return []
+        self._taken += 1
+        one = self._made.pop(0)
+        if not self._made:
+            self._taken = 0
+        return [one]
+
+    def state(self) -> State:
+        """Return where the stretch began, and how much of it was passed on."""
+        up = self._before if self._made else self._upstream.state()
+        return {"up": up, "taken": self._taken}
+
+    async def _make(self) -> list[Any]:
+        parts: list[Block] = []
+        found = 0
+        while found < self._size:
+            block = await self._upstream.pull(self._size - found)
+            if not len(block):
+                break
+            parts.append(block)
+            found += len(block)
+        if not found or (self._drop_last and found < self._size):
+            return []
+        whole = join(parts)
+        if not isinstance(whole, list):
+            return [whole]
+        failed = [sample for sample in whole if type(sample) is Bad]
+        good = [sample for sample in whole if type(sample) is not Bad]
+        return [*failed, good] if good else failed

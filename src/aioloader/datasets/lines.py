@@ -1,0 +1,111 @@
+"""Shards of lines: JSON lines and text, plain, gzip or zstandard."""
+
+import codecs
+import functools
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from aioloader.datasets._lines import SKIP, LineParser
+from aioloader.datasets._requests import Requests
+from aioloader.datasets.sharded import MAX_BYTES, MAX_SAMPLE_BYTES, ByteStream
+
+if TYPE_CHECKING:
+    import os
+
+    from obstore.store import ObjectStore
+
+    from aioloader.datasets.sharded import Addresses
+
+
+class _Lines(ByteStream[Any]):
+    """What both datasets share."""
+
+    def __init__(  # noqa: PLR0913  (keywords, each of one thing)
+        self,
+        addresses: "Addresses",
+        decode: Callable[[bytes], Any],
+        *,
+        store: "str | os.PathLike[str] | ObjectStore | None" = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        interleave: int = 1,
+        deterministic: bool = True,
+        max_bytes: int = MAX_BYTES,
+        max_sample_bytes: int = MAX_SAMPLE_BYTES,
+        requests: Requests | None = None,
+        **config: Any,
+    ) -> None:
+        super().__init__(
+            addresses,
+            functools.partial(_parser, decode, max_sample_bytes),
+            store=store,
+            requests=requests,
+            in_thread=True,
+            order={
+                "shuffle": shuffle,
+                "seed": seed,
+                "interleave": interleave,
+                "deterministic": deterministic,
+                "max_bytes": max_bytes,
+            },
+            config=config,
+        )
+
+
+class JSONLinesDataset(_Lines):
+    """Stream samples from files with one JSON value per line.
+
+    Empty lines are left out. A line that is no JSON is one failed sample; the error
+    names the shard and the byte offset. ``orjson`` is used where it is installed.
+
+    Args:
+        addresses: Paths or URLs, such as ``"https://host/{0..9}.jsonl.zst"``.
+        options: As for ``TarDataset``.
+    """
+
+    def __init__(self, addresses: "Addresses", **options: Any) -> None:
+        super().__init__(addresses, _json, **options)
+
+
+class TextDataset(_Lines):
+    """Stream lines of text, without their ends.
+
+    Args:
+        addresses: Paths or URLs.
+        encoding: Of the text. A line that is not in it is one failed sample.
+        options: As for ``TarDataset``.
+    """
+
+    def __init__(
+        self, addresses: "Addresses", *, encoding: str = "utf-8", **options: Any
+    ) -> None:
+        codecs.lookup(encoding)  # a LookupError now, not at the first line
+        super().__init__(addresses, functools.partial(_text, encoding), **options)
+
+
+def _parser(
+    decode: Callable[[bytes], Any], max_sample_bytes: int, url: str, offset: int
+) -> LineParser:
+    return LineParser(url, decode, max_sample_bytes=max_sample_bytes, offset=offset)
+
+
+def _text(encoding: str, line: bytes) -> str:
+    return line.decode(encoding)
+
+
+def _json(line: bytes) -> Any:
+    if not line.strip():
+        return SKIP
+    return _loads()(line)
+
+
+@functools.cache
+def _loads() -> Callable[[bytes], Any]:
+    """Return what reads JSON here: imported with the first line, not before."""
+    try:
+        import orjson  # noqa: PLC0415  (an optional dependency)
+    except ImportError:
+        return json.loads
+    loads: Callable[[bytes], Any] = orjson.loads
+    return loads

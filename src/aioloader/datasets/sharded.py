@@ -1,0 +1,157 @@
+"""Streams of shards: order, lanes and shares, for every format alike."""
+
+from collections.abc import Callable, Sequence, Sized
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from aioloader.datasets._cursors import Cursor, State
+from aioloader.datasets._interleave import AsTheyCome, Interleaved, Lane
+from aioloader.datasets._iterators import Reading
+from aioloader.datasets._parsed import ParsedFormat
+from aioloader.datasets._places import Places, shown_address
+from aioloader.datasets._requests import Requests
+from aioloader.datasets._shards import Parser, Shard, ShardFormat
+from aioloader.datasets.streams import Stream, check_at_least, keyed_order
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable
+
+    from obstore.store import ObjectStore
+
+    Addresses: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+Sample_co = TypeVar("Sample_co", covariant=True)
+MAX_BYTES = 128 << 20
+MAX_SAMPLE_BYTES = 1 << 28
+
+
+class ShardedStream(Stream[Sample_co]):
+    """A stream that is made of shards.
+
+    Its samples come from ``interleave`` lanes that take turns. The shards, permuted
+    anew in each epoch if ``shuffle`` is set, are dealt to the lanes; each lane reads
+    its shards one after the other. Ranks and workers take whole lanes: nothing is read
+    twice and nothing left out, whatever the counts; so there must be a shard for each.
+
+    Args:
+        made_by: How shards are listed and opened.
+        shuffle: Whether the shards are permuted.
+        seed: Key of the permutation.
+        interleave: How many shards are open at once; at least as many as readers.
+        deterministic: Whether lanes take turns strictly; else samples come from
+            whichever lane has some, and the order differs from run to run.
+        max_bytes: Bytes that are read ahead, in all.
+
+    Raises:
+        ValueError: If ``interleave`` or ``max_bytes`` is below 1.
+    """
+
+    def __init__(
+        self,
+        made_by: ShardFormat,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        interleave: int = 1,
+        deterministic: bool = True,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        super().__init__()
+        check_at_least(interleave, 1, "interleave")
+        check_at_least(max_bytes, 1, "max_bytes")
+        self._format = made_by
+        self._shuffle = shuffle
+        self._seed = seed
+        self._interleave = interleave
+        self._deterministic = deterministic
+        self._max_bytes = max_bytes
+
+    async def open(self, reading: Reading, state: State) -> Cursor:
+        """Return a cursor over the lanes of this reader."""
+        shards = await self._format.shards(reading.stack)
+        self._check(len(shards), reading, state)
+        order: Sequence[int] = range(len(shards))
+        if self._shuffle:
+            order = keyed_order(len(shards), self._seed, reading.epoch, 0)
+        share = reading.share
+        lanes = min(max(self._interleave, share.readers), len(shards))
+        mine = range(share.reader, lanes, share.readers)
+        states = state.get("lanes") or [{} for _ in mine]
+        budget = self._max_bytes // max(1, len(mine))
+        kind = Interleaved if self._deterministic else AsTheyCome
+        opened = [
+            self._lane([shards[at] for at in order[lane::lanes]], budget, one)
+            for lane, one in zip(mine, states, strict=True)
+        ]
+        return _Sharded(kind(opened, state), len(shards))
+
+    def _lane(self, shards: Sequence[Shard], budget: int, state: State) -> Lane:
+        return Lane(self._format, shards, budget, state)
+
+    def _check(self, count: int, reading: Reading, state: State) -> None:
+        readers = reading.share.readers
+        if count < readers:
+            raise ValueError(
+                f"{self!r} has {count} shards for {readers} readers (ranks x workers): "
+                f"{readers - count} would have nothing to read; use fewer workers or "
+                "more, smaller shards"
+            )
+        if state and state["shards"] != count:
+            raise ValueError(
+                f"the state was saved with {state['shards']} shards, but {self!r} has "
+                f"{count}; load it with the same shards"
+            )
+
+
+class _Sharded:
+    """Lanes, and how many shards there were when their state was taken."""
+
+    def __init__(self, lanes: Interleaved, count: int) -> None:
+        self._lanes = lanes
+        self._count = count
+        self.pull = lanes.pull
+        self.aclose = lanes.aclose
+
+    def state(self) -> State:
+        """Return where the lanes are."""
+        return {"shards": self._count, **self._lanes.state()}
+
+
+class ByteStream(ShardedStream[Sample_co]):
+    """A stream of shards that are bytes, on disk, in a store or on the web.
+
+    Args:
+        addresses: Paths or URLs, one or many: with ``{000..127}`` and ``{a,b}`` spelled
+            out, and ``*`` looked up. Names ending in ``.gz`` or ``.zst`` are unpacked.
+        make: Makes a parser, told a shard's address and its first byte.
+        store: What ``addresses`` are relative to: a URL, a directory or a store of
+            obstore.
+        requests: How requests that fail or stall are treated.
+        in_thread: Whether samples are cut in a thread.
+        order: ``shuffle``, ``seed``, ``interleave``, ``deterministic``, ``max_bytes``.
+        config: Options of ``obstore.store.from_url``.
+    """
+
+    def __init__(  # noqa: PLR0913  (keywords, each of one thing)
+        self,
+        addresses: "Addresses",
+        make: Callable[[str, int], Parser],
+        *,
+        store: "str | os.PathLike[str] | ObjectStore | None" = None,
+        requests: Requests | None = None,
+        in_thread: bool = False,
+        order: dict[str, Any],
+        config: dict[str, Any],
+    ) -> None:
+        places = Places(store, config, requests or Requests())
+        self._addresses = addresses
+        made_by = ParsedFormat(addresses, places, make, in_thread=in_thread)
+        super().__init__(made_by, **order)
+
+    def __repr__(self) -> str:
+        addresses = self._addresses
+        if isinstance(addresses, str) or not isinstance(addresses, Sized):
+            shown = shown_address(str(addresses))
+        else:
+            shown = f"<{len(addresses)} addresses>"
+        return f"{type(self).__name__}({shown})"

@@ -1,0 +1,297 @@
+"""Streams: datasets that are read from the front, shard by shard, and made of steps.
+
+A stream is a description; iterating opens a cursor over it. Its methods return new
+streams. The order is a function of the seed, the epoch and the number of lanes; its
+state is a position, small and independent of what was read ahead. Memory holds what is
+read ahead (``max_bytes``) and two windows of each ``shuffle``.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch.distributed
+from torch.utils.data import Dataset, get_worker_info
+
+from aioloader._order.permutation import ShuffledIndices
+from aioloader.datasets._cursors import (
+    Batched,
+    Cursor,
+    Filtered,
+    Mapped,
+    MappedAsync,
+    Skipped,
+    State,
+    Taken,
+)
+from aioloader.datasets._iterators import VERSION, Reading, Share, StreamIterator
+from aioloader.datasets._mix import Mixed, Until
+from aioloader.datasets._windows import Shuffled
+from aioloader.protocols import is_async_function
+
+Sample_co = TypeVar("Sample_co", covariant=True)
+
+
+class Stream(Dataset[Sample_co]):
+    """A dataset for ``async for``; what its kinds and steps have in common.
+
+    A loader reads it on its own loop, one block per batch; with ``fetch="workers"``
+    each worker reads its share. ``rank`` and ``world_size`` are those of
+    ``torch.distributed`` where it is initialised, unless ``shard`` says otherwise.
+    """
+
+    # Without this, `for x in stream` would ask for `__getitem__`, and never end.
+    __iter__: ClassVar[None] = None
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._is_chosen = False
+        self.ranks: tuple[int, int] | None = None
+        self._loaded: State | None = None
+
+    # -- iterating ----------------------------------------------------------------
+
+    def __aiter__(self) -> "StreamIterator[Sample_co]":
+        state, self._loaded = self._loaded, None
+        if state is None:
+            epoch, cursor_state = self._epoch, {}
+        else:
+            epoch, cursor_state = state["epoch"], state["stream"]
+        if not self._is_chosen:
+            self._epoch = epoch + 1
+        return StreamIterator(self, epoch, self._share(), cursor_state)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of ``epoch``, until another one is chosen."""
+        self._epoch = operator.index(epoch)
+        self._is_chosen = True
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Learn from a loader which epoch begins, unless the user has chosen one."""
+        if not self._is_chosen:
+            self._epoch = epoch
+
+    def shard(self, rank: int, world_size: int) -> Self:
+        """Read the part of one rank, whatever ``torch.distributed`` says.
+
+        Raises:
+            ValueError: If ``rank`` is not in ``range(world_size)``.
+        """
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be in range({world_size}), got {rank}")
+        clone = self._clone()
+        clone.ranks = rank, world_size
+        return clone
+
+    def load_state_dict(self, state: State) -> None:
+        """Begin the next iteration where ``state_dict`` of an iterator was taken.
+
+        Raises:
+            ValueError: If it is of another version.
+        """
+        if state.get("version") != VERSION:
+            raise ValueError(
+                f"state of version {state.get('version')!r}, expected {VERSION}"
+            )
+        self._loaded = state
+
+    def _clone(self) -> Self:
+        clone = object.__new__(type(self))
+        clone.__dict__.update(self.__dict__)
+        return clone
+
+    def _share(self) -> Share:
+        rank, world_size = self.ranks or _default_ranks()
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        return Share(rank * workers + number, world_size * workers)
+
+    async def open(self, reading: Reading, state: State) -> Cursor:
+        """Return a cursor; ``state`` is what its ``state`` returned, or empty."""
+        raise NotImplementedError
+
+    # -- steps --------------------------------------------------------------------
+
+    def map(
+        self, function: Callable[[Any], Any], *, concurrency: int = 64
+    ) -> "Stream[Any]":
+        """Return the stream of ``function(sample)``.
+
+        A coroutine function runs on the loop, ``concurrency`` samples at a time and in
+        order; a plain one in a thread. What should run in worker processes is the
+        loader's ``transform``.
+        """
+        check_at_least(concurrency, 1, "concurrency")
+        if is_async_function(function):
+            return _Step(self, _Making(MappedAsync, function, concurrency), "map")
+        return _Step(self, _Making(Mapped, function), "map")
+
+    def filter(self, function: Callable[[Any], Any]) -> "Stream[Sample_co]":
+        """Return the stream of those samples for which ``function`` says yes."""
+        making = _Making(Filtered, function, is_async=is_async_function(function))
+        return _Step(self, making, "filter")
+
+    def shuffle(self, size: int, *, seed: int = 0) -> "Stream[Sample_co]":
+        """Return the stream with each window of ``size`` samples permuted.
+
+        Another permutation for each window and epoch. Shards that are interleaved
+        bring samples of many places into one window.
+        """
+        check_at_least(size, 1, "size")
+        return _Shuffle(self, size, operator.index(seed))
+
+    def take(self, count: int) -> "Stream[Sample_co]":
+        """Return the stream of the first ``count`` samples of each reader."""
+        check_at_least(count, 0, "count")
+        return _Step(self, _Making(Taken, count), "take")
+
+    def skip(self, count: int) -> "Stream[Sample_co]":
+        """Return the stream without the first ``count`` samples of each reader."""
+        check_at_least(count, 0, "count")
+        return _Step(self, _Making(Skipped, count), "skip")
+
+    def batch(self, size: int, *, drop_last: bool = False) -> "Stream[Any]":
+        """Return the stream of lists of ``size`` samples (of ``Rows`` for tables)."""
+        check_at_least(size, 1, "size")
+        return _Step(self, _Making(Batched, size, drop_last=drop_last), "batch")
+
+    def mix(
+        self,
+        *others: "Stream[Any]",
+        weights: Sequence[float] | None = None,
+        seed: int = 0,
+        until: Until = "all",
+    ) -> "Stream[Any]":
+        """Return a stream that draws each sample from this or another stream.
+
+        Args:
+            others: The other streams.
+            weights: Probability of each stream, this one first; default: equal.
+            seed: Key of the draws, which also depend on the epoch.
+            until: ``"all"``: those that are left go on when one ends; ``"first"``:
+                the end of one is the end.
+
+        Raises:
+            ValueError: If there is not one positive weight for each stream.
+        """
+        streams = (self, *others)
+        weights = [1.0] * len(streams) if weights is None else list(weights)
+        if len(weights) != len(streams) or min(weights) <= 0:
+            raise ValueError(
+                f"weights must be {len(streams)} positive numbers, got {weights}"
+            )
+        if until not in {"all", "first"}:
+            raise ValueError(f"until must be 'all' or 'first', got {until!r}")
+        return _Mix(streams, weights, operator.index(seed), until)
+
+
+def check_at_least(value: int, least: int, name: str) -> None:
+    """Raise a ValueError if an argument is too small."""
+    if operator.index(value) < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _default_ranks() -> tuple[int, int]:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+# -- streams made of streams ------------------------------------------------------
+
+
+class _Making:
+    """A step to be: its cursor and that one's arguments; it can be pickled."""
+
+    def __init__(self, cursor: Any, *args: Any, **options: Any) -> None:
+        self._cursor, self._args, self._options = cursor, args, options
+        self.has_state: bool = cursor.has_state
+
+    def make(self, upstream: Cursor, state: State) -> Cursor:
+        cursor: Cursor = self._cursor(upstream, *self._args, **self._options)
+        if self.has_state:
+            cursor.load(state)  # type: ignore[attr-defined]
+        return cursor
+
+
+class _Step(Stream[Any]):
+    """A stream made of another one by a step."""
+
+    def __init__(self, upstream: Stream[Any], making: _Making, name: str) -> None:
+        super().__init__()
+        self.ranks = upstream.ranks
+        self._upstream = upstream
+        self._making = making
+        self._name = name
+
+    async def open(self, reading: Reading, state: State) -> Cursor:
+        inner = state.get("up", {}) if self._making.has_state else state
+        upstream = await self._upstream.open(reading, inner)
+        return self._making.make(upstream, state)
+
+    def __repr__(self) -> str:
+        return f"{self._upstream!r}.{self._name}(...)"
+
+
+class _Shuffle(Stream[Any]):
+    """A stream whose windows are permuted."""
+
+    def __init__(self, upstream: Stream[Any], size: int, seed: int) -> None:
+        super().__init__()
+        self.ranks = upstream.ranks
+        self._upstream = upstream
+        self._size = size
+        self._seed = seed
+
+    async def open(self, reading: Reading, state: State) -> Cursor:
+        upstream = await self._upstream.open(reading, state.get("up", {}))
+
+        def order(number: int, length: int) -> list[int]:
+            # Readers permute their windows differently too.
+            place = number * reading.share.readers + reading.share.reader
+            return keyed_order(length, self._seed, reading.epoch, place)
+
+        return Shuffled(upstream, self._size, order, state)
+
+    def __repr__(self) -> str:
+        return f"{self._upstream!r}.shuffle({self._size})"
+
+
+class _Mix(Stream[Any]):
+    """Several streams as one."""
+
+    def __init__(
+        self,
+        streams: Sequence[Stream[Any]],
+        weights: list[float],
+        seed: int,
+        until: Until,
+    ) -> None:
+        super().__init__()
+        self.ranks = streams[0].ranks
+        self._streams = streams
+        self._weights = weights
+        self._seed = seed
+        self._until = until
+
+    async def open(self, reading: Reading, state: State) -> Cursor:
+        inner = state.get("up") or [{} for _ in self._streams]
+        cursors = [
+            await stream.open(reading, one)
+            for stream, one in zip(self._streams, inner, strict=True)
+        ]
+        key = (self._seed, reading.epoch, reading.share.reader)
+        return Mixed(cursors, self._weights, key, self._until, state)
+
+    def __repr__(self) -> str:
+        first, *others = map(repr, self._streams)
+        return f"{first}.mix({', '.join(others)})"
+
+
+def keyed_order(length: int, seed: int, epoch: int, place: int) -> list[int]:
+    """Return a permutation of ``range(length)`` for one place of an epoch."""
+    order = ShuffledIndices(length, seed * 0x9E3779B97F4A7C15 + place)
+    order.set_epoch(epoch)
+    places: list[int] = order.take(0, length).tolist()
+    return places

@@ -1,0 +1,295 @@
+"""What the object server answers: objects, ranges, listings; no socket and no loop.
+
+An answer holds a way to read its body, not the body, so that objects which are made on
+demand cost no memory. Listings are in the order of names, by code point, as in S3.
+"""
+
+import re
+import threading
+import time
+import zlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from email.utils import formatdate
+from functools import lru_cache, partial
+from http import HTTPStatus
+from itertools import islice
+from typing import Self, TypeAlias
+from urllib.parse import parse_qsl, unquote
+from xml.sax.saxutils import escape
+
+from typing_extensions import Buffer
+
+Make: TypeAlias = Callable[[str, int, int], Buffer]
+Read: TypeAlias = Callable[[int, int], Buffer]
+
+BUCKET = "bucket"
+MAX_KEYS = 1000  # of one page of a listing, as in S3
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+_LISTED = (
+    "<Contents><Key>{}</Key><LastModified>{}</LastModified><ETag>{}</ETag>"
+    "<Size>{}</Size><StorageClass>STANDARD</StorageClass></Contents>"
+)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One version of one object; it stays whole when the object is replaced."""
+
+    size: int
+    etag: str
+    modified: float
+    read: Read
+
+
+class Shelf:
+    """Hold the objects by name; any thread may change them."""
+
+    def __init__(
+        self, objects: Mapping[str, Buffer], make: Make | None, sizes: Mapping[str, int]
+    ) -> None:
+        if (make is None) != (not sizes):
+            raise ValueError("make and sizes go together: sizes has the size by name")
+        self._make = make
+        self._sizes = dict(sizes)
+        self._began = time.time()
+        self._versions = 0
+        self._lock = threading.Lock()
+        self._sorted: list[str] | None = None
+        self._stored: dict[str, Stored] = {}
+        for name, data in objects.items():
+            self.replace(name, data)
+
+    def get(self, name: str) -> Stored | None:
+        """Return what ``name`` stands for now."""
+        found = self._stored.get(name)
+        if found is not None or self._make is None or name not in self._sizes:
+            return found
+        size = self._sizes[name]
+        etag = f'"{zlib.crc32(name.encode()):08x}-{size:x}"'
+        return Stored(size, etag, self._began, partial(self._made, name))
+
+    def replace(self, name: str, data: Buffer) -> None:
+        """Let ``name`` stand for ``data`` from now on, with an ETag of its own."""
+        whole = bytes(data)
+        view = memoryview(whole)
+        with self._lock:
+            self._versions += 1
+            etag = f'"{zlib.crc32(whole):08x}-{len(whole):x}-{self._versions:x}"'
+            self._stored[name] = Stored(
+                len(whole), etag, time.time(), lambda start, stop: view[start:stop]
+            )
+            self._sorted = None
+
+    def remove(self, name: str) -> None:
+        """Forget ``name``."""
+        with self._lock:
+            self._stored.pop(name, None)
+            self._sizes.pop(name, None)
+            self._sorted = None
+
+    def names(self) -> list[str]:
+        """Return all names, sorted; not to be changed."""
+        with self._lock:
+            if self._sorted is None:
+                self._sorted = sorted(self._stored.keys() | self._sizes.keys())
+            return self._sorted
+
+    def _made(self, name: str, start: int, stop: int) -> Buffer:
+        assert self._make is not None
+        data = self._make(name, start, stop)
+        got = memoryview(data).nbytes
+        if got != stop - start:
+            raise ValueError(
+                f"make({name!r}, {start}, {stop}) gave {got} bytes, not {stop - start}"
+            )
+        return data
+
+
+@dataclass(frozen=True)
+class Request:
+    """The head of a request; names of fields in lower case."""
+
+    method: str
+    path: str
+    query: str
+    fields: dict[str, str]
+
+    @classmethod
+    def parse(cls, head: bytes) -> Self:
+        """Read a head, up to and with its empty line.
+
+        Raises:
+            ValueError: If it is none.
+        """
+        first, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
+        method, target, _ = first.split(" ")
+        path, _, query = target.partition("?")
+        parts = (line.partition(":") for line in lines)
+        fields = {name.lower(): value.strip() for name, _, value in parts}
+        return cls(method, unquote(path).removeprefix("/"), query, fields)
+
+    @property
+    def name(self) -> str:
+        """The object that is meant; empty for the bucket itself."""
+        return self.path.removeprefix(BUCKET).lstrip("/") if self._is_s3 else self.path
+
+    @property
+    def _is_s3(self) -> bool:
+        return self.path == BUCKET or self.path.startswith(f"{BUCKET}/")
+
+    @property
+    def is_listing(self) -> bool:
+        """Whether it asks for the names in the bucket."""
+        return self._is_s3 and not self.name and "list-type=2" in self.query
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the connection ends with it: asked for, or a body may follow."""
+        closes = self.fields.get("connection", "").lower() == "close"
+        return closes or self.method not in {"GET", "HEAD"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A head, and how to read the body from ``start`` to ``stop``."""
+
+    status: int
+    fields: dict[str, str]
+    read: Read
+    start: int
+    stop: int
+    has_body: bool = True
+
+    def head(self) -> bytes:
+        """Return the bytes before the body."""
+        lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}"]
+        lines.append(f"Content-Length: {self.stop - self.start}")
+        lines += [f"{name}: {value}" for name, value in self.fields.items()]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+def answer(request: Request, shelf: Shelf, max_keys: int) -> Answer:
+    """Return what an honest server would say."""
+    has_body = request.method != "HEAD"
+    if request.method not in {"GET", "HEAD"}:
+        return failure(405, "MethodNotAllowed", {"Allow": "GET, HEAD"})
+    if request.is_listing:
+        return _listing(request, shelf, max_keys)
+    stored = shelf.get(request.name)
+    if stored is None:
+        return failure(404, "NoSuchKey", has_body=has_body)
+    if not _matches(request.fields.get("if-match", "*"), stored.etag):
+        return failure(412, "PreconditionFailed", has_body=has_body)
+    return _object(request, stored)
+
+
+def failure(
+    status: int,
+    code: str,
+    fields: dict[str, str] | None = None,
+    *,
+    has_body: bool = True,
+) -> Answer:
+    """Return an answer that says no, in S3's form."""
+    body = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
+    return _of_bytes(status, body, fields or {}, has_body=has_body)
+
+
+def _of_bytes(
+    status: int, body: bytes, fields: dict[str, str], *, has_body: bool = True
+) -> Answer:
+    fields = {"Content-Type": "application/xml", **fields}
+    read: Read = lambda start, stop: body[start:stop]  # noqa: E731
+    return Answer(status, fields, read, 0, len(body), has_body)
+
+
+def _object(request: Request, stored: Stored) -> Answer:
+    fields = {
+        "ETag": stored.etag,
+        "Last-Modified": _date(int(stored.modified)),
+        "Accept-Ranges": "bytes",
+        "Content-Type": "application/octet-stream",
+    }
+    if request.method == "HEAD":
+        return Answer(200, fields, stored.read, 0, stored.size, has_body=False)
+    span = _span(request.fields.get("range", ""), stored.size)
+    condition = request.fields.get("if-range")
+    if span is None or condition not in {None, stored.etag, fields["Last-Modified"]}:
+        return Answer(200, fields, stored.read, 0, stored.size)
+    start, stop = span
+    if start >= stop:
+        return failure(416, "InvalidRange", {"Content-Range": f"bytes */{stored.size}"})
+    fields["Content-Range"] = f"bytes {start}-{stop - 1}/{stored.size}"
+    return Answer(206, fields, stored.read, start, stop)
+
+
+def _span(asked: str, size: int) -> tuple[int, int] | None:
+    """Return the half-open range asked for; None if none is, or not a single one."""
+    found = _RANGE.fullmatch(asked)
+    first, last = found.groups() if found else ("", "")
+    if not first:
+        return (max(0, size - int(last)), size) if last else None
+    if last and int(last) < int(first):
+        return None
+    return int(first), min(int(last) + 1, size) if last else size
+
+
+def _matches(condition: str, etag: str) -> bool:
+    return condition == "*" or etag in (tag.strip() for tag in condition.split(","))
+
+
+@lru_cache(maxsize=64)
+def _date(seconds: int) -> str:
+    return formatdate(seconds, usegmt=True)
+
+
+def _listing(request: Request, shelf: Shelf, max_keys: int) -> Answer:
+    query = dict(parse_qsl(request.query))
+    if query.get("delimiter"):
+        return failure(501, "NotImplemented")
+    try:
+        body = _page(query, shelf, max_keys)
+    except ValueError:
+        return failure(400, "InvalidArgument")
+    return _of_bytes(200, body, {}, has_body=request.method != "HEAD")
+
+
+def _page(query: Mapping[str, str], shelf: Shelf, max_keys: int) -> bytes:
+    """Return one page of a listing.
+
+    Raises:
+        ValueError: If the query's token or number is none.
+    """
+    limit = max(1, min(int(query.get("max-keys", MAX_KEYS)), max_keys))
+    token = bytes.fromhex(query.get("continuation-token", "")).decode()
+    prefix, after = query.get("prefix", ""), token or query.get("start-after", "")
+    found = list(islice(_names(shelf.names(), prefix, after), limit + 1))
+    page, more = found[:limit], len(found) > limit
+    rest = f"<NextContinuationToken>{page[-1].encode().hex()}</NextContinuationToken>"
+    return (
+        '<?xml version="1.0" encoding="UTF-8"?>'
+        '<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+        f"<Name>{BUCKET}</Name><Prefix>{escape(prefix)}</Prefix>"
+        f"<MaxKeys>{limit}</MaxKeys><KeyCount>{len(page)}</KeyCount>"
+        f"<IsTruncated>{str(more).lower()}</IsTruncated>{rest if more else ''}"
+        f"{''.join(_listed(shelf, page))}</ListBucketResult>"
+    ).encode()
+
+
+def _names(names: list[str], prefix: str, after: str) -> Iterator[str]:
+    at = bisect_left(names, prefix)
+    if after:
+        at = max(at, bisect_right(names, after))
+    while at < len(names) and names[at].startswith(prefix):
+        yield names[at]
+        at += 1
+
+
+def _listed(shelf: Shelf, names: list[str]) -> Iterator[str]:
+    for name in names:
+        stored = shelf.get(name)
+        if stored is not None:
+            date = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(stored.modified))
+            yield _LISTED.format(escape(name), date, escape(stored.etag), stored.size)

@@ -1,0 +1,62 @@
+"""Which requests a server answers badly, and how: drawn by seed and running number."""
+
+import random
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_KINDS = ("errors", "resets", "truncated", "lying", "hangs", "slow")
+
+
+class Fault(NamedTuple):
+    """What is done to one request: a field of ``Faults``, and where, from 0 to 1."""
+
+    kind: str
+    where: float
+
+
+@dataclass(frozen=True)
+class Faults:
+    """The share of requests, from 0 to 1, that each fault is done to.
+
+    Request number n, counted over the server's life, meets the same fate for the same
+    seed, so a retry, having another number, gets through.
+
+    Attributes:
+        errors: Answered with status 500 or 503.
+        resets: Connection reset, before the answer or amid the body.
+        truncated: Body cut short, and the connection closed.
+        lying: Body cut short, with a Content-Length to match: only a client that knows
+            the size can tell.
+        hangs: Not answered until the client gives up, or the server stops.
+        slow: Body sent with ``slow_bytes_per_second``.
+        seed: Of the drawing.
+        retry_after: Seconds for the Retry-After of a 503, if any.
+        slow_bytes_per_second: How slow a slow body is.
+    """
+
+    errors: float = 0.0
+    resets: float = 0.0
+    truncated: float = 0.0
+    lying: float = 0.0
+    hangs: float = 0.0
+    slow: float = 0.0
+    seed: int = 0
+    retry_after: int | None = None
+    slow_bytes_per_second: float = 100_000.0
+
+    def __post_init__(self) -> None:
+        shares = [getattr(self, kind) for kind in _KINDS]
+        if min(shares) < 0 or sum(shares) > 1 + 1e-9:
+            raise ValueError(
+                f"shares must be at least 0, and their sum at most 1, got {self}"
+            )
+
+    def draw(self, number: int) -> Fault | None:
+        """Return what happens to request ``number``; None if it is answered well."""
+        chance = random.Random((self.seed << 64) + number)  # noqa: S311
+        left = chance.random()
+        for kind in _KINDS:
+            left -= getattr(self, kind)
+            if left < 0:
+                return Fault(kind, chance.random())
+        return None

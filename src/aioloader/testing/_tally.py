@@ -1,0 +1,90 @@
+"""What a server has seen, in all and by name; any thread may look, or wait for it."""
+
+import contextlib
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+
+@dataclass
+class Counts:
+    """What a server has seen.
+
+    Attributes:
+        requests: Requests read.
+        bytes: Bytes of bodies sent.
+        in_flight: Requests that are being answered now.
+        peak: The most that ever were at once.
+    """
+
+    requests: int = 0
+    bytes: int = 0
+    in_flight: int = 0
+    peak: int = 0
+
+    def enter(self) -> None:
+        """Count one more request."""
+        self.requests += 1
+        self.in_flight += 1
+        self.peak = max(self.peak, self.in_flight)
+
+
+class Tally:
+    """Count requests, bytes and faults."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._total = Counts()
+        self._by_name: defaultdict[str, Counts] = defaultdict(Counts)
+        self._faults: Counter[str] = Counter()
+
+    def counts(self, name: str | None) -> Counts:
+        """Return a copy of what was counted for one name, or for all."""
+        with self._changed:
+            return replace(self._total if name is None else self._by_name[name])
+
+    def faults(self) -> Counter[str]:
+        """Return a copy of how often each fault was done."""
+        with self._changed:
+            return self._faults.copy()
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait until ``condition`` holds.
+
+        Raises:
+            TimeoutError: If it did not within ``seconds``.
+        """
+        with self._changed:
+            if not self._changed.wait_for(condition, seconds):
+                raise TimeoutError(f"not within {seconds:g} seconds: {self._total}")
+
+    @contextlib.contextmanager
+    def request(self, name: str) -> Iterator[int]:
+        """Count a request, in flight within the block; yields its number, from 1."""
+        with self._changed:
+            both = self._total, self._by_name[name]
+            for counts in both:
+                counts.enter()
+            number = self._total.requests
+            self._changed.notify_all()
+        try:
+            yield number
+        finally:
+            with self._changed:
+                for counts in both:
+                    counts.in_flight -= 1
+                self._changed.notify_all()
+
+    def add_bytes(self, name: str, amount: int) -> None:
+        """Count bytes of a body."""
+        with self._changed:
+            self._total.bytes += amount
+            self._by_name[name].bytes += amount
+            self._changed.notify_all()
+
+    def add_fault(self, kind: str) -> None:
+        """Count a fault."""
+        with self._changed:
+            self._faults[kind] += 1
+            self._changed.notify_all()

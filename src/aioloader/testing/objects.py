@@ -1,0 +1,367 @@
+"""An object server on loopback whose faults can be planned, for tests and benchmarks.
+
+Real sockets, served by one thread with an event loop of its own. The answers of one
+connection leave in the order of its requests; connections are independent. Memory holds
+the objects that were given as bytes and, of those made on demand, one piece for each
+answer under way.
+"""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self, TypeAlias
+
+from typing_extensions import Buffer
+
+from aioloader._pipeline.home import new_event_loop
+from aioloader.testing._answers import (
+    BUCKET,
+    MAX_KEYS,
+    Answer,
+    Make,
+    Request,
+    Shelf,
+    answer,
+    failure,
+)
+from aioloader.testing._faults import Fault, Faults
+from aioloader.testing._tally import Counts, Tally
+
+__all__ = ["Counts", "Faults", "ObjectServer"]
+
+_Started: TypeAlias = "Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]"
+_PIECE = 1 << 18
+_LINGER_NOT = struct.pack("ii", 1, 0)  # close with a reset
+_GRACE = 1.0  # seconds for clients to hang up, when the server stops
+_STEPS = 50  # pieces of a paced body per second
+
+
+@dataclass(eq=False)
+class _Talk:
+    """One connection, and the task that answers its requests."""
+
+    task: "asyncio.Task[object]"
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    is_busy: bool = False
+    free_at: float = 0.0  # when a paced line has carried what it was given
+
+    @classmethod
+    async def begin(cls, raw: socket.socket, context: ssl.SSLContext | None) -> Self:
+        """Talk over an accepted socket, with TLS if there is a context for it."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await loop.connect_accepted_socket(
+            lambda: protocol, raw, ssl=context
+        )
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        return cls(task, reader, writer)
+
+    def reset(self) -> None:
+        """Close the connection the hard way."""
+        if not self.writer.is_closing():
+            raw = self.writer.get_extra_info("socket")
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
+            self.writer.transport.abort()
+
+    def let_go(self) -> bool:
+        """Hang up on an idle client; tell whether it is left to see that."""
+        if self.is_busy:
+            self.reset()
+        elif not self.writer.is_closing():
+            if self.writer.can_write_eof():
+                self.writer.write_eof()
+            else:
+                self.writer.close()
+        return not self.is_busy
+
+    async def close(self) -> None:
+        """Send what is still to be sent, and hang up."""
+        self.writer.close()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
+
+    async def pace(self, amount: int, bytes_per_second: float | None) -> None:
+        """Wait until a line of that speed would have carried ``amount`` more."""
+        if bytes_per_second:
+            now = asyncio.get_running_loop().time()
+            self.free_at = max(now, self.free_at) + amount / bytes_per_second
+            await asyncio.sleep(self.free_at - now)
+
+
+class ObjectServer:
+    """Serve objects over HTTP or HTTPS on loopback, while a ``with`` block runs.
+
+    GET and HEAD of ``{url}/{name}``, and as an S3 bucket, path style and unsigned, of
+    ``{url}/bucket/{name}``, with ListObjectsV2. Ranges, ETag, If-Match, If-Range, keep-
+    alive, pipelining. Leaving the block waits up to a second for clients to hang up,
+    and raises what ``make`` raised, if it did.
+
+    Args:
+        objects: Contents by name.
+        make: ``make(name, start, stop)`` returns a part of an object in ``sizes``.
+        sizes: Sizes in bytes, by name, of the objects that ``make`` makes.
+        faults: What goes wrong.
+        latency: Seconds before each answer.
+        bytes_per_second: Speed of the bodies of one connection; None for all there is.
+        ssl_context: Serves HTTPS with it.
+
+    Attributes:
+        faults: As above; may be changed at any time, as the next two.
+        latency: As above.
+        bytes_per_second: As above.
+        max_keys: Most names on one page of a listing.
+        url: Where it listens, without a slash at the end.
+        bucket: Name of the bucket.
+
+    Example:
+        >>> from urllib.request import urlopen
+        >>> with ObjectServer({"a": b"hello"}) as server:
+        ...     with urlopen(f"{server.url}/a") as answer:
+        ...         answer.read()
+        b'hello'
+    """
+
+    bucket = BUCKET
+
+    def __init__(  # noqa: PLR0913  (keywords, each of one thing)
+        self,
+        objects: Mapping[str, Buffer] | None = None,
+        *,
+        make: Make | None = None,
+        sizes: Mapping[str, int] | None = None,
+        faults: Faults | None = None,
+        latency: float = 0.0,
+        bytes_per_second: float | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        if not isinstance(ssl_context, ssl.SSLContext | None):
+            kind = type(ssl_context).__name__
+            raise TypeError(f"ssl_context must be an ssl.SSLContext, got {kind}")
+        self.faults = faults or Faults()
+        self.latency = latency
+        self.bytes_per_second = bytes_per_second
+        self.max_keys = MAX_KEYS
+        self.url = ""
+        self._shelf = Shelf(objects or {}, make, sizes or {})
+        self._ssl = ssl_context
+        self._tally = Tally()
+        self._talks: set[_Talk] = set()
+        self._tasks: dict[asyncio.Task[None], socket.socket] = {}
+        self._failure: Exception | None = None
+
+    # -- for the test -----------------------------------------------------------------
+
+    def replace(self, name: str, data: Buffer) -> None:
+        """Let ``name`` stand for ``data`` from now on; answers under way go on."""
+        self._shelf.replace(name, data)
+
+    def remove(self, name: str) -> None:
+        """Forget ``name``: it is answered with status 404 from now on."""
+        self._shelf.remove(name)
+
+    def counts(self, name: str | None = None) -> Counts:
+        """Return a copy of what was counted for one name, or for all.
+
+        Args:
+            name: An object; the empty name counts listings.
+        """
+        return self._tally.counts(name)
+
+    def injected(self) -> Counter[str]:
+        """Return how often each fault was done, by the names of ``Faults``."""
+        return self._tally.faults()
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+        """Wait until ``condition``, about the counts, holds; this blocks the thread.
+
+        Raises:
+            TimeoutError: If it did not within ``seconds``.
+        """
+        self._tally.wait_for(condition, seconds)
+
+    # -- its thread -------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        scheme = "https" if self._ssl else "http"
+        self.url = f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
+        started: _Started = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(listener, started), name="aioloader-object-server"
+        )
+        self._thread.start()
+        self._loop, self._stop = started.result()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        failed, self._failure = self._failure, None
+        if failed is not None and exc_type is None:
+            raise failed
+
+    def _run(self, listener: socket.socket, started: _Started) -> None:
+        with listener, asyncio.Runner(loop_factory=new_event_loop) as runner:
+            try:
+                runner.run(self._serve(listener, started))
+            except Exception as exc:
+                if started.done():
+                    raise
+                started.set_exception(exc)
+
+    async def _serve(self, listener: socket.socket, started: _Started) -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        listener.settimeout(0)
+        loop.add_reader(listener, self._accept, listener)
+        started.set_result((loop, stop))
+        await stop.wait()
+        loop.remove_reader(listener)
+        await self._hang_up()
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Begin a task for a client; not the loop's own server.
+
+        uvloop does not close while a client of a TLS server of its own has yet to say a
+        word. Here that is a task which can be cancelled.
+        """
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            raw, _ = listener.accept()
+            raw.settimeout(0)
+            task = asyncio.get_running_loop().create_task(self._talk(raw))
+            self._tasks[task] = raw
+            task.add_done_callback(self._forget)
+
+    def _forget(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.pop(task).close()  # a task cancelled before it began does not
+
+    async def _hang_up(self) -> None:
+        """End all connections; idle clients get the time to see it."""
+        tasks = list(self._tasks)
+        idle = {talk.task for talk in self._talks if talk.let_go()}
+        for task in tasks:
+            if task not in idle:
+                task.cancel()
+        if idle:
+            await asyncio.wait(idle, timeout=_GRACE)
+        for talk in self._talks:
+            talk.writer.transport.abort()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- one connection ---------------------------------------------------------------
+
+    async def _talk(self, raw: socket.socket) -> None:
+        try:
+            talk = await _Talk.begin(raw, self._ssl)
+        except OSError:
+            return  # it speaks no TLS, or is gone
+        self._talks.add(talk)
+        await self._converse(talk)
+        self._talks.discard(talk)
+
+    async def _converse(self, talk: _Talk) -> None:
+        """Answer the requests of one connection, and hang up."""
+        try:
+            while await self._exchange(talk, await talk.reader.readuntil(b"\r\n\r\n")):
+                pass
+        except (EOFError, OSError, asyncio.LimitOverrunError):
+            pass  # the client is gone, or is none
+        except Exception as exc:  # noqa: BLE001  (raised where the server is left)
+            self._failure = self._failure or exc
+        finally:
+            await talk.close()
+
+    async def _exchange(self, talk: _Talk, head: bytes) -> bool:
+        """Answer one request; tell whether the connection goes on."""
+        try:
+            request = Request.parse(head)
+        except ValueError:
+            talk.writer.write(failure(400, "BadRequest").head())
+            return False
+        talk.is_busy = True
+        with self._tally.request(request.name) as number:
+            goes_on = await self._reply(talk, request, number)
+        talk.is_busy = False
+        return goes_on
+
+    async def _reply(self, talk: _Talk, request: Request, number: int) -> bool:
+        fault = self.faults.draw(number)
+        if self.latency:
+            await asyncio.sleep(self.latency)
+        if fault is not None:
+            self._tally.add_fault(fault.kind)
+            return await self._answer_badly(talk, request, fault)
+        await self._send(talk, request, self._honest(request))
+        return not request.is_last
+
+    def _honest(self, request: Request) -> Answer:
+        return answer(request, self._shelf, self.max_keys)
+
+    async def _answer_badly(self, talk: _Talk, request: Request, fault: Fault) -> bool:
+        honest = self._honest(request)
+        cut = honest.start + int((honest.stop - honest.start) * fault.where)
+        match fault.kind:
+            case "errors":
+                await self._send(talk, request, self._error(request, fault))
+            case "lying":
+                await self._send(talk, request, replace(honest, stop=cut))
+            case "slow":
+                speed = self.faults.slow_bytes_per_second
+                await self._send(talk, request, honest, bytes_per_second=speed)
+            case "hangs":
+                await talk.reader.read()
+                return False
+            case "truncated":
+                await self._send(talk, request, honest, stop=cut)
+                return False
+            case _:
+                if fault.where > 0.5:
+                    await self._send(talk, request, honest, stop=cut)
+                talk.reset()
+                return False
+        return not request.is_last
+
+    def _error(self, request: Request, fault: Fault) -> Answer:
+        has_body = request.method != "HEAD"
+        if fault.where < 0.5:
+            return failure(500, "InternalError", has_body=has_body)
+        after = self.faults.retry_after
+        fields = {} if after is None else {"Retry-After": str(after)}
+        return failure(503, "SlowDown", fields, has_body=has_body)
+
+    async def _send(
+        self,
+        talk: _Talk,
+        request: Request,
+        reply: Answer,
+        *,
+        stop: int | None = None,
+        bytes_per_second: float | None = None,
+    ) -> None:
+        """Send the head of ``reply``, and of its body what is before ``stop``."""
+        speed = bytes_per_second or self.bytes_per_second
+        talk.writer.write(reply.head())
+        piece = max(1, min(_PIECE, int(speed / _STEPS))) if speed else _PIECE
+        end = reply.stop if stop is None else stop
+        for at in range(reply.start, end if reply.has_body else 0, piece):
+            data = memoryview(reply.read(at, min(at + piece, end))).cast("B")
+            await talk.pace(len(data), speed)
+            talk.writer.write(data)
+            self._tally.add_bytes(request.name, len(data))
+            await talk.writer.drain()

@@ -1,0 +1,151 @@
+"""Shards of every format with the same known samples, and ways to read them."""
+
+import gzip
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from aioloader.datasets import (
+    JSONLinesDataset,
+    TarDataset,
+    TextDataset,
+    from_async_iterable,
+    from_iterable,
+)
+
+# Uneven, and one of them empty.
+LENGTHS = (5, 9, 0, 12, 7, 1, 10, 8)
+NAMES = [
+    f"{shard}-{place}"
+    for shard, length in enumerate(LENGTHS)
+    for place in range(length)
+]
+
+Make = Callable[..., Any]
+
+
+def rows(shard: int) -> list[str]:
+    """Return the names of the samples of one shard."""
+    return [f"{shard}-{place}" for place in range(LENGTHS[shard])]
+
+
+def write_text(folder: Path, ending: str = "") -> None:
+    """Write text shards."""
+    for shard in range(len(LENGTHS)):
+        text = "".join(f"{row}\n" for row in rows(shard)).encode()
+        write_packed(folder / f"{shard}.txt{ending}", text)
+
+
+def write_json(folder: Path) -> None:
+    """Write shards of JSON lines, with empty ones in between."""
+    for shard in range(len(LENGTHS)):
+        lines = [json.dumps({"name": row}) + "\n\n" for row in rows(shard)]
+        (folder / f"{shard}.jsonl").write_text("".join(lines))
+
+
+def write_tar(folder: Path, ending: str = "") -> None:
+    """Write tar shards: two members for each sample."""
+    for shard in range(len(LENGTHS)):
+        data = io.BytesIO()
+        with tarfile.open(fileobj=data, mode="w") as tar:
+            for row in rows(shard):
+                for field, body in (("txt", row.encode()), ("bin", bytes(700))):
+                    member = tarfile.TarInfo(f"part/{row}.{field}")
+                    member.size = len(body)
+                    tar.addfile(member, io.BytesIO(body))
+        write_packed(folder / f"{shard}.tar{ending}", data.getvalue())
+
+
+def write_packed(path: Path, data: bytes) -> None:
+    """Write a file, packed as its name says."""
+    if path.suffix == ".gz":
+        data = gzip.compress(data)
+    elif path.suffix == ".zst":
+        data = zstandard.compress(data)
+    path.write_bytes(data)
+
+
+def name_of(sample: Any) -> str:
+    """Return the name of a sample of any format."""
+    if isinstance(sample, dict):
+        sample = sample.get("name", sample.get("txt"))
+    return sample.decode() if isinstance(sample, bytes) else str(sample)
+
+
+class Numbered:
+    """All samples as an iterable of one's own."""
+
+    def __iter__(self) -> Any:
+        return iter(NAMES)
+
+
+async def numbered() -> Any:
+    """Yield all samples."""
+    for name in NAMES:
+        yield name
+
+
+def text(folder: Path, **options: Any) -> Any:
+    """Return plain text shards."""
+    write_text(folder)
+    return TextDataset(str(folder / "*.txt"), **options)
+
+
+def text_gzip(folder: Path, **options: Any) -> Any:
+    """Return text packed by gzip."""
+    write_text(folder, ".gz")
+    return TextDataset(f"{folder}/{{0..7}}.txt.gz", **options)
+
+
+def json_lines(folder: Path, **options: Any) -> Any:
+    """Return JSON lines."""
+    write_json(folder)
+    return JSONLinesDataset(sorted(map(str, folder.glob("*.jsonl"))), **options)
+
+
+def tar(folder: Path, **options: Any) -> Any:
+    """Return plain tar shards."""
+    write_tar(folder)
+    return TarDataset("*.tar", store=folder, **options)
+
+
+def tar_zstd(folder: Path, **options: Any) -> Any:
+    """Return tar packed by zstandard."""
+    write_tar(folder, ".zst")
+    return TarDataset(f"file://{folder}/{{0..7}}.tar.zst", **options)
+
+
+def iterable(_folder: Path, **_options: Any) -> Any:
+    """Return a stream of any iterable."""
+    return from_iterable(Numbered())
+
+
+def async_iterable(_folder: Path, **_options: Any) -> Any:
+    """Return a stream of any async iterable."""
+    return from_async_iterable(numbered)
+
+
+SHARDED: list[Make] = [text, text_gzip, json_lines, tar, tar_zstd]
+EVERY: list[Make] = [*SHARDED, iterable, async_iterable]
+
+
+async def read(stream: Any, count: int | None = None) -> tuple[list[Any], Any]:
+    """Return the first samples, all if not told, and the state behind them."""
+    found: list[Any] = []
+    async with aiter(stream) as iterator:
+        while count is None or len(found) < count:
+            try:
+                found.append(await anext(iterator))
+            except StopAsyncIteration:
+                break
+        return found, json.loads(json.dumps(iterator.state_dict()))
+
+
+async def names(stream: Any) -> list[str]:
+    """Return the names of all samples."""
+    return [name_of(sample) for sample in (await read(stream))[0]]

@@ -1,0 +1,176 @@
+"""Tar archives for tests: made by tarfile and by hand, read by it and by the parser."""
+
+import io
+import re
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, repeat
+from typing import Any
+
+from aioloader.datasets._blocks import Bad
+from aioloader.datasets._tar_walk import TarParser
+
+URL = "s3://bucket/shard-000.tar"
+FORMATS = {
+    "ustar": tarfile.USTAR_FORMAT,
+    "gnu": tarfile.GNU_FORMAT,
+    "pax": tarfile.PAX_FORMAT,
+}
+
+
+@dataclass(frozen=True)
+class Member:
+    """What is put into an archive by tarfile."""
+
+    name: str
+    body: bytes = b""
+    kind: bytes = tarfile.REGTYPE
+    mtime: float = 0
+
+
+def archive(members: Iterable[Member], form: str = "ustar") -> bytes:
+    """Return an archive as tarfile writes it."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=FORMATS[form]) as tar:
+        for member in members:
+            info = tarfile.TarInfo(member.name)
+            info.type, info.size = member.kind, len(member.body)
+            info.mtime = member.mtime
+            if member.kind in {tarfile.LNKTYPE, tarfile.SYMTYPE}:
+                info.linkname = "elsewhere/" * (5 if form == "ustar" else 20)
+            tar.addfile(info, io.BytesIO(member.body))
+    return out.getvalue()
+
+
+def files(**bodies: bytes) -> list[Member]:
+    """Return members of a top folder; ``a__jpg`` is ``a.jpg``."""
+    return [Member(name.replace("__", "."), body) for name, body in bodies.items()]
+
+
+def signed(block: bytes, *, signed_bytes: bool = False) -> bytes:
+    """Return a header with the checksum that it should have."""
+    blank = block[:148] + b" " * 8 + block[156:]
+    total = sum(byte - 256 * (signed_bytes and byte > 127) for byte in blank)
+    return block[:148] + b"%06o\0 " % total + block[156:]
+
+
+def header(
+    name: bytes, size: int | bytes, kind: bytes = b"0", *, tail: bytes = b"ustar\x0000"
+) -> bytes:
+    """Return a header; ``size`` in bytes is the field itself, ``tail`` from 257 on."""
+    field = size if isinstance(size, bytes) else b"%011o\0" % size
+    block = name.ljust(100, b"\0") + b"0000644\0" + b"0000000\0" * 2 + field
+    block += b"%011o\0" % 0 + b" " * 8 + kind
+    return signed(block.ljust(257, b"\0").ljust(257) + tail.ljust(255, b"\0"))
+
+
+def padded(body: bytes) -> bytes:
+    """Return a body with what fills its last block."""
+    return body + bytes(-len(body) % 512)
+
+
+def member(name: bytes, body: bytes, kind: bytes = b"0") -> bytes:
+    """Return one plain member, header and body."""
+    return header(name, len(body), kind) + padded(body)
+
+
+def pax(records: dict[str, str], kind: bytes = b"x") -> bytes:
+    """Return a PAX header with its records."""
+    lines = b"".join(_record(key, value) for key, value in records.items())
+    return member(b"././@PaxHeader", lines, kind)
+
+
+def _record(key: str, value: str) -> bytes:
+    rest = f" {key}={value}\n".encode()
+    length = len(rest)
+    while length != len(rest) + len(str(length)):
+        length = len(rest) + len(str(length))
+    return str(length).encode() + rest
+
+
+ZEROS = bytes(1024)
+
+
+def pieces_of(data: bytes, sizes: Iterable[int]) -> Iterator[bytearray]:
+    """Yield ``data`` in pieces; each is overwritten when the next but one is due."""
+    pos, given = 0, []
+    for size in sizes:
+        if pos >= len(data):
+            break
+        piece = bytearray(data[pos : pos + size])
+        pos += size
+        given.append(piece)
+        yield piece
+        if len(given) > 1:
+            given[-2][:] = b"\xff" * len(given[-2])
+
+
+def walk(
+    data: bytes,
+    sizes: Sequence[int] = (1 << 20,),
+    limits: Sequence[int] = (64,),
+    **options: Any,
+) -> list[Any]:
+    """Return all that a parser makes of ``data``; the last size and limit go on."""
+    parser = TarParser(URL, **options)
+    taken: list[Any] = []
+    turns = chain(limits, repeat(limits[-1]))
+    for piece in pieces_of(data, chain(sizes, repeat(sizes[-1]))):
+        parser.feed(piece)
+        # A piece whose samples are not asked for must give them later.
+        limit = next(turns)
+        if limit:
+            taken += drain(parser, limit)
+    parser.end()
+    taken += drain(parser, 3)
+    assert parser.is_over
+    assert parser.take(1) == []
+    return taken
+
+
+def drain(parser: TarParser, limit: int) -> list[Any]:
+    """Take until nothing comes; the offset never goes back."""
+    taken: list[Any] = []
+    while True:
+        before = parser.offset
+        some = parser.take(limit)
+        assert len(some) <= limit
+        assert parser.offset >= before
+        taken += some
+        if len(some) < limit:
+            return taken
+
+
+def plain(results: Iterable[Any]) -> list[Any]:
+    """Return results in a form that can be compared."""
+    return [
+        (type(result.error), str(result.error)) if isinstance(result, Bad) else result
+        for result in results
+    ]
+
+
+def expected(data: bytes) -> list[Any]:
+    """Return what WebDataset's rules make of what tarfile reads; Bad has no text."""
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        found = [
+            (split, body.read())
+            for info in tar
+            if info.isreg() and (split := _split(info.name))
+            if (body := tar.extractfile(info))
+        ]
+    samples: list[Any] = []
+    for key, group in groupby(found, lambda one: one[0][0]):
+        fields = [(split[1], body) for split, body in group]
+        whole = len(dict(fields)) == len(fields)
+        samples.append(
+            {"__key__": key, "__url__": URL, **dict(fields)} if whole else Bad
+        )
+    return samples
+
+
+def _split(name: str) -> tuple[str, str] | None:
+    if re.match(r"__[^/]*__(/|$)", name):
+        return None
+    match = re.fullmatch(r"((?:.*/)?[^/.]+)\.([^/]*)", name, re.DOTALL)
+    return match and (match[1], match[2].lower())

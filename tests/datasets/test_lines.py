@@ -1,0 +1,207 @@
+"""Lines and packed shards: damage is told with its place, and nothing else is lost."""
+
+import contextlib
+import gzip
+import itertools
+import os
+import resource
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioloader import DataLoader
+from aioloader._order.blocks import Bad
+from aioloader.datasets import JSONLinesDataset, TarDataset, TextDataset
+from aioloader.datasets._lines import LineParser
+from aioloader.datasets._unpack import unpacker_of
+from aioloader.errors import DatasetError, TruncatedReadError
+from beside import beside
+from datasets.shards import read
+
+PACKERS: dict[str, Any] = {"gz": gzip.compress, "zst": zstandard.compress}
+
+
+async def outcomes(stream: Any) -> list[Any]:
+    """Return all samples, and errors in their places."""
+    found: list[Any] = []
+    async with aiter(stream) as iterator:
+        while True:
+            try:
+                found.append(await anext(iterator))
+            except StopAsyncIteration:
+                return found
+            except DatasetError as error:
+                found.append(error)
+
+
+@given(
+    lines=st.lists(st.binary(max_size=12).filter(lambda b: b"\n" not in b)),
+    cuts=st.lists(st.integers(0, 200)),
+    is_closed=st.booleans(),
+    limit=st.integers(1, 5),
+)
+def test_lines_whatever_the_pieces(
+    lines: list[bytes], cuts: list[int], is_closed: bool, limit: int
+) -> None:
+    """Cut anywhere, they are the same; and offsets are where they begin."""
+    data = b"\n".join(lines) + (b"\n" if is_closed else b"")
+    expected = data.split(b"\n")
+    if not expected[-1]:
+        expected.pop()
+    parser = LineParser("x", bytes, max_sample_bytes=100)
+    found: list[bytes] = []
+    bounds = [0, *sorted(cut for cut in cuts if cut <= len(data)), len(data)]
+    for start, stop in itertools.pairwise(bounds):
+        parser.feed(data[start:stop])
+        while samples := parser.take(limit):
+            found += samples
+            assert data[parser.offset - 1 :][:1] == b"\n"
+    parser.end()
+    while samples := parser.take(limit):
+        found += samples
+    assert found == [line[:-1] if line.endswith(b"\r") else line for line in expected]
+
+
+async def test_bad_lines(tmp_path: Path) -> None:
+    """Each is one error that names shard and byte; the others come."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\r\n\n  \n{"a": \n"\xff"\n[2]')
+    found = await outcomes(JSONLinesDataset(str(path)))
+    assert (found[0], found[-1]) == ({"a": 1}, [2])
+    assert [type(one) for one in found[1:-1]] == [DatasetError, DatasetError]
+    assert str(path) in str(found[1])
+    assert "the line at byte 14 is damaged" in str(found[1])
+    assert "byte 21" in str(found[2])
+
+
+async def test_text_of_another_encoding(tmp_path: Path) -> None:
+    """As told; what is not in it is an error, and an unknown one is told at once."""
+    path = tmp_path / "a.txt"
+    path.write_bytes("grün\nrot".encode("latin-1"))
+    assert (await read(TextDataset(str(path), encoding="latin-1")))[0] == [
+        "grün",
+        "rot",
+    ]
+    found = await outcomes(TextDataset(str(path)))
+    assert "'utf-8' codec can't decode" in str(found[0])
+    assert found[1] == "rot"
+    with pytest.raises(LookupError):
+        TextDataset(str(path), encoding="klingon")
+
+
+async def test_a_line_of_a_gigabyte(tmp_path: Path) -> None:
+    """It is not held, and what follows comes."""
+    path = tmp_path / "a.txt"
+    with path.open("wb") as file:
+        file.write(b"first\n")
+        file.truncate(1 << 30)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nlast")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = await outcomes(TextDataset(str(path), max_sample_bytes=1 << 20))
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert (found[0], found[2]) == ("first", "last")
+    assert "the line at byte 6 has 1,073,741,818 bytes, over" in str(found[1])
+    assert grown < 200_000  # KB
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+async def test_a_bomb_is_unpacked_by_the_piece(ending: str, tmp_path: Path) -> None:
+    """However much there is inside, little is held."""
+    path = tmp_path / f"a.txt.{ending}"
+    pack = PACKERS[ending]
+    path.write_bytes(pack(bytes(300 << 20) + b"\nlast"))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = await outcomes(TextDataset(str(path), max_sample_bytes=1 << 20))
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert found[1] == "last"
+    assert grown < 150_000  # KB
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+async def test_packed_shards_of_many_parts(ending: str, tmp_path: Path) -> None:
+    """Members and frames follow each other, as ``cat`` leaves them."""
+    path = tmp_path / f"a.txt.{ending}"
+    pack = PACKERS[ending]
+    path.write_bytes(b"".join(pack(f"{n}\n".encode()) for n in range(50)))
+    assert (await read(TextDataset(str(path))))[0] == [str(n) for n in range(50)]
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+async def test_packed_shards_that_are_cut(ending: str, tmp_path: Path) -> None:
+    """What came is delivered, and then the damage is told: at every cut."""
+    lines = [f"{n}-{os.urandom(9).hex()}" for n in range(60)]
+    data = PACKERS[ending]("\n".join(lines).encode())
+    path = tmp_path / f"a.txt.{ending}"
+    for cut in range(1, len(data), 37):
+        path.write_bytes(data[:cut])
+        *found, error = await outcomes(TextDataset(str(path)))
+        assert isinstance(error, TruncatedReadError)
+        assert found == lines[: len(found)]
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+async def test_packed_shards_that_are_damaged(ending: str, tmp_path: Path) -> None:
+    """The checksum tells, at the latest at the end; the next shard comes."""
+    data = bytearray(PACKERS[ending](os.urandom(3000).hex().encode()))
+    for place in range(30, len(data) - 8, 211):
+        damaged = bytearray(data)
+        damaged[place] ^= 0x55
+        (tmp_path / f"a.txt.{ending}").write_bytes(damaged)
+        (tmp_path / f"b.txt.{ending}").write_bytes(PACKERS[ending](b"fine"))
+        found = await outcomes(TextDataset(f"{tmp_path}/{{a,b}}.txt.{ending}"))
+        assert found[-1] == "fine"
+        if ending == "gz":  # zstandard's checksum is optional, and off here
+            assert any(isinstance(one, DatasetError) for one in found)
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+@given(data=st.data())
+def test_unpackers_never_hang(ending: str, data: st.DataObject) -> None:
+    """Whatever is fed: bytes come, or an error."""
+    make = unpacker_of(f"a.{ending}")
+    assert make is not None
+    packed = bytearray(PACKERS[ending](data.draw(st.binary(max_size=300)) * 20))
+    for place in data.draw(st.lists(st.integers(0, len(packed) - 1), max_size=3)):
+        packed[place] ^= data.draw(st.integers(1, 255))
+    unpacker = make()
+    with contextlib.suppress(zlib.error, zstandard.ZstdError):
+        for start in range(0, len(packed), 50):
+            unpacker.feed(bytes(packed[start : start + 50]))
+            while unpacker.take(1000):
+                pass
+
+
+async def test_a_loader_lists_bad_lines(tmp_path: Path) -> None:
+    """With the policy to skip; and stops when the budget is spent."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("1\n{\n2\n}\n3\n")
+    stream = JSONLinesDataset(str(path))
+    loader: Any = DataLoader(stream, 2, on_error="skip", collate_fn=list)
+    assert await beside(lambda: [n for batch in loader for n in batch]) == [1, 2, 3]
+    assert len(loader.skipped) == 2
+
+
+async def test_no_shards(tmp_path: Path) -> None:
+    """A pattern that names nothing is an error that shows it."""
+    with pytest.raises(ValueError, match=r"no shard matches '.*\*\.tar'"):
+        await read(TarDataset(f"{tmp_path}/*.tar"))
+    with pytest.raises(ValueError, match="the list of addresses is empty"):
+        await read(TarDataset([]))
+    (tmp_path / "a.txt").mkdir()
+    found = await outcomes(TextDataset(f"{tmp_path}/a.txt"))
+    assert "is a directory" in str(found[0])
+
+
+def test_what_fails_is_marked() -> None:
+    """A parser gives ``Bad`` in place of the sample."""
+    parser = LineParser("x", bytes, max_sample_bytes=2)
+    parser.feed(b"abc\nde\n")
+    first, second = parser.take(9)
+    assert type(first) is Bad
+    assert (second, parser.offset) == (b"de", 7)

@@ -1,0 +1,244 @@
+"""Shards in stores: S3, HTTP and HTTPS, through faults, changes and dead servers."""
+
+import asyncio
+import io
+import socket
+import ssl
+import tarfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trustme
+from obstore.store import MemoryStore
+
+from aioloader import DataLoader
+from aioloader.datasets import Requests, TarDataset, TextDataset
+from aioloader.errors import (
+    DatasetError,
+    ObjectNotFoundError,
+    ObjectPermissionError,
+)
+from aioloader.testing import Faults, ObjectServer
+from beside import beside
+from datasets.shards import NAMES, name_of, names, rows, write_tar
+
+if TYPE_CHECKING:
+    from datasets.conftest import Loopback
+
+SECRET = "MARKER7secret"
+# obstore's own retries off, so that those of the dataset are seen.
+AT_ONCE: dict[str, Any] = {"retry_config": {"max_retries": 0}}
+QUICK = Requests(timeout=0.5, deadline=20, base_delay=0.001)
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    """Return tar shards by name."""
+    write_tar(folder)
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.tar"))}
+
+
+def big_shard(samples: int, size: int) -> bytes:
+    """Return a tar of samples of that many bytes, each with its number in it."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        for number in range(samples):
+            member = tarfile.TarInfo(f"{number:06}.bin")
+            member.size = size
+            body = number.to_bytes(8, "little") * (size // 8)
+            tar.addfile(member, io.BytesIO(body))
+    return data.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["http", "s3", "options", "memory"])
+async def test_every_way_to_name_a_store(kind: str, tmp_path: Path) -> None:
+    """URLs with braces, listings of a bucket, a store that was made before."""
+    objects = shards(tmp_path)
+    with ObjectServer(objects) as server:
+        s3: dict[str, Any] = {"endpoint": server.url, "skip_signature": True}
+        if kind == "http":
+            stream = TarDataset(f"{server.url}/{{0..7}}.tar")
+        elif kind == "s3":
+            stream = TarDataset(f"s3://{server.bucket}/*.tar", region="x", **s3)
+        elif kind == "options":
+            stream = TarDataset("{0..7}.tar", store=server.url)
+        else:
+            store = MemoryStore()
+            for name, data in objects.items():
+                await store.put_async(f"deep/{name}", data)
+            stream = TarDataset("deep/?.tar", store=store)
+        assert await names(stream) == NAMES
+        sample = await anext(aiter(stream))
+        assert str(sample["__url__"]).endswith("0.tar")
+
+
+async def test_https(tmp_path: Path) -> None:
+    """With a certificate that the client is told to trust."""
+    authority = trustme.CA()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    with ObjectServer(shards(tmp_path), ssl_context=context) as server:
+        trusting = {"allow_invalid_certificates": True}
+        address = f"{server.url}/{{0..7}}.tar"
+        stream = TarDataset(address, client_options=trusting)
+        assert await names(stream) == NAMES
+        stranger = TarDataset(
+            f"{server.url}/0.tar", requests=Requests(deadline=0.1), **AT_ONCE
+        )
+        with pytest.raises(DatasetError):
+            await names(stranger)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("hedge", [False, True])
+async def test_a_store_that_fails_often(seed: int, hedge: bool) -> None:
+    """Every sample exactly once, in order, without help."""
+    objects = {f"{at}.tar": big_shard(150, 8000) for at in range(12)}
+    faults = Faults(errors=0.05, resets=0.05, truncated=0.05, hangs=0.01, seed=seed)
+    policy = Requests(timeout=0.5, deadline=20, base_delay=0.001, hedge=hedge)
+    with ObjectServer(objects, faults=faults) as server:
+        stream = TarDataset(
+            "{0..11}.tar",
+            store=server.url,
+            interleave=4,
+            max_bytes=1 << 20,
+            requests=policy,
+            **AT_ONCE,
+        )
+        loader: Any = DataLoader(stream, 64, collate_fn=list)
+        batches = await beside(lambda: list(loader))
+        assert sum(server.injected().values()) > 5
+    found = [(s["__url__"], int(s["__key__"])) for b in batches for s in b]
+    assert len(found) == len(set(found)) == 12 * 150
+    for batch in batches:
+        for sample in batch:
+            body = int(sample["__key__"]).to_bytes(8, "little") * 1000
+            assert sample["bin"] == body
+
+
+async def test_a_dead_store_is_told_in_time() -> None:
+    """Nobody listens: an error within the deadline, with the tries it took."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    policy = Requests(timeout=1, deadline=0.3, base_delay=0.05)
+    stream = TarDataset(f"http://127.0.0.1:{port}/a.tar", requests=policy, **AT_ONCE)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    with pytest.raises(DatasetError, match=r"given up after 0.3 s, \d+ att") as caught:
+        await names(stream)
+    assert loop.time() - began < 5
+    assert caught.value.attempts > 1
+    assert str(port) in caught.value.location
+
+
+async def test_a_store_that_hangs_is_told_in_time(tmp_path: Path) -> None:
+    """A request that is never answered counts as failed."""
+    with ObjectServer(shards(tmp_path), faults=Faults(hangs=1)) as server:
+        policy = Requests(timeout=0.1, deadline=0.4, base_delay=0.01)
+        stream = TarDataset("0.tar", store=server.url, requests=policy)
+        with pytest.raises(DatasetError, match=r"no answer within 0.\d+ s; given up"):
+            await names(stream)
+
+
+async def test_what_is_not_there_is_told_at_once() -> None:
+    """Without another try."""
+    with ObjectServer({}) as server:
+        stream = TarDataset("{a,b}.tar", store=server.url)
+        iterator = aiter(stream)
+        for name in ("a.tar", "b.tar"):
+            with pytest.raises(ObjectNotFoundError) as caught:
+                await anext(iterator)
+            assert caught.value.location.endswith(name)
+        with pytest.raises(StopAsyncIteration):
+            await anext(iterator)
+        assert server.counts("a.tar").requests == 1
+
+
+async def test_missing_shards_can_be_skipped(tmp_path: Path) -> None:
+    """By the loader's policy; they are listed."""
+    objects = shards(tmp_path)
+    del objects["3.tar"]
+    with ObjectServer(objects) as server:
+        stream = TarDataset("{0..7}.tar", store=server.url)
+        loader: Any = DataLoader(stream, 4, on_error="skip", collate_fn=list)
+        batches = await beside(lambda: list(loader))
+    found = [name_of(sample) for batch in batches for sample in batch]
+    assert found == [name for name in NAMES if name not in rows(3)]
+    assert [type(one.error) for one in loader.skipped] == [ObjectNotFoundError]
+
+
+async def test_a_shard_that_changes_is_told() -> None:
+    """Its samples may not be a mixture of two versions."""
+    body, other = big_shard(400, 8000), big_shard(500, 8000)
+    with ObjectServer({"a.tar": body}) as server:
+        stream = TarDataset("a.tar", store=server.url, max_bytes=1 << 18)
+        iterator = aiter(stream)
+        await anext(iterator)
+        server.replace("a.tar", other)
+        with pytest.raises(DatasetError, match="has changed while it was read"):
+            while True:
+                await anext(iterator)
+        await iterator.aclose()
+
+
+async def test_a_file_that_changes_is_told(tmp_path: Path) -> None:
+    """As far as its size and time tell."""
+    path = tmp_path / "a.tar"
+    path.write_bytes(big_shard(400, 8000))
+    iterator = aiter(TarDataset(str(path), max_bytes=1 << 18))
+    await anext(iterator)
+    with path.open("r+b") as file:
+        file.truncate(1_000_000)
+    with pytest.raises(DatasetError, match="has changed while it was read"):
+        while True:
+            await anext(iterator)
+    await iterator.aclose()
+
+
+async def test_empty_shards() -> None:
+    """An object without a byte has no samples."""
+    with ObjectServer({"a.txt": b"", "b.txt": b"x"}) as server:
+        stream = TextDataset("{a,b}.txt", store=server.url)
+        assert await names(stream) == ["x"]
+
+
+async def test_no_more_is_in_flight_than_the_budget(tmp_path: Path) -> None:
+    """Bytes are read ahead within ``max_bytes``, over all lanes."""
+    body = big_shard(1500, 8000)
+    with ObjectServer({f"{at}.tar": body for at in range(4)}) as server:
+        stream = TarDataset(
+            "{0..3}.tar", store=server.url, interleave=4, max_bytes=4 << 20
+        )
+        async with aiter(stream) as iterator:
+            await anext(iterator)
+            await asyncio.to_thread(
+                server.wait_for, lambda: server.counts().in_flight == 0
+            )
+            assert server.counts().bytes <= 4 << 20
+            count = 1
+            async for _ in iterator:
+                count += 1
+    assert count == 6000
+
+
+def test_credentials_are_never_shown() -> None:
+    """Not in a repr, and not in a pickle, which is refused."""
+    stream = TarDataset(
+        "s3://bucket/{0..3}.tar", aws_secret_access_key=SECRET, aws_access_key_id="me"
+    )
+    signed = TarDataset(f"https://host/a.tar?signature={SECRET}")
+    for one in (stream, signed):
+        assert SECRET not in repr(one)
+
+
+async def test_a_refusal_is_a_permission_error(loopback: "Loopback") -> None:
+    """As the store says; without another try."""
+    with pytest.raises(ObjectPermissionError):
+        await names(TarDataset(f"{loopback.url('403')}/a.tar", requests=QUICK))
+    assert len(loopback.heads) == 1
+
+
+async def test_a_server_without_ranges(loopback: "Loopback") -> None:
+    """It is read all the same, from the front."""
+    found = await names(TextDataset(f"{loopback.url('norange')}/cats/z.bin"))
+    assert found == ["cats-z" * 5]

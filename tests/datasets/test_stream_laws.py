@@ -1,0 +1,169 @@
+"""What holds for every stream, whatever its shards are made of."""
+
+import pickle
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioloader import DataLoader
+from beside import beside
+from datasets.shards import EVERY, LENGTHS, NAMES, SHARDED, Make, name_of, names, read
+
+MAKES = pytest.mark.parametrize("make", EVERY, ids=lambda make: make.__name__)
+SHARDS = pytest.mark.parametrize("make", SHARDED, ids=lambda make: make.__name__)
+
+
+@MAKES
+async def test_all_samples_once_in_order(make: Make, tmp_path: Path) -> None:
+    """Without interleaving: shard by shard; and again in the next epoch."""
+    stream = make(tmp_path)
+    for _ in range(2):
+        assert await names(stream) == NAMES
+
+
+@MAKES
+@pytest.mark.parametrize(("world_size", "interleave"), [(2, 1), (3, 8), (5, 2), (8, 3)])
+async def test_ranks_share(
+    make: Make, world_size: int, interleave: int, tmp_path: Path
+) -> None:
+    """Each sample goes to one rank, whatever the counts."""
+    stream = make(tmp_path, shuffle=True, interleave=interleave)
+    found: list[str] = []
+    for rank in range(world_size):
+        found += await names(stream.shard(rank, world_size))
+    assert sorted(found) == sorted(NAMES)
+
+
+@MAKES
+@pytest.mark.parametrize("num_workers", [1, 2])
+async def test_workers_share(make: Make, num_workers: int, tmp_path: Path) -> None:
+    """With ``fetch="workers"`` each worker reads its part; else the loader reads."""
+    stream = make(tmp_path, interleave=3)
+    for fetch in ("loader", "workers"):
+        loader: Any = DataLoader(
+            stream, 4, num_workers=num_workers, fetch=fetch, collate_fn=list
+        )
+        batches: Any = await beside(partial(list, loader))
+        found = [name_of(sample) for batch in batches for sample in batch]
+        assert sorted(found) == sorted(NAMES)
+
+
+@SHARDS
+async def test_the_order_is_a_function_of_seed_and_epoch(
+    make: Make, tmp_path: Path
+) -> None:
+    """The same for the same; another one for another, of the same samples."""
+    (tmp_path / "again").mkdir()
+    stream = make(tmp_path, shuffle=True, seed=1, interleave=3)
+    again = make(tmp_path / "again", shuffle=True, seed=1, interleave=3)
+    other = make(tmp_path, shuffle=True, seed=2, interleave=3)
+    first, second = await names(stream), await names(stream)
+    assert [await names(again), await names(again)] == [first, second]
+    assert len({tuple(first), tuple(second), tuple(await names(other))}) == 3
+    stream.set_epoch(0)
+    assert await names(stream) == await names(stream) == first
+
+
+@SHARDS
+async def test_lanes_make_the_order_not_readers(make: Make, tmp_path: Path) -> None:
+    """With four lanes, what a rank reads is in the order of what one rank reads."""
+    stream = make(tmp_path, shuffle=True, interleave=4)
+    stream.set_epoch(3)
+    whole = await names(stream)
+    for world_size in (2, 4):
+        for rank in range(world_size):
+            part = await names(stream.shard(rank, world_size))
+            assert part == [name for name in whole if name in set(part)]
+
+
+@MAKES
+@pytest.mark.parametrize("interleave", [1, 3])
+async def test_resumes_anywhere(make: Make, interleave: int, tmp_path: Path) -> None:
+    """Stop behind some sample; what a new stream then gives is the rest."""
+    stream = make(tmp_path, shuffle=True, interleave=interleave)
+    stream.set_epoch(5)
+    whole = await names(stream)
+    for count in range(interleave, len(whole) + 1, 5):
+        head, state = await read(stream, count)
+        rest = pickle.loads(pickle.dumps(stream))
+        rest.load_state_dict(state)
+        found = [name_of(sample) for sample in head] + await names(rest)
+        assert found == whole, count
+
+
+@MAKES
+async def test_a_loaded_state_is_for_one_epoch(make: Make, tmp_path: Path) -> None:
+    """Behind it comes the next epoch, whole."""
+    stream = make(tmp_path, shuffle=True)
+    _, state = await read(stream, 10)
+    again = pickle.loads(pickle.dumps(stream))
+    again.load_state_dict(state)
+    assert len(await names(again)) == len(NAMES) - 10
+    assert await names(again) == await names(stream)
+
+
+@MAKES
+async def test_as_they_come(make: Make, tmp_path: Path) -> None:
+    """Every sample once, in some order."""
+    stream = make(tmp_path, interleave=5, deterministic=False)
+    assert sorted(await names(stream)) == sorted(NAMES)
+    head, state = await read(stream, 20)
+    stream.load_state_dict(state)
+    found = [*map(name_of, head), *(await names(stream))]
+    assert sorted(found) == sorted(NAMES)
+
+
+@MAKES
+@pytest.mark.parametrize("count", [0, 1, 7])
+async def test_leaving_early_leaves_nothing(
+    make: Make, count: int, tmp_path: Path
+) -> None:
+    """Closed before, at and amid the samples; a second close is harmless."""
+    iterator = aiter(make(tmp_path, interleave=2))
+    for _ in range(count):
+        await anext(iterator)
+    for _ in range(2):
+        await iterator.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await anext(iterator)
+
+
+@MAKES
+def test_breaking_off_a_loader_leaves_nothing(make: Make, tmp_path: Path) -> None:
+    """``break`` drops the iterator, and with it what is read ahead."""
+    for batch in DataLoader(make(tmp_path, interleave=2), 4, collate_fn=list):
+        assert len(batch) == 4
+        break
+
+
+@SHARDS
+async def test_too_few_shards(make: Make, tmp_path: Path) -> None:
+    """The numbers, and what to do."""
+    stream = make(tmp_path).shard(0, len(LENGTHS) + 3)
+    with pytest.raises(ValueError, match=r"8 shards for 11 readers.*smaller shards"):
+        await names(stream)
+
+
+@SHARDS
+async def test_a_state_of_other_shards(make: Make, tmp_path: Path) -> None:
+    """Both counts are named."""
+    stream = make(tmp_path)
+    _, state = await read(stream, 3)
+    state["stream"]["shards"] = 9
+    stream.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"saved with 9 shards, but .* has 8"):
+        await names(stream)
+    with pytest.raises(ValueError, match="version"):
+        stream.load_state_dict({"version": 0})
+
+
+@SHARDS
+@pytest.mark.parametrize("option", ["interleave", "max_bytes"])
+def test_wrong_arguments(make: Make, option: str, tmp_path: Path) -> None:
+    """They are told at once."""
+    with pytest.raises(ValueError, match=f"{option} must be at least 1, got 0"):
+        make(tmp_path, **{option: 0})
+    with pytest.raises(ValueError, match=r"rank must be in range\(2\), got 2"):
+        make(tmp_path).shard(2, 2)

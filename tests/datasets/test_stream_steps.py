@@ -1,0 +1,314 @@
+"""Steps of streams: map, filter, shuffle, take, skip, batch and mix."""
+
+import asyncio
+import json
+import pickle
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from aioloader import DataLoader
+from aioloader.datasets import from_async_iterable, from_iterable
+from beside import beside
+from datasets.shards import read
+
+
+def numbers(n: int = 40) -> Any:
+    """Return a stream of the first numbers."""
+    return from_iterable(range(n))
+
+
+async def items(stream: Any) -> list[Any]:
+    """Return all samples."""
+    return (await read(stream))[0]
+
+
+def negative(number: int) -> int:
+    """Change the sign; refuse one number."""
+    if number == 13:
+        raise ValueError("unlucky")
+    return -number
+
+
+async def negative_async(number: int) -> int:
+    """Do the same, the later the smaller."""
+    for _ in range(40 - number):
+        await asyncio.sleep(0)
+    return negative(number)
+
+
+def is_even(number: int) -> bool:
+    """Tell, but for one number."""
+    if number == 13:
+        raise ValueError("unlucky")
+    return number % 2 == 0
+
+
+async def is_even_async(number: int) -> bool:
+    """Tell the same, a little later."""
+    await asyncio.sleep(0)
+    return is_even(number)
+
+
+async def test_take_and_skip() -> None:
+    """Of each reader's samples; more than there are is all of them."""
+    assert await items(numbers().take(3)) == [0, 1, 2]
+    assert await items(numbers().skip(37)) == [37, 38, 39]
+    assert await items(numbers().skip(5).take(2).skip(1)) == [6]
+    assert await items(numbers().take(99)) == list(range(40))
+    assert await items(numbers().skip(99)) == await items(numbers().take(0)) == []
+
+
+async def test_what_is_not_taken_is_not_read() -> None:
+    """A stream without an end ends."""
+
+    async def count() -> Any:
+        number = 0
+        while True:
+            yield number
+            number += 1
+
+    assert await items(from_async_iterable(count).take(3)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("function", [negative, negative_async])
+@pytest.mark.parametrize("concurrency", [1, 7, 64])
+async def test_map(function: Callable[[int], Any], concurrency: int) -> None:
+    """In order, whichever is done first."""
+    stream = numbers(13).map(function, concurrency=concurrency)
+    assert await items(stream) == [-number for number in range(13)]
+
+
+async def test_map_awaits_many_at_once() -> None:
+    """As many as it is told, and no more."""
+    under_way = most = 0
+
+    async def watch(number: int) -> int:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        under_way -= 1
+        return number
+
+    assert await items(numbers().map(watch, concurrency=5)) == list(range(40))
+    assert most == 5
+
+
+@pytest.mark.parametrize("function", [is_even, is_even_async])
+async def test_filter(function: Callable[[int], Any]) -> None:
+    """Those for which it says yes."""
+    assert await items(numbers(12).filter(function)) == [0, 2, 4, 6, 8, 10]
+
+
+FAILING: dict[str, Callable[[Any], Any]] = {
+    "map": lambda s: s.map(negative),
+    "async map": lambda s: s.map(negative_async),
+    "filter": lambda s: s.filter(is_even),
+    "async filter": lambda s: s.filter(is_even_async),
+    "shuffle": lambda s: s.map(negative).shuffle(8),
+    "batch": lambda s: s.map(negative).batch(4),
+    "mix": lambda s: s.map(negative).mix(numbers(5)),
+}
+
+
+@pytest.mark.parametrize("step", FAILING)
+async def test_what_fails_is_one_sample(step: str) -> None:
+    """It is raised in its place, with a note; the stream goes on behind it."""
+    iterator = aiter(FAILING[step](numbers(20)))
+    found: list[Any] = []
+    errors: list[Exception] = []
+    while True:
+        try:
+            found.append(await anext(iterator))
+        except ValueError as error:
+            errors.append(error)
+        except StopAsyncIteration:
+            break
+    assert [str(error) for error in errors] == ["unlucky"]
+    assert "of the stream" in errors[0].__notes__[0]
+    flat = [n for one in found for n in (one if isinstance(one, list) else [one])]
+    assert {abs(number) for number in flat} >= {12, 14} - {13}
+    assert 13 not in {abs(number) for number in flat}
+
+
+@pytest.mark.parametrize("fetch", ["loader", "workers"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+async def test_a_loaders_policy_decides(num_workers: int, fetch: Any) -> None:
+    """Left out and counted; or raised, and the rest of the block comes after it."""
+    options: dict[str, Any] = {"num_workers": num_workers}
+    if num_workers:
+        options["fetch"] = fetch
+    stream = numbers(20).map(negative)
+    loader: Any = DataLoader(stream, 5, on_error="skip", collate_fn=list, **options)
+    batches = await beside(lambda: list(loader))
+    assert [-n for batch in batches for n in batch] == [*range(13), *range(14, 20)]
+    assert [repr(one.error) for one in loader.skipped] == ["ValueError('unlucky')"]
+    iterator = iter(DataLoader(stream, 5, collate_fn=list, **options))
+    found = await beside(lambda: [next(iterator), next(iterator)])
+    with pytest.raises(ValueError, match="unlucky"):
+        await beside(lambda: next(iterator))
+    found += await beside(lambda: list(iterator))
+    assert [-n for batch in found for n in batch] == [*range(10), *range(14, 20)]
+
+
+async def test_shuffle_permutes_windows() -> None:
+    """Each in another way, another one each epoch; nothing leaves its window."""
+    stream = numbers(100).shuffle(32, seed=3)
+    first, second = await items(stream), await items(stream)
+    assert first != second
+    for found in (first, second):
+        for start in range(0, 100, 32):
+            window = found[start : start + 32]
+            assert sorted(window) == list(range(start, min(start + 32, 100)))
+            assert window != sorted(window)
+    again = numbers(100).shuffle(32, seed=3)
+    assert await items(again) == first
+    assert await items(numbers(100).shuffle(32, seed=4)) != first
+
+
+async def test_batch() -> None:
+    """Lists; the last one may be short, or is dropped."""
+    assert await items(numbers(7).batch(3)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert await items(numbers(7).batch(3, drop_last=True)) == [[0, 1, 2], [3, 4, 5]]
+    loader: Any = DataLoader(numbers(7).batch(3), batch_size=None)
+    batches = await beside(lambda: [list(map(int, batch)) for batch in loader])
+    assert batches == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+async def test_mix_by_weight() -> None:
+    """About as often as told, in each one's order; all of each, or until one ends."""
+    one = from_iterable([("a", n) for n in range(900)])
+    other = from_iterable([("b", n) for n in range(100)])
+    stream = one.mix(other, weights=[3, 1], seed=1)
+    found = await items(stream)
+    assert Counter(found) == Counter(await items(one) + await items(other))
+    for name in "ab":
+        part = [number for letter, number in found if letter == name]
+        assert part == sorted(part)
+    head = Counter(letter for letter, _ in found[:200])
+    assert 30 < head["b"] < 70
+    stream.set_epoch(0)
+    short = await items(one.mix(other, weights=[3, 1], seed=1, until="first"))
+    assert short == found[: len(short)]
+    assert short[-1] != ("b", 98)
+    assert 250 < len(short) < 600
+
+
+STEPS: dict[str, Callable[[Any], Any]] = {
+    "map": lambda s: s.map(abs),
+    "async map": lambda s: s.map(pow2_async, concurrency=6),
+    "filter": lambda s: s.filter(lambda n: n % 7),
+    "shuffle": lambda s: s.shuffle(7),
+    "shuffle all": lambda s: s.shuffle(1000),
+    "take": lambda s: s.take(17),
+    "skip": lambda s: s.skip(5),
+    "batch": lambda s: s.batch(4),
+    "mix": lambda s: s.mix(numbers(9), numbers(3), weights=[5, 2, 1]),
+    "many": lambda s: (
+        s.shuffle(10).map(pow2_async, concurrency=3).skip(2).take(30).batch(3)
+    ),
+    "mixed": lambda s: s.filter(is_odd).shuffle(5).mix(numbers(9).shuffle(4)),
+}
+
+
+def is_odd(number: int) -> int:
+    """Tell."""
+    return number % 2
+
+
+async def pow2_async(number: int) -> int:
+    """Square a number, a little later."""
+    await asyncio.sleep(0)
+    return number**2
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_resumes_anywhere(step: str) -> None:
+    """Stop behind each sample, twice: the rest is the same."""
+
+    def make() -> Any:
+        return STEPS[step](numbers(40))
+
+    whole = await items(make())
+    for count in range(len(whole) + 1):
+        stream = make()
+        head, state = await read(stream, count)
+        stream.load_state_dict(state)
+        middle, state = await read(stream, 2)
+        rest = make()
+        rest.load_state_dict(json.loads(json.dumps(state)))
+        assert head + middle + await items(rest) == whole, count
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_ranks_share(step: str) -> None:
+    """Each of three ranks reads its part of the source, the same each time."""
+
+    async def part(rank: int) -> list[Any]:
+        return await items(STEPS[step](numbers(40)).shard(rank, 3))
+
+    parts = [await part(rank) for rank in range(3)]
+    assert all(parts)
+    assert parts == [await part(rank) for rank in range(3)]
+    if step in {"map", "shuffle", "shuffle all"}:
+        assert sorted(n for one in parts for n in one) == list(range(40))
+
+
+def test_wrong_arguments() -> None:
+    """They are told at once, with the numbers."""
+    for call, text in [
+        (lambda: numbers().shuffle(0), "size must be at least 1, got 0"),
+        (lambda: numbers().batch(0), "size must be at least 1, got 0"),
+        (lambda: numbers().take(-1), "count must be at least 0, got -1"),
+        (lambda: numbers().map(abs, concurrency=0), "concurrency must be at least 1"),
+        (lambda: numbers().mix(numbers(), weights=[1]), "weights must be 2 positive"),
+        (lambda: numbers().mix(numbers(), weights=[1, 0]), "weights must be 2 posi"),
+        (lambda: numbers().mix(until="last"), "until must be 'all' or 'first'"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            call()  # type: ignore[no-untyped-call]
+    with pytest.raises(TypeError, match="over after one epoch"):
+        from_iterable(iter([1]))
+    with pytest.raises(TypeError, match="over after one epoch"):
+        from_async_iterable(pow3())
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(numbers())
+
+
+async def pow3() -> AsyncIterator[int]:
+    """Yield a number."""
+    yield 27
+
+
+def test_repr_and_pickle() -> None:
+    """A stream tells what it is made of, and travels."""
+    stream = numbers().shuffle(10).map(abs).batch(2)
+    assert repr(stream) == "stream of range.shuffle(10).map(...).batch(...)"
+    assert repr(pickle.loads(pickle.dumps(stream))) == repr(stream)
+
+
+async def test_generators_are_closed_where_they_run() -> None:
+    """In the thread, or on the loop, when the stream is left early."""
+    closed: list[str] = []
+
+    def plain() -> Any:
+        try:
+            yield from range(9)
+        finally:
+            closed.append("plain")
+
+    async def coloured() -> Any:
+        try:
+            for number in range(9):
+                yield number
+        finally:
+            await asyncio.sleep(0)
+            closed.append("coloured")
+
+    for stream in (from_iterable(plain), from_async_iterable(coloured)):
+        assert (await read(stream, 2))[0] == [0, 1]
+    assert closed == ["plain", "coloured"]
