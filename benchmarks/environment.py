@@ -21,6 +21,11 @@ _PACKAGES = (
     "anyio",
     "pillow",
     "opencv-python-headless",
+    "webdataset",
+    "pyarrow",
+    "adbc-driver-manager",
+    "asyncpg",
+    "psycopg",
 )
 
 

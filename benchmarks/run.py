@@ -21,6 +21,11 @@ NAMES = (
     "skew",
     "startup",
     "memory",
+    "tar",
+    "objects",
+    "sql",
+    "parquet",
+    "bounded",
 )
 
 

@@ -89,9 +89,11 @@ def default_collate(samples: Sequence[Any]) -> Any:
         TypeError: If a leaf is of no known type.
         RuntimeError: If shapes or lengths differ between samples.
     """
+    if not collates_as_torch():
+        return torch_collate(list(samples))
     if not isinstance(samples, (list, tuple)) and hasattr(samples, "collate"):
         return samples.collate()  # columns
-    return _collate(samples) if collates_as_torch() else torch_collate(list(samples))
+    return _collate(samples)
 
 
 def collates_as_torch() -> bool:
@@ -231,6 +233,13 @@ def _numbers(
     return torch.tensor(samples, dtype=dtype)
 
 
+def _scalars(samples: Sequence[Any]) -> torch.Tensor:
+    """Make a tensor of numpy's numbers; through an array in a third of the time."""
+    if len({*map(type, samples)}) == 1 and samples[0].dtype.kind in "biufc":
+        return torch.from_numpy(np.array(samples))
+    return torch.as_tensor(samples)
+
+
 def _strings(samples: Sequence[Any]) -> Sequence[Any]:
     return samples
 
@@ -251,7 +260,7 @@ _RULES: dict[type, Collate] = {
 _BY_BASE: tuple[tuple[Any, Collate], ...] = (
     (torch.Tensor, _stack_tensors),
     (np.ndarray, _stack_arrays),
-    (_SCALARS, torch.as_tensor),
+    (_SCALARS, _scalars),
     (float, _floats),
     (int, _ints),
     ((str, bytes), _strings),

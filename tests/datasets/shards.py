@@ -1,17 +1,25 @@
 """Shards of every format with the same known samples, and ways to read them."""
 
+import contextlib
 import gzip
 import io
 import json
+import sqlite3
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import adbc_driver_sqlite.dbapi  # noqa: F401  (an import reads files: not on a loop)
+import pyarrow as pa
+import pyarrow.parquet as pq
 import zstandard
 
 from aioloader.datasets import (
+    ArrowDataset,
     JSONLinesDataset,
+    ParquetDataset,
+    SQLDataset,
     TarDataset,
     TextDataset,
     from_async_iterable,
@@ -130,8 +138,37 @@ def async_iterable(_folder: Path, **_options: Any) -> Any:
     return from_async_iterable(numbered)
 
 
+def parquet(folder: Path, **options: Any) -> Any:
+    """Return row groups of Parquet files."""
+    for shard in range(len(LENGTHS)):
+        table = pa.table({"name": pa.array(rows(shard), pa.string())})
+        pq.write_table(table, folder / f"{shard}.parquet", row_group_size=4)
+    return ParquetDataset("*.parquet", store=folder, **options)
+
+
+def arrow(folder: Path, **options: Any) -> Any:
+    """Return record batches of Arrow files."""
+    for shard in range(len(LENGTHS)):
+        table = pa.table({"name": pa.array(rows(shard), pa.string())})
+        with pa.ipc.new_file(str(folder / f"{shard}.arrow"), table.schema) as file:
+            file.write_table(table, max_chunksize=4)
+    return ArrowDataset(f"{folder}/{{0..7}}.arrow", **options)
+
+
+def sqlite(folder: Path, **options: Any) -> Any:
+    """Return ranges of a table."""
+    with contextlib.closing(sqlite3.connect(folder / "a.db")) as database:
+        database.execute("DROP TABLE IF EXISTS part")
+        database.execute("CREATE TABLE part (number INTEGER PRIMARY KEY, name TEXT)")
+        database.executemany("INSERT INTO part VALUES (?, ?)", enumerate(NAMES))
+        database.commit()
+    url = f"sqlite:///{folder}/a.db"
+    return SQLDataset(url, "part", key="number", partitions=9, **options)
+
+
 SHARDED: list[Make] = [text, text_gzip, json_lines, tar, tar_zstd]
-EVERY: list[Make] = [*SHARDED, iterable, async_iterable]
+TABLES: list[Make] = [parquet, arrow, sqlite]
+EVERY: list[Make] = [*SHARDED, *TABLES, iterable, async_iterable]
 
 
 async def read(stream: Any, count: int | None = None) -> tuple[list[Any], Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, groupby, repeat
 from typing import Any
 
-from aioloader.datasets._blocks import Bad
+from aioloader._order.blocks import Bad
 from aioloader.datasets._tar_walk import TarParser
 
 URL = "s3://bucket/shard-000.tar"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioloader.datasets._blocks import Bad
+from aioloader._order.blocks import Bad
 from aioloader.datasets._tar_walk import TarParser
 from aioloader.errors import DatasetError, TruncatedReadError
 from datasets.tar_archives import (

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader.datasets._blocks import Bad
+from aioloader._order.blocks import Bad
 from aioloader.datasets._tar_walk import TarParser
 from datasets.tar_archives import (
     FORMATS,

@@ -13,6 +13,9 @@ from starlette.applications import Starlette
 from tqdm.asyncio import tqdm
 
 import service
+from datasets.pg import Server, server
+
+__all__ = ["server"]
 
 
 @pytest.fixture
@@ -69,3 +72,33 @@ def test_augmentations_do_not_depend_on_the_number_of_workers() -> None:
     )
     assert done.stderr == ""
     assert "the same crops: True" in done.stdout
+
+
+def ran(name: str, *options: str) -> list[str]:
+    """Run an example as a user does; return what it printed."""
+    path = Path(train_digits.__file__).with_name(name)
+    done = subprocess.run(
+        [sys.executable, str(path), *options],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stream_tar", "stream_parquet", "stream_sql"])
+def test_streams_train(name: str) -> None:
+    """From a bucket that moto serves, from files, from SQLite: all samples, learnt."""
+    lines = ran(f"{name}.py", "--epochs", "4")
+    assert len(lines) == 4
+    assert all("1797" in line for line in lines)
+    assert float(lines[-1].split()[-1]) > 0.85
+
+
+@pytest.mark.slow
+def test_a_service_streams_rows(server: Server) -> None:
+    """Through its own pool, beside other requests."""
+    lines = ran("service_rows.py", server.url())
+    assert re.fullmatch(r"mean 250.05; answered \d+ other requests meanwhile", lines[0])

@@ -12,14 +12,20 @@ from aioloader.datasets.iterables import from_async_iterable, from_iterable
 from aioloader.datasets.lines import JSONLinesDataset, TextDataset
 from aioloader.datasets.objects import ObjectDataset
 from aioloader.datasets.sharded import ShardedStream
+from aioloader.datasets.sql import SQLRows
 from aioloader.datasets.streams import Stream
+from aioloader.datasets.tables import ArrowDataset, ParquetDataset, SQLDataset
 from aioloader.datasets.tar import TarDataset
 
 __all__ = [
+    "ArrowDataset",
     "FileDataset",
     "JSONLinesDataset",
     "ObjectDataset",
+    "ParquetDataset",
     "Requests",
+    "SQLDataset",
+    "SQLRows",
     "ShardedStream",
     "Stream",
     "TarDataset",

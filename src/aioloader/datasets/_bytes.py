@@ -1,7 +1,7 @@
 """The bytes of one shard, read ahead in large pieces, in order.
 
 A file is read into three buffers in turn, one while another is used. An object comes by
-ranged requests, several in flight; the first ones are small, so that samples come soon.
+ranged requests, several in flight; the first one is small, so that samples come soon.
 No more than the budget is held. Every piece is checked against the size and version
 that the first one told.
 """
@@ -28,9 +28,9 @@ _LARGEST = 8 << 20
 _SMALLEST = 1 << 16
 # Small enough for the cache, large enough for a hop to a thread.
 _FILE_PIECE = 1 << 21
-# Pieces in flight per object, and the size of the first one.
-_AHEAD = 4
-_FIRST = 1 << 19
+# Pieces in flight per object, and before anybody reads it; the size of the first one.
+_AHEAD, _AHEAD_UNREAD = 4, 2
+_FIRST = 1 << 22
 
 
 class Bytes(Protocol):
@@ -99,8 +99,11 @@ class ObjectBytes:
         self._start = start
         self._location = location
         self._at = start
-        self._largest = max(_SMALLEST, min(_LARGEST, budget // _AHEAD))
-        self._ahead = max(1, min(_AHEAD, budget // self._largest))
+        # While one object is used up, another may have begun: both are in the budget.
+        self._largest = max(
+            _SMALLEST, min(_LARGEST, budget // (_AHEAD + _AHEAD_UNREAD))
+        )
+        self._ahead = _AHEAD_UNREAD
         self._length = min(_FIRST, self._largest)
         self._size: int | None = None
         self._version: str | None = None
@@ -115,6 +118,7 @@ class ObjectBytes:
         """Return the next piece."""
         if self._chunks is not None:
             return await self._next_chunk(self._chunks)
+        self._ahead = _AHEAD
         self.begin()
         if not self._pieces:
             return b""
@@ -125,11 +129,7 @@ class ObjectBytes:
             self._size = self._at
             self._chunks = self._whole()
             return await self._next_chunk(self._chunks)
-        if self._size is None:
-            self._size, self._version = piece.size, piece.version
-            self._at = min(self._at, self._size)
-        while len(self._pieces) < self._ahead and self._at < self._size:
-            self._request(min(self._at + self._length, self._size))
+        self._fill()
         return piece.data
 
     def is_draining(self) -> bool:
@@ -154,6 +154,13 @@ class ObjectBytes:
                 return data
         return b""
 
+    def _fill(self) -> None:
+        """Send requests until the window is full; what is beyond the end is not."""
+        size = self._size or 0
+        self._at = min(self._at, size)
+        while len(self._pieces) < self._ahead and self._at < size:
+            self._request(min(self._at + self._length, size))
+
     def _request(self, stop: int) -> None:
         start, self._at = self._at, stop
         self._length = min(2 * self._length, self._largest)
@@ -170,7 +177,31 @@ class ObjectBytes:
                 expected=expected,
                 received=received,
             )
+        if self._size is None:  # the first piece tells; the others need not wait longer
+            self._size, self._version = piece.size, piece.version
+            self._fill()
         return piece
+
+
+class Closing:
+    """Bytes, and what is to be closed with them.
+
+    Args:
+        inner: The bytes.
+        then: Called when they are closed.
+    """
+
+    def __init__(self, inner: Bytes, then: Callable[[], Awaitable[None]]) -> None:
+        self._inner = inner
+        self._then = then
+        self.read = inner.read
+        self.begin = inner.begin
+        self.is_draining = inner.is_draining
+
+    async def aclose(self) -> None:
+        """Close both."""
+        await self._inner.aclose()
+        await self._then()
 
 
 class FileBytes:

@@ -16,7 +16,7 @@ from aioloader._order.blocks import Bad, Block, cut, join, pick
 from aioloader.datasets._cursors import State, skip
 from aioloader.datasets._shards import Position, Shard, ShardFormat, ShardReader
 
-# Samples that a lane asks its reader for at once, at most.
+# Samples that a lane asks its reader for at once, at least: many share the cost.
 _AT_ONCE = 256
 
 
@@ -47,6 +47,12 @@ class Lane:
         self._next: ShardReader | None = None
         self._done: ShardReader | None = None  # until it is closed
 
+    def begin(self) -> None:
+        """Open the first shard, and let it be read ahead."""
+        if self._reader is None and self._number < len(self._shards):
+            self._reader = self._open(self._number, self._position)
+            self._reader.begin()
+
     def ready(self) -> int:
         """Return how many samples can be taken at once."""
         return len(self._block) - self._taken
@@ -66,7 +72,7 @@ class Lane:
                 if self._number >= len(self._shards):
                     return False
                 self._reader = self._open(self._number, self._position)
-            await self._pull(self._reader, min(limit, _AT_ONCE))
+            await self._pull(self._reader, limit)
         return True
 
     def state(self) -> State:
@@ -131,12 +137,21 @@ class Interleaved:
         ended = set(state.get("ended", ()))
         self._active = [at for at in range(len(lanes)) if at not in ended]
         self._turn: int = state.get("turn", 0)
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """Open all lanes at once, not each when its turn comes."""
+        if not self._has_begun:
+            self._has_begun = True
+            for at in self._active:
+                self._lanes[at].begin()
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples in turn, those that can be had without a wait.
 
         Only the first is waited for.
         """
+        self.begin()
         parts: list[Block] = []
         found = 0
         while found < limit and self._active:
@@ -145,7 +160,7 @@ class Interleaved:
             if not lane.ready():
                 if parts:
                     break
-                if not await lane.fill(self._share(limit)):
+                if not await lane.fill(max(limit, _AT_ONCE)):
                     del self._active[at]
                     self._turn = at
                     continue
@@ -157,9 +172,6 @@ class Interleaved:
             parts.append(part)
             found += len(part)
         return join(parts)
-
-    def _share(self, limit: int) -> int:
-        return -(-limit // len(self._active))
 
     def _rounds(self, limit: int) -> Block | None:
         """Return whole rounds of all lanes, as many as are ready; None if none is."""
@@ -200,7 +212,9 @@ class AsTheyCome(Interleaved):
             waiting = set(self._fills.values())
             for at in self._active:
                 if at not in waiting:
-                    fill = asyncio.create_task(self._lanes[at].fill(limit))
+                    fill = asyncio.create_task(
+                        self._lanes[at].fill(max(limit, _AT_ONCE))
+                    )
                     self._fills[fill] = at
             done, _ = await asyncio.wait(
                 self._fills, return_when=asyncio.FIRST_COMPLETED

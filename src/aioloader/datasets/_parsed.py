@@ -1,10 +1,12 @@
 """A shard made of bytes: read, unpacked if it is packed, and cut into samples."""
 
 import asyncio
+import copy
 from collections.abc import Callable
 from typing import Any
 
 from aioloader.datasets._bytes import Bytes
+from aioloader.datasets._cache_dir import CacheDir
 from aioloader.datasets._places import Places
 from aioloader.datasets._shards import Parser, Position, ShardReader
 from aioloader.datasets._unpack import Unpacked, unpacker_of
@@ -93,21 +95,27 @@ class ParsedFormat:
         self, addresses: Any, places: Places, make: MakeParser, *, in_thread: bool
     ) -> None:
         self._addresses = addresses
-        self._places = places
+        self.places = places
         self._make = make
         self._in_thread = in_thread
 
+    def cached(self, cache: CacheDir) -> "ParsedFormat":
+        """Return the same format, with shards read through a cache."""
+        clone = copy.copy(self)
+        clone.places = self.places.cached(cache)
+        return clone
+
     async def shards(self, stack: Any) -> list[str]:
         """Return the addresses, in order."""
-        stack.push_async_callback(self._places.aclose)
-        return await self._places.expand(self._addresses)
+        stack.push_async_callback(self.places.aclose)
+        return await self.places.expand(self._addresses)
 
     def open(self, shard: str, position: Position, budget: int) -> ShardReader:
         """Return a reader of one shard."""
         unpacker = unpacker_of(shard)
-        label = self._places.label(shard)
+        label = self.places.label(shard)
         start = 0 if unpacker else position.get("byte", 0)
-        source = self._places.open(shard, start, budget)
+        source = self.places.open(shard, start, budget)
         if unpacker is not None:
             source = Unpacked(source, unpacker, label)
         return ParsedShard(

@@ -5,6 +5,7 @@ bucket or host. Patterns are spelled out: braces always, ``*`` and ``?`` by a li
 """
 
 import asyncio
+import copy
 import fnmatch
 import functools
 import glob
@@ -18,11 +19,15 @@ from typing_extensions import Buffer
 from aioloader._transport.slots import SlotPool
 from aioloader.datasets._bytes import (
     Bytes,
+    Closing,
+    Fetch,
     FileBytes,
     NoRangesError,
     ObjectBytes,
     Piece,
 )
+from aioloader.datasets._cache_dir import CacheDir
+from aioloader.datasets._cached import CachedRanges
 from aioloader.datasets._failures import (
     ShortReadError,
     failure_of,
@@ -49,6 +54,7 @@ class Places:
         store: What addresses are relative to; None: they are paths and URLs.
         options: Options of obstore's stores.
         requests: How requests are retried.
+        cache: Where what is read from stores is kept, or None.
     """
 
     def __init__(
@@ -56,8 +62,9 @@ class Places:
         store: "str | os.PathLike[str] | ObjectStore | None",
         options: Mapping[str, Any],
         requests: Requests,
+        cache: CacheDir | None = None,
     ) -> None:
-        self._requests = requests
+        self.kept_in = cache
         self._options = dict(options)
         self._base: StoreSource | None = None
         self._folder = ""
@@ -137,9 +144,47 @@ class Places:
         if self._base is None and _is_local(address):
             return FileBytes(self.label(address), start, budget, here.buffers)
         source, key = self._source_of(address)
-        fetch = functools.partial(here.fetch, source, key)
+        fetch: Fetch = functools.partial(here.fetch, source, key)
         whole = functools.partial(here.chunks, source, key)
-        return ObjectBytes(fetch, whole, source.locate(key), start, budget)
+        location = source.locate(key)
+        if self.kept_in is None:
+            return ObjectBytes(fetch, whole, location, start, budget)
+        cached = CachedRanges(fetch, self.kept_in, self._full(address))
+        found = ObjectBytes(cached.fetch, whole, location, start, budget)
+        return Closing(found, cached.aclose)
+
+    def path(self, address: str) -> str | None:
+        """Return the path of a local file, or None."""
+        is_local = self._base is None and _is_local(address)
+        return self.label(address) if is_local else None
+
+    async def size(self, address: str) -> int:
+        """Return the length of an object, in bytes; its version is remembered."""
+        source, key = self._source_of(address)
+        here = self._per_loop.here()
+        piece = await here.fetch(source, key, 0, 1, None)
+        here.versions[address] = piece.version
+        return piece.size
+
+    async def read(self, address: str, start: int, stop: int) -> Buffer:
+        """Return bytes of an object, as it was when its size was asked for."""
+        source, key = self._source_of(address)
+        here = self._per_loop.here()
+        fetch: Fetch = functools.partial(here.fetch, source, key)
+        if self.kept_in is not None:
+            fetch = CachedRanges(fetch, self.kept_in, self._full(address)).fetch
+        piece = await fetch(start, stop, here.versions.get(address))
+        return piece.data
+
+    def cached(self, cache: CacheDir) -> "Places":
+        """Return the same places, read through a cache."""
+        clone = copy.copy(self)
+        clone.kept_in = cache
+        return clone
+
+    def _full(self, address: str) -> str:
+        """Return what names an object among all of them; never shown."""
+        return address if self._base is None else f"{self._base.label}\n{address}"
 
     async def aclose(self) -> None:
         """Wait for this loop's requests in flight, and drop idle connections."""
@@ -157,6 +202,7 @@ class _Here:
 
     def __init__(self, requests: Requests) -> None:
         self.buffers = SlotPool()
+        self.versions: dict[str, str | None] = {}
         self._tries = Tries(requests)
         self._flights: Flights | None = None
 

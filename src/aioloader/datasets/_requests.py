@@ -165,9 +165,9 @@ async def _first_good(requests: "set[asyncio.Task[T]]") -> T:
     waiting = set(requests)
     while True:
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for request in done:
-            if not waiting or request.exception() is None:
-                return request.result()
+        good = [request for request in done if request.exception() is None]
+        if good or not waiting:
+            return (good or list(done))[0].result()
 
 
 async def _cancelled(requests: "set[asyncio.Task[Any]]") -> None:

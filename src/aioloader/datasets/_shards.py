@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 from typing_extensions import Buffer
 
-from aioloader.datasets._blocks import Block
+from aioloader._order.blocks import Block
 
 Shard: TypeAlias = Any
 Position: TypeAlias = dict[str, Any]

@@ -7,7 +7,7 @@ bytes that is checked before a body is read.
 from collections import deque
 from typing import Any
 
-from aioloader.datasets._blocks import Bad
+from aioloader._order.blocks import Bad
 from aioloader.errors import DatasetError
 
 

@@ -7,50 +7,25 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aioloader.datasets._lines import SKIP, LineParser
-from aioloader.datasets._requests import Requests
-from aioloader.datasets.sharded import MAX_BYTES, MAX_SAMPLE_BYTES, ByteStream
+from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
 
 if TYPE_CHECKING:
-    import os
-
-    from obstore.store import ObjectStore
-
     from aioloader.datasets.sharded import Addresses
 
 
 class _Lines(ByteStream[Any]):
     """What both datasets share."""
 
-    def __init__(  # noqa: PLR0913  (keywords, each of one thing)
+    def __init__(
         self,
         addresses: "Addresses",
         decode: Callable[[bytes], Any],
         *,
-        store: "str | os.PathLike[str] | ObjectStore | None" = None,
-        shuffle: bool = False,
-        seed: int = 0,
-        interleave: int = 1,
-        deterministic: bool = True,
-        max_bytes: int = MAX_BYTES,
         max_sample_bytes: int = MAX_SAMPLE_BYTES,
-        requests: Requests | None = None,
-        **config: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            addresses,
-            functools.partial(_parser, decode, max_sample_bytes),
-            store=store,
-            requests=requests,
-            in_thread=True,
-            order={
-                "shuffle": shuffle,
-                "seed": seed,
-                "interleave": interleave,
-                "deterministic": deterministic,
-                "max_bytes": max_bytes,
-            },
-            config=config,
-        )
+        make = functools.partial(_parser, decode, max_sample_bytes)
+        super().__init__(addresses, make, in_thread=True, **options)
 
 
 class JSONLinesDataset(_Lines):

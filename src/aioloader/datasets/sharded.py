@@ -1,8 +1,9 @@
 """Streams of shards: order, lanes and shares, for every format alike."""
 
 from collections.abc import Callable, Sequence, Sized
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
+from aioloader.datasets._cache_dir import CacheDir
 from aioloader.datasets._cursors import Cursor, State
 from aioloader.datasets._interleave import AsTheyCome, Interleaved, Lane
 from aioloader.datasets._iterators import Reading
@@ -10,7 +11,7 @@ from aioloader.datasets._parsed import ParsedFormat
 from aioloader.datasets._places import Places, shown_address
 from aioloader.datasets._requests import Requests
 from aioloader.datasets._shards import Parser, Shard, ShardFormat
-from aioloader.datasets.streams import Stream, check_at_least, keyed_order
+from aioloader.datasets.streams import CACHE_BYTES, Stream, check_at_least, keyed_order
 
 if TYPE_CHECKING:
     import os
@@ -59,7 +60,7 @@ class ShardedStream(Stream[Sample_co]):
         super().__init__()
         check_at_least(interleave, 1, "interleave")
         check_at_least(max_bytes, 1, "max_bytes")
-        self._format = made_by
+        self.made_by = made_by
         self._shuffle = shuffle
         self._seed = seed
         self._interleave = interleave
@@ -68,7 +69,7 @@ class ShardedStream(Stream[Sample_co]):
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return a cursor over the lanes of this reader."""
-        shards = await self._format.shards(reading.stack)
+        shards = await self.made_by.shards(reading.stack)
         self._check(len(shards), reading, state)
         order: Sequence[int] = range(len(shards))
         if self._shuffle:
@@ -86,7 +87,7 @@ class ShardedStream(Stream[Sample_co]):
         return _Sharded(kind(opened, state), len(shards))
 
     def _lane(self, shards: Sequence[Shard], budget: int, state: State) -> Lane:
-        return Lane(self._format, shards, budget, state)
+        return Lane(self.made_by, shards, budget, state)
 
     def _check(self, count: int, reading: Reading, state: State) -> None:
         readers = reading.share.readers
@@ -124,29 +125,58 @@ class ByteStream(ShardedStream[Sample_co]):
         addresses: Paths or URLs, one or many: with ``{000..127}`` and ``{a,b}`` spelled
             out, and ``*`` looked up. Names ending in ``.gz`` or ``.zst`` are unpacked.
         make: Makes a parser, told a shard's address and its first byte.
+        in_thread: Whether samples are cut in a thread.
         store: What ``addresses`` are relative to: a URL, a directory or a store of
             obstore.
         requests: How requests that fail or stall are treated.
-        in_thread: Whether samples are cut in a thread.
-        order: ``shuffle``, ``seed``, ``interleave``, ``deterministic``, ``max_bytes``.
+        cache: A directory where what is read from a store is kept.
+        cache_bytes: Bound of that, in bytes; the least recently used goes first.
+        shuffle: As for ``ShardedStream``.
+        seed: As for ``ShardedStream``.
+        interleave: As for ``ShardedStream``.
+        deterministic: As for ``ShardedStream``.
+        max_bytes: As for ``ShardedStream``.
         config: Options of ``obstore.store.from_url``.
     """
+
+    made_by: ParsedFormat
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
         addresses: "Addresses",
         make: Callable[[str, int], Parser],
         *,
+        in_thread: bool = False,
         store: "str | os.PathLike[str] | ObjectStore | None" = None,
         requests: Requests | None = None,
-        in_thread: bool = False,
-        order: dict[str, Any],
-        config: dict[str, Any],
+        cache: "str | os.PathLike[str] | None" = None,
+        cache_bytes: int = CACHE_BYTES,
+        shuffle: bool = False,
+        seed: int = 0,
+        interleave: int = 1,
+        deterministic: bool = True,
+        max_bytes: int = MAX_BYTES,
+        **config: Any,
     ) -> None:
-        places = Places(store, config, requests or Requests())
+        kept = None if cache is None else CacheDir(cache, cache_bytes)
+        places = Places(store, config, requests or Requests(), kept)
         self._addresses = addresses
-        made_by = ParsedFormat(addresses, places, make, in_thread=in_thread)
-        super().__init__(made_by, **order)
+        super().__init__(
+            ParsedFormat(addresses, places, make, in_thread=in_thread),
+            shuffle=shuffle,
+            seed=seed,
+            interleave=interleave,
+            deterministic=deterministic,
+            max_bytes=max_bytes,
+        )
+
+    def cache(
+        self, directory: "str | os.PathLike[str]", max_bytes: int = CACHE_BYTES
+    ) -> Self:
+        """Return the stream with what it reads from a store kept in a directory."""
+        clone = self._clone()
+        clone.made_by = self.made_by.cached(CacheDir(directory, max_bytes))
+        return clone
 
     def __repr__(self) -> str:
         addresses = self._addresses

@@ -8,7 +8,7 @@ read ahead (``max_bytes``) and two windows of each ``shuffle``.
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 
 import torch.distributed
 from torch.utils.data import Dataset, get_worker_info
@@ -29,7 +29,14 @@ from aioloader.datasets._mix import Mixed, Until
 from aioloader.datasets._windows import Shuffled
 from aioloader.protocols import is_async_function
 
+if TYPE_CHECKING:
+    import os
+
+    StrPath: TypeAlias = str | os.PathLike[str]
+
 Sample_co = TypeVar("Sample_co", covariant=True)
+# Bound of a cache, in bytes, unless told.
+CACHE_BYTES = 10 << 30
 
 
 class Stream(Dataset[Sample_co]):
@@ -155,6 +162,20 @@ class Stream(Dataset[Sample_co]):
         check_at_least(size, 1, "size")
         return _Step(self, _Making(Batched, size, drop_last=drop_last), "batch")
 
+    def cache(
+        self,
+        directory: "StrPath",  # noqa: ARG002  (for those that have shards)
+        max_bytes: int = CACHE_BYTES,  # noqa: ARG002
+    ) -> "Stream[Sample_co]":
+        """Return the stream with what its shards are read from kept in a directory.
+
+        Workers and other processes share it; the least recently used goes first.
+
+        Raises:
+            TypeError: If it is read from no store.
+        """
+        raise TypeError(f"{self!r} has no shards that could be cached")
+
     def mix(
         self,
         *others: "Stream[Any]",
@@ -215,37 +236,50 @@ class _Making:
         return cursor
 
 
-class _Step(Stream[Any]):
+class _Over(Stream[Any]):
+    """A stream over another one."""
+
+    def __init__(self, upstream: Stream[Any]) -> None:
+        super().__init__()
+        self.ranks = upstream.ranks
+        self.upstream = upstream
+
+    def cache(self, directory: "StrPath", max_bytes: int = CACHE_BYTES) -> Self:
+        """Return the stream with its source cached."""
+        clone = self._clone()
+        clone.upstream = self.upstream.cache(directory, max_bytes)
+        return clone
+
+
+class _Step(_Over):
     """A stream made of another one by a step."""
 
     def __init__(self, upstream: Stream[Any], making: _Making, name: str) -> None:
-        super().__init__()
-        self.ranks = upstream.ranks
-        self._upstream = upstream
+        super().__init__(upstream)
         self._making = making
         self._name = name
 
     async def open(self, reading: Reading, state: State) -> Cursor:
+        """Return the step's cursor over that of the stream before it."""
         inner = state.get("up", {}) if self._making.has_state else state
-        upstream = await self._upstream.open(reading, inner)
+        upstream = await self.upstream.open(reading, inner)
         return self._making.make(upstream, state)
 
     def __repr__(self) -> str:
-        return f"{self._upstream!r}.{self._name}(...)"
+        return f"{self.upstream!r}.{self._name}(...)"
 
 
-class _Shuffle(Stream[Any]):
+class _Shuffle(_Over):
     """A stream whose windows are permuted."""
 
     def __init__(self, upstream: Stream[Any], size: int, seed: int) -> None:
-        super().__init__()
-        self.ranks = upstream.ranks
-        self._upstream = upstream
+        super().__init__(upstream)
         self._size = size
         self._seed = seed
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        upstream = await self._upstream.open(reading, state.get("up", {}))
+        """Return a cursor that permutes windows of the stream before it."""
+        upstream = await self.upstream.open(reading, state.get("up", {}))
 
         def order(number: int, length: int) -> list[int]:
             # Readers permute their windows differently too.
@@ -255,7 +289,7 @@ class _Shuffle(Stream[Any]):
         return Shuffled(upstream, self._size, order, state)
 
     def __repr__(self) -> str:
-        return f"{self._upstream!r}.shuffle({self._size})"
+        return f"{self.upstream!r}.shuffle({self._size})"
 
 
 class _Mix(Stream[Any]):
@@ -270,22 +304,28 @@ class _Mix(Stream[Any]):
     ) -> None:
         super().__init__()
         self.ranks = streams[0].ranks
-        self._streams = streams
+        self.streams = streams
         self._weights = weights
         self._seed = seed
         self._until = until
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        inner = state.get("up") or [{} for _ in self._streams]
+        inner = state.get("up") or [{} for _ in self.streams]
         cursors = [
             await stream.open(reading, one)
-            for stream, one in zip(self._streams, inner, strict=True)
+            for stream, one in zip(self.streams, inner, strict=True)
         ]
         key = (self._seed, reading.epoch, reading.share.reader)
         return Mixed(cursors, self._weights, key, self._until, state)
 
+    def cache(self, directory: "StrPath", max_bytes: int = CACHE_BYTES) -> Self:
+        """Return the stream with all of its sources cached."""
+        clone = self._clone()
+        clone.streams = [one.cache(directory, max_bytes) for one in self.streams]
+        return clone
+
     def __repr__(self) -> str:
-        first, *others = map(repr, self._streams)
+        first, *others = map(repr, self.streams)
         return f"{first}.mix({', '.join(others)})"
 
 

@@ -3,15 +3,10 @@
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aioloader.datasets._requests import Requests
 from aioloader.datasets._tar_walk import TarParser
-from aioloader.datasets.sharded import MAX_BYTES, MAX_SAMPLE_BYTES, ByteStream
+from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
 
 if TYPE_CHECKING:
-    import os
-
-    from obstore.store import ObjectStore
-
     from aioloader.datasets.sharded import Addresses
 
 
@@ -25,15 +20,9 @@ class TarDataset(ByteStream[dict[str, Any]]):
 
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/train-{000..127}.tar"``.
-        store: What ``addresses`` are relative to: URL, directory or store of obstore.
-        shuffle: Whether the shards are permuted, anew in each epoch.
-        seed: Key of the permutation.
-        interleave: How many shards are read at once, sample by sample in turn.
-        deterministic: Whether they take turns strictly.
-        max_bytes: Bytes that are read ahead, in all.
         max_sample_bytes: Larger samples fail, and are not held in memory.
-        requests: How requests that fail or stall are treated.
-        config: Options of ``obstore.store.from_url``.
+        options: ``store``, ``shuffle``, ``seed``, ``interleave``, ``cache`` and all
+            others of ``ByteStream``.
 
     Raises:
         ValueError: If an argument is wrong.
@@ -52,34 +41,14 @@ class TarDataset(ByteStream[dict[str, Any]]):
         b'hi'
     """
 
-    def __init__(  # noqa: PLR0913  (keywords, each of one thing)
+    def __init__(
         self,
         addresses: "Addresses",
         *,
-        store: "str | os.PathLike[str] | ObjectStore | None" = None,
-        shuffle: bool = False,
-        seed: int = 0,
-        interleave: int = 1,
-        deterministic: bool = True,
-        max_bytes: int = MAX_BYTES,
         max_sample_bytes: int = MAX_SAMPLE_BYTES,
-        requests: Requests | None = None,
-        **config: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            addresses,
-            partial(_parser, max_sample_bytes),
-            store=store,
-            requests=requests,
-            order={
-                "shuffle": shuffle,
-                "seed": seed,
-                "interleave": interleave,
-                "deterministic": deterministic,
-                "max_bytes": max_bytes,
-            },
-            config=config,
-        )
+        super().__init__(addresses, partial(_parser, max_sample_bytes), **options)
 
 
 def _parser(max_sample_bytes: int, url: str, offset: int) -> TarParser:

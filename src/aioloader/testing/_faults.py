@@ -45,7 +45,7 @@ class Faults:
     slow_bytes_per_second: float = 100_000.0
 
     def __post_init__(self) -> None:
-        shares = [getattr(self, kind) for kind in _KINDS]
+        shares = self._shares()
         if min(shares) < 0 or sum(shares) > 1 + 1e-9:
             raise ValueError(
                 f"shares must be at least 0, and their sum at most 1, got {self}"
@@ -53,10 +53,16 @@ class Faults:
 
     def draw(self, number: int) -> Fault | None:
         """Return what happens to request ``number``; None if it is answered well."""
+        shares = self._shares()
+        if not any(shares):
+            return None
         chance = random.Random((self.seed << 64) + number)  # noqa: S311
         left = chance.random()
-        for kind in _KINDS:
-            left -= getattr(self, kind)
+        for kind, share in zip(_KINDS, shares, strict=True):
+            left -= share
             if left < 0:
                 return Fault(kind, chance.random())
         return None
+
+    def _shares(self) -> list[float]:
+        return [getattr(self, kind) for kind in _KINDS]

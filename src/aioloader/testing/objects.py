@@ -52,6 +52,7 @@ class _Talk:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     is_busy: bool = False
+    is_over: bool = False  # hung up on, while it was idle
     free_at: float = 0.0  # when a paced line has carried what it was given
 
     @classmethod
@@ -75,11 +76,23 @@ class _Talk:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
             self.writer.transport.abort()
 
+    async def request_head(self) -> bytes:
+        """Return the head of the next request.
+
+        Raises:
+            ConnectionAbortedError: If the server has hung up meanwhile.
+        """
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        if self.is_over:
+            raise ConnectionAbortedError("the server has hung up")
+        return head
+
     def let_go(self) -> bool:
         """Hang up on an idle client; tell whether it is left to see that."""
         if self.is_busy:
             self.reset()
         elif not self.writer.is_closing():
+            self.is_over = True
             if self.writer.can_write_eof():
                 self.writer.write_eof()
             else:
@@ -105,8 +118,8 @@ class ObjectServer:
 
     GET and HEAD of ``{url}/{name}``, and as an S3 bucket, path style and unsigned, of
     ``{url}/bucket/{name}``, with ListObjectsV2. Ranges, ETag, If-Match, If-Range, keep-
-    alive, pipelining. Leaving the block waits up to a second for clients to hang up,
-    and raises what ``make`` raised, if it did.
+    alive, pipelining. Leaving the block waits, up to a second, for clients to hang up,
+    and raises what ``make`` raised, if it did; both block the calling thread.
 
     Args:
         objects: Contents by name.
@@ -278,7 +291,7 @@ class ObjectServer:
     async def _converse(self, talk: _Talk) -> None:
         """Answer the requests of one connection, and hang up."""
         try:
-            while await self._exchange(talk, await talk.reader.readuntil(b"\r\n\r\n")):
+            while await self._exchange(talk, await talk.request_head()):
                 pass
         except (EOFError, OSError, asyncio.LimitOverrunError):
             pass  # the client is gone, or is none
@@ -292,7 +305,10 @@ class ObjectServer:
         try:
             request = Request.parse(head)
         except ValueError:
-            talk.writer.write(failure(400, "BadRequest").head())
+            refusal = failure(400, "BadRequest")
+            talk.writer.writelines(
+                [refusal.head(), memoryview(refusal.read(0, refusal.stop))]
+            )
             return False
         talk.is_busy = True
         with self._tally.request(request.name) as number:

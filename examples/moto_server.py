@@ -1,0 +1,32 @@
+"""An S3 bucket on loopback, served by moto: for examples that need a store."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+from urllib.request import Request, urlopen
+
+from moto.server import ThreadedMotoServer
+
+KEYS = {"AWS_ACCESS_KEY_ID": "anybody", "AWS_SECRET_ACCESS_KEY": "any"}
+
+
+@contextmanager
+def bucket(name: str) -> Iterator[str]:
+    """Serve an empty bucket; yield the endpoint. Credentials are in the environment."""
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    with patch.dict(os.environ, KEYS):
+        server.start()
+        try:
+            host, port = server.get_host_and_port()
+            endpoint = f"http://{host}:{port}"
+            create(endpoint, name)
+            yield endpoint
+        finally:
+            server.stop()
+
+
+def create(endpoint: str, name: str) -> None:
+    """Create a bucket: a PUT of its name, which moto takes unsigned."""
+    with urlopen(Request(f"{endpoint}/{name}", method="PUT")):
+        pass

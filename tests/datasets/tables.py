@@ -1,0 +1,219 @@
+"""Tables of every type, the files they are written to, and places that misbehave."""
+
+import asyncio
+import datetime
+import decimal
+import json
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyarrow import parquet as pq
+
+from aioloader.datasets._rows import Rows
+from aioloader.datasets.arrow import ArrowFormat
+from aioloader.datasets.parquet import ParquetFormat
+from aioloader.errors import DatasetError
+
+Format = ParquetFormat | ArrowFormat
+
+
+class Local:
+    """Local files; if ``is_remote``, they are read by ranges as objects are.
+
+    Reads are noted in ``spans``. Read number ``fail_at`` fails, one of ``short_at``
+    bytes less comes short; with ``gate`` reads wait for it.
+    """
+
+    def __init__(self, *, is_remote: bool = False) -> None:
+        self.is_remote = is_remote
+        self.spans: list[tuple[int, int]] = []
+        self.fail_at: int | None = None
+        self.short_at: int | None = None
+        self.gate: asyncio.Event | None = None
+        self.entered = asyncio.Event()
+        self.in_flight = 0
+        self.closed = 0
+
+    async def expand(self, patterns: str | Iterable[str]) -> list[str]:
+        """Return the addresses."""
+        return [patterns] if isinstance(patterns, str) else list(patterns)
+
+    def label(self, address: str) -> str:
+        """Return what may be shown."""
+        return address.rpartition("/")[2]
+
+    def path(self, address: str) -> str | None:
+        """Return the path, unless it is to be read by ranges."""
+        return None if self.is_remote else address
+
+    async def size(self, address: str) -> int:
+        """Return the length of a file."""
+        return len(await asyncio.to_thread(contents, address))
+
+    async def read(self, address: str, start: int, stop: int) -> bytes:
+        """Return some bytes of a file."""
+        number = len(self.spans)
+        self.spans.append((start, stop))
+        if self.gate is not None:
+            self.in_flight += 1
+            self.entered.set()
+            try:
+                await self.gate.wait()
+            finally:
+                self.in_flight -= 1
+        if number == self.fail_at:
+            raise DatasetError("the store is on fire", location=self.label(address))
+        data = (await asyncio.to_thread(contents, address))[start:stop]
+        return data[:-1] if number == self.short_at else data
+
+    async def aclose(self) -> None:
+        """Count."""
+        self.closed += 1
+
+
+def every_type(rows: int = 50) -> pa.Table:
+    """Return a table with a column of every type that files know, and some NULLs."""
+    at = np.arange(rows)
+    epoch = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+    moments = [epoch + datetime.timedelta(hours=int(n)) for n in at]
+    texts = [None if n % 7 == 3 else f"t\xebxt {n % 5}" for n in at]
+    prices = [decimal.Decimal(int(n)) / 4 for n in at]
+    columns: dict[str, Any] = {
+        f"{sign}int{bits}": pa.array(at % 100, pa.type_for_alias(f"{sign}int{bits}"))
+        for sign in ("", "u")
+        for bits in (8, 16, 32, 64)
+    }
+    columns |= {
+        "half": pa.array((at / 8).astype(np.float16)),
+        "float32": pa.array(at / 3, pa.float32()),
+        "float64": pa.array([None if n % 9 == 1 else n / 3 for n in at]),
+        "bool": pa.array(at % 3 == 0),
+        "text": pa.array(texts),
+        "large": pa.array(texts, pa.large_string()),
+        "bytes": pa.array([b"\xff" * (n % 4) for n in at], pa.binary()),
+        "key": pa.array([bytes([n % 256]) * 3 for n in at], pa.binary(3)),
+        "category": pa.array(texts).dictionary_encode(),
+        "date": pa.array([moment.date() for moment in moments]),
+        "moment": pa.array(moments, pa.timestamp("us", "Europe/Berlin")),
+        "nanos": pa.array(at, pa.timestamp("ns")),
+        "time": pa.array([moment.time() for moment in moments], pa.time64("us")),
+        "decimal": pa.array(prices, pa.decimal128(9, 2)),
+        "pair": pa.array([[n, n + 1] for n in at], pa.list_(pa.int16(), 2)),
+        "list": pa.array([None if n == 2 else [n] * (n % 4) for n in at]),
+        "texts": pa.array([["a"] * (n % 3) for n in at]),
+        "struct": pa.array([{"a": n, "b": {"c": f"{n}"}} for n in at]),
+        "structs": pa.array([[{"a": n}] * (n % 2) for n in at]),
+        "map": pa.array([[("k", n)] for n in at], pa.map_(pa.string(), pa.int8())),
+    }
+    return pa.table(columns)
+
+
+def plain(value: Any) -> Any:
+    """Return a row as ``to_pylist`` has it: numpy's values are Python's."""
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [plain(inner) for inner in value]
+    if isinstance(value, np.datetime64):
+        return value
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+
+
+def expected(table: pa.Table) -> list[dict[str, Any]]:
+    """Return the rows as pyarrow has them; nanoseconds are numpy's."""
+    columns = {
+        name: table[name].to_numpy() if name == "nanos" else table[name].to_pylist()
+        for name in table.column_names
+    }
+    rows = zip(*columns.values(), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def contents(path: str | Path) -> bytes:
+    """Return what is in a file."""
+    return Path(path).read_bytes()
+
+
+def put(path: str | Path, data: bytes | bytearray) -> None:
+    """Write a file."""
+    Path(path).write_bytes(data)
+
+
+def flip(path: str | Path, at: int, bit: int = 0) -> None:
+    """Change one bit of a file."""
+    data = bytearray(contents(path))
+    data[at] ^= 1 << bit
+    put(path, data)
+
+
+def rows_of(kind: Any, values: Any) -> Rows:
+    """Return rows of one column, ``x``."""
+    return Rows(pa.record_batch({"x": pa.array(values, kind)}))
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Compare batches or rows, with the types of all leaves."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype is other.dtype
+        assert one.shape == other.shape
+        assert torch.equal(one.nan_to_num(7.25), other.nan_to_num(7.25))
+    elif isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key, value in one.items():
+            assert_same(value, other[key])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for inner, also in zip(one, other, strict=True):
+            assert_same(inner, also)
+    else:
+        assert one == other or (one != one and other != other)  # noqa: PLR0124
+
+
+def write_parquet(path: Path, table: pa.Table, **options: Any) -> str:
+    """Write a file of row groups of 20 rows."""
+    options = {"row_group_size": 20, "write_page_checksum": True} | options
+    pq.write_table(table, path, **options)
+    return str(path)
+
+
+async def shards(made: Format) -> list[Any]:
+    """Return the shards, as a saved state would have them."""
+    async with AsyncExitStack() as stack:
+        found = await made.shards(stack)
+        return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+
+
+async def read_shard(
+    made: Format, shard: Any, *, row: int = 0, budget: int = 1 << 20, limit: int = 7
+) -> list[Any]:
+    """Return the rows of one shard, and check the positions on the way."""
+    reader = made.open(shard, {"row": row} if row else {}, budget)
+    found: list[Any] = []
+    try:
+        while True:
+            assert reader.position() == {"row": row + len(found)}
+            block = await reader.pull(limit)
+            if not len(block):
+                assert reader.is_draining()
+                return found
+            assert len(block) <= limit
+            found += list(block)
+    finally:
+        await reader.aclose()
+
+
+async def read_all(made: Format, **options: Any) -> list[Any]:
+    """Return the rows of all shards."""
+    found: list[Any] = []
+    for shard in await shards(made):
+        found += await read_shard(made, shard, **options)
+    return found

@@ -1,0 +1,98 @@
+"""Streams through a local cache: read once from the store, and never something old."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioloader import DataLoader
+from aioloader.datasets import TarDataset, from_iterable
+from aioloader.testing import Faults, ObjectServer
+from beside import beside
+from datasets.shards import NAMES, name_of, names, read
+from datasets.test_places import QUICK, big_shard, shards
+
+
+def bodies(server: ObjectServer) -> int:
+    """Return how many bytes were served, but for the looks at versions."""
+    counts = server.counts()
+    return counts.bytes - counts.requests
+
+
+def kept_bytes(folder: Path) -> int:
+    """Return the size of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+async def test_the_second_epoch_is_local(tmp_path: Path) -> None:
+    """Whoever reads it: another loader, a worker, from another place on."""
+    with ObjectServer(shards(tmp_path)) as server:
+        cache = tmp_path / "cache"
+
+        def make() -> Any:
+            return TarDataset("{0..7}.tar", store=server.url, cache=cache)
+
+        assert await names(make()) == NAMES
+        served = bodies(server)
+        assert served > 8 * 1024
+        assert await names(make().cache(cache)) == NAMES
+        head, state = await read(make().shuffle(4), 9)
+        rest = make().shuffle(4)
+        rest.load_state_dict(state)
+        assert sorted([*map(name_of, head), *(await names(rest))]) == sorted(NAMES)
+        loader: Any = DataLoader(
+            make(), 4, num_workers=2, fetch="workers", collate_fn=list
+        )
+        batches = await beside(lambda: list(loader))
+        assert sorted(name_of(s) for b in batches for s in b) == sorted(NAMES)
+        assert bodies(server) <= served + 8
+
+
+async def test_a_changed_object_is_read_anew(tmp_path: Path) -> None:
+    """Its version is part of what it is kept under."""
+    with ObjectServer({"a.tar": big_shard(30, 800)}) as server:
+        stream = TarDataset("a.tar", store=server.url).cache(tmp_path)
+        assert len((await read(stream))[0]) == 30
+        server.replace("a.tar", big_shard(20, 800))
+        assert len((await read(stream))[0]) == 20
+
+
+async def test_big_objects_and_faults(tmp_path: Path) -> None:
+    """Blocks are shared by pieces; what fails is tried again, and not kept."""
+    faults = Faults(errors=0.1, resets=0.1, truncated=0.1, seed=2)
+    objects = {f"{at}.tar": big_shard(1200, 8000) for at in range(3)}
+    with ObjectServer(objects, faults=faults) as server:
+        stream = TarDataset(
+            "{0..2}.tar", store=server.url, interleave=3, requests=QUICK
+        ).cache(tmp_path)
+        found, _ = await read(stream)
+        served = bodies(server)
+        again, _ = await read(stream)
+        assert bodies(server) < served + 100
+    assert [s["__key__"] for s in found] == [s["__key__"] for s in again]
+    assert len(found) == 3600
+
+
+async def test_no_room_for_all(tmp_path: Path) -> None:
+    """A bound below one epoch: still right."""
+    with ObjectServer({f"{at}.tar": big_shard(700, 8000) for at in range(3)}) as server:
+        stream = TarDataset("{0..2}.tar", store=server.url).cache(tmp_path, 6 << 20)
+        for _ in range(2):
+            assert len((await read(stream))[0]) == 2100
+    assert kept_bytes(tmp_path) < 12 << 20
+
+
+async def test_two_loops_at_once(tmp_path: Path) -> None:
+    """Each reads all; the cache is shared without a lock."""
+    with ObjectServer(shards(tmp_path)) as server:
+        stream = TarDataset("{0..7}.tar", store=server.url).cache(tmp_path / "cache")
+        other = asyncio.to_thread(lambda: asyncio.run(names(stream)))
+        found = await asyncio.gather(names(stream), other)
+    assert list(found) == [NAMES, NAMES]
+
+
+def test_what_has_no_shards_has_no_cache(tmp_path: Path) -> None:
+    """It is told at once."""
+    with pytest.raises(TypeError, match="no shards that could be cached"):
+        from_iterable([1]).map(abs).cache(tmp_path)

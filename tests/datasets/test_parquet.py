@@ -1,0 +1,336 @@
+"""Parquet: what pyarrow itself reads, from any row on, and no wrong row in silence."""
+
+import asyncio
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet as pq
+
+from aioloader.datasets import parquet
+from aioloader.datasets._rows import Rows
+from aioloader.datasets.arrow import ArrowFormat
+from aioloader.datasets.parquet import ParquetFormat
+from aioloader.errors import DatasetError, TruncatedReadError
+from datasets.tables import (
+    Local,
+    contents,
+    every_type,
+    expected,
+    plain,
+    put,
+    read_all,
+    read_shard,
+    shards,
+)
+from datasets.tables import write_parquet as write
+
+PLACES = pytest.mark.parametrize("is_remote", [False, True], ids=["file", "object"])
+
+
+@pytest.fixture
+def numbered(tmp_path: Path) -> str:
+    """Return a file of 50 rows, a number and a text."""
+    table = pa.table({"n": range(50), "text": [f"{n}" for n in range(50)]})
+    return write(tmp_path / "numbered.parquet", table)
+
+
+# -- what is read ------------------------------------------------------------------
+
+
+@PLACES
+@pytest.mark.parametrize("budget", [1, 1 << 16, 1 << 26])
+async def test_reads_what_pyarrow_reads(
+    is_remote: bool, budget: int, tmp_path: Path
+) -> None:
+    """Every type, whatever the budget and the limit."""
+    path = write(tmp_path / "a.parquet", every_type(), data_page_size=256)
+    made = ParquetFormat(path, Local(is_remote=is_remote))
+    assert await shards(made) == [[path, 0], [path, 1], [path, 2]]
+    for limit in (1, 7, 64):
+        rows = await read_all(made, budget=budget, limit=limit)
+        assert plain(rows) == expected(pq.read_table(path))
+
+
+@PLACES
+async def test_begins_at_every_row(is_remote: bool, numbered: str) -> None:
+    """And at the end, where nothing is left."""
+    made = ParquetFormat(numbered, Local(is_remote=is_remote))
+    for row in range(21):
+        rows = await read_shard(made, (numbered, 1), row=row)
+        assert [value["n"] for value in rows] == list(range(20 + row, 40))
+
+
+@pytest.mark.parametrize("options", [
+    {"data_page_version": "2.0"},
+    {"compression": "zstd", "use_dictionary": False},
+    {"compression": "none", "column_encoding": {"n": "DELTA_BINARY_PACKED"},
+     "use_dictionary": ["text"]},
+    {"write_page_index": True, "store_schema": False},
+    {"version": "1.0", "write_statistics": False},
+])  # fmt: skip
+async def test_reads_all_dialects(options: dict[str, Any], tmp_path: Path) -> None:
+    """Encodings, page versions, page indexes behind the row groups."""
+    table = pa.table({"n": range(50), "text": [f"{n % 4}" for n in range(50)]})
+    path = write(tmp_path / "a.parquet", table, **options)
+    for is_remote in (False, True):
+        made = ParquetFormat(path, Local(is_remote=is_remote))
+        assert plain(await read_all(made)) == table.to_pylist()
+
+
+async def test_rows_come_in_columns(numbered: str) -> None:
+    """Blocks are columns, which collate to tensors."""
+    made = ParquetFormat(numbered, Local())
+    reader = made.open((numbered, 2), {}, 1 << 20)
+    block = await reader.pull(4)
+    assert isinstance(block, Rows)
+    assert block.collate()["n"].tolist() == [40, 41, 42, 43]
+    await reader.aclose()
+
+
+async def test_files_in_order_with_empty_ones(numbered: str, tmp_path: Path) -> None:
+    """A file without row groups has no shards, one without rows gives none."""
+    schema = pa.schema([("n", pa.int64()), ("text", pa.string())])
+    empty = write(tmp_path / "empty.parquet", schema.empty_table())
+    none = str(tmp_path / "none.parquet")
+    pq.ParquetWriter(none, schema).close()
+    made = ParquetFormat([numbered, empty, none, numbered], Local(is_remote=True))
+    found = await shards(made)
+    counts = {path: [shard[0] for shard in found].count(path) for path in (empty, none)}
+    assert counts[none] == 0
+    numbers = [row["n"] for row in await read_all(made)]
+    assert numbers == [*range(50)] * 2
+
+
+# -- columns -----------------------------------------------------------------------
+
+
+@PLACES
+async def test_columns_are_chosen_and_ordered(is_remote: bool, tmp_path: Path) -> None:
+    """A struct comes whole; a name with a dot is a name."""
+    table = every_type().append_column("struct.a", pa.array(range(50)))
+    path = write(tmp_path / "a.parquet", table)
+    names = ["text", "struct", "int8"]
+    made = ParquetFormat(path, Local(is_remote=is_remote), columns=names)
+    rows = await read_all(made)
+    assert list(rows[0]) == names
+    assert plain(rows) == table.select(names).to_pylist()
+    made = ParquetFormat(path, Local(is_remote=is_remote), columns=["struct.a"])
+    assert plain(await read_all(made)) == table.select(["struct.a"]).to_pylist()
+
+
+async def test_only_wanted_bytes_are_requested(tmp_path: Path) -> None:
+    """Of the columns that are read, each byte once, besides the footer."""
+    noise = np.random.default_rng(0)
+    columns = {name: noise.random(100_000) for name in "abc"}
+    path = write(tmp_path / "a.parquet", pa.table(columns), row_group_size=100_000)
+    local = Local(is_remote=True)
+    made = ParquetFormat(path, local, columns=["c", "a"])
+    assert len(await read_all(made, budget=1 << 22, limit=5000)) == 100_000
+    group = pq.read_metadata(path).row_group(0)
+    chunks = [group.column(at) for at in (0, 2)]
+    wanted = sorted(
+        (chunk.dictionary_page_offset, chunk.dictionary_page_offset
+         + chunk.total_compressed_size) for chunk in chunks
+    )  # fmt: skip
+    spans = sorted(local.spans[1:])
+    assert spans[0][0] == wanted[0][0]
+    assert spans[-1][1] == wanted[1][1]
+    assert sum(stop - start for start, stop in spans) == sum(b - a for a, b in wanted)
+
+
+@PLACES
+async def test_wide_tables(is_remote: bool, tmp_path: Path) -> None:
+    """A footer of more than a request, and columns that are found in it."""
+    table = pa.table({f"column {at}": [at, at] for at in range(1000)})
+    path = write(tmp_path / "a.parquet", table)
+    names = ["column 999", "column 7"]
+    made = ParquetFormat(path, Local(is_remote=is_remote), columns=names)
+    assert await read_all(made) == [{"column 999": 999, "column 7": 7}] * 2
+
+
+async def test_other_files_may_have_more_columns(numbered: str, tmp_path: Path) -> None:
+    """In any order: those of the first file are read."""
+    table = pa.table({"more": [0.5], "text": ["last"], "n": [50]})
+    other = write(tmp_path / "more.parquet", table)
+    rows = await read_all(ParquetFormat([numbered, other], Local()))
+    assert plain(rows[-1]) == {"n": 50, "text": "last"}
+
+
+@pytest.mark.parametrize(("columns", "message"), [
+    ({"n": ["1"], "text": ["1"]},
+     "column 'n' of 'other.parquet' is of type string, and of type int64 in the files"),
+    ({"text": ["1"]}, "'other.parquet' has no column 'n'; its columns are 'text'"),
+])  # fmt: skip
+async def test_missing_and_other_columns_are_named(
+    columns: Any, message: str, numbered: str, tmp_path: Path
+) -> None:
+    """Before anything is read; and when a file has changed meanwhile."""
+    other = write(tmp_path / "other.parquet", pa.table(columns))
+    made = ParquetFormat([numbered, other], Local())
+    with pytest.raises(DatasetError, match=message) as caught:
+        await shards(made)
+    assert caught.value.location == "other.parquet"
+    with pytest.raises(DatasetError, match=message):
+        await read_shard(made, (other, 0))
+
+
+async def test_wrong_columns_are_errors(numbered: str) -> None:
+    """In the constructor, or when the first file is looked at."""
+    for columns in ([], ["n", "n"]):
+        with pytest.raises(ValueError, match="each of them once"):
+            ParquetFormat(numbered, Local(), columns=columns)
+    with pytest.raises(TypeError, match="must be a list of names, got 'n'"):
+        ParquetFormat(numbered, Local(), columns="n")
+    with pytest.raises(ValueError, match=r"nulls= names \['x'\], not in columns"):
+        ParquetFormat(numbered, Local(), columns=["n"], nulls={"x": 0})
+    with pytest.raises(
+        DatasetError, match="has no column 'x'; its columns are 'n', 't"
+    ):
+        await shards(ParquetFormat(numbered, Local(), nulls={"x": 0}))
+    with pytest.raises(ValueError, match=r"nulls=\{'n': 'a'\} does not suit.*int64"):
+        await shards(ParquetFormat(numbered, Local(), nulls={"n": "a"}))
+
+
+def test_without_pyarrow_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """When a dataset is made, not when it is read."""
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for make in (ParquetFormat, ArrowFormat):
+        with pytest.raises(ImportError, match=r"pip install 'aioloader\[arrow\]'"):
+            make("a.parquet", Local())
+
+
+async def test_nulls_are_replaced(tmp_path: Path) -> None:
+    """Then a batch is a tensor."""
+    columns = {
+        "a": pa.array([1, None, 3], pa.int8()),
+        "b": pa.array(["x", None, None]),
+        "c": pa.array(["x", None, "x"]).dictionary_encode(),
+    }
+    path = write(tmp_path / "a.parquet", pa.table(columns))
+    nulls = {"a": -1, "b": "", "c": "none"}
+    (one, two, three) = await read_all(ParquetFormat(path, Local(), nulls=nulls))
+    assert (one, two) == ({"a": 1, "b": "x", "c": "x"}, nulls)
+    assert three == {"a": 3, "b": "", "c": "x"}
+
+
+# -- reading ahead -----------------------------------------------------------------
+
+
+async def test_a_request_that_fails(numbered: str) -> None:
+    """Its own error comes out, not pyarrow's; a short answer is an error too."""
+    for name, error in (("fail_at", DatasetError), ("short_at", TruncatedReadError)):
+        local = Local(is_remote=True)
+        setattr(local, name, 1)
+        made = ParquetFormat(numbered, local)
+        with pytest.raises(error, match=r"on fire|gave .* bytes from byte"):
+            await read_shard(made, (numbered, 0))
+        assert len(await read_shard(made, (numbered, 0))) == 20
+
+
+@PLACES
+async def test_a_cancelled_pull_loses_nothing(is_remote: bool, numbered: str) -> None:
+    """Whatever it was waiting for."""
+    for turns in range(6):
+        made = ParquetFormat(numbered, Local(is_remote=is_remote))
+        reader = made.open((numbered, 0), {}, 1 << 20)
+        pull = asyncio.create_task(reader.pull(5))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if pull.cancel():
+            await asyncio.wait([pull])
+        rows = [] if pull.cancelled() else list(pull.result())
+        while len(block := await reader.pull(5)):
+            rows += list(block)
+        assert [row["n"] for row in rows] == list(range(20))
+        await reader.aclose()
+
+
+async def test_closing_ends_requests_and_threads(numbered: str) -> None:
+    """A thread that waits for bytes is let go, and what is in flight is cancelled."""
+    local = Local(is_remote=True)
+    made = ParquetFormat(numbered, local)
+    await shards(made)
+    local.gate = asyncio.Event()
+    reader = made.open((numbered, 0), {}, 1 << 20)
+    reader.begin()
+    await local.entered.wait()
+    pull = asyncio.create_task(reader.pull(1))
+    await asyncio.sleep(0)
+    pull.cancel()
+    await asyncio.wait([pull])
+    await reader.aclose()
+    assert local.in_flight == 0
+    await reader.aclose()
+
+
+async def test_a_reader_that_was_never_read_closes(numbered: str) -> None:
+    """Also one that has begun, and one in the middle."""
+    made = ParquetFormat(numbered, Local())
+    for turns in range(3):
+        reader = made.open((numbered, 0), {}, 1 << 20)
+        if turns:
+            reader.begin()
+        if turns == 2:
+            await reader.pull(1)
+        await reader.aclose()
+        assert reader.is_draining()
+
+
+async def test_requests_stay_within_the_budget(tmp_path: Path) -> None:
+    """Of a large row group, no more than the budget is requested before it is used."""
+    noise = np.random.default_rng(0)
+    columns = {name: noise.random(400_000) for name in "abc"}
+    path = write(
+        tmp_path / "a.parquet",
+        pa.table(columns),
+        row_group_size=400_000,
+        use_dictionary=False,
+        compression="none",
+    )
+    local, budget = Local(is_remote=True), 3 << 20
+    reader = ParquetFormat(path, local).open((path, 0), {}, budget)
+    row = most = 0
+    while len(block := await reader.pull(10_000)):
+        row += len(block)
+        asked = sum(stop - start for start, stop in local.spans[1:])
+        most = max(most, asked - row * 24)
+        if row < 200_000:
+            assert not reader.is_draining()
+    assert row == 400_000
+    # What pyarrow holds of each column, and a range that is used at both ends.
+    assert most < budget + (1 << 20)
+    await reader.aclose()
+
+
+async def test_a_footer_is_read_once_for_its_row_groups(
+    numbered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as there is room for it; then once more."""
+    local = Local(is_remote=True)
+    made = ParquetFormat([numbered, numbered + "2"], local)
+    put(numbered + "2", contents(numbered))
+    assert len(await read_all(made)) == 100
+    assert len(local.spans) == 2 + 6
+    monkeypatch.setattr(parquet, "_KEPT", 1)
+    local.spans.clear()
+    assert len(await read_all(made)) == 100
+    assert len(local.spans) == 2 + 6 + 2
+    assert local.closed == 2
+
+
+async def test_pickles(numbered: str) -> None:
+    """To be read in a worker, which need not list the shards again."""
+    made = ParquetFormat(numbered, Local(), columns=["text"])
+    await shards(made)
+    copy = pickle.loads(pickle.dumps(made))
+    assert await read_shard(copy, (numbered, 2)) == [
+        {"text": f"{n}"} for n in range(40, 50)
+    ]
+    assert repr(copy) == f"ParquetFormat({numbered!r})"

@@ -1,0 +1,293 @@
+"""Rows of a table: one rule for a row and for a column, and nothing copied for free."""
+
+import datetime
+import decimal
+import pickle
+import uuid
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioloader._collate import default_collate
+from aioloader.datasets._rows import Rows
+from datasets.tables import assert_same, rows_of
+
+WIDTHS = [
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float32", "float64"),
+]
+DAY = datetime.date(2024, 2, 29)
+MOMENT = datetime.datetime(2024, 2, 29, 12, 30, 0, 5)
+UTC = MOMENT.replace(tzinfo=datetime.UTC)
+KEY = uuid.UUID(int=7)
+
+
+# -- the law: rows and columns collate alike ---------------------------------------
+
+
+def numbers(kind: Any) -> st.SearchStrategy[Any]:
+    """Return values of a type of numbers."""
+    if pa.types.is_boolean(kind):
+        return st.booleans()
+    if pa.types.is_floating(kind):
+        return st.floats(width=kind.bit_width)
+    low = -(2 ** (kind.bit_width - 1)) if str(kind).startswith("i") else 0
+    high = 2 ** (kind.bit_width - (1 if low else 0)) - 1
+    return st.integers(low, high)
+
+
+NUMBERS = st.sampled_from([
+    *map(pa.type_for_alias, [*WIDTHS, "bool"]), pa.float16()
+])  # fmt: skip
+
+
+def structs(
+    fields: list[tuple[Any, st.SearchStrategy[Any]]],
+) -> tuple[Any, st.SearchStrategy[Any]]:
+    """Return a type of structs, and values of it."""
+    names = [f"f{at}" for at in range(len(fields))]
+    kinds, values = zip(*fields, strict=True)
+    kind = pa.struct(list(zip(names, kinds, strict=True)))
+    return kind, st.fixed_dictionaries(dict(zip(names, values, strict=True)))
+
+
+@st.composite
+def columns(draw: st.DrawFn, depth: int = 0) -> tuple[Any, st.SearchStrategy[Any]]:
+    """Return a type that has a tensor form, or is text, and values of it."""
+    if depth < 2 and draw(st.booleans()):
+        fields = st.lists(columns(depth + 1), min_size=1, max_size=3)
+        return structs(draw(fields))
+    number, length, height = draw(NUMBERS), *draw(st.tuples(*[st.integers(0, 3)] * 2))
+    value = numbers(number)
+    alike = st.lists(value, min_size=length, max_size=length)
+    table = st.lists(alike, min_size=height, max_size=height)
+    kinds = [
+        (number, value),
+        (pa.list_(number, length), alike),
+        (pa.list_(number), alike),
+        (pa.large_list(number), alike),
+        (pa.list_(pa.list_(number)), table),
+        (pa.list_(pa.list_(number, length)), table),
+        *[(text(), st.text(max_size=5)) for text in (pa.string, pa.string_view)],
+        *[(data(), st.binary(max_size=5)) for data in (pa.binary, pa.large_binary)],
+    ]
+    chosen: tuple[Any, st.SearchStrategy[Any]] = draw(st.sampled_from(kinds))
+    return chosen
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> pa.RecordBatch:
+    """Return a batch of rows, at least one."""
+    length = draw(st.integers(1, 6))
+    made = {}
+    for name in draw(st.sets(st.sampled_from("abcd"), min_size=1)):
+        kind, values = draw(columns())
+        chosen = draw(st.lists(values, min_size=length, max_size=length))
+        made[name] = pa.array(chosen, kind)
+    return pa.record_batch(made)
+
+
+@given(batches(), st.data())
+def test_rows_and_columns_collate_alike(batch: pa.RecordBatch, data: Any) -> None:
+    """Cut, picked, joined and pickled, columns give what a list of rows gives."""
+    rows = Rows(batch)
+    start = data.draw(st.integers(0, len(rows) - 1))
+    stop = data.draw(st.integers(start + 1, len(rows)))
+    places = st.lists(st.integers(0, stop - start - 1), min_size=1, max_size=8)
+    chosen = data.draw(places)
+    expected = [list(rows)[start:stop][place] for place in chosen]
+
+    cut = rows[start:stop]
+    assert isinstance(cut, Rows)
+    picked = cut.pick(chosen)
+    joined = rows[start:start].joined([cut, cut])
+    assert joined is not None
+    several = joined.pick([place + len(cut) * (place % 2) for place in chosen])
+    sent = pickle.loads(pickle.dumps(several, protocol=5))
+    for found in (picked, several, sent, expected):
+        assert_same(list(found), expected)
+        assert_same(default_collate(found), default_collate(expected))
+    assert_same([joined[place] for place in chosen], expected)
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, "bool", "halffloat"])
+def test_numbers_keep_their_width(width: str) -> None:
+    """A row has numpy's scalar, and a batch a tensor of the same type."""
+    kind = pa.float16() if width == "halffloat" else pa.type_for_alias(width)
+    rows = rows_of(kind, np.array([0, 1, 1], kind.to_pandas_dtype()))
+    batch = rows.collate()["x"]
+    assert batch.numpy().dtype == rows[1]["x"].dtype == kind.to_pandas_dtype()
+    assert batch.tolist() == [0, 1, 1]
+
+
+def test_fixed_lists_and_tensors_keep_their_shape() -> None:
+    """Also a tensor whose dimensions are stored in another order."""
+    values = np.arange(24, dtype=np.int16).reshape(2, 3, 4)
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(values)
+    kind = pa.fixed_shape_tensor(pa.int16(), [3, 4], permutation=[1, 0])
+    turned = pa.ExtensionArray.from_storage(kind, tensors.storage)
+    rows = Rows(pa.record_batch({"x": tensors, "y": turned}))[1:]
+    assert rows.collate()["x"].tolist() == values[1:].tolist()
+    assert rows.collate()["y"].tolist() == values[1:].transpose(0, 2, 1).tolist()
+    assert rows[0]["y"].tolist() == values[1].T.tolist()
+    assert turned.to_numpy_ndarray()[1].tolist() == values[1].T.tolist()
+
+
+def test_encodings_do_not_show() -> None:
+    """Dictionaries, runs and views are what they stand for."""
+    plain = pa.array(["a", "b", "b", "a"])
+    columns = {
+        "dictionary": plain.dictionary_encode(),
+        "number": pa.array([1, 2, 2, 1], pa.int16()).dictionary_encode(),
+        "runs": pa.RunEndEncodedArray.from_arrays([1, 3, 4], ["a", "b", "a"]),
+        "view": plain.cast(pa.string_view()),
+        "bytes": pa.array([b"a", b"b", b"b", b"a"], pa.binary_view()),
+        "bool": pa.ExtensionArray.from_storage(
+            pa.bool8(), pa.array([1, 0, 2, 1], pa.int8())
+        ),
+    }
+    rows = Rows(pa.table(columns))
+    assert rows[-1] == {
+        **dict.fromkeys(["dictionary", "runs", "view"], "a"),
+        "number": 1,
+        "bytes": b"a",
+        "bool": True,
+    }
+    batch = rows[1:].pick([2, 0]).collate()
+    assert batch["dictionary"] == batch["runs"] == batch["view"] == ["a", "b"]
+    assert batch["number"].dtype is torch.int16
+    assert batch["bool"].tolist() == [True, False]
+
+
+# -- what has no tensor form -------------------------------------------------------
+
+KEPT: dict[str, tuple[Any, list[Any], list[Any]]] = {
+    "date": (pa.date32(), [DAY, None], [DAY, None]),
+    "date64": (pa.date64(), [DAY, None], [DAY, None]),
+    "time": (pa.time64("us"), [datetime.time(1, 2, 3, 4)], [datetime.time(1, 2, 3, 4)]),
+    "moment": (pa.timestamp("us"), [MOMENT, None], [MOMENT, None]),
+    "zone": (pa.timestamp("us", "UTC"), [UTC], [UTC]),
+    "span": (pa.duration("ms"), [datetime.timedelta(1)], [datetime.timedelta(1)]),
+    "nanos": (pa.timestamp("ns"), [5, None], [np.datetime64(5, "ns"), None]),
+    "nanospan": (pa.duration("ns"), [5, None], [np.timedelta64(5, "ns"), None]),
+    "nanotime": (pa.time64("ns"), [1001], [np.timedelta64(1001, "ns")]),
+    "decimal": (
+        pa.decimal128(9, 2),
+        [decimal.Decimal("1.50")],
+        [decimal.Decimal("1.5")],
+    ),
+    "uuid": (pa.uuid(), [KEY, None], [KEY, None]),
+    "json": (pa.json_(), ['{"a":1}', None], ['{"a":1}', None]),
+    "texts": (pa.list_(pa.string()), [["a", "b"], None, []], [["a", "b"], None, []]),
+    "map": (pa.map_(pa.string(), pa.int8()), [[("a", 1)]], [[("a", 1)]]),
+    "interval": (pa.month_day_nano_interval(), [(1, 2, 3)], [(1, 2, 3)]),
+    "text": (pa.string(), ["a", None], ["a", None]),
+    "nothing": (pa.null(), [None, None], [None, None]),
+    "structs": (
+        pa.list_(pa.struct([("day", pa.date32())])),
+        [[{"day": DAY}, None]],
+        [[{"day": DAY}, None]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_has_no_tensor_form_is_kept(name: str) -> None:
+    """In a row, and in a batch as a list; NULL is None."""
+    kind, values, expected = KEPT[name]
+    rows = rows_of(kind, values)
+    assert [row["x"] for row in rows] == expected
+    sent = pickle.loads(pickle.dumps(rows[::-1]))
+    assert sent.collate() == {"x": expected[::-1]}
+
+
+def test_lists_of_different_lengths_are_tensors_each() -> None:
+    """As iterating over a tensor gives them too, when lengths happen to agree."""
+    rows = rows_of(pa.list_(pa.int32()), [[1, 2], [], [3]])
+    batch = rows.collate()["x"]
+    assert [one.tolist() for one in batch] == [[1, 2], [], [3]]
+    assert {one.dtype for one in batch} == {torch.int32}
+    nested = rows_of(pa.list_(pa.list_(pa.int32())), [[[1], [2]], [[1], [2, 3]], []])
+    batch = nested.collate()["x"]
+    assert batch[0].tolist() == [[1], [2]]
+    assert [one.tolist() for one in batch[1]] == [[1], [2, 3]]
+    assert batch[2].shape == (0, 0)
+
+
+def test_times_that_python_has_not_are_numpys() -> None:
+    """They cost neither the row nor the batch, and are exact."""
+    far = 10**13
+    for kind, expected in (
+        (pa.timestamp("s"), np.datetime64(far, "s")),
+        (pa.timestamp("s", "UTC"), np.datetime64(far, "s")),
+        (pa.timestamp("s", "no such zone"), np.datetime64(far, "s")),
+        (pa.duration("ms"), np.timedelta64(10**18, "ms")),
+        (pa.date64(), np.datetime64(86_400_000 * 10**9, "ms")),
+    ):
+        value = int(expected.astype(np.int64))
+        rows = rows_of(None, pa.array([0, value, None]).view(kind))
+        one, two, three = rows.collate()["x"]
+        assert isinstance(one, (datetime.date, datetime.timedelta, np.datetime64))
+        assert two == expected
+        assert type(two) is type(expected)
+        assert three is None
+
+
+# -- NULL --------------------------------------------------------------------------
+
+HOLES: dict[str, tuple[Any, list[Any], int]] = {
+    "int": (pa.int64(), [1, 2, None], 2),
+    "bool": (pa.bool_(), [True, None], 1),
+    "fixed": (pa.list_(pa.int8(), 2), [[1, 2], None], 1),
+    "inside fixed": (pa.list_(pa.int8(), 2), [[1, 2], [1, None]], 1),
+    "list": (pa.list_(pa.int8()), [[1, 2], None], 1),
+    "inside": (pa.list_(pa.int8()), [[1, 2], [1, 2], [1, None]], 2),
+    "inside ragged": (pa.list_(pa.int8()), [[1, 2], [None]], 1),
+    "inside both": (pa.list_(pa.list_(pa.int8())), [[[1]], [[None]]], 1),
+    "struct": (pa.struct([("a", pa.int8())]), [{"a": 1}, None], 1),
+    "dictionary": (pa.dictionary(pa.int8(), pa.int64()), [1, None], 1),
+}
+
+
+@pytest.mark.parametrize("name", HOLES)
+def test_a_null_in_a_tensor_is_an_error_with_its_place(name: str) -> None:
+    """It names the column and the row, and says what to do; rows have None."""
+    kind, values, place = HOLES[name]
+    rows = rows_of(kind, values)
+    found = [row["x"] for row in rows][place]
+    assert found is None or None in np.ravel(found).tolist()
+    text = rf"column 'x' has a NULL in row {place} of this batch of {len(rows)}.*filter"
+    with pytest.raises(TypeError, match=text):
+        default_collate(rows)
+    for part in (rows[place:], rows.pick([place])):
+        with pytest.raises(TypeError, match="NULL in row 0 of this batch of 1"):
+            part.collate()
+    for part in (rows[:place], rows.pick([0, 0])):
+        assert_same(part.collate(), default_collate(list(part)))
+
+
+def test_a_null_in_a_struct_names_the_field() -> None:
+    """And a struct whose fields are kept may have them."""
+    kind = pa.struct([("a", pa.int8()), ("b", pa.string())])
+    rows = rows_of(kind, [{"a": 1, "b": None}, {"a": None, "b": "t"}])
+    assert rows[0] == {"x": {"a": 1, "b": None}}
+    with pytest.raises(TypeError, match=r"column 'x\.a' has a NULL in row 1"):
+        rows.collate()
+    assert rows[:1].collate()["x"]["b"] == [None]
+
+
+def test_nulls_in_one_part_only() -> None:
+    """Parts with and without join, and the place is that in the whole."""
+    without, with_null = rows_of(pa.int8(), [1, 2]), rows_of(pa.int8(), [3, None])
+    joined = without.joined([with_null])
+    assert joined is not None
+    assert [row["x"] for row in joined] == [1, 2, 3, None]
+    with pytest.raises(TypeError, match="row 3 of this batch of 4"):
+        joined.collate()
+    assert joined[:3].collate()["x"].tolist() == [1, 2, 3]
+    assert joined.pick([2, 0]).collate()["x"].tolist() == [3, 1]

@@ -1,0 +1,334 @@
+"""Ranges of a key: every row once, in order, in one snapshot, from any place on."""
+
+import asyncio
+import json
+import sqlite3
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioloader.datasets._sql_format import SQLFormat
+from aioloader.datasets._sql_keys import spans_of
+from datasets.pg import Database, database, postgresql, server, sqlite
+from datasets.sql_reads import (
+    BUDGET,
+    keys_of,
+    opened,
+    parts_of,
+    rest_of,
+    resumed,
+    rows_of,
+)
+
+__all__ = ["database", "postgresql", "server", "sqlite"]
+
+# By what row n has for a key; PostgreSQL's type; whether SQLite can have it.
+KEYS = {
+    "dense": ("n", "int8", True),
+    "from below zero": ("n * 3 - 1500", "int8", True),
+    "thick and thin": ("CASE WHEN n < 900 THEN n ELSE n * 1000000 END", "int8", True),
+    "extreme": (
+        f"CASE n WHEN 0 THEN {-(2**63) + 1} - 1 WHEN 1 THEN {2**63 - 1} ELSE n END",
+        "int8",
+        True,
+    ),
+    "small integers": ("n", "int2", True),
+    "text": ("'k' || n || CASE n % 3 WHEN 0 THEN ' x''\"' WHEN 1 THEN 'é' ELSE '' END",
+             "text", True),
+    "varchar": ("'k' || n", "varchar(9)", False),
+    "char": ("'k' || n", "char(9)", False),
+    "uuid": ("md5(n::text)::uuid", "uuid", False),
+    "date": ("DATE '1999-01-01' + n", "date", False),
+    "timestamp": ("TIMESTAMP '1969-12-31' + n * INTERVAL '1 day 1 microsecond'",
+                  "timestamp", False),
+    "timestamptz": ("TIMESTAMPTZ '1969-12-31 00:00+02' + n * INTERVAL '7 hours'",
+                    "timestamptz", False),
+    "bytea": ("decode(md5(n::text), 'hex')", "bytea", False),
+}  # fmt: skip
+ROWS = 1000
+
+
+def make(database: Database, name: str) -> None:
+    """Make a table ``t`` whose keys are of a kind; ``n`` counts its rows."""
+    expression, kind, has_sqlite = KEYS[name]
+    if database.kind == "sqlite":
+        if not has_sqlite:
+            pytest.skip("SQLite has no such type")
+        kind = {"text": "TEXT"}.get(kind, "INTEGER")
+    database.run(
+        f"CREATE TABLE t (id {kind} PRIMARY KEY, n INTEGER)",
+        f"INSERT INTO t WITH RECURSIVE r(n) AS (SELECT 0 UNION ALL SELECT n + 1 "
+        f"FROM r WHERE n < {ROWS - 1}) SELECT {expression}, n FROM r "
+        "ORDER BY n * 7919 % 10007",
+    )
+
+
+def in_order(database: Database) -> list[int]:
+    """Return ``n`` of all rows in the database's own order of the key."""
+    return [row[0] for row in database.run("SELECT n FROM t ORDER BY id")]
+
+
+@pytest.mark.parametrize("name", KEYS)
+async def test_every_row_once_and_in_order(database: Database, name: str) -> None:
+    """Whatever the key is, and into however many ranges it is cut."""
+    make(database, name)
+    expected = in_order(database)
+    for partitions in (1, 5):
+        made = SQLFormat(database.url, "t", key="id", partitions=partitions)
+        parts = await parts_of(made)
+        assert [row["n"] for part in parts for row in part] == expected
+        assert len(parts) == partitions
+        assert max(map(len, parts)) <= 2 * ROWS // partitions
+
+
+@pytest.mark.parametrize("name", ["extreme", "text", "char", "uuid", "timestamptz"])
+async def test_reading_goes_on_anywhere(database: Database, name: str) -> None:
+    """A position is JSON; the rest of the range follows it exactly."""
+    make(database, name)
+    made = SQLFormat(database.url, "t", key="id", partitions=[])
+    expected = in_order(database)
+    for count in (1, 500, 1000):
+        rows = await resumed(made, 0, count)
+        assert [row["n"] for row in rows] == expected, count
+
+
+async def test_reading_goes_on_everywhere(sqlite: Database) -> None:
+    """At each row of each range."""
+    sqlite.fill("t", 40, key="n * n")
+    made = SQLFormat(sqlite.url, "t", key="id", partitions=[400, 900])
+    for number, keys in enumerate(([*range(20)], [*range(20, 30)], [*range(30, 40)])):
+        for count in range(len(keys) + 1):
+            rows = await resumed(made, number, count)
+            assert [row["id"] for row in rows] == [key * key for key in keys]
+
+
+async def test_positions_are_of_what_was_pulled(database: Database) -> None:
+    """Not of what was read ahead; they are the key and nothing else."""
+    database.fill("t", 500)
+    async with opened(SQLFormat(database.url, "t", key="id", partitions=2)) as readers:
+        assert [*readers[1].position()] == ["plan"]
+        rows = await readers[1].pull(7)
+        position = readers[1].position()
+        assert position["key"] == rows[-1]["id"]
+        assert type(position["key"]) is int
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+async def test_fewer_rows_than_ranges(database: Database, count: int) -> None:
+    """There are as many ranges as were asked for; some are empty."""
+    database.run("CREATE TABLE t (id BIGINT PRIMARY KEY, n INTEGER)")
+    for n in range(count):
+        database.run(f"INSERT INTO t VALUES ({n * n}, {n})")
+    parts = await parts_of(SQLFormat(database.url, "t", key="id", partitions=8))
+    assert len(parts) == 8
+    assert [row["n"] for part in parts for row in part] == [*range(count)]
+
+
+async def test_large_tables_are_cut_by_looking_at_little(database: Database) -> None:
+    """PostgreSQL looks at some pages, SQLite at some keys: about equal parts."""
+    database.fill("t", 100_000, key="1000 + n * 5")
+    made = SQLFormat(database.url, "t", key="id", columns=["id"], partitions=8)
+    sizes = [len(part) for part in await parts_of(made, 10_000)]
+    assert sum(sizes) == 100_000
+    assert max(sizes) < 1.3 * 100_000 / 8
+
+
+async def test_ranges_side_by_side(database: Database) -> None:
+    """All are read at once, a few rows in turn."""
+    database.fill("t", 3000)
+    async with opened(SQLFormat(database.url, "t", key="id", partitions=6)) as readers:
+        parts = await asyncio.gather(*(rest_of(reader, 7) for reader in readers))
+    assert [row["id"] for part in parts for row in part] == [*range(3000)]
+
+
+@given(
+    st.sets(st.integers(-(2**63), 2**63 - 1), max_size=60),
+    st.integers(1, 9),
+    st.integers(1, 70),
+)
+async def test_any_integers(
+    tmp_path_factory: Any, keys: set[int], partitions: int, limit: int
+) -> None:
+    """Cut anyhow, and pulled anyhow."""
+    path = tmp_path_factory.mktemp("any") / "x.db"
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE t (id INTEGER PRIMARY KEY)")
+    connection.executemany("INSERT INTO t VALUES (?)", [(key,) for key in keys])
+    connection.commit()
+    connection.close()
+    made = SQLFormat(f"sqlite:///{path}", "t", key="id", partitions=partitions)
+    rows = await rows_of(made, limit)
+    assert [row["id"] for row in rows] == sorted(keys)
+
+
+# -- what is read -----------------------------------------------------------------
+
+
+async def test_columns_are_chosen(database: Database) -> None:
+    """In the order asked for; the key need not be among them."""
+    database.fill("t", 10)
+    made = SQLFormat(database.url, "t", key="id", columns=["name", "value"])
+    rows = await rows_of(made)
+    assert rows[3] == {"name": "row 3", "value": 1.5}
+    assert [*rows[3]] == ["name", "value"]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT id, value * 2 AS twice FROM t WHERE id >= 40",
+        "  -- first\n select id, value * 2 AS twice FROM t WHERE id >= 40 ; \n",
+        (
+            "/* a */ WITH x AS (SELECT * FROM t WHERE id >= 40)\n"
+            "SELECT id, value * 2 AS twice FROM x -- last"
+        ),
+        (
+            "SELECT a.id, max(a.value) * 2 AS twice FROM t AS a\n"
+            "JOIN t AS b ON a.id = b.id WHERE b.id >= 40 GROUP BY a.id"
+        ),
+    ],
+)
+async def test_queries(database: Database, query: str) -> None:
+    """Any SELECT, with comments and a semicolon too."""
+    database.fill("t", 100)
+    rows = await rows_of(SQLFormat(database.url, query, key="id", partitions=3))
+    assert rows == [{"id": n, "twice": float(n)} for n in range(40, 100)]
+
+
+async def test_queries_with_parameters(database: Database) -> None:
+    """They are bound: a quote in one is a quote."""
+    database.fill("t", 300)
+    database.run("UPDATE t SET name = 'it''s' WHERE id % 3 = 0")
+    query = f"SELECT id FROM t WHERE name = {database.sign}"
+    made = SQLFormat(
+        database.url, query, key="id", parameters=["it's"], partitions=4, columns=["id"]
+    )
+    assert await keys_of(made) == [*range(0, 300, 3)]
+    assert [r["id"] for r in await resumed(made, 0, 5)][-1] < 100
+
+
+async def test_a_key_that_has_no_index(database: Database) -> None:
+    """It is sorted by the database."""
+    database.run("CREATE TABLE t (id INTEGER, n INTEGER)")
+    database.run("INSERT INTO t VALUES (3, 0), (1, 1), (2, 2)")
+    assert await keys_of(SQLFormat(database.url, "t", key="id", partitions=2)) == [
+        1,
+        2,
+        3,
+    ]
+
+
+async def test_views(database: Database) -> None:
+    """They are read as tables are."""
+    database.fill("t", 50)
+    database.run("CREATE VIEW v AS SELECT id, name FROM t WHERE id > 9")
+    made = SQLFormat(database.url, "v", key="id", partitions=3)
+    assert await keys_of(made) == [*range(10, 50)]
+
+
+async def test_sqlite_s_own_row_number(sqlite: Database) -> None:
+    """A table without a key has one, which is not delivered unless asked for."""
+    sqlite.run("CREATE TABLE t (n TEXT)", "INSERT INTO t VALUES ('a'), ('b'), ('c')")
+    made = SQLFormat(sqlite.url, "t", key="rowid", partitions=2)
+    assert await rows_of(made) == [{"n": "a"}, {"n": "b"}, {"n": "c"}]
+    made = SQLFormat(sqlite.url, "t", key="rowid", columns=["rowid"])
+    assert await keys_of(made, "rowid") == [1, 2, 3]
+
+
+async def test_partitioned_tables_and_schemas(postgresql: Database) -> None:
+    """A table of several tables is sampled as one."""
+    postgresql.run(
+        "CREATE TABLE t (id INT PRIMARY KEY, n INT) PARTITION BY RANGE (id)",
+        "CREATE TABLE t1 PARTITION OF t FOR VALUES FROM (0) TO (700)",
+        "CREATE TABLE t2 PARTITION OF t FOR VALUES FROM (700) TO (2000)",
+        "INSERT INTO t SELECT i, i FROM generate_series(0, 1999) AS i",
+    )
+    ((schema,),) = postgresql.run("SELECT current_schema()::text")
+    parts = await parts_of(
+        SQLFormat(postgresql.url, f"{schema}.t", key="id", partitions=4)
+    )
+    assert [row["id"] for part in parts for row in part] == [*range(2000)]
+    assert max(map(len, parts)) < 510
+
+
+async def test_text_in_another_order(sqlite: Database) -> None:
+    """Not that of its code points: cutting and going on hold to the column's own."""
+    sqlite.run(
+        "CREATE TABLE t (id TEXT COLLATE NOCASE PRIMARY KEY, n INTEGER)",
+        "INSERT INTO t WITH RECURSIVE r(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM r "
+        "WHERE n < 499) SELECT char(65 + n % 26 + n % 2 * 32) || n, n FROM r",
+    )
+    expected = in_order(sqlite)
+    made = SQLFormat(sqlite.url, "t", key="id", partitions=5)
+    assert [row["n"] for row in await rows_of(made)] == expected
+    assert expected != [
+        row[0] for row in sqlite.run("SELECT n FROM t ORDER BY id COLLATE BINARY")
+    ]
+    again = SQLFormat(sqlite.url, "t", key="id", partitions=await made.plan())
+    assert [row["n"] for row in await rows_of(again)] == expected
+    whole = SQLFormat(sqlite.url, "t", key="id", partitions=1)
+    for count in (1, 250, 251):
+        assert [row["n"] for row in await resumed(whole, 0, count)] == expected
+
+
+# -- cutting ----------------------------------------------------------------------
+
+
+async def test_bounds_hold_for_ranks_and_later_runs(database: Database) -> None:
+    """Rows that come later fall into the same ranges, and none in between."""
+    database.fill("t", 100, key="n * 10")
+    bounds = await SQLFormat(database.url, "t", key="id", partitions=4).plan()
+    assert len(bounds) == 3
+    database.run("INSERT INTO t SELECT id + 5, value, name FROM t")
+    made = SQLFormat(database.url, "t", key="id", partitions=bounds)
+    parts = await parts_of(made)
+    assert [row["id"] for part in parts for row in part] == [*range(0, 1000, 5)]
+    starts = [part[0]["id"] for part in parts[1:]]
+    assert starts == bounds
+
+
+async def test_a_position_of_other_ranges(database: Database) -> None:
+    """It would lose rows: it is refused, unless the ranges are taken over."""
+    database.fill("t", 100)
+    made = SQLFormat(database.url, "t", key="id", partitions=3)
+    async with AsyncExitStack() as stack:
+        shards = await made.shards(stack)
+        reader = made.open(shards[1], {}, BUDGET)
+        rows = [*await reader.pull(5)]
+        state = json.loads(json.dumps([reader.position(), shards]))
+        await reader.aclose()
+    database.run("INSERT INTO t SELECT id + 1000, value, name FROM t")
+    async with AsyncExitStack() as stack:
+        shards = await made.shards(stack)
+        with pytest.raises(ValueError, match=r"table 't' of .* was cut elsewhere when"):
+            made.open(shards[1], state[0], BUDGET)
+        shards = await made.shards(stack, state[1])
+        reader = made.open(shards[1], state[0], BUDGET)
+        rows += await rest_of(reader)
+        await reader.aclose()
+    assert [row["id"] for row in rows] == [*range(33, 66)]
+
+
+@pytest.mark.parametrize("bounds", [[5, 3], [5, 5], [1, 7, 2]])
+async def test_bounds_must_rise(database: Database, bounds: list[int]) -> None:
+    """Else rows would be read twice."""
+    database.fill("t", 10)
+    made = SQLFormat(database.url, "t", key="id", partitions=bounds)
+    with pytest.raises(
+        ValueError, match=r"table 't' of .*bounds in partitions must rise"
+    ):
+        await parts_of(made)
+
+
+def test_ranges_have_no_gap() -> None:
+    """Each begins where the one before ends; the ends are open."""
+    spans = spans_of([3, 8], 5)
+    assert [(span.start, span.stop) for span in spans[:3]] == [
+        (None, 3),
+        (3, 8),
+        (8, None),
+    ]
+    assert [span.is_void for span in spans] == [False, False, False, True, True]

@@ -1,0 +1,380 @@
+"""Databases that refuse, vanish and come back; names that are no names."""
+
+import asyncio
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioloader.datasets._sql_address import Address
+from aioloader.datasets._sql_format import SQLFormat
+from aioloader.errors import (
+    DatasetError,
+    ObjectNotFoundError,
+    ObjectPermissionError,
+)
+from beside import beside
+from datasets.pg import PASSWORD, Database, Server, database, postgresql, server, sqlite
+from datasets.sql_reads import keys_of, opened, rest_of, rows_of
+from datasets.test_secrets import everything_said
+
+__all__ = ["database", "postgresql", "server", "sqlite"]
+
+SMALL = 1 << 18
+
+
+def wide(postgresql: Database, count: int = 4000) -> None:
+    """Make a table of 1 KB rows, which cannot all be read ahead."""
+    postgresql.run(
+        "CREATE TABLE t (id INT PRIMARY KEY, n INT DEFAULT 0, body TEXT)",
+        f"INSERT INTO t SELECT i, 0, repeat('x', 1000) "
+        f"FROM generate_series(0, {count - 1}) AS i",
+    )
+
+
+# -- refusals ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("password", [f":{PASSWORD}x", f":{PASSWORD}", ""])
+async def test_credentials(
+    server: Server,
+    postgresql: Database,
+    password: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Wrong, right but without grants, and none: refused, and told without them."""
+    postgresql.fill("t", 3)
+    ((schema,),) = postgresql.run("SELECT current_schema()::text")
+    monkeypatch.setenv("PGPASSFILE", "/nonexistent")
+    url = postgresql.url.replace("postgres@", f"guest{password}@")
+    with pytest.raises(ObjectPermissionError) as caught:
+        await rows_of(SQLFormat(url, f"{schema}.t", key="id"))
+    words = {
+        f":{PASSWORD}x": "password authentication failed for user",
+        f":{PASSWORD}": "permission denied for schema",
+        "": "no password supplied",
+    }
+    assert caught.match(words[password])
+    assert PASSWORD not in everything_said(caught.value)
+    assert caught.value.location == Address(url).label
+
+
+async def test_a_password_of_the_environment(
+    postgresql: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is libpq that looks there."""
+    postgresql.fill("t", 3)
+    ((schema,),) = postgresql.run("SELECT current_schema()::text")
+    postgresql.run(
+        f"GRANT USAGE ON SCHEMA {schema} TO guest", "GRANT SELECT ON t TO guest"
+    )
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    url = postgresql.url.replace("postgres@", "guest@")
+    made = SQLFormat(url, "t", key="id")
+    assert await keys_of(pickle.loads(pickle.dumps(made))) == [0, 1, 2]
+    assert PASSWORD.encode() not in pickle.dumps(made)
+
+
+def test_a_url_with_a_password_does_not_travel() -> None:
+    """It would be written in clear; it is not shown either."""
+    url = f"postgresql://me:{PASSWORD}@host:81/name?sslpassword={PASSWORD}"
+    made = SQLFormat(url, "t", key="id")
+    assert PASSWORD not in repr(made) + repr(vars(made)) + made.label
+    with pytest.raises(pickle.PicklingError, match="PGPASSWORD") as caught:
+        pickle.dumps(made)
+    assert PASSWORD not in everything_said(caught.value)
+
+
+async def test_nobody_listens(tmp_path: Path) -> None:
+    """At the beginning that is an error at once."""
+    url = f"postgresql:///name?host={tmp_path}"
+    with pytest.raises(DatasetError, match="No such file or directory") as caught:
+        await rows_of(SQLFormat(url, "t", key="id"))
+    assert f"cannot open table 't' of 'postgresql:///name?host={tmp_path}'" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("postgres?", "nothere?"), 'database "nothere" does not exist'),
+        (("postgres@", "nobody@"), 'role "nobody" does not exist'),
+    ],
+)
+async def test_no_such_database(
+    postgresql: Database, change: tuple[str, str], words: str
+) -> None:
+    """Nor such a user; the server says it."""
+    made = SQLFormat(postgresql.url.replace(*change), "t", key="id")
+    with pytest.raises((ObjectNotFoundError, ObjectPermissionError), match=words):
+        await rows_of(made)
+
+
+async def test_no_such_file(tmp_path: Path) -> None:
+    """Nothing is made; and what is no database is told from one."""
+    with pytest.raises(ObjectNotFoundError, match="no such file"):
+        await rows_of(SQLFormat(f"sqlite:///{tmp_path}/x.db", "t", key="id"))
+    assert not (tmp_path / "x.db").exists()
+    (tmp_path / "x.db").write_bytes(b"no database at all" * 100)
+    with pytest.raises(DatasetError, match="file is not a database"):
+        await rows_of(SQLFormat(f"sqlite:///{tmp_path}/x.db", "t", key="id"))
+
+
+@pytest.mark.parametrize("partitions", [1, 4, [3]])
+async def test_no_such_table(database: Database, partitions: Any) -> None:
+    """Whatever is asked of it first."""
+    database.fill("t", 3)
+    made = SQLFormat(database.url, "nothere", key="id", partitions=partitions)
+    with pytest.raises(ObjectNotFoundError, match="nothere"):
+        await rows_of(made)
+
+
+@pytest.mark.parametrize("options", [{"key": "no"}, {"columns": ["id", "no"]}])
+async def test_no_such_column(database: Database, options: dict[str, Any]) -> None:
+    """The error names those that there are."""
+    database.fill("t", 3)
+    made = SQLFormat(database.url, "t", **{"key": "id", **options})
+    words = r"table 't' of .*: there is no column 'no'; there are id, value, name"
+    with pytest.raises(ValueError, match=words):
+        await rows_of(made)
+
+
+@pytest.mark.parametrize(
+    "query", ["SELECT id FROM", "SELECT id FROM t) --", "SELECT 1; DROP TABLE t"]
+)
+async def test_queries_that_are_none(database: Database, query: str) -> None:
+    """They are refused, and change nothing."""
+    database.fill("t", 3)
+    with pytest.raises((DatasetError, ValueError), match=r"syntax|incomplete"):
+        await rows_of(SQLFormat(database.url, query, key="id"))
+    assert await keys_of(SQLFormat(database.url, "t", key="id")) == [0, 1, 2]
+
+
+async def test_an_error_of_a_row(postgresql: Database) -> None:
+    """It will not pass: it is not tried again, and says behind which row."""
+    postgresql.fill("t", 5000)
+    query = "SELECT id, 1 / (id - 4000) AS x, repeat('x', 100) AS y FROM t"
+    made = SQLFormat(postgresql.url, query, key="id", partitions=1)
+    async with opened(made, SMALL) as readers:
+        rows: list[Any] = []
+        with pytest.raises(DatasetError, match="division by zero") as caught:
+            while True:
+                rows += await readers[0].pull(100)
+        assert 0 < len(rows) < 4000
+        assert f"(every id, behind {len(rows) - 1}) of" in str(caught.value)
+        assert caught.value.attempts == 1
+
+
+# -- names ------------------------------------------------------------------------
+
+NASTY = [
+    't"; DROP TABLE t; --',
+    "t; DROP TABLE t",
+    "t'); DROP TABLE t; --",
+    "t AS q; DELETE FROM t",
+    "t WHERE 1=1",
+    "(t)",
+    "sélect",
+    "select",
+    "{}",
+]
+
+
+@pytest.mark.parametrize("name", NASTY)
+async def test_names_are_never_code(database: Database, name: str) -> None:
+    """As table, key or column: they are names of nothing, and nothing happens."""
+    database.fill("t", 3)
+    cases: list[tuple[str, dict[str, Any]]] = [
+        (name, {"key": "id"}),
+        ("t", {"key": name}),
+        ("t", {"key": "id", "columns": [name]}),
+    ]
+    for table, options in cases:
+        with pytest.raises((DatasetError, ValueError)):
+            await rows_of(SQLFormat(database.url, table, **options))
+    assert await keys_of(SQLFormat(database.url, "t", key="id")) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", NASTY)
+async def test_any_name_can_be_read(database: Database, name: str) -> None:
+    """Where there is such a table, with such columns."""
+    quoted = '"' + name.replace('"', '""') + '"'
+    database.run(
+        f'CREATE TABLE {quoted} ({quoted} INTEGER PRIMARY KEY, {quoted[:-1]}2" TEXT)'
+    )
+    database.run(f"INSERT INTO {quoted} VALUES (1, 'a'), (2, 'b'), (3, 'c')")
+    made = SQLFormat(database.url, quoted, key=name, columns=[f"{name}2"], partitions=2)
+    assert await keys_of(made, f"{name}2") == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"query": ""}, "'' is no table"),
+        ({"query": "a..b"}, "'a..b' is no table"),
+        ({"query": 'a"b'}, "is no table|names must"),
+        ({"query": "a\0b"}, "without NUL"),
+        ({"key": ""}, "not empty"),
+        ({"columns": []}, "at least one column"),
+        ({"columns": ["a", "b", "a"]}, "columns must not repeat, got a, b, a"),
+        ({"partitions": 0}, "partitions must be at least 1, got 0"),
+        ({"deadline": -1}, "deadline must not be negative, got -1"),
+        ({"parameters": [1]}, "parameters are for a query"),
+        ({"url": "mysql://host/name"}, r"got mysql://\.\.\."),
+        ({"url": f"pg://me:{PASSWORD}@host"}, r"got pg://\.\.\.$"),
+        ({"url": "data.db"}, "got no scheme"),
+        ({"url": "sqlite://"}, "a database in memory belongs to one"),
+        ({"url": "sqlite:///:memory:"}, "a database in memory belongs to one"),
+        ({"url": "postgresql://host/x?a-b=1"}, r"parameters such as \?name=value"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], words: str) -> None:
+    """They are refused when the format is made."""
+    given = {"url": "sqlite:///x.db", "query": "t", "key": "id", **arguments}
+    with pytest.raises(ValueError, match=words):
+        SQLFormat(given.pop("url"), given.pop("query"), **given)
+
+
+def test_columns_are_a_list() -> None:
+    """A string would be taken for its letters."""
+    with pytest.raises(TypeError, match="columns must be a list of names, got 'id'"):
+        SQLFormat("sqlite:///x.db", "t", key="id", columns="id")
+
+
+@pytest.mark.parametrize(
+    ("url", "label", "libpq"),
+    [
+        (
+            "postgresql://me:s%20'\\x@h1:1,[::1]:2/my%20db?sslmode=no",
+            "postgresql://h1,::1:1,2/my db",
+            r"port='1,2' user='me' password='s \'\\x' dbname='my db' sslmode='no'",
+        ),
+        ("postgres:///x?host=/tmp&port=9", "postgresql:///x?host=/tmp&port=9",
+         "dbname='x' host='/tmp' port='9'"),
+        ("postgresql://%2Ft/x", "postgresql:///x?host=/t", "host='/t' dbname='x'"),
+        ("postgresql://", "postgresql:///", ""),
+    ],
+)  # fmt: skip
+def test_addresses(url: str, label: str, libpq: str) -> None:
+    """Taken apart for libpq, which then has nothing to complain about."""
+    address = Address(url)
+    assert address.label == label
+    assert address.for_libpq().endswith(libpq)
+    assert address.scrub("a s 'x b s%20%27%5Cx") == (
+        "a s 'x b ***" if "me" in url else "a s 'x b s%20%27%5Cx"
+    )
+
+
+def test_addresses_of_files(tmp_path: Path) -> None:
+    """Read only, with whatever sign is in the path."""
+    path = tmp_path / "a b%#.db"
+    path.touch()
+    address = Address(f"sqlite:///{path}?immutable=1")
+    uri = f"file:{tmp_path}/a%20b%25%23.db?immutable=1&mode=ro"
+    assert address.for_sqlite() == uri
+    assert Address("sqlite:///x.db").path == str(Path.cwd() / "x.db")
+
+
+# -- servers that vanish ----------------------------------------------------------
+
+
+@pytest.fixture
+def running(server: Server) -> Any:
+    """Start the server again after a test that stopped it."""
+    yield server
+    server.start()
+
+
+@pytest.mark.slow
+async def test_a_restart_in_the_middle(
+    postgresql: Database, running: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Reading goes on behind the last key, on all ranges, with one new snapshot."""
+    wide(postgresql)
+    made = SQLFormat(
+        postgresql.url, "t", key="id", partitions=4, columns=["id", "body"]
+    )
+    with caplog.at_level(logging.WARNING, "aioloader"):
+        async with opened(made, SMALL) as readers:
+            parts = [[*await reader.pull(10)] for reader in readers[:3]]
+            await beside(running.stop)
+            rest = [asyncio.create_task(rest_of(reader)) for reader in readers]
+            await beside(running.start)
+            for part, more in zip(
+                [*parts, []], await asyncio.gather(*rest), strict=True
+            ):
+                parts_and_rest = [*part, *more]
+                part[:] = parts_and_rest
+            parts.append(await rest[3])
+    found = [row["id"] for part in parts for row in part]
+    assert found == [*range(4000)]
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("the snapshot of" in line for line in said) == 1
+    assert any("trying again" in line for line in said)
+
+
+@pytest.mark.slow
+async def test_a_server_that_stays_away(postgresql: Database, running: Server) -> None:
+    """After the deadline an error says where, how far it came and why."""
+    wide(postgresql)
+    made = SQLFormat(postgresql.url, "t", key="id", partitions=[2000], deadline=0.5)
+    async with opened(made, SMALL) as readers:
+        rows = [*await readers[1].pull(10)]
+        await beside(running.stop)
+        with pytest.raises(DatasetError, match=r"given up after \d+ tries") as caught:
+            while True:
+                rows += await readers[1].pull(100)
+        label = Address(postgresql.url).label
+        text = str(caught.value)
+        where = f"(id >= 2000, behind {rows[-1]['id']}) of {label!r}: "
+        assert text.startswith(f"cannot read table 't' {where}")
+        assert caught.value.attempts > 1
+        assert caught.value.location == label
+
+
+async def test_a_reader_s_connection_is_cut(
+    postgresql: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The snapshot is still there: what was written meanwhile is not seen."""
+    wide(postgresql)
+    made = SQLFormat(postgresql.url, "t", key="id", partitions=1)
+    with caplog.at_level(logging.WARNING, "aioloader"):
+        async with opened(made, SMALL) as readers:
+            rows = [*await readers[0].pull(10)]
+            cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE "
+            await beside(
+                lambda: postgresql.run(
+                    "UPDATE t SET n = 1", f"{cut} query LIKE 'COPY%ORDER BY%'"
+                )
+            )
+            rows += await rest_of(readers[0])
+    assert [row["id"] for row in rows] == [*range(4000)]
+    assert {int(row["n"]) for row in rows} == {0}
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "connection" in said
+    assert said.endswith("trying again")
+
+
+async def test_the_leader_s_connection_is_cut(
+    postgresql: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranges that are begun have the old snapshot, later ones a new one: it is told."""
+    wide(postgresql)
+    made = SQLFormat(postgresql.url, "t", key="id", partitions=[2000])
+    with caplog.at_level(logging.WARNING, "aioloader"):
+        async with opened(made, SMALL) as readers:
+            await readers[0].pull(10)
+            leader = (
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE state = 'idle in transaction'"
+            )
+            await beside(lambda: postgresql.run("UPDATE t SET n = 1", leader))
+            second, first = [await rest_of(reader) for reader in reversed(readers)]
+    assert [row["id"] for row in first + second] == [*range(10, 4000)]
+    assert {int(row["n"]) for row in first} == {0}
+    assert {int(row["n"]) for row in second} == {1}
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "reading goes on with a new one" in said

@@ -1,0 +1,270 @@
+"""Rows by key: many by one query, in the order asked, over lost connections."""
+
+import asyncio
+import pickle
+import threading
+from typing import Any
+
+import asyncpg
+import numpy as np
+import pytest
+import torch
+
+from aioloader import DataLoader
+from aioloader.datasets.sql import SQLRows
+from aioloader.errors import (
+    ObjectNotFoundError,
+)
+from aioloader.protocols import Kind, batch_getter, kind_of, reads_async
+from beside import beside
+from datasets.pg import Database, database, postgresql, server, sqlite
+from datasets.sql_reads import listed
+
+__all__ = ["database", "postgresql", "server", "sqlite"]
+
+
+async def test_keys_are_sorted_integers(database: Database) -> None:
+    """An array; its length is the dataset's."""
+    database.fill("t", 5000, key="n * 3 - 6000")
+    async with listed(database) as rows:
+        assert rows.keys.dtype == np.int64  # type: ignore[union-attr]
+        assert [*rows.keys] == [*range(-6000, 9000, 3)]
+        assert len(rows) == 5000
+
+
+async def test_rows_by_index(database: Database) -> None:
+    """One at a time, and counted from the end; numpy's integers are indices too."""
+    database.fill("t", 10, key="n * 10")
+    async with listed(database) as rows:
+        assert await rows[3] == {"id": 30, "value": 1.5, "name": "row 3"}
+        assert (await rows[-1])["id"] == 90
+        assert (await rows[np.int64(2)])["id"] == 20
+        for index in (10, -11, 2**40):
+            with pytest.raises(
+                IndexError, match=f"index {index} is out of range for 10"
+            ):
+                await rows[index]
+
+
+async def test_rows_of_a_batch(database: Database) -> None:
+    """In the order asked; one that comes twice is two dicts."""
+    database.fill("t", 3000)
+    async with listed(database, columns=["name", "value"]) as rows:
+        indices = [2999, 0, 17, 0, *range(100, 2100)]
+        found = await rows.__getitems__(indices)
+        assert [row["name"] for row in found] == [f"row {at}" for at in indices]
+        assert [*found[0]] == ["name", "value"]
+        assert found[1] == found[3]
+        assert found[1] is not found[3]
+        assert await rows.__getitems__([]) == []
+
+
+async def test_one_query_for_a_batch(postgresql: Database) -> None:
+    """Whatever its size."""
+    postgresql.fill("t", 100)
+    asked: list[str] = []
+
+    async def watch(connection: Any) -> None:
+        connection.add_query_logger(lambda record: asked.append(record.query))
+
+    async with asyncpg.create_pool(postgresql.url, min_size=1, init=watch) as pool:
+        rows = SQLRows(pool, "t", key="id", keys=range(100))
+        await rows.__getitems__([*range(0, 100, 2)])
+    assert sum('WHERE q."id" = ANY($1)' in query for query in asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "expression"),
+    [
+        ("text", "'k' || n || '''\"é'"),
+        ("uuid", "md5(n::text)::uuid"),
+        ("timestamptz", "TIMESTAMPTZ '2020-01-01 00:00+00' + n * INTERVAL '1 hour'"),
+        ("date", "DATE '2020-01-01' + n"),
+        ("bytea", "decode(md5(n::text), 'hex')"),
+        ("int2", "n"),
+        ("numeric", "n / 4.0"),
+    ],
+)
+async def test_keys_of_other_types(
+    postgresql: Database, kind: str, expression: str
+) -> None:
+    """They are listed in the database's order, and asked for as they came."""
+    postgresql.run(
+        f"CREATE TABLE t (id {kind} PRIMARY KEY, n INT)",
+        f"INSERT INTO t SELECT {expression}, n FROM generate_series(0, 99) AS n",
+    )
+    expected = [row[0] for row in postgresql.run("SELECT n FROM t ORDER BY id")]
+    async with listed(postgresql) as rows:
+        found = await rows.__getitems__(range(100))
+        assert [row["n"] for row in found] == expected
+        assert isinstance(rows.keys, np.ndarray) is (kind == "int2")
+
+
+async def test_keys_of_text_and_bytes_in_sqlite(sqlite: Database) -> None:
+    """Those too."""
+    sqlite.run("CREATE TABLE t (id TEXT PRIMARY KEY, b BLOB UNIQUE)")
+    sqlite.run("INSERT INTO t VALUES ('b', x'00'), ('a''\"', x''), ('é', x'ff00')")
+    for key, keys in (("id", ["a'\"", "b", "é"]), ("b", [b"", b"\0", b"\xff\0"])):
+        async with listed(sqlite, key=key) as rows:
+            assert rows.keys == keys
+            assert [row[key] for row in await rows.__getitems__([2, 0, 1])] == [
+                keys[2],
+                keys[0],
+                keys[1],
+            ]
+
+
+async def test_given_keys_are_kept_in_their_order(database: Database) -> None:
+    """Nothing is listed; a row that is not there is an error that names it."""
+    database.fill("t", 10)
+    async with SQLRows(database.url, "t", key="id", keys=[7, 3, 99, 3, 77]) as rows:
+        assert len(rows) == 5
+        assert [row["id"] for row in await rows.__getitems__([0, 1, 3])] == [7, 3, 3]
+        words = r"table 't' of .* has no row with id = 99 \(nor 1 others\)"
+        with pytest.raises(ObjectNotFoundError, match=words):
+            await rows.__getitems__([*range(5)])
+        with pytest.raises(ObjectNotFoundError, match=r"no row with id = 77$"):
+            await rows[4]
+
+
+async def test_rows_are_read_as_they_are(database: Database) -> None:
+    """There is no snapshot; NULLs are None."""
+    database.fill("t", 3)
+    async with listed(database) as rows:
+        await beside(
+            lambda: database.run(
+                "UPDATE t SET value = NULL WHERE id = 1", "DELETE FROM t WHERE id = 2"
+            )
+        )
+        assert await rows[1] == {"id": 1, "value": None, "name": "row 1"}
+        with pytest.raises(ObjectNotFoundError, match="no row with id = 2"):
+            await rows[2]
+
+
+async def test_rows_without_a_key_are_left_out(database: Database) -> None:
+    """A NULL cannot be asked for."""
+    database.run("CREATE TABLE t (id INTEGER UNIQUE, n INTEGER)")
+    database.run("INSERT INTO t VALUES (NULL, 1), (5, 2), (NULL, 3)")
+    async with listed(database) as rows:
+        assert [*rows.keys] == [5]
+    database.run("DELETE FROM t")
+    async with listed(database) as rows:
+        assert len(rows) == 0
+
+
+# -- in a loader ------------------------------------------------------------------
+
+
+def test_a_loader_asks_by_the_batch() -> None:
+    """It is map-style and async, and its batches are asked for whole."""
+    rows = SQLRows("sqlite:///x.db", "t", key="id", keys=range(3))
+    assert kind_of(rows) is Kind.MAP
+    assert reads_async(rows)
+    assert batch_getter(rows) == rows.__getitems__
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(rows)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+async def test_batches_of_tensors(database: Database, num_workers: int) -> None:
+    """In this process and in workers, each with connections of its own."""
+    database.fill("t", 100)
+    rows = SQLRows(
+        database.url, "t", key="id", columns=["id", "value"], keys=range(100)
+    )
+    loader: Any = DataLoader(rows, 16, num_workers=num_workers)
+    batches = [batch async for batch in loader]
+    assert torch.equal(torch.cat([b["id"] for b in batches]), torch.arange(100))
+    assert torch.equal(
+        torch.cat([b["value"] for b in batches]),
+        torch.arange(100, dtype=torch.float64) / 2,
+    )
+
+
+async def test_the_pool_of_a_service(postgresql: Database) -> None:
+    """On the service's loop; it stays open."""
+    postgresql.fill("t", 50)
+    async with asyncpg.create_pool(postgresql.url, min_size=3, max_size=3) as pool:
+        rows = await SQLRows.discover(pool, "t", key="id", columns=["id"])
+        loader: Any = DataLoader(rows, 10, loop="caller", shuffle=True)
+        for _ in range(2):
+            batches = [batch["id"] async for batch in loader]
+            assert sorted(torch.cat(batches).tolist()) == [*range(50)]
+        assert await pool.fetchval("SELECT 1") == 1
+        assert "asyncpg.Pool" in repr(rows)
+        with pytest.raises(pickle.PicklingError, match="pass a URL instead"):
+            pickle.dumps(rows)
+
+
+async def test_a_pool_on_another_loop(postgresql: Database) -> None:
+    """The error says what to do, where asyncpg's would not."""
+    postgresql.fill("t", 50)
+    async with asyncpg.create_pool(postgresql.url, min_size=1) as pool:
+        rows = SQLRows(pool, "t", key="id", keys=range(50))
+        loader: Any = DataLoader(rows, 10)
+        with pytest.raises(RuntimeError, match="pass loop='caller' to the loader"):
+            [batch async for batch in loader]
+
+
+async def test_several_loops_at_once(database: Database) -> None:
+    """Each has connections of its own, and closes them."""
+    database.fill("t", 200)
+    rows = SQLRows(database.url, "t", key="id", keys=range(200))
+    found: list[list[Any]] = []
+
+    async def read() -> None:
+        async with rows:
+            parts = await asyncio.gather(
+                *(rows.__getitems__(range(at, 200, 8)) for at in range(8))
+            )
+            found.append(sorted(row["id"] for part in parts for row in part))
+
+    threads = [threading.Thread(target=lambda: asyncio.run(read())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    await read()
+    for thread in threads:
+        await asyncio.to_thread(thread.join)
+    assert found == [[*range(200)]] * 3
+
+
+async def test_enters_nest_and_it_reads_after_the_last_exit(database: Database) -> None:
+    """As other datasets; then it has to be closed again."""
+    database.fill("t", 3)
+    rows = SQLRows(database.url, "t", key="id", keys=range(3))
+    async with rows:
+        async with rows as same:
+            assert same is rows
+        assert (await rows[0])["id"] == 0
+    assert (await rows[1])["id"] == 1
+    await rows.aclose()
+
+
+async def test_it_travels(database: Database) -> None:
+    """With its keys, without its connections."""
+    database.fill("t", 30)
+    async with listed(database) as rows:
+        copy = pickle.loads(pickle.dumps(rows))
+    assert repr(copy) == repr(rows)
+    async with copy:
+        assert (await copy[7])["name"] == "row 7"
+
+
+async def test_cancelled_reads_leave_nothing(database: Database) -> None:
+    """Before, at and after their first step."""
+    database.fill("t", 500)
+    async with listed(database, connections=2) as rows:
+        for turns in range(6):
+            tasks = [asyncio.create_task(rows[at]) for at in range(5)]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert (await rows[499])["id"] == 499
+
+
+def test_listing_blocks_when_asked_to(database: Database) -> None:
+    """Without a running loop, the class itself lists."""
+    database.fill("t", 20)
+    assert [*SQLRows(database.url, "t", key="id").keys] == [*range(20)]

@@ -1,0 +1,296 @@
+"""One snapshot for all ranges; what is held, what is closed; ranges as a stream."""
+
+import asyncio
+import contextlib
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aioloader import DataLoader
+from aioloader.datasets._rows import Rows
+from aioloader.datasets._sql_format import SQLFormat
+from aioloader.datasets.sharded import ShardedStream
+from aioloader.errors import DatasetError
+from beside import beside
+from datasets.pg import Database, database, postgresql, server, sqlite
+from datasets.sql_reads import (
+    BUDGET,
+    keys_of,
+    opened,
+    rest_of,
+    rows_of,
+)
+
+__all__ = ["database", "postgresql", "server", "sqlite"]
+
+
+# -- one snapshot -----------------------------------------------------------------
+
+
+async def test_what_is_written_meanwhile_is_not_seen(database: Database) -> None:
+    """Neither in ranges that were begun nor in those that were not."""
+    database.fill("t", 4000)
+    async with opened(SQLFormat(database.url, "t", key="id", partitions=4)) as readers:
+        rows = [*await readers[0].pull(10)]
+        await beside(
+            lambda: database.run(
+                "DELETE FROM t WHERE id % 2 = 0",
+                "UPDATE t SET value = -1",
+                "INSERT INTO t VALUES (-5, 0, ''), (100000, 0, '')",
+            )
+        )
+        for reader in readers:
+            rows += await rest_of(reader)
+    assert [row["id"] for row in rows] == [*range(4000)]
+    assert [row["value"] for row in rows] == [n / 2 for n in range(4000)]
+    assert len(await keys_of(SQLFormat(database.url, "t", key="id"))) == 2002
+
+
+async def test_ranges_agree_while_others_write(sqlite: Database) -> None:
+    """Money moves between accounts all the time; the sum over all ranges stays."""
+    sqlite.fill("t", 200)
+    sqlite.run("UPDATE t SET value = 100")
+    with writing(sqlite, "UPDATE t SET value = 100 - value", waits=False):
+        totals = set()
+        for _ in range(15):
+            rows = await rows_of(SQLFormat(sqlite.url, "t", key="id", partitions=4))
+            assert len(rows) == 200
+            totals.add(sum(row["value"] for row in rows))
+        assert totals <= {0, 20000}
+
+
+async def test_without_a_log_writers_wait(tmp_path: Path) -> None:
+    """A rollback journal lets nobody write while the snapshot is read; then it does."""
+    plain = Database(tmp_path / "plain.db")
+    plain.fill("t", 2000)
+    async with opened(SQLFormat(plain.url, "t", key="id", partitions=3)) as readers:
+        await readers[0].pull(1)
+        with writing(plain, "DELETE FROM t WHERE id = 0", waits=True) as process:
+            assert process.stdout is not None
+            refused = await beside(process.stdout.readline)
+            assert "locked" in refused
+            rows = [row for reader in readers for row in await rest_of(reader)]
+            assert len(rows) == 1999
+            for reader in readers:
+                await reader.aclose()
+    assert len(await keys_of(SQLFormat(plain.url, "t", key="id"))) == 2000
+    with writing(plain, "DELETE FROM t WHERE id = 0", waits=True) as process:
+        assert process.stdout is not None
+        assert await beside(process.stdout.readline) == "done\n"
+    assert len(await keys_of(SQLFormat(plain.url, "t", key="id"))) == 1999
+
+
+WRITER = """
+import sqlite3, sys
+path, statement, waits = sys.argv[1:]
+connection = sqlite3.connect(path, timeout=0.1, isolation_level=None)
+print("up", flush=True)
+while True:
+    try:
+        connection.execute(statement)
+        said = "done"
+    except sqlite3.OperationalError as error:
+        said = str(error)
+    if waits == "True":
+        print(said, flush=True)
+        break
+connection.close()
+"""
+
+
+@contextlib.contextmanager
+def writing(
+    sqlite: Database, statement: str, *, waits: bool
+) -> Iterator["subprocess.Popen[str]"]:
+    """Run a statement in another process: once, or again and again meanwhile."""
+    path = sqlite.url.removeprefix("sqlite:///")
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", WRITER, path, statement, str(waits)],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+async def test_two_iterations_have_snapshots_of_their_own(database: Database) -> None:
+    """Of one format, side by side."""
+    database.fill("t", 300)
+    made = SQLFormat(database.url, "t", key="id", partitions=2)
+    async with opened(made) as old:
+        await old[0].pull(1)
+        await beside(lambda: database.run("DELETE FROM t WHERE id >= 100"))
+        async with opened(made) as new:
+            for readers, count in ((new, 100), (old, 299)):
+                rows = [row for reader in readers for row in await rest_of(reader)]
+                assert len(rows) == count
+
+
+# -- memory, and ends -------------------------------------------------------------
+
+
+async def test_no_more_is_held_than_the_budget(database: Database) -> None:
+    """Blobs of 50 KB: some are read ahead, and no more until they are pulled."""
+    blob = "zeroblob(50000)" if database.kind == "sqlite" else "repeat('x', 50000)"
+    kind = "BLOB" if database.kind == "sqlite" else "TEXT"
+    database.run(f"CREATE TABLE t (id INTEGER PRIMARY KEY, body {kind})")
+    database.fill("n", 400)
+    database.run(f"INSERT INTO t SELECT id, {blob} FROM n")
+    async with opened(SQLFormat(database.url, "t", key="id", partitions=1)) as readers:
+        reader = readers[0]
+        count = 0
+        while len(block := await reader.pull(3)):
+            count += len(block)
+            assert reader._held <= BUDGET + 200_000
+        assert count == 400
+
+
+async def test_a_pull_that_is_cancelled_loses_nothing(database: Database) -> None:
+    """Cancelled at any time; the next one has the rows."""
+    database.fill("t", 5000)
+    async with opened(SQLFormat(database.url, "t", key="id", partitions=1)) as readers:
+        rows: list[Any] = []
+        for turns in range(30):
+            task = asyncio.create_task(readers[0].pull(50))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            for done in await asyncio.gather(task, return_exceptions=True):
+                rows += [] if isinstance(done, BaseException) else [*done]
+        rows += await rest_of(readers[0])
+    assert [row["id"] for row in rows] == [*range(5000)]
+
+
+async def test_what_stops_reading_is_no_end(database: Database) -> None:
+    """Whoever cancels the task, or closes the connections below it."""
+    database.fill("t", 2000)
+    made = SQLFormat(database.url, "t", key="id", partitions=1)
+    async with opened(made) as readers:
+        readers[0].begin()
+        assert readers[0]._task is not None
+        readers[0]._task.cancel()
+        with pytest.raises(RuntimeError, match="reading ahead was cancelled"):
+            await rest_of(readers[0])
+    async with AsyncExitStack() as stack:
+        shards = await made.shards(stack)
+        reader = made.open(shards[0], {}, BUDGET)
+    with pytest.raises(DatasetError, match="the iteration is over"):
+        await rest_of(reader)
+    await reader.aclose()
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 5, 50])
+async def test_closing_early_leaves_nothing(database: Database, turns: int) -> None:
+    """Before, at and after the first rows."""
+    database.fill("t", 2000)
+    async with opened(SQLFormat(database.url, "t", key="id", partitions=3)) as readers:
+        for reader in readers:
+            reader.begin()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+    assert await readers[0].pull(1) == []
+
+
+async def test_closing_stops_the_server_s_work(postgresql: Database) -> None:
+    """A statement that would take minutes is cancelled."""
+    postgresql.fill("t", 3)
+    slow = "(SELECT count(*) FROM generate_series(1, 1000000000 + t.id))"
+    query = f"SELECT id, {slow} AS x FROM t"
+    made = SQLFormat(postgresql.url, query, key="id", partitions=[])
+    async with asyncio.timeout(20), opened(made) as readers:
+        readers[0].begin()
+        while not await beside(lambda: working(postgresql)):
+            pass
+    assert not await beside(lambda: working(postgresql))
+
+
+def working(postgresql: Database) -> int:
+    """Return how many statements run."""
+    count: int = postgresql.run(
+        "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'COPY%x%' "
+        "AND state = 'active' AND datname = current_database() "
+        "AND pid <> pg_backend_pid()"
+    )[0][0]
+    return count
+
+
+async def test_connections_are_used_again(postgresql: Database) -> None:
+    """One after the other, eight ranges take two: the leader's and a reader's."""
+    postgresql.fill("t", 800)
+    count = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'aioloader'"
+    async with opened(SQLFormat(postgresql.url, "t", key="id")) as readers:
+        for reader in readers:
+            await rest_of(reader)
+        assert (await beside(lambda: postgresql.run(count)))[0][0] == 2
+
+
+async def test_a_format_travels(database: Database) -> None:
+    """Pickled while it is in use, without what is open."""
+    database.fill("t", 30)
+    made = SQLFormat(database.url, "t", key="id", columns=["id"], partitions=2)
+    async with opened(made) as readers:
+        await readers[0].pull(1)
+        copy = pickle.loads(pickle.dumps(made))
+    assert repr(copy) == repr(made) == f"SQLFormat({database.label!r}, table 't')"
+    assert await keys_of(copy) == [*range(30)]
+
+
+# -- as a stream ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world_size", "interleave"), [(1, 3), (3, 8), (5, 1)])
+async def test_ranks_share_a_table(
+    database: Database, world_size: int, interleave: int
+) -> None:
+    """Each row goes to one rank, in batches of columns."""
+    database.fill("t", 1000)
+    made = SQLFormat(database.url, "t", key="id", partitions=8)
+    stream: Any = ShardedStream(made, interleave=interleave, shuffle=True)
+    found: list[int] = []
+    for rank in range(world_size):
+        async with aiter(stream.shard(rank, world_size)) as iterator:
+            while len(block := await iterator.pull(64)):
+                assert isinstance(block, Rows)
+                found += block.collate()["id"].tolist()
+    assert sorted(found) == [*range(1000)]
+
+
+@pytest.mark.parametrize("count", [1, 333, 700])
+async def test_streams_go_on(database: Database, count: int) -> None:
+    """From the state of an iterator, though rows were added behind each range."""
+    database.fill("t", 1000, key="n * 2")
+    made = SQLFormat(database.url, "t", key="id", partitions=[300, 777, 1400])
+    stream: Any = ShardedStream(made, interleave=2)
+    whole = [row["id"] async for row in stream]
+    rows: list[int] = []
+    async with aiter(stream) as iterator:
+        while len(rows) < count:
+            rows.append((await anext(iterator))["id"])
+        state = json.loads(json.dumps(iterator.state_dict()))
+    again: Any = ShardedStream(made, interleave=2)
+    again.load_state_dict(state)
+    rows += [row["id"] async for row in again]
+    assert rows == whole
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+async def test_batches_of_a_loader(database: Database, num_workers: int) -> None:
+    """Tensors, with the loader or its workers reading."""
+    database.fill("t", 500)
+    made = SQLFormat(database.url, "t", key="id", columns=["id", "value"], partitions=4)
+    stream: Any = ShardedStream(made)
+    options: dict[str, Any] = {"fetch": "workers"} if num_workers else {}
+    loader: Any = DataLoader(stream, 64, num_workers=num_workers, **options)
+    batches = [batch async for batch in loader]
+    found = torch.cat([batch["id"] for batch in batches])
+    assert sorted(found.tolist()) == [*range(500)]

@@ -1,0 +1,281 @@
+"""What columns of every type are read as, and what NULLs and mixed types do."""
+
+import datetime as dt
+import uuid
+import zoneinfo
+from contextlib import AsyncExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aioloader.datasets._rows import Rows
+from aioloader.datasets._sql_format import SQLFormat
+from aioloader.errors import DatasetError
+from datasets.pg import Database, database, postgresql, server, sqlite
+from datasets.sql_reads import opened, rest_of, resumed, rows_of
+
+__all__ = ["database", "postgresql", "server", "sqlite"]
+
+# Loaded before a loop runs: Arrow would read a file when the first time is shown.
+UTC = zoneinfo.ZoneInfo("UTC")
+UUID = uuid.UUID("12345678-1234-1234-1234-123456789abc")
+# PostgreSQL's type, a literal, and what is read.
+TYPES: dict[str, tuple[str, Any]] = {
+    "int2": ("-3", np.int16(-3)),
+    "int4": ("70000", np.int32(70000)),
+    "int8": ("9223372036854775807", np.int64(2**63 - 1)),
+    "oid": ("4000000000", np.int64(4_000_000_000)),
+    "float4": ("1.5", np.float32(1.5)),
+    "float8": ("'NaN'", np.float64("nan")),
+    "numeric(10,2)": ("12.34", np.float64(12.34)),
+    "money": ("'1,234.50'", np.float64(1234.5)),
+    "bool": ("true", np.True_),
+    "text": ("'it''s é'", "it's é"),
+    "varchar(3)": ("'abc'", "abc"),
+    "char(3)": ("'a'", "a  "),
+    "bytea": ("'\\x00ff'", b"\x00\xff"),
+    "date": ("'2020-01-02'", dt.date(2020, 1, 2)),
+    "time": ("'12:34:56.789'", dt.time(12, 34, 56, 789000)),
+    "timestamp": ("'2020-01-02 03:04:05'", dt.datetime(2020, 1, 2, 3, 4, 5)),
+    "timestamptz": (
+        "'2020-01-02 03:04:05+02'",
+        dt.datetime(2020, 1, 2, 1, 4, 5, tzinfo=UTC),
+    ),
+    "uuid": (f"'{UUID}'", UUID),
+    "json": ("'{\"a\": 1}'", '{"a": 1}'),
+    "jsonb": ("'{\"a\": 1}'", '{"a": 1}'),
+    "mood": ("'sad'", "sad"),
+    "inet": ("'10.0.0.1'", "10.0.0.1/32"),
+    "int4range": ("'[1,5)'", "[1,5)"),
+    "bit(3)": ("'101'", "101"),
+    "int4[]": ("'{1,2,3}'", [1, 2, 3]),
+    "float8[]": ("'{1.5,2}'", [1.5, 2.0]),
+    "numeric[]": ("'{1.5,2}'", [1.5, 2.0]),
+    "text[]": ("'{a,b}'", ["a", "b"]),
+    "mood[]": ("'{sad,ok}'", ["sad", "ok"]),
+    "vector(3)": ("'[1,2,3]'", [1.0, 2.0, 3.0]),
+    "halfvec(2)": ("'[1,2]'", [1.0, 2.0]),
+}
+
+
+async def test_types_of_postgresql(postgresql: Database) -> None:
+    """As Arrow has them; what it has not is a float or text. Each may be NULL."""
+    columns = [f"c{n} {kind}" for n, kind in enumerate(TYPES)]
+    values = [literal for literal, _ in TYPES.values()]
+    postgresql.run(
+        "CREATE EXTENSION IF NOT EXISTS vector SCHEMA public",
+        "CREATE TYPE mood AS ENUM ('ok', 'sad')",
+    )
+    postgresql.run(
+        "SELECT set_config('search_path', current_schema() || ',public', false)",
+        f"CREATE TABLE t (id INT PRIMARY KEY, {', '.join(columns)})",
+        f"INSERT INTO t VALUES (1, {', '.join(values)})",
+        "INSERT INTO t VALUES (2)",
+    )
+    first, second = await rows_of(SQLFormat(postgresql.url, "t", key="id"))
+    for n, (kind, (_, expected)) in enumerate(TYPES.items()):
+        value = first[f"c{n}"]
+        if isinstance(value, np.ndarray):
+            value = value.tolist()
+        assert value == expected or expected != expected, kind  # noqa: PLR0124  (NaN)
+        if isinstance(expected, np.generic):
+            assert type(value) is type(expected), kind
+        assert second[f"c{n}"] is None, kind
+
+
+async def test_types_of_sqlite(sqlite: Database) -> None:
+    """Those of the values; NULLs in between."""
+    sqlite.run(
+        "CREATE TABLE t (id INTEGER PRIMARY KEY, i INTEGER, r REAL, t TEXT, b BLOB, "
+        "d DECIMAL(9, 2), day DATE, yes BOOLEAN, any)",
+        "INSERT INTO t VALUES (1, 5, 1, 'é', x'00ff', 3, '2020-01-02', 1, 'x')",
+        "INSERT INTO t (id) VALUES (2)",
+        "INSERT INTO t VALUES (3, -1, 2.5, '', x'', 3.5, '', 0, 'y')",
+    )
+    rows = await rows_of(SQLFormat(sqlite.url, "t", key="id"))
+    assert [*rows[0].values()] == [1, 5, 1.0, "é", b"\0\xff", 3.0, "2020-01-02", 1, "x"]
+    assert [*rows[1].values()] == [2] + [None] * 8
+    assert [*rows[2].values()] == [3, -1, 2.5, "", b"", 3.5, "", 0, "y"]
+    assert [type(rows[0][name]) for name in ("i", "r", "d")] == [
+        np.int64,
+        np.float64,
+        np.float64,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        ("REAL", "0.5", 0.5),
+        ("TEXT", "'x'", "x"),
+        ("BLOB", "x'01'", b"\1"),
+        ("", "0.5", 0.5),
+        ("", "'x'", "x"),
+        ("", "x'01'", b"\1"),
+        ("DATE", "'2020-01-02'", "2020-01-02"),
+    ],
+)
+async def test_long_runs_of_nulls(
+    sqlite: Database, kind: str, value: str, expected: Any
+) -> None:
+    """The driver takes them for integers; it is told better, and nothing is lost."""
+    sqlite.fill("n", 5000)
+    sqlite.run(f"CREATE TABLE t (id INTEGER PRIMARY KEY, x {kind})")
+    sqlite.run(f"INSERT INTO t SELECT id, iif(id % 4500 = 4499, {value}, NULL) FROM n")
+    made = SQLFormat(sqlite.url, "t", key="id", partitions=1)
+    async with opened(made, budget=1 << 16) as readers:
+        rows: list[Any] = []
+        while len(block := await readers[0].pull(1000)):
+            assert isinstance(block, Rows)
+            rows += block
+    assert [row["id"] for row in rows] == [*range(5000)]
+    found = {row["id"]: row["x"] for row in rows if row["x"] is not None}
+    assert found == {4499: expected}
+
+
+async def test_blocks_of_all_ranges_are_alike(database: Database) -> None:
+    """A range with NULLs only has the columns that the others have."""
+    database.run("CREATE TABLE t (id INTEGER PRIMARY KEY, x REAL, y TEXT)")
+    database.run(
+        "INSERT INTO t VALUES (1, 0.5, 'a'), (2, NULL, NULL), (3, 1, 'b'), (4, 7, '')"
+    )
+    async with opened(SQLFormat(database.url, "t", key="id", partitions=4)) as readers:
+        blocks = [await reader.pull(9) for reader in readers]
+    first, *others = blocks
+    assert isinstance(first, Rows)
+    joined = first.joined(others)
+    assert joined is not None
+    assert [row["y"] for row in joined] == ["a", None, "b", ""]
+
+
+@pytest.mark.parametrize(
+    ("kind", "late", "words"),
+    [
+        ("INTEGER", "2.5", "'x' is int64 in its first rows and double"),
+        ("INTEGER", "'five'", "'x' is int64 in its first rows and string"),
+        ("REAL", "'five'", "'x' is double in its first rows and string"),
+    ],
+)
+async def test_a_column_that_changes_its_type(
+    sqlite: Database, kind: str, late: str, words: str
+) -> None:
+    """SQLite lets it; what came before is delivered, and the error says where."""
+    sqlite.fill("n", 5000)
+    sqlite.run(f"CREATE TABLE t (id INTEGER PRIMARY KEY, x {kind})")
+    sqlite.run(f"INSERT INTO t SELECT id, iif(id = 4000, {late}, 7) FROM n")
+    made = SQLFormat(sqlite.url, "t", key="id", partitions=1)
+    async with opened(made, budget=1 << 15) as readers:
+        rows: list[Any] = []
+        with pytest.raises(DatasetError, match=words) as caught:
+            while len(block := await readers[0].pull(1000)):
+                rows += block
+        assert 1000 < len(rows) <= 4000
+        assert f"behind {len(rows) - 1}" in str(caught.value)
+        with pytest.raises(DatasetError):
+            await readers[0].pull(1)
+
+
+async def test_numbers_among_texts_are_texts(sqlite: Database) -> None:
+    """In a column of no type; each as SQLite writes it, wherever it stands."""
+    sqlite.run("CREATE TABLE t (id INTEGER PRIMARY KEY, x)")
+    sqlite.run("INSERT INTO t VALUES (1, 7), (2, 0.1), (3, 'x'), (4, NULL), (5, 8)")
+    rows = await rows_of(SQLFormat(sqlite.url, "t", key="id"))
+    assert [row["x"] for row in rows] == ["7", "0.1", "x", None, "8"]
+
+
+async def test_blobs_grow(sqlite: Database) -> None:
+    """Narrow rows first, then wide ones: batches shrink, and nothing is lost."""
+    sqlite.fill("n", 3000)
+    sqlite.run("CREATE TABLE t (id INTEGER PRIMARY KEY, x BLOB)")
+    sqlite.run(
+        "INSERT INTO t SELECT id, zeroblob(iif(id < 2000, 1, iif(id < 2500, 9000, 2))) "
+        "FROM n"
+    )
+    made = SQLFormat(sqlite.url, "t", key="id", partitions=1)
+    async with opened(made, budget=1 << 18) as readers:
+        rows = await rest_of(readers[0])
+    assert [row["id"] for row in rows] == [*range(3000)]
+    assert sum(len(row["x"]) for row in rows) == 2000 + 500 * 9000 + 500 * 2
+
+
+async def test_text_and_blobs_may_be_keys_of_sqlite(sqlite: Database) -> None:
+    """Blobs are written in hexadecimals in a position."""
+    sqlite.run("CREATE TABLE t (id BLOB PRIMARY KEY, n INTEGER)")
+    sqlite.run("INSERT INTO t VALUES (x'', 0), (x'00', 1), (x'7f41', 2), (x'ff', 3)")
+    made = SQLFormat(sqlite.url, "t", key="id", partitions=3)
+    assert [row["n"] for row in await rows_of(made)] == [0, 1, 2, 3]
+    whole = SQLFormat(sqlite.url, "t", key="id", partitions=1)
+    for count in range(5):
+        assert [r["n"] for r in await resumed(whole, 0, count)] == [0, 1, 2, 3]
+
+
+# -- keys that cannot be one ------------------------------------------------------
+
+
+async def test_a_key_may_not_be_null(database: Database) -> None:
+    """Such rows would be in no range."""
+    database.run("CREATE TABLE t (id INTEGER UNIQUE)")
+    database.run("INSERT INTO t VALUES (1), (NULL)")
+    with pytest.raises(ValueError, match=r"table 't' of .*: key 'id' is NULL in some"):
+        await rows_of(SQLFormat(database.url, "t", key="id"))
+
+
+@pytest.mark.parametrize("kind", ["float8", "numeric", "json", "bool", "int4[]"])
+async def test_types_that_can_be_no_key(postgresql: Database, kind: str) -> None:
+    """The error tells which can."""
+    postgresql.run(f"CREATE TABLE t (id {kind})")
+    with pytest.raises(ValueError, match="which cannot be a key; bpchar, bytea, date"):
+        await rows_of(SQLFormat(postgresql.url, "t", key="id"))
+
+
+@pytest.mark.parametrize("values", ["(1), ('x')", "(1.5), (2)", "('a'), (x'00')"])
+async def test_keys_of_several_types(sqlite: Database, values: str) -> None:
+    """SQLite sorts them by type first, and they could not be told apart in Arrow."""
+    sqlite.run("CREATE TABLE t (id UNIQUE)", f"INSERT INTO t VALUES {values}")
+    with pytest.raises(ValueError, match="must be integer, all text or all blob"):
+        await rows_of(SQLFormat(sqlite.url, "t", key="id"))
+
+
+async def test_a_key_in_the_middle_of_another_type(sqlite: Database) -> None:
+    """Numbers are sorted as one: it is found when it is read."""
+    sqlite.run("CREATE TABLE t (id UNIQUE)", "INSERT INTO t VALUES (1), (1.5), (2)")
+    with pytest.raises(DatasetError, match=r"column 'id' is int64 .* and double later"):
+        await rows_of(SQLFormat(sqlite.url, "t", key="id", partitions=1))
+
+
+@pytest.mark.parametrize("twice", [0, 1, 63, 64, 998, 1998])
+async def test_keys_must_be_unique(database: Database, twice: int) -> None:
+    """A key that comes twice is named, wherever it stands."""
+    database.fill("n", 2000)
+    database.run("CREATE TABLE t (id INTEGER, x TEXT)")
+    one = f"CASE WHEN id > {twice} THEN 1 ELSE 0 END"
+    database.run(f"INSERT INTO t SELECT id - {one}, name FROM n")
+    made = SQLFormat(database.url, "t", key="id", partitions=2)
+    words = f"key 'id' is not unique: {twice} comes twice"
+    with pytest.raises(DatasetError, match=words):
+        await rows_of(made)
+
+
+async def test_going_on_at_a_key_that_comes_twice(database: Database) -> None:
+    """The second row is not passed over in silence."""
+    database.run("CREATE TABLE t (id TEXT)")
+    database.run("INSERT INTO t VALUES ('a'), ('b'), ('b'), ('c')")
+    made = SQLFormat(database.url, "t", key="id", partitions=1)
+    async with AsyncExitStack() as stack:
+        shards = await made.shards(stack)
+        reader = made.open(shards[0], {"key": "b"}, 9)
+        with pytest.raises(DatasetError, match="not unique: 'b' comes twice"):
+            await rest_of(reader)
+        await reader.aclose()
+
+
+async def test_going_on_at_a_row_that_is_gone(database: Database) -> None:
+    """Reading goes on with what follows it."""
+    database.fill("t", 10)
+    made = SQLFormat(database.url, "t", key="id", partitions=[9])
+    database.run("DELETE FROM t WHERE id IN (4, 5)")
+    async with AsyncExitStack() as stack:
+        reader = made.open((await made.shards(stack))[0], {"key": 4}, 9)
+        assert [row["id"] for row in await rest_of(reader)] == [6, 7, 8]
+        await reader.aclose()
