@@ -259,7 +259,8 @@ class FileBytes:
         if self._reading is not None:
             # A read in a thread cannot be cancelled; it is of one piece.
             await asyncio.wait([self._reading])
-            self._reading.exception()
+            if not self._reading.cancelled():
+                self._reading.exception()  # seen: nobody else will ask for it
             self._reading = None
         if self._file is not None:
             # If that is cancelled before its thread has begun, it is done again.
