@@ -218,7 +218,10 @@ def postgresql(server: Server) -> Iterator[Database]:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest) -> Database:
+def database(
+    request: pytest.FixtureRequest,
+    server: Server,  # it is no leak of the test that is its first
+) -> Database:
     """Return an empty database of each kind."""
     made: Database = request.getfixturevalue(request.param)
     return made
