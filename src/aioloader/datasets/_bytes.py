@@ -1,7 +1,7 @@
 """The bytes of one shard, read ahead in large pieces, in order.
 
 A file is read into three buffers in turn, one while another is used. An object comes by
-ranged requests, several in flight; the first one is small, so that samples come soon.
+ranged requests, several in flight; the first one smaller, so that samples come soon.
 No more than the budget is held. Every piece is checked against the size and version
 that the first one told.
 """
