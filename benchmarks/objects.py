@@ -146,7 +146,7 @@ def own(label: str, flights: int, *, listed: bool, asynchronous: bool) -> Conten
 
 def dataset(url: str, size: int, count: int, *, listed: bool) -> Any:
     from aioloader.datasets import ObjectDataset  # noqa: PLC0415
-    from aioloader.datasets._listing import Listing  # noqa: PLC0415
+    from aioloader.datasets._stores.listing import Listing  # noqa: PLC0415
 
     found = {name_of(index): size for index in range(count)}
     return ObjectDataset(make_store(url), keys=Listing(found) if listed else found)

@@ -11,9 +11,9 @@ from typing import TypeAlias
 
 import pytest
 
-from aioloader.datasets import _cache_dir
-from aioloader.datasets._cache_bound import entry_path
-from aioloader.datasets._cache_dir import CacheDir
+from aioloader.datasets._stores import cache_dir
+from aioloader.datasets._stores.cache_bound import entry_path
+from aioloader.datasets._stores.cache_dir import CacheDir
 
 HEADER = 52
 ROOMY = 1 << 30
@@ -39,7 +39,7 @@ def total(directory: str | Path) -> int:
 
 def path_of(cache: CacheDir, key: str) -> Path:
     """Return where an entry is."""
-    return Path(entry_path(cache.directory, _cache_dir._digest(key)))
+    return Path(entry_path(cache.directory, cache_dir._digest(key)))
 
 
 def age(path: Path, seconds: float) -> None:

@@ -24,7 +24,7 @@ import asyncpg
 import pyarrow.compute
 import pytest
 
-from aioloader.datasets._sql_address import Address
+from aioloader.datasets._sql.address import Address
 
 # Imported before any event loop runs: a format imports them when it is made.
 DRIVERS = (adbc_driver_postgresql.dbapi, adbc_driver_sqlite.dbapi, pyarrow.compute)

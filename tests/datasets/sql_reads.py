@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from aioloader.datasets._sql_format import SQLFormat
-from aioloader.datasets._sql_reader import SQLReader
+from aioloader.datasets._sql.format import SQLFormat
+from aioloader.datasets._sql.reader import SQLReader
 from aioloader.datasets.sql import SQLRows
 from datasets.pg import Database
 

@@ -14,9 +14,9 @@ import pyarrow as pa
 import torch
 from pyarrow import parquet as pq
 
-from aioloader.datasets._rows import Rows
-from aioloader.datasets.arrow import ArrowFormat
-from aioloader.datasets.parquet import ParquetFormat
+from aioloader.datasets._arrow.ipc import ArrowFormat
+from aioloader.datasets._arrow.parquet import ParquetFormat
+from aioloader.datasets._arrow.rows import Rows
 from aioloader.errors import DatasetError
 
 Format = ParquetFormat | ArrowFormat

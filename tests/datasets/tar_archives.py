@@ -9,7 +9,7 @@ from itertools import chain, groupby, repeat
 from typing import Any
 
 from aioloader._order.blocks import Bad
-from aioloader.datasets._tar_walk import TarParser
+from aioloader.datasets._tar.walk import TarParser
 
 URL = "s3://bucket/shard-000.tar"
 FORMATS = {

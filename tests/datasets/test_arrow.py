@@ -13,9 +13,9 @@ import pytest
 from pyarrow import feather
 
 from aioloader._order.blocks import Bad
-from aioloader.datasets import arrow
-from aioloader.datasets._rows import Rows
-from aioloader.datasets.arrow import ArrowFormat
+from aioloader.datasets._arrow import ipc
+from aioloader.datasets._arrow.ipc import ArrowFormat
+from aioloader.datasets._arrow.rows import Rows
 from aioloader.errors import DatasetError, ObjectNotFoundError
 from datasets.tables import (
     Local,
@@ -51,7 +51,7 @@ def table() -> pa.Table:
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make each record batch a shard."""
-    monkeypatch.setattr(arrow, "_SHARD", 1)
+    monkeypatch.setattr(ipc, "_SHARD", 1)
 
 
 # -- what is read ------------------------------------------------------------------
@@ -110,7 +110,7 @@ async def test_small_batches_are_read_together(
     path = write(tmp_path / "a.arrow", table, rows=10)
     made = ArrowFormat(path, Local())
     assert await shards(made) == [[path, 0, 5]]
-    monkeypatch.setattr(arrow, "_SHARD", 1000)
+    monkeypatch.setattr(ipc, "_SHARD", 1000)
     found = await shards(made)
     assert found == [[path, 0, 2], [path, 2, 4], [path, 4, 5]]
     rows = await read_shard(made, found[1])

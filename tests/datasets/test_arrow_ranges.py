@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioloader.datasets._arrow_ranges import RangeFile, Ranges, plan
+from aioloader.datasets._arrow.ranges import RangeFile, Ranges, plan
 from aioloader.errors import DatasetError
 
 SIZE = 3000

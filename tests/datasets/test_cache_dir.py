@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader.datasets import _cache_dir
-from aioloader.datasets._cache_dir import CacheDir
+from aioloader.datasets._stores import cache_dir
+from aioloader.datasets._stores.cache_dir import CacheDir
 from datasets.caches import (  # noqa: F401  (fixtures too)
     HEADER,
     HOUR,
@@ -43,7 +43,7 @@ operations = st.lists(
 
 def test_example() -> None:
     """It gives what it says."""
-    assert doctest.testmod(_cache_dir) == (0, 2)
+    assert doctest.testmod(cache_dir) == (0, 2)
 
 
 @given(steps=operations)
@@ -104,13 +104,13 @@ def test_large_pieces_are_read_and_written_in_parts(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the system moves in one call has a limit, and may be less."""
-    monkeypatch.setattr(_cache_dir, "_MOST", 7)
+    monkeypatch.setattr(cache_dir, "_MOST", 7)
     cache.put("a", b"0123456789" * 5)
     assert cache.get("a") == b"0123456789" * 5
     with path_of(cache, "a").open("rb") as file:
         assert (
-            _cache_dir._read_on(file.fileno(), b"xy", 54)[2:12]
-            == b"aiolc\r\n\1" + (_cache_dir._digest("a")[:2])
+            cache_dir._read_on(file.fileno(), b"xy", 54)[2:12]
+            == b"aiolc\r\n\1" + (cache_dir._digest("a")[:2])
         )
 
 

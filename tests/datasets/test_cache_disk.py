@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from aioloader.datasets._cache_dir import CacheDir
+from aioloader.datasets._stores.cache_dir import CacheDir
 from datasets.caches import (  # noqa: F401  (fixtures too)
     HEADER,
     HOUR,
@@ -189,7 +189,7 @@ def test_threads(tmp_path: Path) -> None:
 
 HAMMER = """
 import itertools, os, random, select, signal, sys
-from aioloader.datasets._cache_dir import CacheDir
+from aioloader.datasets._stores.cache_dir import CacheDir
 
 directory, max_bytes, workers, lives = sys.argv[1], *map(int, sys.argv[2:])
 LARGEST = 40_000

@@ -18,7 +18,7 @@ from aioloader import DataLoader
 from aioloader._order.blocks import Bad
 from aioloader.datasets import JSONLinesDataset, TarDataset, TextDataset
 from aioloader.datasets._lines import LineParser
-from aioloader.datasets._unpack import unpacker_of
+from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.errors import DatasetError, TruncatedReadError
 from beside import beside
 from datasets.shards import read

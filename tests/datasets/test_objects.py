@@ -13,7 +13,7 @@ import pytest
 from obstore.store import LocalStore, MemoryStore, S3Store
 
 from aioloader.datasets import ObjectDataset, Requests
-from aioloader.datasets._stores import _Runtime
+from aioloader.datasets._stores.stores import _Runtime
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,

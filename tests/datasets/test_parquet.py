@@ -11,10 +11,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
 
-from aioloader.datasets import parquet
-from aioloader.datasets._rows import Rows
-from aioloader.datasets.arrow import ArrowFormat
-from aioloader.datasets.parquet import ParquetFormat
+from aioloader.datasets._arrow import parquet
+from aioloader.datasets._arrow.ipc import ArrowFormat
+from aioloader.datasets._arrow.parquet import ParquetFormat
+from aioloader.datasets._arrow.rows import Rows
 from aioloader.errors import DatasetError, TruncatedReadError
 from datasets.tables import (
     Local,

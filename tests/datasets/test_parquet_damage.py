@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet as pq
 
 from aioloader._order.blocks import Bad
-from aioloader.datasets.parquet import ParquetFormat
+from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.errors import DatasetError, ObjectNotFoundError
 from datasets.tables import (
     Local,

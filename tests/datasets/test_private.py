@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader.datasets._flights import Flights
-from aioloader.datasets._listing import Listing
-from aioloader.datasets._names import NameTable
-from aioloader.datasets._per_loop import PerLoop
+from aioloader.datasets._stores.flights import Flights
+from aioloader.datasets._stores.listing import Listing
+from aioloader.datasets._stores.names import NameTable
+from aioloader.datasets._stores.per_loop import PerLoop
 
 Names = st.lists(
     st.text() | st.binary().map(lambda b: b.decode("utf-8", "surrogateescape"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aioloader.datasets import Requests
-from aioloader.datasets._requests import RefusedError, Tries
+from aioloader.datasets._stores.requests import RefusedError, Tries
 from aioloader.errors import DatasetError, ObjectNotFoundError
 
 Attempt = Callable[[], Coroutine[Any, Any, Any]]

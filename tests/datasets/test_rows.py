@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader._collate import default_collate
-from aioloader.datasets._rows import Rows
+from aioloader.datasets._arrow.rows import Rows
 from datasets.tables import assert_same, rows_of
 
 WIDTHS = [

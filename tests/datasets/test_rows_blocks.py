@@ -14,8 +14,8 @@ import torch
 from aioloader._collate import lending
 from aioloader._order.blocks import Columns, join, pick
 from aioloader._transport.slots import SlotPool
-from aioloader.datasets._arrow_numbers import Numbers
-from aioloader.datasets._rows import Rows
+from aioloader.datasets._arrow.numbers import Numbers
+from aioloader.datasets._arrow.rows import Rows
 from datasets.tables import assert_same, rows_of
 
 # -- a block -----------------------------------------------------------------------

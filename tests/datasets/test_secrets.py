@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from obstore.store import HTTPStore, LocalStore, S3Store
 
 from aioloader.datasets import ObjectDataset
-from aioloader.datasets._redact import carries_secret, redact_url, secret_options
+from aioloader.datasets._stores.redact import carries_secret, redact_url, secret_options
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:

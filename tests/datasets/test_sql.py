@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader.datasets._sql_format import SQLFormat
-from aioloader.datasets._sql_keys import spans_of
+from aioloader.datasets._sql.format import SQLFormat
+from aioloader.datasets._sql.keys import spans_of
 from datasets.pg import Database, database, postgresql, server, sqlite
 from datasets.sql_reads import (
     BUDGET,

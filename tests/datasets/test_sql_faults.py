@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from aioloader.datasets._sql_address import Address
-from aioloader.datasets._sql_format import SQLFormat
+from aioloader.datasets._sql.address import Address
+from aioloader.datasets._sql.format import SQLFormat
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from aioloader import DataLoader
-from aioloader.datasets._rows import Rows
-from aioloader.datasets._sql_format import SQLFormat
+from aioloader.datasets._arrow.rows import Rows
+from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets.sharded import ShardedStream
 from aioloader.errors import DatasetError
 from beside import beside

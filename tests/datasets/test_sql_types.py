@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aioloader.datasets._rows import Rows
-from aioloader.datasets._sql_format import SQLFormat
+from aioloader.datasets._arrow.rows import Rows
+from aioloader.datasets._sql.format import SQLFormat
 from aioloader.errors import DatasetError
 from datasets.pg import Database, database, postgresql, server, sqlite
 from datasets.sql_reads import opened, rest_of, resumed, rows_of

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioloader._order.blocks import Bad
-from aioloader.datasets._tar_walk import TarParser
+from aioloader.datasets._tar.walk import TarParser
 from aioloader.errors import DatasetError, TruncatedReadError
 from datasets.tar_archives import (
     FORMATS,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader._order.blocks import Bad
-from aioloader.datasets._tar_walk import TarParser
+from aioloader.datasets._tar.walk import TarParser
 from datasets.tar_archives import (
     FORMATS,
     URL,
@@ -33,7 +33,7 @@ from datasets.tar_archives import (
 )
 
 if TYPE_CHECKING:
-    from aioloader.datasets._shards import Parser
+    from aioloader.datasets._streams.shards import Parser
 
 LONG = "folder/" * 13 + "with.dots/" * 5 + "k" * 60
 MEMBERS = [

@@ -6,7 +6,7 @@ Streams read shards from the front. Importing this package imports no optional
 dependency; what a dataset needs it asks for when it is made or first read.
 """
 
-from aioloader.datasets._requests import Requests
+from aioloader.datasets._stores.requests import Requests
 from aioloader.datasets.files import FileDataset
 from aioloader.datasets.iterables import from_async_iterable, from_iterable
 from aioloader.datasets.lines import JSONLinesDataset, TextDataset

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeAlias
 
-from aioloader.datasets._failures import ShortReadError
+from aioloader.datasets._stores.failures import ShortReadError
 
 Outcome: TypeAlias = bytes | Exception
 Read: TypeAlias = tuple[str, "asyncio.Future[Outcome]"]

@@ -5,11 +5,11 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from aioloader.datasets._bytes import Bytes
-from aioloader.datasets._cache_dir import CacheDir
-from aioloader.datasets._places import Places
-from aioloader.datasets._shards import Parser, Position, ShardReader
-from aioloader.datasets._unpack import Unpacked, unpacker_of
+from aioloader.datasets._stores.bytes import Bytes
+from aioloader.datasets._stores.cache_dir import CacheDir
+from aioloader.datasets._stores.places import Places
+from aioloader.datasets._stores.unpack import Unpacked, unpacker_of
+from aioloader.datasets._streams.shards import Parser, Position, ShardReader
 
 # A parser of one shard: its label, and the offset of the first byte it will get.
 MakeParser = Callable[[str, int], Parser]

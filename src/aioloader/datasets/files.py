@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Self, SupportsIndex, TypeAlias
 from torch.utils.data import Dataset
 
 from aioloader.datasets._batcher import ReadBatcher
-from aioloader.datasets._failures import ShortReadError, truncated
-from aioloader.datasets._names import NameTable
-from aioloader.datasets._per_loop import PerLoop
+from aioloader.datasets._stores.failures import ShortReadError, truncated
+from aioloader.datasets._stores.names import NameTable
+from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,

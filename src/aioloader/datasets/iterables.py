@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from aioloader._order.blocks import Bad
-from aioloader.datasets._cursors import Cursor, State
-from aioloader.datasets._iterators import Reading, Share
+from aioloader.datasets._streams.cursors import Cursor, State
+from aioloader.datasets._streams.iterators import Reading, Share
 from aioloader.datasets.streams import Stream
 
 Source: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]

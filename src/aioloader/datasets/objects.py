@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex
 
 from torch.utils.data import Dataset
 
-from aioloader.datasets._failures import ShortReadError, reason_of, truncated
-from aioloader.datasets._listing import Listing, list_async, list_blocking
-from aioloader.datasets._names import NameTable
-from aioloader.datasets._per_loop import PerLoop
-from aioloader.datasets._reads import ObjectReader
-from aioloader.datasets._requests import RefusedError, Requests, read_failure
-from aioloader.datasets._stores import StoreSource
+from aioloader.datasets._stores.failures import ShortReadError, reason_of, truncated
+from aioloader.datasets._stores.listing import Listing, list_async, list_blocking
+from aioloader.datasets._stores.names import NameTable
+from aioloader.datasets._stores.per_loop import PerLoop
+from aioloader.datasets._stores.reads import ObjectReader
+from aioloader.datasets._stores.requests import RefusedError, Requests, read_failure
+from aioloader.datasets._stores.stores import StoreSource
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:

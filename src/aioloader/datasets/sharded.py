@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
-from aioloader.datasets._cache_dir import CacheDir
-from aioloader.datasets._cursors import Cursor, State
-from aioloader.datasets._interleave import AsTheyCome, Interleaved, Lane
-from aioloader.datasets._iterators import Reading
 from aioloader.datasets._parsed import ParsedFormat
-from aioloader.datasets._places import Places, shown_address
-from aioloader.datasets._requests import Requests
-from aioloader.datasets._shards import Parser, Shard, ShardFormat
+from aioloader.datasets._stores.cache_dir import CacheDir
+from aioloader.datasets._stores.places import Places, shown_address
+from aioloader.datasets._stores.requests import Requests
+from aioloader.datasets._streams.cursors import Cursor, State
+from aioloader.datasets._streams.interleave import AsTheyCome, Interleaved, Lane
+from aioloader.datasets._streams.iterators import Reading
+from aioloader.datasets._streams.shards import Parser, Shard, ShardFormat
 from aioloader.datasets.streams import CACHE_BYTES, Stream, check_at_least, keyed_order
 
 if TYPE_CHECKING:

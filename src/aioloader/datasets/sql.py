@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex, TypeAlias
 import numpy as np
 from torch.utils.data import Dataset
 
-from aioloader.datasets._per_loop import PerLoop
-from aioloader.datasets._sql_address import Address
-from aioloader.datasets._sql_failures import failure_of, given_up, pauses, reason_of
-from aioloader.datasets._sql_format import SQLFormat
-from aioloader.datasets._sql_lookup import (
+from aioloader.datasets._sql.address import Address
+from aioloader.datasets._sql.failures import failure_of, given_up, pauses, reason_of
+from aioloader.datasets._sql.format import SQLFormat
+from aioloader.datasets._sql.lookup import (
     GivenPool,
     Keys,
     Lookup,
@@ -30,7 +29,8 @@ from aioloader.datasets._sql_lookup import (
     compact,
     import_asyncpg,
 )
-from aioloader.datasets._sql_source import Source
+from aioloader.datasets._sql.source import Source
+from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.errors import ObjectNotFoundError
 
 if TYPE_CHECKING:

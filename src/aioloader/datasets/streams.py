@@ -14,7 +14,7 @@ import torch.distributed
 from torch.utils.data import Dataset, get_worker_info
 
 from aioloader._order.permutation import ShuffledIndices
-from aioloader.datasets._cursors import (
+from aioloader.datasets._streams.cursors import (
     Batched,
     Cursor,
     Filtered,
@@ -24,9 +24,14 @@ from aioloader.datasets._cursors import (
     State,
     Taken,
 )
-from aioloader.datasets._iterators import VERSION, Reading, Share, StreamIterator
-from aioloader.datasets._mix import Mixed, Until
-from aioloader.datasets._windows import Shuffled
+from aioloader.datasets._streams.iterators import (
+    VERSION,
+    Reading,
+    Share,
+    StreamIterator,
+)
+from aioloader.datasets._streams.mix import Mixed, Until
+from aioloader.datasets._streams.windows import Shuffled
 from aioloader.protocols import is_async_function
 
 if TYPE_CHECKING:

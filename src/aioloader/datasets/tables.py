@@ -7,13 +7,13 @@ makes rows: each batch is cut out of the columns, and becomes one tensor per col
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from aioloader.datasets._cache_dir import CacheDir
-from aioloader.datasets._places import Places, shown_address
-from aioloader.datasets._requests import Requests
-from aioloader.datasets._shards import ShardFormat
-from aioloader.datasets._sql_format import SQLFormat
-from aioloader.datasets.arrow import ArrowFormat
-from aioloader.datasets.parquet import ParquetFormat
+from aioloader.datasets._arrow.ipc import ArrowFormat
+from aioloader.datasets._arrow.parquet import ParquetFormat
+from aioloader.datasets._sql.format import SQLFormat
+from aioloader.datasets._stores.cache_dir import CacheDir
+from aioloader.datasets._stores.places import Places, shown_address
+from aioloader.datasets._stores.requests import Requests
+from aioloader.datasets._streams.shards import ShardFormat
 from aioloader.datasets.sharded import MAX_BYTES, ShardedStream
 from aioloader.datasets.streams import CACHE_BYTES
 

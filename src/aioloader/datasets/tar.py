@@ -3,7 +3,7 @@
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aioloader.datasets._tar_walk import TarParser
+from aioloader.datasets._tar.walk import TarParser
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
 
 if TYPE_CHECKING:

@@ -1,0 +1,346 @@
+"""Arrow IPC files, a few record batches as a shard, and IPC streams, one each.
+
+The order is the files', then the batches', then the rows'. Of an object, a shard's
+batches are requested and no others. Record batches are decoded one at a time; memory
+holds at least one of them, however large it was written. Arrow has no checksums: what
+is damaged is told by its structure alone.
+"""
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from aioloader.datasets._arrow.files import (
+    Opener,
+    Wanted,
+    checked,
+    each,
+    import_pyarrow,
+    read_head,
+    read_tail,
+)
+from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
+from aioloader.datasets._arrow.reader import Place, Source, TableReader
+from aioloader.errors import DatasetError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from aioloader.datasets._streams.shards import Position
+
+# An address, and which of its record batches: from the first to before the last. Of a
+# stream it is not known how many there are: (0, 0).
+Batches: TypeAlias = tuple[str, int, int]
+
+_MAGIC = b"ARROW1"
+# Length of the footer, and the magic number behind it.
+_END = 4 + len(_MAGIC)
+_CONTINUED = 0xFFFFFFFF
+# Small batches are read together, up to so many bytes.
+_SHARD = 4 << 20
+_LEAST_REQUEST, _MOST_REQUEST = 1 << 18, 8 << 20
+
+
+class Layout(NamedTuple):
+    """Where things lie in a file.
+
+    Attributes:
+        schema: Its columns.
+        size: Length, in bytes.
+        footer: The end of it, from the footer on; empty for a stream.
+        dictionaries: Where the dictionaries lie.
+        batches: Where the record batches lie.
+    """
+
+    schema: "pa.Schema"
+    size: int
+    footer: bytes
+    dictionaries: list[Span]
+    batches: list[Span]
+
+
+class ArrowFormat:
+    """Record batches of Arrow IPC files and streams (also known as Feather).
+
+    Args:
+        addresses: Patterns of the files' addresses.
+        opener: Where they lie.
+        columns: Names of the columns to read; None: those of the first file.
+        nulls: Column to the value that is read instead of NULL.
+
+    Raises:
+        ImportError: If pyarrow is not installed.
+        ValueError: If ``columns`` or ``nulls`` are wrong.
+    """
+
+    def __init__(
+        self,
+        addresses: str | Iterable[str],
+        opener: Opener,
+        *,
+        columns: Iterable[str] | None = None,
+        nulls: Mapping[str, Any] | None = None,
+    ) -> None:
+        import_pyarrow("pyarrow.compute")
+        self._addresses = addresses
+        self._opener = opener
+        self._wanted = Wanted(columns, nulls)
+        self._latest: tuple[str, Layout] | None = None
+
+    async def shards(self, stack: AsyncExitStack) -> list[Batches]:
+        """Return the groups of record batches of all files, in order.
+
+        Raises:
+            DatasetError: If a file cannot be read, is not Arrow, or lacks a column.
+        """
+        stack.push_async_callback(self._opener.aclose)
+        addresses = await self._opener.expand(self._addresses)
+        self._latest = None
+        # The first file says what the columns of all must be.
+        groups = [await self._groups(addresses[0])]
+        groups += await each(self._groups, addresses[1:])
+        return list(chain.from_iterable(groups))
+
+    def open(self, shard: Batches, position: "Position", budget: int) -> TableReader:
+        """Return a reader of some record batches."""
+        address, first, stop = shard
+        unit = f"record batches {first} to {stop - 1}" if stop else ""
+        place = Place(self._opener.label(address), unit)
+        opening = partial(self._open, address, range(first, stop), place)
+        return TableReader(opening, place, position.get("row", 0), budget)
+
+    async def _groups(self, address: str) -> list[Batches]:
+        layout = await self._layout(address)
+        self._wanted.check(layout.schema, self._opener.label(address))
+        if not layout.footer:
+            return [(address, 0, 0)]
+        return [(address, *group) for group in _grouped(layout.batches)]
+
+    async def _layout(self, address: str) -> Layout:
+        latest = self._latest
+        if latest is not None and latest[0] == address:
+            return latest[1]
+        location = self._opener.label(address)
+        tail = await read_tail(self._opener, address)
+        if not tail.data.endswith(_MAGIC):
+            head = await self._stream_head(address, tail.size)
+            schema = await asyncio.to_thread(_schema_of, head, location)
+            layout = Layout(schema, tail.size, b"", [], [(0, tail.size)])
+        else:
+            length = _footer_length(tail.data, tail.size, location)
+            if length > len(tail.data):
+                tail = await read_tail(self._opener, address, length)
+            footer = tail.data[-length:]
+            layout = await asyncio.to_thread(_file_layout, footer, tail.size, location)
+        self._latest = address, layout
+        return layout
+
+    async def _stream_head(self, address: str, size: int) -> bytes:
+        """Return the first message of a stream, which holds the schema."""
+        location = self._opener.label(address)
+        head = await read_head(self._opener, address, min(size, 8))
+        if head.startswith(_MAGIC):
+            raise DatasetError(
+                f"{location!r} begins as an Arrow file and does not end as one: it was "
+                f"cut short at {size:,} bytes",
+                location=location,
+            )
+        if len(head) == 8:
+            first, length = struct.unpack("<Ii", head)
+            # Streams of before Arrow 0.15 begin with the length.
+            stop = 8 + length if first == _CONTINUED else 4 + first
+            if 8 < stop <= size:
+                return await read_head(self._opener, address, stop)
+        text = f"{location!r} is no Arrow file or stream"
+        raise DatasetError(text, location=location)
+
+    async def _open(
+        self, address: str, numbers: range, place: Place, window: int
+    ) -> Source:
+        layout = await self._layout(address)
+        if numbers.stop > len(layout.batches) or bool(numbers) != bool(layout.footer):
+            raise DatasetError(
+                f"{place.location!r} has {len(layout.batches)} record batches, of "
+                f"which {numbers.start} to {numbers.stop} are wanted; it was written "
+                "anew meanwhile",
+                location=place.location,
+            )
+        self._wanted.check(layout.schema, place.location)
+        ranges, path = None, self._opener.path(address)
+        if path is None:
+            chosen = layout.batches[numbers.start : numbers.stop] or layout.batches
+            most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
+            spans = plan([*layout.dictionaries, *chosen], most)
+            ranges = Ranges(
+                partial(self._opener.read, address),
+                layout.size,
+                sorted(spans, key=lambda found: found.start),
+                budget=window,
+                location=place.location,
+                in_order=True,
+            )
+        file = partial(_file_of, path, ranges, layout)
+        read = partial(_file_batches, numbers=numbers) if numbers else _stream_batches
+        batches = partial(_batches, file, read, layout.schema, self._wanted)
+        return Source(batches, self._wanted.fill, None, ranges)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_latest": None}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._addresses!r})"
+
+
+def _grouped(batches: list[Span]) -> list[tuple[int, int]]:
+    """Put small batches together: from which number to before which."""
+    groups: list[tuple[int, int]] = []
+    nbytes = _SHARD
+    for number, (start, stop) in enumerate(batches):
+        if nbytes + stop - start > _SHARD:
+            groups.append((number, number))
+            nbytes = 0
+        groups[-1] = groups[-1][0], number + 1
+        nbytes += stop - start
+    return groups
+
+
+# -- where things lie --------------------------------------------------------------
+
+
+def _footer_length(data: bytes, size: int, location: str) -> int:
+    """Return how many bytes at the end of a file are its footer, all included."""
+    length = -1
+    if len(data) >= _END:
+        length = struct.unpack("<i", data[-_END : -len(_MAGIC)])[0]
+    if length <= 0 or length + _END + 8 > size:
+        raise DatasetError(
+            f"{location!r} is damaged: its footer has {length:,} bytes, the whole file "
+            f"has {size:,}",
+            location=location,
+        )
+    return int(length) + _END
+
+
+def _schema_of(head: bytes, location: str) -> "pa.Schema":
+    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+    try:
+        return checked(pa.ipc.read_schema(pa.BufferReader(head)))
+    except Exception as error:
+        text = f"{location!r} is no Arrow stream, or is damaged: {error}"
+        raise DatasetError(text, location=location) from error
+
+
+def _file_layout(footer: bytes, size: int, location: str) -> Layout:
+    """Read a footer; in a thread, for wide tables take long."""
+    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+    # The beginning of a file and its end are enough for what the footer tells.
+    ends = pa.BufferReader(_MAGIC + b"\0\0" + footer)
+    try:
+        with pa.ipc.open_file(ends) as reader:
+            schema, count = checked(reader.schema), reader.num_record_batches
+        dictionaries, batches = _blocks(footer[:-_END], size, count)
+    except Exception as error:
+        text = f"{location!r} has a footer that cannot be read: {error}; it is damaged"
+        raise DatasetError(text, location=location) from error
+    return Layout(schema, size, footer, dictionaries, batches)
+
+
+def _blocks(footer: bytes, size: int, count: int) -> tuple[list[Span], list[Span]]:
+    """Return where a footer says that dictionaries and record batches lie.
+
+    pyarrow does not tell. The footer is a FlatBuffer: a table whose third and fourth
+    fields are vectors of (offset, length of metadata, length of body).
+    Source: Arrow's ``format/File.fbs``, and the FlatBuffers internals.
+
+    Raises:
+        ValueError: If they do not lie within ``size`` bytes, or there are not ``count``
+            record batches.
+        struct.error: If the footer is damaged.
+    """
+    (table,) = struct.unpack_from("<I", footer, 0)
+    (back,) = struct.unpack_from("<i", footer, table)
+    fields = table - back
+    (length,) = struct.unpack_from("<H", footer, fields)
+    found: list[list[Span]] = []
+    for entry in (8, 10):
+        (offset,) = struct.unpack_from("<H", footer, fields + entry)
+        spans: list[Span] = []
+        if entry < length and offset:
+            (vector,) = struct.unpack_from("<I", footer, table + offset)
+            spans = _spans(footer, table + offset + vector, size)
+        found.append(spans)
+    dictionaries, batches = found
+    if len(batches) != count:
+        raise ValueError(f"{len(batches)} of {count} record batches are listed")
+    return dictionaries, batches
+
+
+def _spans(footer: bytes, vector: int, size: int) -> list[Span]:
+    (count,) = struct.unpack_from("<I", footer, vector)
+    if count > len(footer):
+        raise ValueError(f"a list has {count:,} entries")
+    spans: list[Span] = []
+    for number in range(count):
+        start, metadata, body = struct.unpack_from(
+            "<qi4xq", footer, vector + 4 + 24 * number
+        )
+        if min(start, metadata, body) < 0 or start + metadata + body > size:
+            raise ValueError(f"a message lies outside of the file's {size:,} bytes")
+        spans.append((start, start + metadata + body))
+    return spans
+
+
+# -- decoding ----------------------------------------------------------------------
+
+
+def _file_of(path: str | None, ranges: Ranges | None, layout: Layout) -> Any:
+    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+    if path is not None:
+        return pa.OSFile(path)
+    assert ranges is not None
+    footer = layout.footer
+    known = {layout.size - len(footer): footer} if footer else {}
+    return pa.PythonFile(RangeFile(ranges.size, ranges.read, known), mode="r")
+
+
+def _batches(
+    make_file: Callable[[], Any],
+    read: "Callable[[Any, Any], Iterator[pa.RecordBatch]]",
+    schema: "pa.Schema",
+    wanted: Wanted,
+) -> "Iterator[pa.RecordBatch]":
+    """Decode record batches, in the thread that iterates."""
+    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+    fields = [schema.get_field_index(name) for name in wanted.names()]
+    options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
+    with contextlib.closing(make_file()) as file:
+        for batch in read(file, options):
+            yield wanted.of(batch)
+
+
+def _file_batches(
+    file: Any, options: Any, *, numbers: range
+) -> "Iterator[pa.RecordBatch]":
+    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+    with pa.ipc.open_file(file, options=options) as reader:
+        for number in numbers:
+            yield reader.get_batch(number)
+
+
+def _stream_batches(file: Any, options: Any) -> "Iterator[pa.RecordBatch]":
+    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+    with pa.ipc.open_stream(file, options=options) as reader:
+        yield from reader
+    if file.tell() < (size := file.size()):
+        raise ValueError(f"the stream ends at byte {file.tell():,} of {size:,}")

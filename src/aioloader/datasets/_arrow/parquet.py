@@ -1,0 +1,327 @@
+"""Parquet files: row groups as shards, and only the columns that are wanted.
+
+The order is the files', then the row groups', then the rows'. A row group is decoded a
+few thousand rows at a time, so that memory does not depend on how large it is. Of an
+object, no bytes but those of the wanted columns are requested. Checksums of pages are
+verified where they were written.
+"""
+
+import asyncio
+import contextlib
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from aioloader.datasets._arrow.files import (
+    Opener,
+    Tail,
+    Wanted,
+    checked,
+    each,
+    import_pyarrow,
+    read_tail,
+)
+from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
+from aioloader.datasets._arrow.reader import Place, Source, TableReader
+from aioloader.errors import DatasetError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyarrow import parquet as pq
+
+    from aioloader.datasets._streams.shards import Position
+
+RowGroup: TypeAlias = tuple[str, int]
+
+# Length of the footer and the magic number behind it.
+_END = 8
+_MAGIC = b"PAR1"
+# Rows of a batch, at most: enough to make its cost small.
+_ROWS = 16_384
+# Bytes of a batch as written; those of a step are counted as decoded.
+_BATCH = 1 << 20
+# Footers kept, in bytes: row groups of one file are mostly read one after the other.
+_KEPT = 64 << 20
+_LEAST_REQUEST, _MOST_REQUEST = 1 << 16, 8 << 20
+_LEAST_BUFFER, _MOST_BUFFER = 1 << 14, 1 << 20
+
+
+class Footer(NamedTuple):
+    """What the end of a file says of it."""
+
+    metadata: "pq.FileMetaData"
+    schema: "pa.Schema"
+    size: int
+
+
+class Group(NamedTuple):
+    """The wanted part of a row group.
+
+    Attributes:
+        spans: Where its columns lie in the file.
+        rows: Number of rows.
+        batch_rows: Rows to decode at once.
+    """
+
+    spans: list[Span]
+    rows: int
+    batch_rows: int
+
+
+class ParquetFormat:
+    """Row groups of Parquet files; a shard is an address and a number.
+
+    Args:
+        addresses: Patterns of the files' addresses.
+        opener: Where they lie.
+        columns: Names of the columns to read; None: those of the first file.
+        nulls: Column to the value that is read instead of NULL.
+
+    Raises:
+        ImportError: If pyarrow is not installed.
+        ValueError: If ``columns`` or ``nulls`` are wrong.
+    """
+
+    def __init__(
+        self,
+        addresses: str | Iterable[str],
+        opener: Opener,
+        *,
+        columns: Iterable[str] | None = None,
+        nulls: Mapping[str, Any] | None = None,
+    ) -> None:
+        import_pyarrow("pyarrow.parquet", "pyarrow.compute")
+        self._addresses = addresses
+        self._opener = opener
+        self._wanted = Wanted(columns, nulls)
+        self._footers: OrderedDict[str, Footer] = OrderedDict()
+
+    async def shards(self, stack: AsyncExitStack) -> list[RowGroup]:
+        """Return the row groups of all files, in order.
+
+        Raises:
+            DatasetError: If a file cannot be read, is not Parquet, or lacks a column.
+        """
+        stack.push_async_callback(self._opener.aclose)
+        addresses = await self._opener.expand(self._addresses)
+        self._footers.clear()
+        # The first file says what the columns of all must be.
+        counts = [await self._count(addresses[0])]
+        counts += await each(self._count, addresses[1:])
+        return [
+            (address, number)
+            for address, count in zip(addresses, counts, strict=True)
+            for number in range(count)
+        ]
+
+    def open(self, shard: RowGroup, position: "Position", budget: int) -> TableReader:
+        """Return a reader of one row group."""
+        address, number = shard
+        place = Place(self._opener.label(address), f"row group {number}")
+        opening = partial(self._open, address, number, place)
+        return TableReader(opening, place, position.get("row", 0), budget)
+
+    async def _count(self, address: str) -> int:
+        footer = await self._footer(address)
+        self._wanted.check(footer.schema, self._opener.label(address))
+        return int(footer.metadata.num_row_groups)
+
+    async def _footer(self, address: str) -> Footer:
+        footer = self._footers.get(address)
+        if footer is not None:
+            return footer
+        location = self._opener.label(address)
+        tail = await read_tail(self._opener, address)
+        length = _footer_length(tail, location)
+        if length > len(tail.data):
+            tail = await read_tail(self._opener, address, length)
+        footer = await asyncio.to_thread(_parsed, tail, length, location)
+        self._footers[address] = footer
+        kept = sum(one.metadata.serialized_size for one in self._footers.values())
+        while kept > _KEPT and len(self._footers) > 1:
+            kept -= self._footers.popitem(last=False)[1].metadata.serialized_size
+        return footer
+
+    async def _open(
+        self, address: str, number: int, place: Place, window: int
+    ) -> Source:
+        footer = await self._footer(address)
+        if number >= footer.metadata.num_row_groups:
+            text = f"{place.location!r} has {footer.metadata.num_row_groups} row groups"
+            raise DatasetError(
+                f"{text}, number {number} is wanted; it was written anew meanwhile",
+                location=place.location,
+            )
+        self._wanted.check(footer.schema, place.location)
+        names = self._wanted.names()
+        group = await asyncio.to_thread(_group_of, footer, number, names, place)
+        ranges, path = None, self._opener.path(address)
+        if path is None:
+            ranges = Ranges(
+                partial(self._opener.read, address),
+                footer.size,
+                plan(group.spans, _request_for(group, window)),
+                budget=window,
+                location=place.location,
+            )
+        file = partial(_file_of, path, ranges)
+        buffer = _buffer_for(group, window)
+        batches = partial(_batches, file, footer, number, group, buffer, self._wanted)
+        return Source(batches, self._wanted.fill, group.rows, ranges)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_footers": OrderedDict()}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._addresses!r})"
+
+
+def _within(least: int, value: int, most: int) -> int:
+    return max(least, min(value, most))
+
+
+def _footer_length(tail: Tail, location: str) -> int:
+    """Return how many bytes at the end of a file are its footer, all included."""
+    end = tail.data[-_END:]
+    if end[4:] == b"PARE":
+        text = f"{location!r} is an encrypted Parquet file, which cannot be read"
+        raise DatasetError(text, location=location)
+    if len(end) < _END or end[4:] != _MAGIC:
+        raise DatasetError(
+            f"{location!r} does not end as a Parquet file does: it is no such file, "
+            f"or was cut short at {tail.size:,} bytes",
+            location=location,
+        )
+    length: int = struct.unpack("<I", end[:4])[0] + _END
+    if length + len(_MAGIC) > tail.size:
+        raise DatasetError(
+            f"{location!r} is damaged: its footer has {length:,} bytes, the whole file "
+            f"has {tail.size:,}",
+            location=location,
+        )
+    return length
+
+
+def _parsed(tail: Tail, length: int, location: str) -> Footer:
+    """Read a footer; in a thread, for wide tables take long."""
+    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+    from pyarrow import parquet as pq  # noqa: PLC0415  (an optional dependency)
+
+    try:
+        metadata = pq.read_metadata(pa.BufferReader(_MAGIC + tail.data[-length:]))
+        schema = checked(metadata.schema.to_arrow_schema())
+    except Exception as error:
+        text = f"{location!r} has a footer that cannot be read: {error}; it is damaged"
+        raise DatasetError(text, location=location) from error
+    return Footer(metadata, schema, tail.size)
+
+
+def _group_of(footer: Footer, number: int, names: list[str], place: Place) -> Group:
+    """Find the columns ``names`` of a row group; in a thread, as above."""
+    _try_metadata(footer, number, names, place)
+    group = footer.metadata.row_group(number)
+    prefixes = tuple(f"{name}." for name in names)
+    spans: list[Span] = []
+    decoded = 0
+    for at in range(group.num_columns):
+        path = footer.metadata.schema.column(at).path
+        if not f"{path}.".startswith(prefixes):
+            continue
+        chunk = group.column(at)
+        if chunk.file_path:
+            text = f"{place} has columns in other files: {chunk.file_path!r}"
+            raise DatasetError(text, location=place.location)
+        start = chunk.data_page_offset
+        if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
+            start = chunk.dictionary_page_offset
+        stop = min(footer.size, start + chunk.total_compressed_size)
+        spans.append((start, stop))
+        decoded += max(0, chunk.total_uncompressed_size)
+    per_row = decoded // max(1, group.num_rows)
+    return Group(spans, group.num_rows, _within(1, _BATCH // max(1, per_row), _ROWS))
+
+
+class _BegunError(Exception):
+    """Says that a read was about to begin."""
+
+
+def _refuse(_start: int, _stop: int) -> bytes:
+    raise _BegunError
+
+
+def _try_metadata(footer: Footer, number: int, names: list[str], place: Place) -> None:
+    """Begin to read columns, up to their first byte.
+
+    Where a footer is damaged, this fails. What looks at its columns one by one does
+    not: there pyarrow lets an exception of C++ pass, which ends the process.
+    """
+    from pyarrow import parquet as pq  # noqa: PLC0415  (an optional dependency)
+
+    file = RangeFile(footer.size, _refuse)
+    try:
+        parquet = pq.ParquetFile(file, metadata=footer.metadata, pre_buffer=True)
+        next(parquet.iter_batches(1, [number], names, use_threads=False), None)
+    except _BegunError:
+        return
+    except Exception as error:
+        text = f"{place} has a footer that cannot be read: {error}; it is damaged"
+        raise DatasetError(text, location=place.location) from error
+
+
+def _request_for(group: Group, window: int) -> int:
+    """Return the bytes of a request, at most."""
+    # Of a large row group, each column has one in use and the next one on its way.
+    parts = 4 if _is_small(group, window) else 2 * max(2, len(group.spans))
+    return _within(_LEAST_REQUEST, window // parts, _MOST_REQUEST)
+
+
+def _is_small(group: Group, window: int) -> bool:
+    """Tell whether the whole row group may be in memory as it was written."""
+    return sum(stop - start for start, stop in group.spans) <= window // 2
+
+
+def _buffer_for(group: Group, window: int) -> int:
+    """Return the buffer of each column; 0: the row group is small, so read it whole."""
+    if _is_small(group, window):
+        return 0
+    return _within(_LEAST_BUFFER, window // 4 // len(group.spans), _MOST_BUFFER)
+
+
+def _file_of(path: str | None, ranges: Ranges | None) -> Any:
+    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+    if path is not None:
+        return pa.OSFile(path)
+    assert ranges is not None
+    return pa.PythonFile(RangeFile(ranges.size, ranges.read), mode="r")
+
+
+def _batches(
+    make_file: Callable[[], Any],
+    footer: Footer,
+    number: int,
+    group: Group,
+    buffer_size: int,
+    wanted: Wanted,
+) -> "Iterator[pa.RecordBatch]":
+    """Decode a row group, in the thread that iterates."""
+    from pyarrow import parquet as pq  # noqa: PLC0415  (an optional dependency)
+
+    with contextlib.closing(make_file()) as file:
+        parquet = pq.ParquetFile(
+            file,
+            metadata=footer.metadata,
+            buffer_size=buffer_size,
+            pre_buffer=False,
+            page_checksum_verification=True,
+        )
+        for batch in parquet.iter_batches(
+            group.batch_rows,
+            row_groups=[number],
+            columns=wanted.names(),
+            use_threads=False,
+        ):
+            yield wanted.of(batch)

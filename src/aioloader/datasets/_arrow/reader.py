@@ -1,0 +1,315 @@
+"""One shard of a table: record batches, decoded in a thread, one step ahead.
+
+The order is the file's. A step is as many batches as ``budget`` allows for; one is
+passed on while the next is decoded, and the bytes for the steps after that are on their
+way. What was decoded is checked before it is passed on; a row that is damaged alone is
+a ``Bad``, and what is damaged otherwise ends the shard with an error.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aioloader._order.blocks import Bad, Block, cut
+from aioloader.datasets._arrow.rows import Rows
+from aioloader.datasets._stores.bytes import file_failure
+from aioloader.errors import DatasetError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from aioloader.datasets._arrow.ranges import Ranges
+    from aioloader.datasets._streams.shards import Position
+
+# More than that leaves the caches of the processor.
+_LEAST_STEP, _MOST_STEP = 1 << 16, 2 << 20
+
+# What pyarrow says of text in a column that is otherwise as it should be.
+_BAD_TEXT = "Invalid UTF8"
+
+
+class Budget(NamedTuple):
+    """Shares of the bytes that a reader may hold.
+
+    Attributes:
+        step: For the batches of one step, decoded; two of them are held.
+        window: For bytes that are still to be decoded.
+    """
+
+    step: int
+    window: int
+
+    @classmethod
+    def of(cls, nbytes: int) -> "Budget":
+        """Share ``nbytes`` out."""
+        step = max(_LEAST_STEP, min(_MOST_STEP, nbytes // 4))
+        return cls(step, max(0, nbytes - 2 * step))
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is read, for errors.
+
+    Attributes:
+        location: The file, redacted.
+        unit: Which part of it, such as ``"row group 3"``; empty: all.
+    """
+
+    location: str
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.unit} of {self.location!r}" if self.unit else repr(self.location)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A shard that is open.
+
+    Attributes:
+        batches: Begins to decode; called, and iterated, in threads.
+        fill: Replaces NULLs, of a batch that was checked.
+        rows: How many rows must come, if that is known.
+        ranges: Where the bytes come from, if they are requested.
+    """
+
+    batches: "Callable[[], Iterator[pa.RecordBatch]]"
+    fill: "Callable[[pa.RecordBatch], pa.RecordBatch]"
+    rows: int | None = None
+    ranges: "Ranges | None" = None
+
+
+class Steps:
+    """Batches to blocks, several at a time; in threads, one after the other.
+
+    Args:
+        source: What is read.
+        place: Its name.
+        skip: Rows to leave out at the beginning.
+        nbytes: About as much is decoded in one step.
+    """
+
+    def __init__(self, source: Source, place: Place, skip: int, nbytes: int) -> None:
+        self.is_over = False
+        self.failure: DatasetError | None = None
+        self._source = source
+        self._place = place
+        self._skip = skip
+        self._nbytes = nbytes
+        self._row = 0
+        self._is_warm = False
+        self._batches: Iterator[pa.RecordBatch] | None = None
+
+    def step(self) -> list[Block]:
+        """Return the next blocks; ``is_over`` or ``failure`` tell if there are more."""
+        blocks: list[Block] = []
+        nbytes = 0
+        try:
+            if self._batches is None:
+                self._batches = self._source.batches()
+            while nbytes < self._nbytes and not self.is_over:
+                batch = next(self._batches, None)
+                if batch is None:
+                    self._end()
+                elif len(block := self._block(batch)):
+                    blocks.append(block)
+                    # Of a damaged batch, pyarrow may crash when asked for its size.
+                    nbytes += batch.nbytes if type(block) is Rows else 0
+        except Exception as error:  # noqa: BLE001  (a decoder may raise anything)
+            self._fail(error)
+        return blocks
+
+    def close(self) -> None:
+        """Close the file; not while a step runs."""
+        batches, self._batches = self._batches, iter(())
+        close = getattr(batches, "close", None)
+        if close is not None:
+            close()
+
+    def _block(self, batch: "pa.RecordBatch") -> Block:
+        first, stop = self._row, self._row + batch.num_rows
+        drop = min(stop, max(first, self._skip)) - first
+        if drop:
+            batch = batch.slice(drop)
+        try:
+            batch.validate(full=True)
+        except ValueError as error:
+            if _BAD_TEXT not in str(error):
+                raise
+            self._row = stop
+            return self._singly(batch, first + drop)
+        self._row = stop
+        rows = Rows(self._source.fill(batch))
+        if not self._is_warm:
+            self._is_warm = True
+            _warm(rows)
+        return rows
+
+    def _singly(self, batch: "pa.RecordBatch", first: int) -> list[Any]:
+        """Return the rows of a batch in which some text is none, as ``Bad``."""
+        samples: list[Any] = []
+        for at in range(batch.num_rows):
+            row = batch.slice(at, 1)
+            try:
+                row.validate(full=True)
+            except ValueError as error:
+                samples.append(Bad(self._error(f"row {first + at:,}", error)))
+            else:
+                samples.append(Rows(self._source.fill(row))[0])
+        return samples
+
+    def _end(self) -> None:
+        self.is_over = True
+        expected, skip = self._source.rows, self._skip
+        if expected is not None and self._row != expected:
+            text = f"{self._place} has {self._row:,} of {expected:,} rows announced"
+            raise DatasetError(text, location=self._place.location)
+        if skip > self._row:
+            raise DatasetError(
+                f"{self._place} has {self._row:,} rows and is to be read from row "
+                f"{skip:,} on; it is not the file that the state was saved for",
+                location=self._place.location,
+            )
+
+    def _fail(self, error: Exception) -> None:
+        """Keep the house error for what reading raised."""
+        self.is_over = True
+        ranges = self._source.ranges
+        if ranges is not None and ranges.failure is not None:
+            error = ranges.failure
+        if isinstance(error, DatasetError):
+            self.failure = error
+        elif isinstance(error, OSError) and error.errno is not None:
+            self.failure = file_failure(self._place.location, error)
+        else:
+            self.failure = self._error(f"from row {self._row:,} on", error)
+        self.failure.__cause__ = None if self.failure is error else error
+
+    def _error(self, where: str, cause: Exception) -> DatasetError:
+        text = str(cause).strip() or type(cause).__name__
+        return DatasetError(
+            f"{self._place} cannot be read, {where}: {text}; it is damaged, or was "
+            "written anew meanwhile",
+            location=self._place.location,
+        )
+
+
+def _warm(rows: Rows) -> None:
+    """Make one row, so that what this looks up (time zones) is looked up in a thread.
+
+    What goes wrong with it will do so again where it can be told.
+    """
+    with contextlib.suppress(Exception):
+        next(iter(rows))
+
+
+class TableReader:
+    """A shard's rows, in order.
+
+    Args:
+        opening: Opens the shard, with the bytes that may be requested ahead.
+        place: Its name.
+        row: Rows to leave out at the beginning.
+        budget: Bytes to hold at most.
+    """
+
+    def __init__(
+        self,
+        opening: Callable[[int], Coroutine[Any, Any, Source]],
+        place: Place,
+        row: int,
+        budget: int,
+    ) -> None:
+        self._opening = opening
+        self._place = place
+        self._row = row
+        self._budget = Budget.of(budget)
+        self._blocks: deque[Block] = deque()
+        self._taken = 0
+        self._is_closed = False
+        self._ranges: Ranges | None = None
+        self._steps: Steps | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._work: asyncio.Future[list[Block]] | None = None
+        self._next: asyncio.Task[list[Block]] | None = None
+
+    def begin(self) -> None:
+        """Begin to read."""
+        is_over = self._steps is not None and self._steps.is_over
+        if self._next is None and not is_over and not self._is_closed:
+            self._next = asyncio.create_task(self._advance())
+
+    async def pull(self, limit: int) -> Block:
+        """Return the next rows, from 1 to ``limit``; an empty list at the end.
+
+        Raises:
+            DatasetError: If the rest of the shard cannot be read.
+        """
+        while not self._blocks:
+            self.begin()
+            if self._next is None:
+                return self._end()
+            await asyncio.wait([self._next])  # a cancellation leaves it alone
+            step, self._next = self._next, None
+            self._blocks.extend(step.result())
+            self.begin()
+        block = self._blocks[0]
+        part = cut(block, self._taken, self._taken + limit)
+        self._taken += len(part)
+        self._row += len(part)
+        if self._taken >= len(block):
+            self._blocks.popleft()
+            self._taken = 0
+        return part
+
+    def position(self) -> "Position":
+        """Return the number of the next row."""
+        return {"row": self._row}
+
+    def is_draining(self) -> bool:
+        """Tell whether all was requested."""
+        if self._ranges is not None and self._ranges.is_draining():
+            return True
+        return self._is_closed or (self._steps is not None and self._steps.is_over)
+
+    async def aclose(self) -> None:
+        """End requests and decoding, and wait for their end."""
+        self._is_closed = True
+        self._blocks.clear()
+        step, self._next = self._next, None
+        if step is not None:
+            step.cancel()
+        if self._ranges is not None:
+            await self._ranges.aclose()
+        waiting = [one for one in (step, self._work) if one is not None]
+        if waiting:
+            await asyncio.wait(waiting)
+        if self._steps is not None:
+            self._steps.close()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await asyncio.to_thread(pool.shutdown)
+
+    def _end(self) -> list[Any]:
+        if self._steps is not None and self._steps.failure is not None:
+            raise self._steps.failure
+        return []
+
+    async def _advance(self) -> list[Block]:
+        """Decode the next step; open the shard before the first."""
+        if self._steps is None:
+            source = await self._opening(self._budget.window)
+            self._steps = Steps(source, self._place, self._row, self._budget.step)
+            self._ranges = source.ranges
+            if self._ranges is not None:
+                # A thread that waits for the network must not be one of the loop's.
+                self._pool = ThreadPoolExecutor(1, "aioloader-arrow")
+                self._ranges.begin()
+        loop = asyncio.get_running_loop()
+        self._work = loop.run_in_executor(self._pool, self._steps.step)
+        await asyncio.wait([self._work])  # a thread goes on when it is cancelled
+        return self._work.result()

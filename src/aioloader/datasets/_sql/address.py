@@ -1,0 +1,187 @@
+"""The address of a database: what may be shown of it, and what drivers are told.
+
+A password is in no repr, error or pickle: a pickle of a URL that has one is refused.
+The parts of a URL are taken apart here, for libpq shows what it cannot parse.
+"""
+
+import os
+import pickle
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote, unquote
+
+from aioloader.datasets._sql.password import find_password
+
+# Parameters of libpq that are secrets themselves.
+_SECRETS = frozenset({
+    "password", "sslpassword", "scram_client_key", "scram_server_key",
+    "oauth_client_secret",
+})  # fmt: skip
+# A connection that is dead for a minute is noticed, though nothing is sent on it.
+_DEFAULTS = {
+    "fallback_application_name": "aioloader",
+    "connect_timeout": "10",
+    "keepalives_idle": "30",
+    "keepalives_interval": "10",
+    "keepalives_count": "3",
+}
+# What asyncpg would pass on to the server, which does not know it; the password comes
+# by another way.
+_NOT_ASYNCPG = frozenset({
+    *_DEFAULTS, "keepalives", "tcp_user_timeout", "gssencmode", "password",
+    "dbname",
+})  # fmt: skip
+
+
+class Address:
+    """Where a database is.
+
+    Args:
+        url: ``sqlite:///relative``, ``sqlite:////absolute`` or
+            ``postgresql://user@host:port/name?parameters``; for a Unix socket
+            ``postgresql:///name?host=/directory``. Parameters are libpq's or SQLite's.
+
+    Attributes:
+        label: What may be shown.
+        is_sqlite: Whether it is a file.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+
+    def __init__(self, url: str) -> None:
+        scheme, separator, rest = url.partition("://")
+        if not separator or scheme not in {"sqlite", "postgresql", "postgres"}:
+            shown = f"{scheme}://..." if separator else "no scheme"
+            raise ValueError(
+                f"url must be sqlite:///path or postgresql://host/name, got {shown}"
+            )
+        self.is_sqlite = scheme == "sqlite"
+        before, _, query = rest.partition("?")
+        self._parameters = dict(_pairs(query))
+        if self.is_sqlite:
+            self._path = _sqlite_path(before)
+            self.label = f"sqlite:///{self._path}"
+        else:
+            self._parameters = _server(before) | self._parameters
+            self.label = self._server_label()
+
+    # -- for drivers --------------------------------------------------------------
+
+    @property
+    def path(self) -> str:
+        """The absolute path of the file."""
+        return os.path.abspath(self._path)  # noqa: PTH100  (no links followed)
+
+    def for_libpq(self) -> str:
+        """Return keywords and values; they hold the password."""
+        values = {**_DEFAULTS, **self._parameters}
+        return " ".join(f"{name}={_quoted(value)}" for name, value in values.items())
+
+    def for_asyncpg(self) -> str:
+        """Return a URL without a password."""
+        values = self._parameters.items()
+        kept = {k: quote(v, "") for k, v in values if v and k not in _NOT_ASYNCPG}
+        query = "&".join(f"{name}={value}" for name, value in kept.items())
+        return f"postgresql:///{quote(self._parameters.get('dbname', ''), '')}?{query}"
+
+    async def password(self) -> str | None:
+        """Return the password, wherever it is."""
+        known = self._parameters.get("password")
+        return known or await find_password(self._parameters)
+
+    def for_sqlite(self) -> str:
+        """Return a URI that opens the file for reading.
+
+        Raises:
+            FileNotFoundError: If it does not exist; drivers say less clearly so.
+        """
+        if not os.path.exists(self.path):  # noqa: PTH110  (a string it stays)
+            raise FileNotFoundError("no such file")
+        parameters = {**self._parameters, "mode": "ro"}
+        query = "&".join(f"{k}={quote(v)}" for k, v in parameters.items())
+        return f"file:{quote(self.path)}?{query}"
+
+    # -- for people ---------------------------------------------------------------
+
+    def scrub(self, text: str) -> str:
+        """Return ``text`` without any secret of this address."""
+        for name in self._secrets():
+            secret = self._parameters[name]
+            for form in (secret, quote(secret, "")):
+                text = text.replace(form, "***")
+        return text
+
+    def _secrets(self) -> list[str]:
+        return [name for name in _SECRETS if self._parameters.get(name)]
+
+    def _server_label(self) -> str:
+        shown = self._parameters
+        host, port = shown.get("host", ""), shown.get("port", "")
+        name = shown.get("dbname", "")
+        if host.startswith(("/", "@")):
+            return f"postgresql:///{name}?host={host}" + (port and f"&port={port}")
+        return f"postgresql://{host}{port and ':'}{port}/{name}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle may hold.
+
+        Raises:
+            pickle.PicklingError: If that would hold a password.
+        """
+        if secrets := self._secrets():
+            raise pickle.PicklingError(
+                f"the address {self.label!r} cannot be pickled: its {secrets[0]} would "
+                "be written in clear; set PGPASSWORD, or name a file by PGPASSFILE"
+            )
+        return dict(self.__dict__)
+
+    def __repr__(self) -> str:
+        return f"Address({self.label!r})"
+
+
+def _sqlite_path(text: str) -> str:
+    if not text.startswith("/") or text in {"/", "/:memory:"}:
+        raise ValueError(
+            f"url must be sqlite:///path, got 'sqlite://{text}'; a database in memory "
+            "belongs to one connection only"
+        )
+    return text[1:]
+
+
+def _server(text: str) -> dict[str, str]:
+    """Return libpq's parameters for what stands before the question mark."""
+    where, _, name = text.partition("/")
+    account, _, hosts = where.rpartition("@")
+    user, _, password = account.partition(":")
+    pairs = [_host_and_port(host) for host in hosts.split(",")]
+    ports = [port for _, port in pairs]
+    found = {
+        "host": ",".join(unquote(host) for host, _ in pairs),
+        "port": ",".join(ports) if any(ports) else "",
+        "user": unquote(user),
+        "password": unquote(password),
+        "dbname": unquote(name),
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def _host_and_port(text: str) -> tuple[str, str]:
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        return host, rest.removeprefix(":")
+    host, _, port = text.partition(":")
+    return host, port
+
+
+def _pairs(query: str) -> Iterator[tuple[str, str]]:
+    for pair in query.split("&") if query else ():
+        name, _, value = pair.partition("=")
+        if not name.isidentifier():
+            raise ValueError("url must have parameters such as ?name=value&name=value")
+        yield name, unquote(value)
+
+
+def _quoted(value: str) -> str:
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

@@ -1,0 +1,164 @@
+"""Tables and queries of databases as shards: ranges of a key, in one snapshot.
+
+Order is that of the key. Memory holds what is read ahead, bounded by the budget. ADBC
+brings a copy of SQLite of its own, and two copies in one process do not see each
+other's locks: who writes a file with ``sqlite3`` while it is read here should do so in
+another process.
+"""
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from aioloader.datasets._sql.address import Address
+from aioloader.datasets._sql.failures import failure_of
+from aioloader.datasets._sql.keys import Key, Span, encoded, name_of
+from aioloader.datasets._sql.links import driver_of
+from aioloader.datasets._sql.postgres import Postgres
+from aioloader.datasets._sql.reader import SQLReader
+from aioloader.datasets._sql.source import Source
+from aioloader.datasets._sql.sqlite import SQLite
+
+if TYPE_CHECKING:
+    from aioloader.datasets._streams.shards import Position
+
+
+class SQLShard(dict[str, Any]):
+    """A range of keys; as JSON its bounds, here also the iteration it belongs to.
+
+    Attributes:
+        span: The range.
+        session: The iteration.
+        plan: Names all ranges of the iteration, for states.
+    """
+
+    def __init__(self, span: Span, session: SQLite | Postgres, plan: str) -> None:
+        super().__init__(start=span.start, stop=span.stop, void=span.is_void)
+        self.span = span
+        self.session = session
+        self.plan = plan
+
+
+class SQLFormat:
+    """Read a table or query in ranges of a key, in the order of the key.
+
+    All ranges of an iteration show one snapshot. The key must be unique and not NULL,
+    and should have an index. A query must give the same rows whenever it is run.
+
+    Args:
+        url: ``sqlite:///path`` or ``postgresql://user@host/name``; for a Unix socket
+            ``postgresql:///name?host=/directory``.
+        query: A table, ``name`` or ``schema.name``, or a SELECT.
+        key: A column of integers, text, UUIDs, dates, times or bytes.
+        columns: The columns to read, in order; default: all.
+        parameters: Values for the placeholders of a query, ``$1`` for PostgreSQL and
+            ``?`` for SQLite.
+        partitions: Into how many ranges the key is cut; or the keys to cut at, so that
+            ranks and later runs have the same ranges whatever is written meanwhile.
+        deadline: Seconds that a lost connection may take to come back.
+
+    Raises:
+        ImportError: If the driver is not installed.
+        ValueError: If an argument is wrong.
+    """
+
+    def __init__(  # noqa: PLR0913  (keywords, each of one thing)
+        self,
+        url: str,
+        query: str,
+        *,
+        key: str,
+        columns: Iterable[str] | None = None,
+        parameters: Sequence[Any] = (),
+        partitions: int | Sequence[Any] = 8,
+        deadline: float = 120.0,
+    ) -> None:
+        if isinstance(columns, str):
+            raise TypeError(f"columns must be a list of names, got {columns!r}")
+        if deadline < 0:
+            raise ValueError(f"deadline must not be negative, got {deadline}")
+        wanted = None if columns is None else tuple(columns)
+        self._address = Address(url)
+        self._source = Source(query, key, wanted, tuple(parameters))
+        self._partitions = _checked(partitions)
+        self._deadline = deadline
+        driver_of(self._address)
+
+    async def shards(
+        self, stack: AsyncExitStack, known: Sequence[Mapping[str, Any]] = ()
+    ) -> list[SQLShard]:
+        """Take a snapshot, and return its ranges.
+
+        Args:
+            stack: Closes the connections.
+            known: The ranges of an earlier run, which are then taken over.
+
+        Raises:
+            DatasetError: If the database cannot be reached, or read.
+            ValueError: If the key cannot be one, or a column does not exist.
+        """
+        partitions = self._partitions
+        if known:
+            partitions = [one["start"] for one in known if one["start"] is not None]
+        session = self._new_session()
+        stack.push_async_callback(session.aclose)
+        try:
+            spans = await session.begin(partitions)
+        except ValueError as exc:
+            raise ValueError(f"{self.label}: {exc}") from None
+        except Exception as exc:  # noqa: BLE001  (told without its traceback)
+            failure = failure_of("open", self._source.label, self._address, exc)
+        else:
+            spans += [Span(is_void=True)] * (len(known) - len(spans))
+            plan = name_of(spans)
+            return [SQLShard(span, session, plan) for span in spans]
+        raise failure
+
+    async def plan(self) -> list[Key]:
+        """Return the keys to cut at, for ``partitions`` of other ranks and runs."""
+        async with AsyncExitStack() as stack:
+            spans = [shard.span for shard in await self.shards(stack)]
+        return [span.start for span in spans if span.start is not None]
+
+    def open(self, shard: SQLShard, position: "Position", budget: int) -> SQLReader:
+        """Return a reader of a range behind the key in ``position``.
+
+        Raises:
+            ValueError: If the key was cut elsewhere when the position was taken.
+        """
+        if position.get("plan", shard.plan) != shard.plan:
+            raise ValueError(
+                f"{self.label} was cut elsewhere when the state was saved, for it has "
+                "changed since; pass partitions=await plan() to cut where it was"
+            )
+        return SQLReader(shard, position.get("key"), budget, self._deadline)
+
+    @property
+    def label(self) -> str:
+        """What is read, without what is secret."""
+        return f"{self._source.label} of {self._address.label!r}"
+
+    def _new_session(self) -> SQLite | Postgres:
+        kind = SQLite if self._address.is_sqlite else Postgres
+        return kind(self._address, self._source)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        driver_of(self._address)  # not on an event loop, for an import reads files
+
+    def __repr__(self) -> str:
+        return f"SQLFormat({self._address.label!r}, {self._source.label})"
+
+
+def _checked(partitions: Any) -> int | list[Key]:
+    """Return a number of ranges, or the keys to cut at.
+
+    Raises:
+        ValueError: If there is to be no range.
+    """
+    if not hasattr(partitions, "__index__"):
+        return [encoded(bound) for bound in partitions]
+    if operator.index(partitions) < 1:
+        raise ValueError(f"partitions must be at least 1, got {partitions}")
+    return operator.index(partitions)

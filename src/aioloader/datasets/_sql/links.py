@@ -1,0 +1,117 @@
+"""Connections of ADBC, each with the one thread that uses it.
+
+ADBC's objects belong to one thread at a time; and in the main thread its calls take
+over Ctrl-C. So every call is made in the connection's thread, in the order of asking.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import pyarrow as pa
+
+    from aioloader.datasets._sql.address import Address
+
+Connection: TypeAlias = Any  # of adbc_driver_manager.dbapi
+Batches: TypeAlias = "Generator[pa.RecordBatch, None, None]"
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def driver_of(address: "Address") -> "ModuleType":
+    """Import the driver for an address.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
+    name = "adbc_driver_sqlite" if address.is_sqlite else "adbc_driver_postgresql"
+    try:
+        import_module("pyarrow.compute")
+        return import_module(f"{name}.dbapi")
+    except ImportError as exc:
+        raise ImportError("databases need ADBC: pip install aioloader[sql]") from exc
+
+
+class Link:
+    """A connection and its thread.
+
+    Args:
+        address: Where the database is.
+    """
+
+    def __init__(self, address: "Address") -> None:
+        self._address = address
+        self._pool = ThreadPoolExecutor(1, "aioloader-sql")
+        self._connection: Connection = None
+        self._works: set[Future[Any]] = set()
+
+    async def open(self) -> None:
+        """Connect."""
+        await self._submit(self._connect)
+
+    async def run(
+        self,
+        function: Callable[Concatenate[Connection, P], T],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> T:
+        """Return ``function(connection, ...)``, called in the thread."""
+        return await self._submit(lambda: function(self._connection, *args, **options))
+
+    async def interrupt(self) -> None:
+        """Stop what is under way; SQLite's driver cannot, so there it is waited for."""
+        if self._works:
+            await asyncio.to_thread(self._interrupt)
+
+    async def aclose(self) -> None:
+        """Stop what is under way, disconnect, and join the thread."""
+        await self.interrupt()
+        self._pool.submit(self._close)
+        await asyncio.to_thread(self._pool.shutdown)
+
+    async def _submit(self, call: Callable[[], T]) -> T:
+        work = self._pool.submit(call)
+        self._works.add(work)
+        work.add_done_callback(self._works.discard)
+        return await asyncio.wrap_future(work)
+
+    def _connect(self) -> None:
+        driver, address = driver_of(self._address), self._address
+        if address.is_sqlite:
+            self._connection = driver.connect(address.for_sqlite(), autocommit=True)
+        else:
+            self._connection = driver.connect(address.for_libpq(), autocommit=True)
+
+    def _interrupt(self) -> None:
+        # It may have ended, or not begun; or the driver cannot.
+        with contextlib.suppress(Exception):
+            self._connection.adbc_cancel()
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+
+def execute(connection: Connection, sql: str, parameters: Any = ()) -> None:
+    """Run a statement that gives no rows."""
+    with connection.cursor() as cursor:
+        cursor.execute(sql, parameters or None)
+
+
+def fetch(connection: Connection, sql: str, parameters: Any = ()) -> list[Any]:
+    """Return the rows of a small result."""
+    with connection.cursor() as cursor:
+        cursor.execute(sql, parameters or None)
+        rows: list[Any] = cursor.fetchall()
+        return rows
+
+
+def close_scan(_connection: Connection, batches: "Batches") -> None:
+    """End a generator of batches, and with it its statement."""
+    batches.close()

@@ -1,0 +1,244 @@
+"""Rows of a table by key, many with one query; and the list of all keys.
+
+PostgreSQL is asked through a pool of asyncpg, on the event loop; SQLite in threads.
+A lookup belongs to one event loop.
+"""
+
+import asyncio
+import sqlite3
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+
+from aioloader.datasets._sql.address import Address
+from aioloader.datasets._sql.source import Source, column, select
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import asyncpg
+
+Row: TypeAlias = Mapping[str, Any]
+Keys: TypeAlias = "np.ndarray[Any, Any] | list[Any]"
+
+# Keys that are decoded in one step of the event loop.
+_PAGE = 2000
+# A row of COPY's binary form with one int8, behind a header; two bytes end it.
+_COPIED = np.dtype([("fields", ">i2"), ("length", ">i4"), ("key", ">i8")])
+_HEADER_BYTES, _TRAILER_BYTES = 19, 2
+
+
+class Lookup(Protocol):
+    """Find rows in one table."""
+
+    async def list_keys(self) -> Keys:
+        """Return all keys, sorted."""
+
+    async def find(self, keys: Sequence[Any]) -> dict[Any, Row]:
+        """Return the rows that exist, by key."""
+
+    async def aclose(self) -> None:
+        """Disconnect."""
+
+
+def import_asyncpg() -> "ModuleType":
+    """Import asyncpg, or say how to install it.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
+    try:
+        import asyncpg  # noqa: PLC0415  (an optional dependency)
+    except ImportError as exc:
+        raise ImportError(
+            "SQLRows of PostgreSQL needs asyncpg: pip install aioloader[sql]"
+        ) from exc
+    module: ModuleType = asyncpg
+    return module
+
+
+def _selected(source: Source) -> str:
+    """Return what is read: the key, and then the columns that are wanted."""
+    key = column(source.key)
+    if source.columns is None:
+        return f"{key}, q.*"
+    return ", ".join((key, *map(column, source.columns)))
+
+
+def _listed(source: Source, key: str) -> str:
+    """Return the question for all keys in order."""
+    there = f"{column(source.key)} IS NOT NULL"
+    return select(
+        key, source.relation(), "WHERE", there, "ORDER BY", column(source.key)
+    )
+
+
+class SQLiteLookup:
+    """Rows of a file.
+
+    Args:
+        address: Where it is.
+        source: Its table.
+        connections: How many threads ask at once.
+    """
+
+    def __init__(self, address: Address, source: Source, connections: int) -> None:
+        self._address = address
+        self._source = source
+        self._pool = ThreadPoolExecutor(connections, "aioloader-sql")
+        self._idle: list[sqlite3.Connection] = []
+
+    async def list_keys(self) -> Keys:
+        """Return all keys, sorted."""
+        keys: Keys = await self._run(self._list)
+        return keys
+
+    async def find(self, keys: Sequence[Any]) -> dict[Any, Row]:
+        """Return the rows that exist, by key."""
+        found: dict[Any, Row] = await self._run(
+            lambda connection: self._find(connection, keys)
+        )
+        return found
+
+    async def aclose(self) -> None:
+        """Disconnect, and join the threads."""
+        await asyncio.to_thread(self._close)
+
+    async def _run(self, function: Callable[[sqlite3.Connection], Any]) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._with_idle, function)
+
+    def _with_idle(self, function: Callable[[sqlite3.Connection], Any]) -> Any:
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = sqlite3.connect(
+                self._address.for_sqlite(),
+                uri=True,
+                isolation_level=None,
+                check_same_thread=False,  # one at a time, and the last one closes it
+            )
+        try:
+            return function(connection)
+        finally:
+            self._idle.append(connection)
+
+    def _list(self, connection: sqlite3.Connection) -> Keys:
+        cursor = connection.execute(_listed(self._source, column(self._source.key)))
+        pages = iter(lambda: [row[0] for row in cursor.fetchmany(_PAGE)], [])
+        return compact(list(pages))
+
+    def _find(
+        self, connection: sqlite3.Connection, keys: Sequence[Any]
+    ) -> dict[Any, Row]:
+        limit = connection.getlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER)
+        found: dict[Any, Row] = {}
+        for start in range(0, len(keys), limit):
+            found.update(self._ask(connection, keys[start : start + limit]))
+        return found
+
+    def _ask(
+        self, connection: sqlite3.Connection, keys: Sequence[Any]
+    ) -> Iterator[tuple[Any, Row]]:
+        source = self._source
+        places = ", ".join("?" * len(keys))
+        among = f"{column(source.key)} IN ({places})"
+        sql = select(_selected(source), source.relation(), "WHERE", among)
+        cursor = connection.execute(sql, keys)
+        names = [entry[0] for entry in cursor.description][1:]
+        for key, *values in cursor:
+            yield key, dict(zip(names, values, strict=True))
+
+    def _close(self) -> None:
+        self._pool.shutdown()
+        while self._idle:
+            self._idle.pop().close()
+
+
+class PostgresLookup:
+    """Rows of a server's table.
+
+    Args:
+        make_pool: Makes a pool that is closed here, at the first question.
+        source: The table.
+    """
+
+    def __init__(
+        self, make_pool: "Callable[[], Awaitable[asyncpg.Pool]]", source: Source
+    ) -> None:
+        self._make_pool = make_pool
+        self._source = source
+        self._pool: asyncio.Future[asyncpg.Pool] | None = None
+        among = f"{column(source.key)} = ANY($1)"
+        self._sql = select(_selected(source), source.relation(), "WHERE", among)
+
+    async def list_keys(self) -> Keys:
+        """Return all keys, sorted."""
+        pool = await self._open()
+        async with pool.acquire() as connection, connection.transaction():
+            key = column(self._source.key)
+            sql = _listed(self._source, key)
+            asked = await connection.prepare(sql)
+            if asked.get_attributes()[0].type.name in {"int2", "int4", "int8"}:
+                return await self._copy(connection)
+            pages: list[list[Any]] = []
+            cursor = await connection.cursor(sql)
+            while rows := await cursor.fetch(_PAGE):
+                pages.append([row[0] for row in rows])
+            return compact(pages)
+
+    async def find(self, keys: Sequence[Any]) -> dict[Any, Row]:
+        """Return the rows that exist, by key."""
+        pool = await self._open()
+        records = await pool.fetch(self._sql, keys)
+        names = [*records[0].keys()][1:] if records else []
+        return {
+            record[0]: dict(zip(names, record[1:], strict=True)) for record in records
+        }
+
+    async def aclose(self) -> None:
+        """Disconnect."""
+        opening, self._pool = self._pool, None
+        if opening is not None:
+            await asyncio.wait([opening])
+            if not _has_failed(opening):
+                await opening.result().close()
+
+    async def _open(self) -> "asyncpg.Pool":
+        """Return the pool; whoever comes first makes it, and all wait for it."""
+        opening = self._pool
+        if opening is None or (opening.done() and _has_failed(opening)):
+            opening = self._pool = asyncio.ensure_future(self._make_pool())
+        return await asyncio.shield(opening)
+
+    async def _copy(self, connection: Any) -> Keys:
+        """Return integer keys, which come as one block of bytes."""
+        data = bytearray()
+
+        async def add(piece: bytes) -> None:
+            data.extend(piece)
+
+        sql = _listed(self._source, f"{column(self._source.key)}::int8")
+        await connection.copy_from_query(sql, output=add, format="binary")
+        body = memoryview(data)[_HEADER_BYTES : len(data) - _TRAILER_BYTES]
+        return np.frombuffer(body, _COPIED)["key"].astype(np.int64)
+
+
+class GivenPool(PostgresLookup):
+    """Rows that are asked for through a pool of the caller's, which stays open."""
+
+    async def aclose(self) -> None:
+        """Let the pool alone."""
+
+
+def _has_failed(done: "asyncio.Future[Any]") -> bool:
+    return done.cancelled() or done.exception() is not None
+
+
+def compact(pages: Sequence[Sequence[Any]]) -> Keys:
+    """Return keys as an array of int64 if all are integers, else as a list."""
+    keys = [key for page in pages for key in page]
+    is_whole = all(isinstance(key, (int, np.integer)) for key in keys)
+    return np.array(keys, np.int64) if is_whole else keys

@@ -1,0 +1,155 @@
+"""How to read a table or query of PostgreSQL: its columns, key, and where to cut it.
+
+All of it is asked for inside the snapshot that is read later. A key is divided by its
+quantiles: of a table those of some hundred pages, of a view or query those of all rows,
+which costs about one more reading of the keys.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aioloader.datasets._sql.keys import Key, Span, spans_of
+from aioloader.datasets._sql.links import Connection, fetch
+from aioloader.datasets._sql.source import (
+    Source,
+    any_null,
+    checked_names,
+    column,
+    rising,
+    select,
+    selection,
+)
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_KEYS = frozenset({
+    "int2", "int4", "int8", "text", "varchar", "bpchar", "name", "uuid", "date",
+    "timestamp", "timestamptz", "bytea",
+})  # fmt: skip
+# What Arrow has no type for is read as one that it has.
+_CASTS = {
+    "numeric": "{}::float8",
+    "money": "{}::numeric::float8",
+    "oid": "{}::int8",
+    "_numeric": "{}::float8[]",
+    "vector": "{}::real[]",
+    "halfvec": "{}::real[]",
+}
+_TYPE = "SELECT typname::text FROM pg_type WHERE oid = $1::oid"
+# Enough pages for shares within a tenth or so of each other.
+_PAGES, _PAGE_BYTES = 400, 8192
+_SIZE = """
+SELECT c.relkind::text, CASE c.relkind WHEN 'p' THEN
+(SELECT sum(pg_relation_size(relid))::int8 FROM pg_partition_tree(c.oid))
+ELSE pg_relation_size(c.oid) END FROM pg_class AS c WHERE c.oid = to_regclass($1)
+"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to read the source.
+
+    Attributes:
+        selected: What follows SELECT.
+        key_type: The key's type, by PostgreSQL's name.
+        names: The columns to deliver; the key may be read besides.
+    """
+
+    selected: str
+    key_type: str
+    names: tuple[str, ...]
+
+
+def planned(connection: Connection, source: Source) -> Plan:
+    """Find the columns and their types, and see that the key can be one.
+
+    Raises:
+        ValueError: If it cannot, or a column does not exist.
+    """
+    with connection.cursor() as cursor:
+        schema = cursor.adbc_execute_schema(
+            select("*", source.relation()), source.parameters or None
+        )
+    types = dict(zip(schema.names, _types(connection, schema), strict=True))
+    names = checked_names(source, schema.names)
+    if types[source.key] not in _KEYS:
+        raise ValueError(
+            f"key {source.key!r} is of type {types[source.key]}, which cannot be a "
+            f"key; {', '.join(sorted(_KEYS))} can"
+        )
+    read = names if source.key in names else (*names, source.key)
+    casts = [_cast(types[name], schema.field(name).type) for name in read]
+    if fetch(connection, any_null(source), source.parameters):
+        raise ValueError(f"key {source.key!r} is NULL in some rows; it must not be")
+    return Plan(selection(read, casts), types[source.key], names)
+
+
+def _types(connection: Connection, schema: "pa.Schema") -> list[str]:
+    """Return PostgreSQL's names of the columns' types."""
+    said = [(field.metadata or {})[b"POSTGRESQL:type"].decode() for field in schema]
+    # The driver knows the types of extensions by number only.
+    names: dict[str, str] = {}
+    for name in {name for name in said if name.startswith("unnamed<oid:")}:
+        number = name.removeprefix("unnamed<oid:").rstrip(">")
+        names[name] = fetch(connection, _TYPE, (number,))[0][0]
+    return [names.get(name, name) for name in said]
+
+
+def _cast(name: str, kind: "pa.DataType") -> str:
+    """Return the expression by which a column of a type is read."""
+    if name in _CASTS:
+        return _CASTS[name]
+    if hasattr(kind, "vendor_name"):
+        return "{}::text"
+    if hasattr(getattr(kind, "value_type", None), "vendor_name"):
+        return "{}::text[]"
+    return "{}"
+
+
+def divided(
+    connection: Connection,
+    source: Source,
+    plan: Plan,
+    partitions: int | Sequence[Key],
+) -> list[Span]:
+    """Return ranges with about equal numbers of rows.
+
+    Of a table, some hundred pages are looked at; of a view or query, all keys.
+
+    Raises:
+        ValueError: If bounds were given, but not in the order of the database.
+    """
+    if not isinstance(partitions, int):
+        _check_order(connection, source, plan, partitions)
+        return spans_of(list(partitions), len(partitions) + 1)
+    if partitions == 1:
+        return [Span()]
+    where = source.relation()
+    if not source.is_query:
+        ((kind, size),) = fetch(connection, _SIZE, (source.table(),)) or [("v", 0)]
+        if kind in {"r", "m", "p"}:
+            share = min(100.0, 100.0 * _PAGES * _PAGE_BYTES / max(1, size or 0))
+            where += f" TABLESAMPLE SYSTEM ({share:.6f}) REPEATABLE (0)"
+    key = column(source.key)
+    # A little more, for the first key of a part, not the last one of the part before.
+    shares = ", ".join(f"{n / partitions + 1e-9:.12f}" for n in range(1, partitions))
+    order = f"percentile_disc(ARRAY[{shares}]::float8[]) WITHIN GROUP (ORDER BY {key})"
+    found = fetch(connection, select(f"({order})::text[]", where), source.parameters)
+    ((cuts,),) = found
+    return spans_of(_as_keys(dict.fromkeys(cuts or ()), plan), partitions)
+
+
+def _as_keys(texts: Iterable[str], plan: Plan) -> list[Key]:
+    return [int(text) if plan.key_type.startswith("int") else text for text in texts]
+
+
+def _check_order(
+    connection: Connection, source: Source, plan: Plan, bounds: Sequence[Key]
+) -> None:
+    """See that bounds rise, by the key's own order."""
+    sql = rising(source, plan.key_type, len(bounds), "$")
+    falls = fetch(connection, sql, (*source.parameters, *map(str, bounds)))
+    if falls != [(0,)]:
+        raise ValueError("bounds in partitions must rise, by the order of the database")

@@ -1,0 +1,274 @@
+"""Rows of one range of keys, read ahead and in order, whatever the connection does.
+
+A batch is read in a connection's thread while the one before is consumed; the budget
+bounds what is held. A connection that is lost is made anew, and reading goes on behind
+the last key.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from aioloader.datasets._arrow.rows import Rows
+from aioloader.datasets._sql.failures import failure_of, given_up, pauses, reason_of
+from aioloader.datasets._sql.keys import Key, Span, encoded
+from aioloader.errors import DatasetError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from aioloader._order.blocks import Block
+    from aioloader.datasets._sql.address import Address
+    from aioloader.datasets._sql.links import Batches, Connection, Link
+    from aioloader.datasets._sql.source import Source
+    from aioloader.datasets._streams.shards import Position
+
+_LOG = logging.getLogger("aioloader")
+_SMALLEST, _LARGEST = 1 << 16, 1 << 22
+
+
+class Session(Protocol):
+    """One iteration over a source: a snapshot, and connections that read it.
+
+    Attributes:
+        address: Of which database.
+        source: What is read.
+    """
+
+    address: "Address"
+    source: "Source"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns to deliver."""
+
+    async def join(self) -> "Link":
+        """Return a connection that reads the snapshot."""
+
+    async def leave(
+        self, link: "Link", batches: "Batches | None", *, is_sound: bool
+    ) -> None:
+        """Stop a scan, and give its connection back; ``is_sound``: it may go on."""
+
+    async def is_lost(self, link: "Link") -> bool:
+        """Tell whether a connection is gone, after something failed."""
+
+    def scan(
+        self, connection: "Connection", span: Span, last: Key | None, batch_bytes: int
+    ) -> "Batches":
+        """Yield the rows of a range; in the connection's thread."""
+
+
+class Shard(Protocol):
+    """A range of an iteration."""
+
+    @property
+    def span(self) -> Span:
+        """The keys."""
+
+    @property
+    def session(self) -> Session:
+        """The iteration."""
+
+    @property
+    def plan(self) -> str:
+        """What names all its ranges, for states."""
+
+
+@dataclass
+class _Batch:
+    """What is ready.
+
+    Attributes:
+        rows: The rows to deliver.
+        keys: Their keys.
+        nbytes: What they take.
+        taken: How many were delivered.
+    """
+
+    rows: Rows
+    keys: "pa.Array"
+    nbytes: int
+    taken: int = 0
+
+
+class SQLReader:
+    """Read one range.
+
+    Args:
+        shard: The range.
+        last: Key of the last row that was delivered; None: none was.
+        budget: Bytes to hold at most; a batch is a quarter, but 64 KiB at least.
+        deadline: Seconds that a lost connection may take to come back.
+    """
+
+    def __init__(
+        self, shard: Shard, last: Key | None, budget: int, deadline: float
+    ) -> None:
+        self._session = shard.session
+        self._span = shard.span
+        self._plan = shard.plan
+        self._budget = budget
+        self._batch_bytes = max(_SMALLEST, min(budget // 4, _LARGEST))
+        self._deadline = deadline
+        self._last_read: Key | None = last
+        # The key of the last row pulled: itself, or where it is.
+        self._at: Key | tuple[pa.Array, int] | None = last
+        self._ready: deque[_Batch] = deque()
+        self._held = 0
+        self._error: BaseException | None = None
+        self._is_over = shard.span.is_void
+        self._task: asyncio.Task[DatasetError | None] | None = None
+        self._changed = asyncio.Event()
+        self._has_room = asyncio.Event()
+
+    def begin(self) -> None:
+        """Begin to read ahead."""
+        if self._task is None and not self._is_over:
+            self._task = asyncio.create_task(self._read())
+            self._task.add_done_callback(self._finish)
+
+    async def pull(self, limit: int) -> "Block":
+        """Return the next rows, from 1 to ``limit``; an empty list at the end.
+
+        Raises:
+            DatasetError: If they cannot be read.
+        """
+        self.begin()
+        while not self._ready:
+            if self._error is not None:
+                raise self._error
+            if self._is_over:
+                return []
+            self._changed.clear()
+            await self._changed.wait()
+        batch = self._ready[0]
+        start = batch.taken
+        batch.taken = stop = min(start + limit, len(batch.rows))
+        self._at = batch.keys, stop - 1
+        if stop == len(batch.rows):
+            self._ready.popleft()
+            self._held -= batch.nbytes
+            self._has_room.set()
+        return batch.rows[start:stop]
+
+    def position(self) -> "Position":
+        """Return the key of the last row returned, if any, and of which ranges."""
+        if isinstance(self._at, tuple):
+            keys, place = self._at
+            self._at = encoded(keys[place].as_py())
+        begun = {} if self._at is None else {"key": self._at}
+        return {**begun, "plan": self._plan}
+
+    def is_draining(self) -> bool:
+        """Tell whether all was read."""
+        return self._is_over
+
+    async def aclose(self) -> None:
+        """Stop reading, and give the connection back."""
+        task, self._task = self._task, None
+        self._is_over = True
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._error = None
+        self._ready.clear()
+        self._changed.set()
+
+    # -- reading ahead ------------------------------------------------------------
+
+    def _finish(self, task: "asyncio.Task[DatasetError | None]") -> None:
+        # What was not read must not look like an end.
+        if task.cancelled():
+            self._error = RuntimeError("reading ahead was cancelled")
+        else:
+            self._error = task.exception() or task.result()
+        self._is_over = True
+        self._changed.set()
+
+    async def _read(self) -> DatasetError | None:
+        """Read to the end, whatever the connection does; return why that fails."""
+        loop = asyncio.get_running_loop()
+        attempts, give_up = 0, 0.0
+        waits = pauses()
+        while True:
+            before = self._last_read
+            lost = await self._attempt()
+            if lost is None or not lost.may_pass:
+                return None if lost is None else lost.error
+            if attempts == 0 or self._last_read != before:
+                attempts, give_up = 0, loop.time() + self._deadline
+                waits = pauses()
+            attempts += 1
+            pause = next(waits)
+            if loop.time() + pause >= give_up:
+                return given_up(lost.error, attempts)
+            if attempts == 1:
+                _LOG.warning("%s; trying again", lost.error)
+            await asyncio.sleep(pause)
+
+    async def _attempt(self) -> "_Lost | None":
+        """Read on until the end; return why that fails."""
+        session = self._session
+        link: Link | None = None
+        batches: Batches | None = None
+        is_sound = False
+        try:
+            link = await session.join()
+            batches = await link.run(
+                session.scan, self._span, self._last_read, self._batch_bytes
+            )
+            while batch := await link.run(self._next, batches):
+                self._add(batch)
+                await self._wait_for_room()
+            is_sound = True
+        except Exception as exc:  # noqa: BLE001  (told without its traceback)
+            may_pass = reason_of(session.address, exc).may_pass or (
+                link is not None and await session.is_lost(link)
+            )
+            error = failure_of("read", self._what(), session.address, exc)
+            return _Lost(error, may_pass)
+        finally:
+            if link is not None:
+                await session.leave(link, batches, is_sound=is_sound)
+        return None
+
+    def _next(self, _connection: "Connection", batches: "Batches") -> _Batch | None:
+        """Return the next rows; in the connection's thread."""
+        batch = next(batches, None)
+        if batch is None:
+            return None
+        keys = batch.column(self._session.source.key)
+        rows = Rows(batch.select(list(self._session.names)))
+        return _Batch(rows, keys, batch.nbytes)
+
+    def _add(self, batch: _Batch) -> None:
+        self._last_read = encoded(batch.keys[-1].as_py())
+        self._ready.append(batch)
+        self._held += batch.nbytes
+        self._changed.set()
+
+    async def _wait_for_room(self) -> None:
+        while self._ready and self._held + self._batch_bytes > self._budget:
+            self._has_room.clear()
+            await self._has_room.wait()
+
+    def _what(self) -> str:
+        source = self._session.source
+        behind = "" if self._last_read is None else f", behind {self._last_read!r}"
+        return f"{source.label} ({self._span.words(source.key)}{behind})"
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """Why an attempt failed.
+
+    Attributes:
+        error: What to raise if there is no other attempt.
+        may_pass: Whether there should be one.
+    """
+
+    error: DatasetError
+    may_pass: bool

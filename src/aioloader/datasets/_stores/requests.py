@@ -1,0 +1,196 @@
+"""Requests that may fail: tried again by cause, within a deadline, or sent twice.
+
+A stall is told by a timeout for each request, since a connection that hangs says
+nothing. What waiting cannot mend (no such object, no permission) is raised at once.
+"""
+
+import asyncio
+import itertools
+import random
+import statistics
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from aioloader.datasets._stores.failures import Reason, failure_of
+from aioloader.errors import DatasetError
+
+T = TypeVar("T")
+Attempt: TypeAlias = Callable[[], Coroutine[Any, Any, T]]
+
+# Answers that another try will not change; 408 and 429 ask for one.
+_FINAL = frozenset(range(400, 500)) - {408, 425, 429}
+_CHANGED = 412
+# A second request is sent after the slowest twentieth of so many latest durations.
+_REMEMBERED, _ENOUGH = 128, 20
+
+
+@dataclass(frozen=True)
+class Requests:
+    """How a dataset treats requests that fail, stall or dawdle.
+
+    A request is tried again after a delay uniform in ``[0, min(max_delay, base_delay *
+    2**n)]`` seconds, until ``deadline``. obstore's own quick retries come before.
+    Source: Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015);
+    Dean and Barroso, "The Tail at Scale" (CACM 2013) for hedging.
+
+    Attributes:
+        timeout: Seconds for one request; then it is cancelled and counts as failed.
+        deadline: Seconds for one piece of data, all tries together.
+        base_delay: Bound of the first delay, in seconds.
+        max_delay: Bound of every delay, in seconds.
+        hedge: Whether a request that takes longer than 95 % of the latest ones is sent
+            a second time; the first answer counts. Costs up to 5 % more requests.
+    """
+
+    timeout: float = 30.0
+    deadline: float = 120.0
+    base_delay: float = 0.1
+    max_delay: float = 5.0
+    hedge: bool = False
+
+    def __post_init__(self) -> None:
+        if self.timeout <= 0 or self.deadline <= 0:
+            raise ValueError(
+                f"timeout and deadline must be above 0, got {self.timeout} and "
+                f"{self.deadline}"
+            )
+        if self.base_delay < 0 or self.max_delay < 0:
+            raise ValueError(
+                f"delays must not be negative, got base_delay={self.base_delay}, "
+                f"max_delay={self.max_delay}"
+            )
+
+
+class RefusedError(Exception):
+    """Carries an error that waiting cannot mend, from an attempt to who retries.
+
+    Attributes:
+        error: What to raise.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class Tries:
+    """Make requests by a policy; one for a dataset and an event loop.
+
+    Args:
+        policy: The policy.
+    """
+
+    def __init__(self, policy: Requests) -> None:
+        self._policy = policy
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._rng = random.Random()  # noqa: S311  (jitter, not a secret)
+
+    async def make(
+        self,
+        attempt: Attempt[T],
+        location: str,
+        failed: DatasetError | None = None,
+    ) -> T:
+        """Return what ``attempt`` gives, tried until the deadline.
+
+        Args:
+            attempt: Makes one request. A ``DatasetError`` is worth another try, a
+                ``RefusedError`` is not.
+            location: What is read, for errors; redacted.
+            failed: What came of a first try that was made already.
+
+        Raises:
+            DatasetError: If no attempt succeeded.
+        """
+        policy = self._policy
+        loop = asyncio.get_running_loop()
+        until = loop.time() + policy.deadline
+        sent, error = 0, failed
+        for number in itertools.count():
+            if error is None:
+                result = await self._tried(attempt, location, until - loop.time())
+                if not isinstance(result, DatasetError):
+                    return result
+                error = result
+            sent += error.attempts
+            bound = min(policy.max_delay, policy.base_delay * 2.0**number)
+            delay = self._rng.uniform(0.0, bound)
+            if loop.time() + delay >= until:
+                raise _given_up(error, sent, policy.deadline)
+            await asyncio.sleep(delay)
+            error = None
+        raise AssertionError
+
+    async def _tried(
+        self, attempt: Attempt[T], location: str, seconds: float
+    ) -> T | DatasetError:
+        """Return what one attempt gives, or its error if another one may help."""
+        timeout = self._policy.timeout
+        try:
+            async with asyncio.timeout(min(timeout, seconds)):
+                return await self._timed(attempt)
+        except TimeoutError:
+            text = f"{location!r}: no answer within {min(timeout, seconds):.3g} s"
+            return DatasetError(text, location=location)
+        except RefusedError as refused:
+            raise refused.error from None
+        except DatasetError as failure:
+            return failure
+
+    async def _timed(self, attempt: Attempt[T]) -> T:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        hedges = self._policy.hedge and len(self._seconds) >= _ENOUGH
+        result = await (self._hedged(attempt) if hedges else attempt())
+        self._seconds.append(loop.time() - began)
+        return result
+
+    async def _hedged(self, attempt: Attempt[T]) -> T:
+        """Send a request again if it dawdles, and take the first good answer."""
+        delay = statistics.quantiles(self._seconds, n=20)[-1]
+        requests = {asyncio.create_task(attempt())}
+        try:
+            done, _ = await asyncio.wait(requests, timeout=delay)
+            if not done:
+                requests.add(asyncio.create_task(attempt()))
+            return await _first_good(requests)
+        finally:
+            await _cancelled(requests)
+
+
+async def _first_good(requests: "set[asyncio.Task[T]]") -> T:
+    """Return the first result; the last one's error if all fail."""
+    waiting = set(requests)
+    while True:
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        good = [request for request in done if request.exception() is None]
+        if good or not waiting:
+            return (good or list(done))[0].result()
+
+
+async def _cancelled(requests: "set[asyncio.Task[Any]]") -> None:
+    """Cancel what is under way, and wait for its end."""
+    for request in requests:
+        request.cancel()
+    await asyncio.gather(*requests, return_exceptions=True)
+
+
+def _given_up(error: DatasetError, attempts: int, deadline: float) -> DatasetError:
+    """Return the last attempt's error, which then tells of all of them."""
+    error.args = (f"{error}; given up after {deadline:g} s, {attempts} attempts",)
+    error.attempts = attempts
+    return error
+
+
+def read_failure(location: str, exc: Exception, reason: Reason) -> Exception:
+    """Return what to raise: another try may help, or it is refused for good."""
+    failure = failure_of("read", location, exc)
+    if type(exc).__name__ == "PreconditionError" or reason.status == _CHANGED:
+        text = f"{location!r} has changed while it was read; write shards anew instead"
+        return RefusedError(DatasetError(text, location=location))
+    is_final = isinstance(failure, (FileNotFoundError, PermissionError))
+    if is_final or reason.status in _FINAL:
+        return RefusedError(failure)
+    return failure

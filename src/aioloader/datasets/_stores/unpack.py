@@ -1,0 +1,167 @@
+"""Compressed shards: gzip and zstandard, unpacked in a thread, by bounded pieces.
+
+However much a packed byte stands for, no more than about one piece is unpacked ahead.
+"""
+
+import asyncio
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from typing_extensions import Buffer
+
+from aioloader.datasets._stores.bytes import Bytes
+from aioloader.errors import DatasetError, TruncatedReadError
+
+_PIECE = 4 << 20
+_GZIP = 16 + zlib.MAX_WBITS
+# Packed bytes per call. zstandard has no bound of its own for what a call may give: in
+# the worst case 128 KB for four bytes, so 32 MB here.
+_GZIP_SLICE, _ZSTD_SLICE = 1 << 16, 1 << 10
+
+
+class Unpacker:
+    """Packed bytes to a bounded number of unpacked ones.
+
+    Args:
+        make: Makes what unpacks one member (of gzip) or frame (of zstandard).
+        length: Packed bytes for each of its calls.
+        is_bounded: Whether its ``decompress`` takes a bound for what it returns.
+    """
+
+    def __init__(
+        self, make: Callable[[], Any], length: int, *, is_bounded: bool
+    ) -> None:
+        self._make = make
+        self._length = length
+        self._is_bounded = is_bounded
+        self._inner: Any = None
+        self._rest = memoryview(b"")
+        self._tail: Buffer = b""
+
+    def feed(self, piece: Buffer) -> None:
+        """Add packed bytes, valid until all of them were taken."""
+        self._rest = memoryview(piece)
+
+    def take(self, limit: int) -> bytes:
+        """Return about ``limit`` bytes; none if more packed ones are needed."""
+        parts: list[bytes] = []
+        room = limit
+        while room > 0 and (part := self._next_part()):
+            data = self._unpack(part, room)
+            parts.append(data)
+            room -= len(data)
+        if not parts and self._is_bounded and not self.is_whole():
+            parts.append(self._inner.decompress(b"", limit))  # what it held back
+        return b"".join(parts)
+
+    def is_whole(self) -> bool:
+        """Tell whether the last member was complete."""
+        return self._inner is None or bool(self._inner.eof)
+
+    def _next_part(self) -> Buffer:
+        part = self._tail
+        self._tail = b""
+        if not part:
+            part, self._rest = self._rest[: self._length], self._rest[self._length :]
+        if self.is_whole():  # between members there may be padding
+            part = bytes(part).lstrip(b"\0")
+            if not part and self._rest:
+                return self._next_part()
+        return part
+
+    def _unpack(self, part: Buffer, room: int) -> bytes:
+        if self.is_whole():
+            self._inner = self._make()
+        inner = self._inner
+        if self._is_bounded:
+            data: bytes = inner.decompress(part, room)
+            self._tail = inner.unconsumed_tail or inner.unused_data
+        else:
+            data = inner.decompress(bytes(part))
+            self._tail = inner.unused_data
+        return data
+
+
+def _gunzip() -> Unpacker:
+    return Unpacker(lambda: zlib.decompressobj(_GZIP), _GZIP_SLICE, is_bounded=True)
+
+
+def _unzstd() -> Unpacker:
+    try:
+        import zstandard  # noqa: PLC0415  (an optional dependency)
+    except ImportError as exc:
+        raise ImportError(
+            "shards packed with zstandard need it: pip install aioloader[zstd]"
+        ) from exc
+    make = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj
+    return Unpacker(make, _ZSTD_SLICE, is_bounded=False)
+
+
+_UNPACKERS = {"gz": _gunzip, "tgz": _gunzip, "zst": _unzstd, "zstd": _unzstd}
+
+
+def unpacker_of(name: str) -> Callable[[], Unpacker] | None:
+    """Return what unpacks a shard of this name, or None if it is not packed."""
+    ending = name.partition("?")[0].rpartition(".")[2].lower()
+    return _UNPACKERS.get(ending)
+
+
+class Unpacked:
+    """The unpacked bytes of a packed shard.
+
+    Args:
+        packed: The packed bytes; owned.
+        make: Makes what unpacks them.
+        location: What is read, for errors; redacted.
+    """
+
+    def __init__(
+        self, packed: Bytes, make: Callable[[], Unpacker], location: str
+    ) -> None:
+        self._packed = packed
+        self._unpacker = make()
+        self._location = location
+        self._given = 0
+        self._has_ended = False
+        self.begin = packed.begin
+        self.is_draining = packed.is_draining
+        self.aclose = packed.aclose
+
+    async def read(self) -> Buffer:
+        """Return the next piece.
+
+        Raises:
+            DatasetError: If it cannot be read or unpacked.
+        """
+        while True:
+            data = await asyncio.to_thread(self._take)
+            self._given += len(data)
+            if data or self._has_ended:
+                return data
+            await self._more()
+
+    def _take(self) -> bytes:
+        try:
+            return self._unpacker.take(_PIECE)
+        except Exception as error:
+            raise DatasetError(
+                f"{self._location!r} cannot be unpacked behind byte {self._given:,} of "
+                f"its contents: {error}; it is damaged",
+                location=self._location,
+            ) from error
+
+    async def _more(self) -> None:
+        piece = await self._packed.read()
+        if memoryview(piece):
+            self._unpacker.feed(piece)
+            return
+        self._has_ended = True
+        if not self._unpacker.is_whole():
+            raise TruncatedReadError(
+                f"{self._location!r} ends amid its packed data, behind byte "
+                f"{self._given:,} of its contents",
+                location=self._location,
+                expected=self._given + 1,
+                received=self._given,
+            )

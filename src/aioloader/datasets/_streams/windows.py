@@ -1,0 +1,82 @@
+"""Shuffling within windows, so that the state is a position and not a buffer.
+
+The stream is cut into windows, and each is permuted by a key of its own. Two windows
+are in memory: one that is passed on, and the next one, which is read meanwhile. What is
+saved is where the window began and how much of it was passed on.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from aioloader._order.blocks import Block, cut, join, pick
+from aioloader.datasets._streams.cursors import Cursor, State
+
+Order = Callable[[int, int], list[int]]
+
+
+class Shuffled:
+    """Samples permuted within windows.
+
+    Args:
+        upstream: What is read, from where the window began.
+        size: Samples of a window.
+        order: Number and length of a window to a permutation of its places.
+        state: Which window that is, and how much of it was passed on.
+    """
+
+    def __init__(self, upstream: Cursor, size: int, order: Order, state: State) -> None:
+        self._upstream = upstream
+        self._size = size
+        self._order = order
+        self._number: int = state.get("number", 0)
+        self._taken: int = state.get("taken", 0)
+        self._start = upstream.state()
+        self._window: Block | None = None
+        self._next: asyncio.Task[tuple[State, Block]] | None = None
+
+    async def pull(self, limit: int) -> Block:
+        """Return the next samples, all of one window."""
+        if self._window is None:
+            await self._turn(self._number)
+        while len(self._window or ()) and self._taken >= len(self._window or ()):
+            self._taken = 0
+            await self._turn(self._number + 1)
+        part = cut(self._window or [], self._taken, self._taken + limit)
+        self._taken += len(part)
+        return part
+
+    def state(self) -> State:
+        """Return where the window began, and how much of it was passed on."""
+        return {"up": self._start, "number": self._number, "taken": self._taken}
+
+    async def aclose(self) -> None:
+        """End the reading of the next window."""
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.wait([self._next])
+            self._next = None
+        await self._upstream.aclose()
+
+    async def _turn(self, number: int) -> None:
+        """Go on to a window, and begin to read the one behind it."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._read())
+        await asyncio.wait([self._next])  # a cancellation leaves it alone
+        self._start, block = self._next.result()
+        self._next = None
+        self._number = number
+        self._window = pick(block, self._order(number, len(block)))
+        if len(block):
+            self._next = asyncio.create_task(self._read())
+
+    async def _read(self) -> tuple[State, Block]:
+        start = self._upstream.state()
+        parts: list[Block] = []
+        found = 0
+        while found < self._size:
+            block = await self._upstream.pull(self._size - found)
+            if not len(block):
+                break
+            parts.append(block)
+            found += len(block)
+        return start, join(parts)

@@ -1,0 +1,1 @@
+"""Tar archives cut into samples: headers, members and groups of members."""

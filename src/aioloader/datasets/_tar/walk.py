@@ -1,0 +1,346 @@
+"""The walk through a tar archive: bytes in any pieces to samples, without I/O.
+
+Samples come in the order of the archive. Of a piece only what is unfinished outlives
+the next ``feed``: one sample, one header. Members that lie whole in a piece and have a
+plain header go a short way (``_run``), all others step by step.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
+
+from typing_extensions import Buffer
+
+from aioloader.datasets._tar.groups import Groups
+from aioloader.datasets._tar.headers import (
+    BLOCK_BYTES,
+    EXTENDED,
+    PAX,
+    REGULAR,
+    SPARSE,
+    ZEROS,
+    DamageError,
+    is_silent,
+    is_sound,
+    read_extended_size,
+    read_member,
+    read_pax,
+    read_plain,
+    size_of_pax,
+    sum_plain,
+)
+from aioloader.errors import DatasetError, TruncatedReadError
+
+_Handler: TypeAlias = Callable[["TarParser", bytes], None]
+
+
+class TarParser:
+    """Make samples of the bytes of one tar archive.
+
+    A sample is a dict: ``__key__`` (path up to the first dot of the base name),
+    ``__url__``, and the bytes of each member under the rest of its name, in lower case.
+    What is no regular file, has a leading or no dot in its base name, or lies in a top
+    folder like ``__meta__``, is passed over. Damage ends the archive; it is not seen in
+    bodies, long names and PAX headers, which have no checksum, nor is a cut between two
+    members, for some writers leave out the zeros at the end.
+
+    Args:
+        url: Name of the shard, for samples and errors; without credentials.
+        max_sample_bytes: What the members of one sample may have together. A member
+            takes twice its size while it is put together from pieces.
+        offset: An ``offset`` of another parser of the archive, where the bytes to come
+            begin. Global PAX headers before it are forgotten.
+
+    Attributes:
+        offset: Where the first header of what ``take`` returns next begins; in the end
+            where the zeros begin, or the damage.
+        is_over: Nothing more will come: the archive has ended, or is damaged.
+    """
+
+    def __init__(
+        self, url: str, *, max_sample_bytes: int = 1 << 28, offset: int = 0
+    ) -> None:
+        self.offset = offset
+        self.is_over = False
+        self._url = url
+        self._groups = Groups(url, max_sample_bytes)
+        # The piece, its place in the archive, the place in it, and what came before.
+        self._view = memoryview(b"")
+        self._base, self._pos = offset, 0
+        self._parts: list[bytes] = []
+        self._have = 0
+        self._is_ended = self._is_stopped = False
+        # How many bytes are read now, and what for.
+        self._need = BLOCK_BYTES
+        self._then: _Handler = TarParser._on_header
+        # The header read next, the first one of its member, and the member before.
+        self._at = self._from = offset
+        self._name = ""
+        # The end of the last plain header, and its sum.
+        self._tail, self._tail_sum = b"", 0
+        # What the headers of the next member, and global ones, say of it.
+        self._extras: dict[str, bytes] = {}
+        self._globals: dict[str, bytes] = {}
+        # The body of the last header: whose, where, how long, for which field.
+        self._owner, self._begin, self._size, self._field = "", offset, 0, ""
+
+    def feed(self, piece: Buffer) -> None:
+        """Add bytes; what was not taken of the last piece becomes samples first.
+
+        Args:
+            piece: Stays valid, and as it is, until the next call or the end.
+        """
+        self._walk(sys.maxsize)
+        if self._is_stopped:
+            return
+        view = self._view
+        if self._pos < len(view):
+            self._parts.append(bytes(view[self._pos :]))
+            self._have += len(view) - self._pos
+            self._pos = len(view)
+        self._base += len(view)
+        self._pos -= len(view)
+        view.release()
+        self._view = memoryview(piece).cast("B")
+
+    def end(self) -> None:
+        """Learn that there are no more bytes."""
+        self._is_ended = True
+
+    def take(self, limit: int) -> list[Any]:
+        """Return the next samples.
+
+        Args:
+            limit: How many at most, from 1 on.
+
+        Returns:
+            Dicts; a ``Bad`` for a sample that is too large, or has a sparse member or a
+            field twice, and for damage. Fewer than ``limit`` only if more bytes are
+            needed, or nothing more will come.
+        """
+        self._walk(limit)
+        groups, ready = self._groups, self._groups.ready
+        taken = [ready.popleft()[1] for _ in range(min(limit, len(ready)))]
+        if ready:
+            self.offset = ready[0][0]
+        else:
+            self.offset = self._from if groups.key is None else groups.start
+        self.is_over = self._is_stopped and not ready
+        return taken
+
+    def _walk(self, limit: int) -> None:
+        """Go on until ``limit`` samples are ready, or more bytes are needed."""
+        while not self._is_stopped:
+            is_plain = not (self._have or self._extras or self._globals)
+            if is_plain and self._then is TarParser._on_header:
+                self._run(limit)
+            if len(self._groups.ready) >= limit:
+                return
+            if not self._step():
+                if self._is_ended:
+                    self._finish()
+                return
+
+    def _run(self, limit: int) -> None:
+        """Read members that lie whole in the piece and have a plain header.
+
+        The first that is otherwise is left to ``_step``, its header unread.
+        """
+        view, pos, start, base = self._view, self._pos, self._from, self._base
+        groups, ready, length = self._groups, self._groups.ready, len(view)
+        while (body := pos + BLOCK_BYTES) <= length and len(ready) < limit:
+            block = bytes(view[pos:body])
+            if block[156:] != self._tail:
+                if block[156] == PAX and (following := self._pass_pax(block, body)):
+                    pos = following
+                    continue
+                if not self._learn(block):
+                    break
+            plain = read_plain(block, self._tail_sum)
+            if plain is None:
+                break
+            name, size = plain
+            following = (stop := body + size) + (-size & 511)
+            if following > length:
+                break
+            field = groups.place(name, size, start)
+            if field is not None:
+                groups.fields[field] = bytes(view[body:stop])
+            self._name, pos = name, following
+            start = base + pos
+        if pos != self._pos:
+            self._pos = pos
+            self._expect_header()
+            self._from = start
+
+    def _pass_pax(self, block: bytes, body: int) -> int:
+        """Return where a PAX header ends; 0 if it matters, or ends elsewhere."""
+        size = size_of_pax(block)
+        if size is None:
+            return 0
+        following = (stop := body + size) + (-size & 511)
+        if following > len(self._view) or not is_silent(bytes(self._view[body:stop])):
+            return 0
+        return following
+
+    def _learn(self, block: bytes) -> bool:
+        """Keep the tail of a plain header; tell whether it is one."""
+        tail_sum = sum_plain(block)
+        if tail_sum is None:
+            return False
+        self._tail, self._tail_sum = block[156:], tail_sum
+        return True
+
+    def _step(self) -> bool:
+        """Read one header or body; tell whether the bytes sufficed."""
+        stop = self._pos + self._need - self._have
+        if stop > len(self._view):
+            return False
+        data = bytes(self._view[self._pos : stop])
+        if self._parts:
+            data = b"".join([*self._parts, data])
+            self._parts, self._have = [], 0
+        self._pos = stop
+        try:
+            self._then(self, data)
+        except DamageError as damage:
+            self._break(str(damage))
+        return True
+
+    def _expect_header(self, *, is_same_member: bool = False) -> None:
+        """Read a header next, of the member that the one before told of or another."""
+        self._need, self._then = BLOCK_BYTES, TarParser._on_header
+        self._at = self._base + self._pos
+        if not is_same_member:
+            self._from = self._at
+
+    def _announce(self, owner: str, size: int) -> None:
+        """Note whose body begins here."""
+        self._owner, self._begin, self._size = owner, self._base + self._pos, size
+
+    def _on_header(self, block: bytes) -> None:
+        if block == ZEROS:
+            if self._from != self._at:
+                raise DamageError("zeros where a member must follow its long name")
+            self._then = TarParser._on_second_zeros
+            return
+        if not is_sound(block):
+            hint = "" if self._name else "; is it a tar archive, and not packed?"
+            raise DamageError(f"no header, or one with a wrong checksum{hint}")
+        if block[156] in EXTENDED:
+            size = read_extended_size(block)
+            self._announce("the long name or PAX header of a member", size)
+            self._need, self._then = size, self._EXTENSIONS[block[156]]
+        else:
+            self._begin_member(block)
+
+    def _on_second_zeros(self, block: bytes) -> None:
+        if block != ZEROS:
+            raise DamageError("a lone block of zeros")
+        self._groups.flush()
+        self._stop()
+
+    def _on_long_name(self, data: bytes) -> None:
+        self._extras["path"] = data
+        self._end_extended()
+
+    def _on_long_link(self, _: bytes) -> None:
+        self._end_extended()
+
+    def _on_pax(self, data: bytes) -> None:
+        self._extras.update(read_pax(data))
+        self._end_extended()
+
+    def _on_global(self, data: bytes) -> None:
+        self._globals.update(read_pax(data))
+        # Unlike the others it may stand alone, behind the last member.
+        self._end_extended(is_of_member=self._from != self._at)
+
+    def _end_extended(self, *, is_of_member: bool = True) -> None:
+        self._pos += -self._size & 511
+        self._expect_header(is_same_member=is_of_member)
+
+    def _begin_member(self, block: bytes) -> None:
+        """Read the header of a member, and settle what becomes of its body."""
+        extras = {**self._globals, **self._extras}
+        name, size = read_member(block, extras)
+        self._extras, self._name = {}, name
+        self._announce(f"member {name!r}", size)
+        kind, field = block[156], None
+        if kind in REGULAR:
+            field = self._groups.place(name, size, self._from)
+        if field is not None and (kind == SPARSE or "sparse" in extras):
+            self._groups.spoil(name, "is sparse, which is not supported")
+            field = None
+        if kind == SPARSE and block[482]:
+            self._then = TarParser._on_sparse_map
+        elif field is None:
+            self._pass_over()
+        else:
+            self._field, self._need, self._then = field, size, TarParser._on_body
+
+    def _on_sparse_map(self, block: bytes) -> None:
+        """Read one more block of a sparse member's map, which its size leaves out."""
+        self._announce(self._owner, self._size)
+        if not block[504]:
+            self._pass_over()
+
+    def _pass_over(self) -> None:
+        self._pos += self._size + (-self._size & 511)
+        self._expect_header()
+
+    def _on_body(self, data: bytes) -> None:
+        self._groups.fields[self._field] = data
+        self._pos += -self._size & 511
+        self._expect_header()
+
+    def _stop(self) -> None:
+        self._is_stopped = True
+        self._view.release()
+        self._view, self._parts = memoryview(b""), []
+
+    def _break(self, reason: str) -> None:
+        """Give up the rest of the archive, for damage at the header read last."""
+        after = f"after member {self._name!r}" if self._name else "the first one read"
+        text = f"{self._url!r} is damaged at byte {self._at:,}, {after}: {reason}"
+        self._give_up(DatasetError(text + self._groups.loss(), location=self._url))
+
+    def _finish(self) -> None:
+        """Judge whether the archive may end where the bytes do."""
+        total = self._base + len(self._view)
+        received, padded = total - self._begin, self._size + (-self._size & 511)
+        if received < padded:
+            expected = self._size if received < self._size else padded
+            self._cut_short(self._owner, self._begin, expected, received)
+            return
+        received = self._have + len(self._view) - self._pos
+        if received or self._from != self._at or self._then not in self._BETWEEN:
+            what = f"the header after member {self._name!r}"
+            self._cut_short(what, total - received, BLOCK_BYTES, received)
+            return
+        self._groups.flush()
+        self._stop()
+
+    def _cut_short(self, what: str, begin: int, expected: int, received: int) -> None:
+        """Give up for an end amid something."""
+        error = TruncatedReadError(
+            f"{self._url!r} ends amid {what}: {received:,} of {expected:,} bytes from "
+            f"byte {begin:,} on{self._groups.loss()}",
+            location=self._url,
+            expected=expected,
+            received=received,
+        )
+        self._give_up(error)
+
+    def _give_up(self, error: DatasetError) -> None:
+        self._groups.give_up(error, self._from)
+        self._stop()
+
+    _BETWEEN: ClassVar[tuple[_Handler, ...]] = (_on_header, _on_second_zeros)
+    _EXTENSIONS: ClassVar[dict[int, _Handler]] = {
+        ord("L"): _on_long_name,
+        ord("K"): _on_long_link,
+        ord("x"): _on_pax,
+        ord("X"): _on_pax,  # Solaris
+        ord("g"): _on_global,
+    }
