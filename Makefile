@@ -22,8 +22,9 @@ types: $(VENV)/.dev
 imports: $(VENV)/.dev
 	$(BIN)/lint-imports
 
+# a second process halves the time: the tests mostly wait
 pytest: $(VENV)/.dev
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist worksteal
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py

@@ -87,7 +87,7 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(
     ("dataset", "options", "error", "words"),
     WRONG,
-    ids=[f"{number} {case[1]}" for number, case in enumerate(WRONG)],
+    ids=[f"{number} {' '.join(case[1])}" for number, case in enumerate(WRONG)],
 )
 def test_wrong_arguments(
     dataset: Any, options: dict[str, Any], error: type[Exception], words: str
