@@ -51,16 +51,25 @@ async def make_loader(url: str, split: str, **options: Any) -> DataLoader[Any]:
     return DataLoader(dataset, batch_size=64, transform=decode, **options)
 
 
-async def train(url: str, epochs: int) -> float:
+def choose_device(wanted: str) -> str:
+    """Return the device that is wanted, or say why it is the CPU."""
+    kind = torch.device(wanted).type
+    if kind == "cpu" or torch.get_device_module(kind).is_available():
+        return wanted
+    print(f"no {kind} device here: training on the CPU instead of {wanted!r}")
+    return "cpu"
+
+
+async def train(url: str, epochs: int, device: str = "cpu") -> float:
     """Train, print a line per epoch, and return the last test accuracy."""
     torch.manual_seed(0)
     await write_once(url)
-    batches = await make_loader(url, "train", shuffle=True)
-    tests = await make_loader(url, "test")
+    batches = await make_loader(url, "train", shuffle=True, device=device)
+    tests = await make_loader(url, "test", device=device)
     model = nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1),
         nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1024, 10),
-    )  # fmt: skip
+    ).to(device)  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     accuracy = 0.0
     async with batches, tests:
@@ -94,7 +103,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", help="a store, such as s3://bucket/digits")
     parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--device", default="cpu", help="such as cuda")
     options = parser.parse_args()
     local = Path(__file__).parent / "data" / "digits"
     local.mkdir(parents=True, exist_ok=True)
-    asyncio.run(train(options.url or local.as_uri(), options.epochs))
+    device = choose_device(options.device)
+    asyncio.run(train(options.url or local.as_uri(), options.epochs, device))

@@ -24,7 +24,12 @@ Workers: TypeAlias = Literal["process", "thread"] | Executor
 
 
 def check_numbers(
-    *, num_workers: Any, timeout: Any, prefetch_factor: Any, concurrency: Any
+    *,
+    num_workers: Any,
+    timeout: Any,
+    prefetch_factor: Any,
+    concurrency: Any,
+    prefetch_device: Any,
 ) -> None:
     """Check counts and seconds.
 
@@ -51,9 +56,13 @@ def check_numbers(
                 "prefetch_factor option should be non-negative and at least 1, "
                 f"got {prefetch_factor}"
             )
-    _check_count("concurrency", concurrency)
-    if concurrency < 1:
-        raise ValueError(f"concurrency must be at least 1, got {concurrency}")
+    for name, count in (
+        ("concurrency", concurrency),
+        ("prefetch_device", prefetch_device),
+    ):
+        _check_count(name, count)
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
 
 
 def check_workers(

@@ -109,7 +109,7 @@ def _collate(samples: Sequence[Any]) -> Any:
 def _collate_mapping(samples: Sequence[Mapping[Any, Any]]) -> Any:
     first = samples[0]
     columns = {key: _collate([sample[key] for sample in samples]) for key in first}
-    return _like_mapping(first, columns)
+    return like_mapping(first, columns)
 
 
 def _collate_namedtuple(samples: Sequence[Any]) -> Any:
@@ -121,10 +121,10 @@ def _collate_sequence(samples: Sequence[Sequence[Any]]) -> Any:
     if len(set(map(len, samples))) > 1:
         raise RuntimeError("each element in list of batch should be of equal size")
     columns = list(map(_collate, zip(*samples, strict=True)))
-    return columns if isinstance(first, tuple) else _like_sequence(first, columns)
+    return columns if isinstance(first, tuple) else like_sequence(first, columns)
 
 
-def _like_mapping(model: Mapping[Any, Any], columns: dict[Any, Any]) -> Any:
+def like_mapping(model: Mapping[Any, Any], columns: dict[Any, Any]) -> Any:
     """Return ``columns`` as a mapping of ``model``'s type, where that can be made."""
     if type(model) is dict:
         return columns
@@ -139,7 +139,7 @@ def _like_mapping(model: Mapping[Any, Any], columns: dict[Any, Any]) -> Any:
         return columns
 
 
-def _like_sequence(model: Sequence[Any], columns: list[Any]) -> Any:
+def like_sequence(model: Sequence[Any], columns: list[Any]) -> Any:
     """Return ``columns`` as a sequence of ``model``'s type, where that can be made."""
     if type(model) is list:
         return columns
@@ -160,9 +160,9 @@ def _stack_tensors(samples: Sequence[torch.Tensor]) -> torch.Tensor:
         refused: torch.Tensor = torch_rules.collate_tensor_fn(samples)
         return refused  # for a layout torch learns to stack one day
     nbytes = len(samples) * first.nbytes
-    if nbytes < MIN_BYTES or _LENT.pool is None or not _are_alike(samples):
+    if nbytes < MIN_BYTES or not _are_alike(samples):
         return torch.stack(samples)  # type: ignore[arg-type]
-    out = _borrow(_LENT.pool, (len(samples), *first.shape), first.dtype)
+    out = borrowed((len(samples), *first.shape), first.dtype)
     return torch.stack(samples, out=out)  # type: ignore[arg-type]
 
 
@@ -190,23 +190,28 @@ def _stack_arrays(samples: Sequence[Any]) -> torch.Tensor:
             sample.shape != shape or sample.dtype != dtype
         ):
             return _stack_tensors([torch.as_tensor(sample) for sample in samples])
-    nbytes = len(samples) * first.nbytes
-    if nbytes < MIN_BYTES or _LENT.pool is None:
+    out = borrowed((len(samples), *shape), torch_dtype(dtype))
+    if out is None:
         # One copy and one tensor; read-only arrays pass without torch's warning.
         return torch.from_numpy(np.stack(samples))
-    out = _borrow(_LENT.pool, (len(samples), *shape), _torch_dtype(dtype))
     np.stack(samples, out=out.numpy())
     return out
 
 
-def _borrow(pool: Lender, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return uninitialised memory of ``pool`` as a tensor, which keeps it."""
-    slot = pool.lease(math.prod(shape) * dtype.itemsize)
+def borrowed(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    """Return uninitialised memory that is lent for large batches, if any is.
+
+    The tensor keeps it.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < MIN_BYTES or _LENT.pool is None:
+        return None
+    slot = _LENT.pool.lease(nbytes)
     return torch.frombuffer(slot, dtype=dtype).view(shape)
 
 
 @functools.cache
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 

@@ -11,6 +11,7 @@ import torch
 
 from aioloader import _arguments as arguments
 from aioloader._ahead import Ahead, is_foreseeable
+from aioloader._device.opening import Devices, DeviceSide
 from aioloader._observe.stats import Counters
 from aioloader._order.failures import FailurePolicy
 from aioloader._pipeline.epoch import Epoch, Settings, default_window
@@ -20,6 +21,7 @@ from aioloader._pipeline.recipe import Recipe, nothing_around
 from aioloader._pipeline.run import Pool
 from aioloader._pipeline.source import HostedSource, Patience
 from aioloader._pipeline.work import Work
+from aioloader._transport.locked import Locker
 from aioloader._transport.slots import SlotPool
 from aioloader._workers.executors import ExecutorWorkers
 from aioloader._workers.info import be_at_sample
@@ -47,6 +49,7 @@ class Live:
         self.homes = Homes(dataset)
         self.slots = SlotPool()
         self.pools = Pools()
+        self.devices = Devices()
         self.open: weakref.WeakSet[BatchIterator[Any]] = weakref.WeakSet()
         self.policy = FailurePolicy()
         self.counters = Counters()
@@ -82,9 +85,13 @@ class Live:
         """
         self.policy = FailurePolicy(loader.on_error, loader.max_failures)
         recipe = _recipe(loader, self, base_seed, counters.epoch)
-        settings = _settings(loader, is_async=is_async)
+        side = _device_side(loader, self.devices)
+        settings = _settings(loader, side, is_async=is_async)
+        locker = self.slots.locker = side.locker if side else None
+        pool = _pool(loader, self, recipe, base_seed, locker)
+        make_stage = partial(side.stage, epoch=counters.epoch) if side else None
         epoch = Epoch(recipe, requests, counters, settings)
-        source = epoch.start(self.homes, _pool(loader, self, recipe, base_seed))
+        source = epoch.start(self.homes, pool, make_stage)
         if isinstance(source, HostedSource) and self._may_look_ahead(loader):
             # A source does not keep the loader, of which it may be a part.
             source.when_exhausted = partial(_look_ahead, weakref.ref(loader))
@@ -142,7 +149,25 @@ def _look_ahead(reference: "weakref.ref[DataLoader[Any]]") -> None:
         loader._live.look_ahead(loader)
 
 
-def _settings(loader: "DataLoader[Any]", *, is_async: bool) -> Settings:
+def _device_side(loader: "DataLoader[Any]", devices: Devices) -> DeviceSide | None:
+    """Return what moves batches behind the pipeline, or None if nothing does.
+
+    Without workers, batches are pinned where they are collated, as in torch.
+    """
+    if loader.device is None and not (loader.num_workers and _pins(loader)):
+        return None
+    return devices.open(loader.device, loader.prefetch_device)
+
+
+def _pins(loader: "DataLoader[Any]") -> bool:
+    return loader.device is None and arguments.can_pin(
+        pin_memory=loader.pin_memory, pin_memory_device=loader.pin_memory_device
+    )
+
+
+def _settings(
+    loader: "DataLoader[Any]", side: DeviceSide | None, *, is_async: bool
+) -> Settings:
     patience = Patience(
         loader.timeout if 0 < loader.timeout < threading.TIMEOUT_MAX else None,
         restarts=loader.on_timeout == "restart",
@@ -156,6 +181,7 @@ def _settings(loader: "DataLoader[Any]", *, is_async: bool) -> Settings:
         in_order=loader.in_order,
         drop_last=loader.drop_last,
         num_workers=loader.num_workers,
+        prefetch_device=side.depth if side else 0,
     )
 
 
@@ -163,9 +189,7 @@ def _recipe(
     loader: "DataLoader[Any]", live: Live, base_seed: int, epoch: int
 ) -> Recipe:
     collate_fn = loader.collate_fn
-    pins = arguments.can_pin(
-        pin_memory=loader.pin_memory, pin_memory_device=loader.pin_memory_device
-    )
+    pins = not loader.num_workers and _pins(loader)
     keys = keys_of_samples if loader.rng == "sample" else keys_of_batches
     is_keyed = arguments.draws_by_key(loader.rng, loader.num_workers)
     return Recipe(
@@ -192,7 +216,11 @@ def _around(loader: "DataLoader[Any]") -> Callable[[Work], Any]:
 
 
 def _pool(
-    loader: "DataLoader[Any]", live: Live, recipe: Recipe, base_seed: int
+    loader: "DataLoader[Any]",
+    live: Live,
+    recipe: Recipe,
+    base_seed: int,
+    locker: Locker | None,
 ) -> Pool | None:
     """Return what makes the batches, or None if that is done here."""
     if not loader.num_workers:
@@ -211,7 +239,7 @@ def _pool(
             base_seed=base_seed,
         )
     surroundings, context = Surroundings(), loader.multiprocessing_context
-    start = partial(start_pool, shipment, surroundings, context)
+    start = partial(start_pool, shipment, surroundings, context, locker)
     return live.pools.lease(start, reads=reads, keep=loader.persistent_workers)
 
 

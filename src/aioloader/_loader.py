@@ -17,6 +17,8 @@ from aioloader._collate import (
     default_collate,
     default_convert,
 )
+from aioloader._device.accelerator import accelerator_for
+from aioloader._gather import gatherable
 from aioloader._iteration import Live
 from aioloader._observe.stats import Counters, LoaderStats
 from aioloader._order.epochs import Epochs
@@ -28,7 +30,7 @@ from aioloader._order.failures import (
 from aioloader._order.indices import index_chunks
 from aioloader._order.requests import map_requests, stream_requests
 from aioloader._order.retry import Retry
-from aioloader._pipeline.inline import GatherSource, gatherable
+from aioloader._pipeline.inline import GatherSource
 from aioloader._pipeline.iterator import BatchIterator, Source
 from aioloader._workers.seeds import Rng
 from aioloader._workers.template import warm_template
@@ -74,6 +76,9 @@ class DataLoader(Generic[Batch]):
         in_order: Deliver batches in the sampler's order, else as they complete.
         transform: Sample to sample, before collating; may be async.
         concurrency: Samples in flight on the loop.
+        device: Where batches are delivered, such as ``"cuda:1"``: moved there ahead, on
+            a stream of the loader's own, and handed over without a wait of the host.
+        prefetch_device: Batches moved ahead of those that were asked for.
         workers: ``"process"``, ``"thread"`` (for code that releases the interpreter's
             lock), or a ``concurrent.futures.Executor``.
         fetch: Where samples are read: ``"workers"``, ``"loader"`` (workers transform
@@ -128,6 +133,8 @@ class DataLoader(Generic[Batch]):
         in_order: bool = True,
         transform: Callable[[Any], Any] | None = None,
         concurrency: int = 64,
+        device: Any = None,
+        prefetch_device: int = 1,
         workers: arguments.Workers = "process",
         fetch: Literal["auto", "loader", "workers"] = "auto",
         rng: Rng | None = None,
@@ -142,6 +149,7 @@ class DataLoader(Generic[Batch]):
             timeout=timeout,
             prefetch_factor=prefetch_factor,
             concurrency=concurrency,
+            prefetch_device=prefetch_device,
         )
         self._kind = kind_of(dataset)
         arguments.check_sampling(
@@ -181,6 +189,8 @@ class DataLoader(Generic[Batch]):
         self.persistent_workers = persistent_workers
         self.transform = transform
         self.concurrency = concurrency
+        self.device = accelerator_for(device)
+        self.prefetch_device = prefetch_device
         self.workers = workers
         self.fetch = fetch
         self.rng = rng
@@ -304,7 +314,8 @@ class DataLoader(Generic[Batch]):
         """Return the tensors of a dataset whose batches can be gathered by index."""
         is_plain = self.collate_fn is default_collate and collates_as_torch()
         is_plain = is_plain and not self.num_workers
-        if not is_plain or self.transform is not None or self.pin_memory:
+        is_moved = self.pin_memory or self.device is not None
+        if not is_plain or self.transform is not None or is_moved:
             return None
         return gatherable(self.dataset)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 import train_digits
 from starlette.applications import Starlette
 from tqdm.asyncio import tqdm
@@ -62,6 +63,17 @@ def test_training_reaches_its_accuracy(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6
     assert re.search(r"samples/s  waited for data [\d.]+% of the time", lines[-1])
+
+
+def test_the_demo_says_what_it_fell_back_to(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without the device that was asked for."""
+    assert train_digits.choose_device("cpu") == "cpu"
+    found = train_digits.choose_device("xpu:0")
+    assert found == ("xpu:0" if torch.xpu.is_available() else "cpu")
+    said = "no xpu device here: training on the CPU instead of 'xpu:0'\n"
+    assert capsys.readouterr().out == ("" if torch.xpu.is_available() else said)
 
 
 def test_augmentations_do_not_depend_on_the_number_of_workers() -> None:

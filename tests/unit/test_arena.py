@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from aioloader._transport import arena as module
 from aioloader._transport.arena import (
@@ -24,12 +29,31 @@ from aioloader.errors import BatchTooLargeError
 SIZES = st.integers(1, 5) | st.integers(4000, 60_000)
 
 
+class Locking:
+    """Page-locks nothing, but knows what should be."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+
+    def lock(self, address: int, nbytes: int) -> bool:
+        """Lock whole pages, once."""
+        assert address not in self.locked
+        assert not address % 4096
+        assert not nbytes % 4096
+        self.locked[address] = nbytes
+        return True
+
+    def unlock(self, address: int) -> None:
+        """Unlock what was locked."""
+        del self.locked[address]
+
+
 class Pair:
     """Both sides of one arena, in one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, locker: Locking | None = None) -> None:
         descriptor = make_arena()
-        self.reader = ArenaReader(os.dup(descriptor))
+        self.reader = ArenaReader(os.dup(descriptor), locker)
         self.writer = ArenaWriter(descriptor)
 
     def pass_on(self, nbytes: int, value: int) -> np.ndarray[Any, Any]:
@@ -54,9 +78,11 @@ class Pair:
 class ArenaMachine(RuleBasedStateMachine):
     """Whatever is held stays as it was written, by either side."""
 
+    locker: Locking | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.pair = Pair()
+        self.pair = Pair(self.locker)
         self.stamp = 0
         self.read: list[tuple[np.ndarray[Any, Any], int]] = []
         self.kept: list[tuple[np.ndarray[Any, Any], int]] = []
@@ -111,16 +137,60 @@ class ArenaMachine(RuleBasedStateMachine):
             assert view[0] == view[-1] == stamp
         assert self.pair.reader.lent == len(self.read)
 
+    @invariant()
+    def locked_slots_keep_their_pages(self) -> None:
+        """A device knows them, and not those that would take their place."""
+        for slot in self.pair.writer._slots:
+            assert slot.ref.number not in self.pair.reader._locked or not slot.is_hollow
+
     def teardown(self) -> None:
         """Close."""
         self.pair.__exit__()
 
 
-def test_no_slot_ever_has_two_owners() -> None:
-    """The laws above, over any sequence of steps."""
-    from hypothesis.stateful import run_state_machine_as_test  # noqa: PLC0415
+class LockingMachine(ArenaMachine):
+    """The same, with slots that are page-locked."""
 
-    run_state_machine_as_test(ArenaMachine)
+    locker = Locking()
+
+
+@pytest.mark.parametrize("machine", [ArenaMachine, LockingMachine])
+def test_no_slot_ever_has_two_owners(
+    machine: type[ArenaMachine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The laws above, over any sequence of steps; idle pages are given back soon."""
+    monkeypatch.setattr(module, "_IDLE", 3)
+    run_state_machine_as_test(machine)
+    gc.collect()
+    assert machine.locker is None or machine.locker.locked == {}
+
+
+def test_locked_slots_that_have_become_too_small() -> None:
+    """The reader unlocks them, and gives their pages back; then the file is small."""
+    locker = Locking()
+    with Pair(locker) as pair:
+        for nbytes in (100_000, 1_000_000, 10_000_000):
+            for value in range(4):
+                assert pair.pass_on(nbytes, value).max() == value
+        assert max(locker.locked.values()) >= 10_000_000
+        assert min(locker.locked.values()) >= 10_000_000
+        assert pair.resident() < 25_000_000
+    del pair
+    gc.collect()
+    assert locker.locked == {}
+
+
+def test_a_locked_slot_that_is_taken_in_vain() -> None:
+    """It is still locked afterwards, and keeps its pages while it is idle."""
+    with Pair(Locking()) as pair:
+        small = pair.pass_on(1, 1)  # a slot for what follows
+        pair.pass_on(100_000, 1)
+        del small
+        pair.writer.give_back(pair.writer.take(100_000)[0])
+        before = pair.resident()
+        for _ in range(3 * module._IDLE):
+            pair.writer.give_back(pair.writer.take(1)[0])
+        assert pair.resident() >= before
 
 
 def test_memory_is_reused() -> None:

@@ -48,6 +48,8 @@ def test_torchs_signature() -> None:
     assert [parameter.name for parameter in added] == [
         "transform",
         "concurrency",
+        "device",
+        "prefetch_device",
         "workers",
         "fetch",
         "rng",

@@ -2,16 +2,19 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from aioloader._observe.stats import Counters
 from aioloader._pipeline.homes import Homes, Place
 from aioloader._pipeline.inline import InlineSource
+from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.recipe import Recipe
-from aioloader._pipeline.run import Pool, Run
+from aioloader._pipeline.run import Pool, Run, Stage
 from aioloader._pipeline.source import HostedSource, Patience, Window
+
+MakeStage: TypeAlias = Callable[[ReadyQueue], Stage]
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,8 @@ class Settings:
 
     Attributes:
         is_async: Whether the consumer is a task (``async for``) or a thread (``for``).
+        prefetch_device: Batches that a stage behind the pipeline holds; 0: there is no
+            such stage.
     """
 
     is_async: bool
@@ -30,6 +35,7 @@ class Settings:
     in_order: bool
     drop_last: bool
     num_workers: int = 0
+    prefetch_device: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,20 +55,24 @@ class Epoch:
     settings: Settings
 
     def start(
-        self, homes: Homes, pool: Pool | None = None
+        self,
+        homes: Homes,
+        pool: Pool | None = None,
+        make_stage: MakeStage | None = None,
     ) -> InlineSource | HostedSource:
         """Make the source, when the first batch is asked for.
 
         Args:
             homes: Where it finds its place.
             pool: What makes the batches; owned by the run.
+            make_stage: Makes what stands behind the pipeline, if anything does.
 
         Raises:
             RuntimeError: If a plain ``for`` would block the loop that is to serve it.
         """
         settings = self.settings
-        ahead = settings.is_async or settings.patience.timeout
-        ahead = ahead or settings.prefetch_factor
+        ahead = settings.is_async or make_stage is not None
+        ahead = bool(ahead or settings.patience.timeout or settings.prefetch_factor)
         if pool is None and self.recipe.is_plain() and not ahead:
             opens = hasattr(self.recipe.dataset, "__enter__")
             return InlineSource(
@@ -80,6 +90,8 @@ class Epoch:
             drop_last=settings.drop_last,
             pool=pool,
         )
+        if make_stage is not None:
+            run.stage = make_stage(run.ready)
         # Without workers, keyed generators are the process's own: the user's are put
         # aside while a batch is made, so none may be made behind the user's back.
         is_lazy = pool is None and self.recipe.keys is not None
@@ -106,11 +118,13 @@ class Epoch:
         settings, readers = self.settings, max(1, self.settings.num_workers)
         if self.recipe.keys is not None and not settings.num_workers:
             return 1
-        if settings.prefetch_factor is not None:
-            return settings.prefetch_factor * readers
-        if self.recipe.is_plain():
-            return 2 * readers
-        return readers * default_window(settings.concurrency, len(indices))
+        window = settings.prefetch_factor
+        if window is None:
+            window = 2
+            if not self.recipe.is_plain():
+                window = default_window(settings.concurrency, len(indices))
+        # What waits on the device has left the pipeline.
+        return readers * window + settings.prefetch_device
 
 
 def default_window(concurrency: int, batch_size: int) -> int:

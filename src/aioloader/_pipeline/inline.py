@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import TensorDataset
 
 from aioloader._observe.stats import Counters
 from aioloader._order.indices import Chunk
@@ -230,14 +229,3 @@ class GatherSource(_LocalSource):
 def _raising(error: BaseException) -> Iterator[Chunk]:
     raise error
     yield
-
-
-def gatherable(dataset: Any) -> tuple[torch.Tensor, ...] | None:
-    """Return the tensors of an exact ``TensorDataset`` that can be gathered."""
-    if type(dataset) is not TensorDataset:
-        return None
-    for tensor in dataset.tensors:
-        plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
-        if not plain or tensor.layout is not torch.strided or tensor.is_quantized:
-            return None
-    return dataset.tensors

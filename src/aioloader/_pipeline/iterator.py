@@ -141,5 +141,7 @@ def _abandon(run: Run) -> None:
     run.ended.wait(GRACE)
     if run.home.is_closing and run.home.closed.wait(GRACE):
         run.home.join()
+    if run.stage is not None:
+        run.stage.join()
     if run.pool is not None and run.pool.pump is None:
         run.join()  # threads of this process

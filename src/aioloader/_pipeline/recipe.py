@@ -9,9 +9,11 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeAlias
 
-from aioloader._collate import lending
+from aioloader._collate import collates_as_torch, default_collate, lending
+from aioloader._gather import Rows, gatherable
 from aioloader._order.failures import SKIP, Failure, FailurePolicy, noted
 from aioloader._order.retry import Retry
 from aioloader._pipeline.work import Outcome, Work, shorten
@@ -83,10 +85,19 @@ class Recipe:
         self.kind = kind_of(self.dataset)
         if self.kind is Kind.MAP and self.reads:
             self.get = self.dataset.__getitem__
-            self.get_batch = batch_getter(self.dataset) if self.batched else None
+            self.get_batch = self._batch_getter() if self.batched else None
             self.reads_async = reads_async(self.dataset)
         self.transforms_async = is_async_function(self.transform)
         self.collates_async = is_async_function(self.collate_fn)
+
+    def _batch_getter(self) -> Callable[[Any], Any] | None:
+        """Return what reads a whole batch at once, if anything does."""
+        is_plain = self.transform is None and self.collate_fn is default_collate
+        if is_plain and self.policy.on_error == "raise" and collates_as_torch():
+            tensors = gatherable(self.dataset)
+            if tensors is not None:
+                return partial(Rows, tensors)
+        return batch_getter(self.dataset)
 
     def is_plain(self) -> bool:
         """Tell whether no step needs an event loop."""

@@ -72,6 +72,28 @@ class Pool(Protocol):
         """Wait, bounded, until what ``forget`` released is gone; tell whether it is."""
 
 
+class Stage(Protocol):
+    """What stands between ``ready`` and the consumer, with a thread of its own."""
+
+    def pop_nowait(self) -> tuple[int, Outcome] | None:
+        """Take the next item, or None if there is none yet."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until there is an item or an end; tell whether there is."""
+
+    async def wait_async(self, timeout: float | None = None) -> bool:
+        """Suspend until there is an item or an end; tell whether there is."""
+
+    def finish(self) -> None:
+        """Let every wait end: there will be no more items."""
+
+    def stop(self) -> None:
+        """Begin to end; from any thread, and from finalizers."""
+
+    def join(self) -> bool:
+        """Wait, bounded, until it is gone; tell whether it is."""
+
+
 class _Closed(Exception):  # noqa: N818  (a signal within this file)
     """Ends the task group of ``main``."""
 
@@ -106,6 +128,7 @@ class Run:
     ) -> None:
         self.ready = ReadyQueue(in_order=in_order, pump=pool.pump if pool else None)
         self.pool = pool
+        self.stage: Stage | None = None
         self._sink = sink or self._put
         self.ended = Latch()
         self.exit_error: BaseException | None = None
@@ -147,6 +170,8 @@ class Run:
             self._is_closing = True
             self._bell.put(None)
             self.home.dismiss(self)
+            if self.stage is not None:
+                self.stage.stop()
 
     # -- for the home -------------------------------------------------------------
 
@@ -187,8 +212,9 @@ class Run:
             self.fail(LoaderClosedError("the iterator was closed"))
 
     def join(self) -> bool:
-        """Wait, bounded, until the pool has let go of its workers."""
-        return self.pool is None or self.pool.join()
+        """Wait, bounded, until the stage has ended and the pool let go of workers."""
+        is_gone = self.stage is None or self.stage.join()
+        return (self.pool is None or self.pool.join()) and is_gone
 
     def fail(self, error: BaseException) -> None:
         """Give up: every wait of the consumer ends with ``error``."""

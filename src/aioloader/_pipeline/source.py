@@ -70,6 +70,7 @@ class HostedSource:
         patience: Patience,
     ) -> None:
         self.run: Final = run
+        self._ready: Final = run.stage or run.ready
         self._counters = counters
         self._requests = requests
         self._window_for = window.size
@@ -106,7 +107,7 @@ class HostedSource:
                 self.close()
                 raise StopIteration
             began = time.perf_counter()
-            came = self.run.ready.wait(self._timeout)
+            came = self._ready.wait(self._timeout)
             waited = self._count_wait(began)
             if not came:
                 self._time_out(waited)
@@ -129,7 +130,7 @@ class HostedSource:
                 await self.aclose()
                 raise StopAsyncIteration
             began = time.perf_counter()
-            came = await self.run.ready.wait_async(self._timeout)
+            came = await self._ready.wait_async(self._timeout)
             waited = self._count_wait(began)
             if not came and self.run.pool is not None:
                 await beside(partial(self._time_out, waited))
@@ -213,7 +214,7 @@ class HostedSource:
         with self._lock:
             while not self._is_finished:
                 try:
-                    item = self.run.ready.pop_nowait()
+                    item = self._ready.pop_nowait()
                 except BaseException:
                     self._is_finished = True
                     self.run.dismiss()
@@ -234,7 +235,7 @@ class HostedSource:
                     self._fill()  # its consumer goes on waiting
                 self._is_finished = self._is_exhausted and self._taken == self._issued
                 if self._is_finished:
-                    self.run.ready.finish()  # others may wait for what will not come
+                    self._ready.finish()  # others may wait for what will not come
                 if outcome.error is not None:
                     self._raise(outcome)
                 if not outcome.is_end and not outcome.is_empty:

@@ -4,7 +4,7 @@ A memory file, grown by its writer, mapped by both; nothing has a name. A byte p
 in the first page says who has it: the writer takes free slots, the reader frees a slot
 when the last view of its batch has died. That is a store to memory, safe in any
 finalizer: nobody is woken and nothing polls, for a writer that finds no slot free adds
-one.
+one. A slot that the reader has page-locked keeps its pages, for a device knows them.
 """
 
 import contextlib
@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from aioloader._transport.locked import LockableMap, Locker
 from aioloader._transport.slots import Slot, rounded
 from aioloader.errors import BatchTooLargeError
 
 _STATES = mmap.PAGESIZE
-_FREE, _TAKEN = 0, 1
+# Free, with pages that may be given back; taken; free and locked; locked and given up.
+_FREE, _TAKEN, _LOCKED, _RETIRED = range(4)
 # Free slots that were not needed for this many batches give their pages back.
 _IDLE = 64
 # Slots are added in segments of at most so many: a mapping costs a descriptor (before
@@ -75,6 +77,7 @@ class ArenaWriter:
         self.descriptor = descriptor
         self._states = mmap.mmap(descriptor, _STATES)
         self._slots: list[_Slot] = []
+        self._locked: set[int] = set()  # by the reader, as far as is known here
         self._count = 0
         self._end = _STATES
         self._clock = 0
@@ -95,6 +98,8 @@ class ArenaWriter:
                 self._hollow_out()
             slot = self._find(nbytes) or self._add(nbytes)
             slot.used_at, slot.is_hollow = self._clock, False
+            if self._states[slot.ref.number] == _LOCKED:
+                self._locked.add(slot.ref.number)
             self._states[slot.ref.number] = _TAKEN
             view = np.frombuffer(slot.memory, np.uint8, slot.ref.size, slot.offset)
             slot.view = weakref.ref(view)
@@ -102,7 +107,7 @@ class ArenaWriter:
 
     def give_back(self, ref: SlotRef) -> None:
         """Free a slot that was taken and will not be sent, or was sent in vain."""
-        self._states[ref.number] = _FREE
+        self._states[ref.number] = _LOCKED if ref.number in self._locked else _FREE
 
     def close(self) -> None:
         """Close the file; what is mapped stays valid."""
@@ -115,7 +120,8 @@ class ArenaWriter:
         return None
 
     def _is_free(self, slot: _Slot) -> bool:
-        return self._states[slot.ref.number] == _FREE and slot.view() is None
+        state = self._states[slot.ref.number]
+        return state in {_FREE, _LOCKED} and slot.view() is None
 
     def _add(self, nbytes: int) -> _Slot:
         self._drop_smaller(nbytes)
@@ -141,13 +147,17 @@ class ArenaWriter:
         """Give up free slots that have become too small: batches have grown."""
         for slot in self._slots[:]:
             if slot.ref.size < nbytes and self._is_free(slot):
-                slot.drop_pages()
                 self._slots.remove(slot)
+                if self._states[slot.ref.number] == _LOCKED:
+                    self._states[slot.ref.number] = _RETIRED  # the reader unlocks it
+                else:
+                    slot.drop_pages()
 
     def _hollow_out(self) -> None:
         """Give the pages of slots that are idle to the kernel."""
         for slot in self._slots:
-            if slot.used_at < self._clock - _IDLE and self._is_free(slot):
+            is_idle = slot.used_at < self._clock - _IDLE and self._is_free(slot)
+            if is_idle and self._states[slot.ref.number] == _FREE:
                 slot.drop_pages()
 
 
@@ -156,12 +166,15 @@ class ArenaReader:
 
     Args:
         descriptor: The same memory file; owned from now on.
+        locker: Page-locks slots when they are first leased, or None.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, locker: Locker | None = None) -> None:
         self.descriptor = descriptor
+        self._locker = locker
+        self._locked: dict[int, SlotRef] = {}
         self._states = mmap.mmap(descriptor, _STATES)
-        self._segments: list[tuple[int, mmap.mmap]] = []  # first byte, and the mapping
+        self._segments: list[tuple[int, LockableMap]] = []  # first byte, and mapping
         self._pid = os.getpid()
         self._is_closed = False
         self.lent = 0
@@ -173,6 +186,10 @@ class ArenaReader:
         the array alone does not.
         """
         first, memory = self._segment_of(ref)
+        if self._locker is not None and ref.number not in self._locked:
+            self._unlock_retired()
+            if memory.lock(self._locker, ref.start - first, ref.size):
+                self._locked[ref.number] = ref
         view = np.frombuffer(memory, np.uint8, nbytes, ref.start - first)
         self.lent += 1
         weakref.finalize(view, self._return, ref.number).atexit = False
@@ -180,7 +197,7 @@ class ArenaReader:
 
     def free(self, ref: SlotRef) -> None:
         """Free a slot that was passed on and is not wanted."""
-        self._states[ref.number] = _FREE
+        self._free(ref.number)
 
     def close(self) -> None:
         """Close the file; views that are still held stay valid. Again is harmless."""
@@ -188,20 +205,32 @@ class ArenaReader:
             self._is_closed = True
             os.close(self.descriptor)
 
-    def _segment_of(self, ref: SlotRef) -> tuple[int, mmap.mmap]:
+    def _unlock_retired(self) -> None:
+        """Let go of locked slots that the writer has no use for."""
+        for number, ref in list(self._locked.items()):
+            if self._states[number] == _RETIRED:
+                del self._locked[number]
+                first, memory = self._segment_of(ref)
+                memory.unlock(ref.start - first)
+                memory.madvise(mmap.MADV_REMOVE, ref.start - first, ref.size)
+
+    def _free(self, number: int) -> None:
+        self._states[number] = _LOCKED if number in self._locked else _FREE
+
+    def _segment_of(self, ref: SlotRef) -> tuple[int, LockableMap]:
         """Return the mapping that a slot is in, made from there to the file's end."""
         for first, memory in self._segments:
             if first <= ref.start and ref.start + ref.size <= first + len(memory):
                 return first, memory
         size = os.fstat(self.descriptor).st_size - ref.start
-        memory = mmap.mmap(self.descriptor, size, offset=ref.start)
+        memory = LockableMap(self.descriptor, size, offset=ref.start)
         self._segments.append((ref.start, memory))
         return self._segments[-1]
 
     def _return(self, number: int) -> None:
         if os.getpid() == self._pid:  # a forked child's copy of a view has no say
             self.lent -= 1
-            self._states[number] = _FREE
+            self._free(number)
 
 
 def _check_room(size: int) -> None:

@@ -13,6 +13,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from aioloader._transport.locked import LockableMap, Locker
+
 Slot: TypeAlias = npt.NDArray[np.uint8]
 
 # Below this the allocator of the C library recycles well enough by itself.
@@ -35,7 +37,9 @@ class SlotPool:
     """Lease memory by size, in steps of an eighth, so that varying batches share."""
 
     def __init__(self) -> None:
-        self._free: dict[int, deque[mmap.mmap]] = {}
+        self._free: dict[int, deque[LockableMap]] = {}
+        # Page-locks what is mapped from now on, if set.
+        self.locker: Locker | None = None
 
     def lease(self, nbytes: int) -> Slot:
         """Return memory for one batch.
@@ -60,6 +64,8 @@ class SlotPool:
         except IndexError:
             self._drop_surplus()
             memory = _map(size)
+            if self.locker is not None:
+                memory.lock(self.locker, 0, size)
         slot = np.frombuffer(memory, dtype=np.uint8, count=nbytes)
         # The free list outlives the pool in late finalizers, and then dies with them.
         weakref.finalize(slot, free.append, memory).atexit = False
@@ -75,11 +81,11 @@ class SlotPool:
                 surplus -= size
 
 
-def _map(size: int) -> mmap.mmap:
+def _map(size: int) -> LockableMap:
     """Return fresh memory that a forked child gets a copy of, and does not share."""
     if hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return mmap.mmap(-1, size)
+        return LockableMap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return LockableMap(-1, size)
 
 
 def rounded(nbytes: int) -> int:

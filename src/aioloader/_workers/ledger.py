@@ -15,6 +15,7 @@ from aioloader._pipeline.work import Outcome, Work
 from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef, make_arena
 from aioloader._transport.board import PLACES
 from aioloader._transport.channel import NO_WAIT, Channel
+from aioloader._transport.locked import Locker
 from aioloader._workers.messages import FORGET, Request
 from aioloader._workers.parcel import Packer, slot_of
 from aioloader._workers.replicas import Replicas
@@ -106,10 +107,17 @@ class Ledger:
     Args:
         shipment: What the workers are to do.
         stack: Closes what is opened here.
+        locker: Page-locks what workers write batches into, or None.
     """
 
-    def __init__(self, shipment: Shipment, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        shipment: Shipment,
+        stack: contextlib.ExitStack,
+        locker: Locker | None = None,
+    ) -> None:
         self.shipment = shipment
+        self._locker = locker
         self.tickets: dict[int, Ticket] = {}
         self._next = 0
         number, is_addressed = shipment.num_workers, shipment.is_addressed()
@@ -128,9 +136,13 @@ class Ledger:
         self.workers: list[Worker] = []
         for place in range(number):
             own = self._queue(stack) if has_own else None
-            worker = Worker(place, own, ArenaReader(make_arena()))
+            worker = Worker(place, own, self.new_arena())
             stack.callback(_close_arena, worker)
             self.workers.append(worker)
+
+    def new_arena(self) -> ArenaReader:
+        """Return an arena for a worker that is about to be started."""
+        return ArenaReader(make_arena(), self._locker)
 
     def enter(self, run: Run, work: Work) -> int:
         """Write a ticket for ``work``; return its name."""

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from aioloader._order.failures import Failure
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.work import Outcome, Work
-from aioloader._transport.arena import ArenaReader, make_arena
 from aioloader._transport.board import Board, InHand, make_board
 from aioloader._transport.channel import Channel
+from aioloader._transport.locked import Locker
 from aioloader._workers.deaths import mend
 from aioloader._workers.guard import close_in_children
 from aioloader._workers.launch import PATIENCE, Launcher
@@ -40,10 +40,14 @@ class ProcessPool:
     Args:
         shipment: What the workers are to do.
         launch: Makes what starts workers, given the descriptors that they share.
+        locker: Page-locks what workers write batches into, or None.
     """
 
     def __init__(
-        self, shipment: Shipment, launch: Callable[[list[int]], Launcher]
+        self,
+        shipment: Shipment,
+        launch: Callable[[list[int]], Launcher],
+        locker: Locker | None = None,
     ) -> None:
         self._shipment = shipment
         self._lock = threading.RLock()  # a finalizer may come in between
@@ -52,7 +56,7 @@ class ProcessPool:
         self._error: BaseException | None = None  # that ended it, and nobody was told
         self._delivered = 0
         with contextlib.ExitStack() as stack:
-            self._ledger = Ledger(shipment, stack)
+            self._ledger = Ledger(shipment, stack, locker)
             self._results, self._far_results = Channel.pair()
             self._results.never_block()
             stack.callback(self._results.close)
@@ -204,7 +208,7 @@ class ProcessPool:
             self._fail(died_too_early(worker.number, worker.pid, exitcode, stack))
             return
         mend(self._ledger, self._board, worker, exitcode, stack)
-        arena, worker.arena = worker.arena, ArenaReader(make_arena())
+        arena, worker.arena = worker.arena, self._ledger.new_arena()
         arena.close()
         worker.is_ready, worker.pid = False, None
         self._start(worker)

@@ -4,6 +4,7 @@ import multiprocessing
 import warnings
 from typing import Any
 
+from aioloader._transport.locked import Locker
 from aioloader._workers.contexts import ContextLauncher
 from aioloader._workers.launch import Launcher, NurseryLauncher
 from aioloader._workers.pool import ProcessPool
@@ -16,7 +17,10 @@ from aioloader._workers.shipment import (
 
 
 def start_pool(
-    shipment: Shipment, surroundings: Surroundings, context: Any
+    shipment: Shipment,
+    surroundings: Surroundings,
+    context: Any,
+    locker: Locker | None = None,
 ) -> ProcessPool:
     """Ship, and start the workers; they come up in the background.
 
@@ -24,6 +28,7 @@ def start_pool(
         shipment: What they are to do.
         surroundings: Of this process when the iteration began.
         context: A ``multiprocessing`` context that the user asked for, or None.
+        locker: Page-locks what they write batches into, or None.
 
     Raises:
         WorkerStartError: If it cannot be pickled, or no worker can be started.
@@ -48,4 +53,4 @@ def start_pool(
         assert isinstance(payload, int)
         return NurseryLauncher(surroundings, payload, ends)
 
-    return ProcessPool(shipment, launch)
+    return ProcessPool(shipment, launch, locker)

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioloader._collate import _LENT, _borrow, _torch_dtype
-from aioloader._transport.slots import MIN_BYTES
+from aioloader._collate import borrowed, torch_dtype
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -241,11 +240,10 @@ def tensor_of(arrays: Sequence[Values]) -> torch.Tensor:
 
     Its memory is its own; if it is large and there is a pool, then the pool's.
     """
-    pool = _LENT.pool
-    if pool is None or sum(array.nbytes for array in arrays) < MIN_BYTES:
+    shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
+    out = borrowed(shape, torch_dtype(arrays[0].dtype))
+    if out is None:
         whole = np.concatenate(arrays) if len(arrays) > 1 else arrays[0].copy()
         return torch.from_numpy(whole)
-    shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
-    out = _borrow(pool, shape, _torch_dtype(arrays[0].dtype))
     np.concatenate(arrays, out=out.numpy())
     return out

@@ -1,0 +1,81 @@
+"""The leaves of a batch: a walk through its containers that keeps their types.
+
+Mappings, named tuples, tuples, sequences and dataclasses are containers, as for
+``default_collate``; a container of which nothing changed is passed on as it is. What
+has a way of its own to move (a method ``to``) is a leaf, whatever it contains.
+"""
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from aioloader._collate import like_mapping, like_sequence
+
+Convert: TypeAlias = Callable[[Any], Any]
+
+
+def map_leaves(value: Any, convert: Convert) -> Any:
+    """Return ``value`` with each leaf replaced by ``convert(leaf)``.
+
+    A leaf is a tensor, an object that moves itself, or anything that is no container.
+    """
+    if isinstance(value, (torch.Tensor, str, bytes)) or moves_itself(value):
+        return convert(value)
+    if isinstance(value, Mapping):
+        return _map_mapping(value, convert)
+    if isinstance(value, tuple):
+        return _map_tuple(value, convert)
+    if isinstance(value, Sequence):
+        parts = _parts(value, convert)
+        return value if parts is None else like_sequence(value, parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _map_record(value, convert)
+    return convert(value)
+
+
+def moves_itself(value: Any) -> bool:
+    """Tell whether ``value`` is an object with a method ``to``.
+
+    What tokenizers return has one as well, but is a dict of tensors and nothing more.
+    """
+    is_dict = isinstance(value, (torch.Tensor, UserDict))
+    return not is_dict and callable(getattr(type(value), "to", None))
+
+
+def _map_mapping(value: Mapping[Any, Any], convert: Convert) -> Any:
+    parts = _parts(list(value.values()), convert)
+    if parts is None:
+        return value
+    return like_mapping(value, dict(zip(value, parts, strict=True)))
+
+
+def _map_tuple(value: tuple[Any, ...], convert: Convert) -> Any:
+    parts = _parts(value, convert)
+    if parts is None:
+        return value
+    if hasattr(value, "_fields"):
+        return type(value)(*parts)
+    return tuple(parts) if type(value) is tuple else like_sequence(value, parts)
+
+
+def _map_record(value: Any, convert: Convert) -> Any:
+    names = [each.name for each in dataclasses.fields(value)]
+    names = [name for name in names if hasattr(value, name)]
+    parts = _parts([getattr(value, name) for name in names], convert)
+    if parts is None:
+        return value
+    clone = copy.copy(value)
+    for name, part in zip(names, parts, strict=True):
+        object.__setattr__(clone, name, part)  # a frozen one too
+    return clone
+
+
+def _parts(values: Sequence[Any], convert: Convert) -> list[Any] | None:
+    """Return the converted values, or None if all are what they were."""
+    parts = [map_leaves(value, convert) for value in values]
+    changed = any(new is not old for new, old in zip(parts, values, strict=True))
+    return parts if changed else None

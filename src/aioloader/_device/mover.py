@@ -1,0 +1,250 @@
+"""How the leaves of a batch get across: in place, staged, packed, or by themselves.
+
+A large tensor in page-locked memory (a slot of an arena) is the source of its own copy.
+One in pageable memory is staged: copied into page-locked memory first. Small ones are
+staged together and travel as one, for each transfer has a price of its own. What moves
+itself, and what is no plain block of memory, is moved by its own ``to``.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from aioloader._device.accelerator import Mark, Port
+from aioloader._device.leaves import map_leaves, moves_itself
+
+# Up to this size tensors are packed; each begins where the device's allocator would
+# have it begin.
+_SMALL: Final = 1 << 16
+_ALIGN: Final = 512
+
+
+class Moved:
+    """A batch whose copies have begun.
+
+    Args:
+        port: The device.
+        batch: The batch; what is ``late`` is still on the host.
+        mark: Where the copies end.
+        arrived: What was copied, for the allocator: whatever has ``record_stream``.
+        late: What is moved at its delivery.
+        sources: The host's memory that is copied from.
+    """
+
+    def __init__(
+        self,
+        port: Port,
+        batch: Any,
+        mark: Mark,
+        *,
+        arrived: Sequence[Any],
+        late: Sequence[Any],
+        sources: Any,
+    ) -> None:
+        self._port = port
+        self._batch = batch
+        self._marks = [mark]
+        self._arrived = arrived
+        self._late = late
+        self._sources = sources
+
+    def hand_over(self) -> Any:
+        """Return the batch, for the stream that is current in this thread; once."""
+        self._port.hand_over(self._marks[0], self._arrived)
+        batch, self._batch, self._arrived = self._batch, None, ()
+        if self._late:
+            batch = self._move_late(batch)
+        return batch
+
+    def release(self) -> None:
+        """Block until the sources are not read any more, and let go of them."""
+        for mark in self._marks:
+            mark.synchronize()
+        if not self._late:
+            self._sources = None
+
+    def is_held(self) -> bool:
+        """Tell whether some of it was, or will be, moved at its delivery."""
+        return self._sources is not None and len(self._marks) > 1
+
+    def _move_late(self, batch: Any) -> Any:
+        device, late = self._port.device, {id(leaf) for leaf in self._late}
+
+        def convert(leaf: Any) -> Any:
+            return leaf.to(device, non_blocking=True) if id(leaf) in late else leaf
+
+        batch = map_leaves(batch, convert)
+        self._marks.append(self._port.mark())
+        self._late = ()
+        return batch
+
+
+class Mover:
+    """Begin the copies of batches to one device; from any thread.
+
+    Args:
+        port: The device.
+    """
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+        self.device = port.device
+
+    def move(self, batch: Any) -> Moved:
+        """Begin to copy a batch.
+
+        Tensors that are on a device already stay where they are; one that occurs twice
+        is copied once.
+
+        Raises:
+            torch.OutOfMemoryError: If the device has no room for it.
+        """
+        found = _Sorted()
+        map_leaves(batch, found.add)
+        with self._port.copying():
+            results, arrived = self._send(found)
+            mark = self._port.mark()
+        late = [results[id(leaf)] for leaf in found.late]
+        return Moved(
+            self._port,
+            map_leaves(batch, lambda leaf: results.get(id(leaf), leaf)),
+            mark,
+            arrived=arrived,
+            late=late,
+            sources=(batch, late),
+        )
+
+    def _send(self, found: "_Sorted") -> tuple[dict[int, Any], list[Any]]:
+        """Return what stands for each leaf, by identity, and what has arrived."""
+        results: dict[int, Any] = {}
+        arrived: list[Any] = []
+        if found.small:
+            packed = self._copy_packed(found.small)
+            arrived.append(packed[0])
+            results.update(zip(map(id, found.small), packed[1], strict=True))
+        for tensor in found.large:
+            results[id(tensor)] = self._copy(tensor)
+            arrived.append(results[id(tensor)])
+        for leaf in found.movable:
+            results[id(leaf)] = _pinned(leaf).to(self.device, non_blocking=True)
+            arrived.append(results[id(leaf)])
+        for leaf in found.late:
+            results[id(leaf)] = _pinned(leaf)
+        return results, arrived
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._port.is_locked(tensor):
+            tensor = self._port.staging(tensor).copy_(tensor)
+        return self._port.copy(tensor)
+
+    def _copy_packed(
+        self, tensors: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Copy small tensors as one; return its bytes, and the tensors in them."""
+        sizes = [-(-tensor.nbytes // _ALIGN) * _ALIGN for tensor in tensors]
+        places = list(itertools.accumulate(sizes, initial=0))
+        staged = self._port.staging(
+            torch.empty(places.pop(), dtype=torch.uint8, device="meta")
+        )
+        views = [
+            (tensor.dtype, tensor.shape, place, place + tensor.nbytes)
+            for tensor, place in zip(tensors, places, strict=True)
+        ]
+        for tensor, (dtype, shape, start, stop) in zip(tensors, views, strict=True):
+            staged[start:stop].view(dtype).view(shape).copy_(tensor)
+        block = self._port.copy(staged)
+        return block, [
+            block[start:stop].view(dtype).view(shape)
+            for dtype, shape, start, stop in views
+        ]
+
+
+class Pinner:
+    """Batches in page-locked memory, for consumers that move them on their own."""
+
+    device = torch.device("cpu")
+
+    def move(self, batch: Any) -> "Pinned":
+        """Copy what is not in page-locked memory into some of torch's.
+
+        Raises:
+            RuntimeError: If there is none.
+        """
+        return Pinned(map_leaves(batch, _pinned))
+
+
+class Pinned:
+    """A batch that is where it should be."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def hand_over(self) -> Any:
+        """Return the batch; once."""
+        batch, self._batch = self._batch, None
+        return batch
+
+    def release(self) -> None:
+        """Do nothing: the batch owns its memory."""
+
+    def is_held(self) -> bool:
+        """Tell that there is nothing to release."""
+        return False
+
+
+class _Sorted:
+    """The leaves of a batch by how they are moved, each once."""
+
+    def __init__(self) -> None:
+        self.small: list[torch.Tensor] = []
+        self.large: list[torch.Tensor] = []
+        # With ``to`` and ``record_stream``: what can be moved ahead by itself.
+        self.movable: list[Any] = []
+        self.late: list[Any] = []
+        self._seen: set[int] = set()
+
+    def add(self, leaf: Any) -> Any:
+        """Take a leaf in; return it."""
+        is_tensor = isinstance(leaf, torch.Tensor)
+        is_movable = is_tensor or moves_itself(leaf)
+        if is_movable and id(leaf) not in self._seen:
+            self._seen.add(id(leaf))
+            if is_tensor:
+                self._add_tensor(leaf)
+            else:
+                has_record = callable(getattr(leaf, "record_stream", None))
+                (self.movable if has_record else self.late).append(leaf)
+        return leaf
+
+    def _add_tensor(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cpu":
+            return
+        if not _is_plain(tensor):
+            self.late.append(tensor)
+        elif tensor.nbytes <= _SMALL and tensor.is_contiguous():
+            self.small.append(tensor)
+        else:
+            self.large.append(tensor)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is nothing but a block of memory, with a shape."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def _pinned(leaf: Any) -> Any:
+    """Return a leaf in page-locked memory, if it is in the host's and can be moved."""
+    if isinstance(leaf, torch.Tensor):
+        can_pin = leaf.device.type == "cpu" and not leaf.is_quantized
+        return leaf.pin_memory() if can_pin else leaf
+    pin = getattr(type(leaf), "pin_memory", None)
+    return leaf.pin_memory() if callable(pin) else leaf

@@ -1,0 +1,245 @@
+"""The stage between the pipeline and the consumer: batches, moved ahead of time.
+
+A thread takes what is ready, begins its copy and passes it on at once; the consumer's
+stream waits for the copy, on the device. The host's memory of a batch is held until its
+copy has ended, and no longer: at most two are held, the second while the first is
+copied, so that copies follow each other without a gap. The thread sleeps while nothing
+is asked for.
+"""
+
+import contextlib
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+
+from aioloader._device.leaves import map_leaves
+from aioloader._order.failures import noted
+from aioloader._pipeline.cpu import CpuThread
+from aioloader._pipeline.home import GRACE
+from aioloader._pipeline.ready import ReadyQueue
+from aioloader._pipeline.waiting import Latch, Waiters
+from aioloader._pipeline.work import Outcome
+from aioloader.errors import LoaderClosedError
+
+
+class Delivery(Protocol):
+    """A batch on its way."""
+
+    def hand_over(self) -> Any:
+        """Return the batch; in the consumer's thread, once."""
+
+    def release(self) -> None:
+        """Block until its host memory may be written to, and let go of it."""
+
+    def is_held(self) -> bool:
+        """Tell whether ``release`` is to be called (again)."""
+
+
+class Carrier(Protocol):
+    """What moves batches."""
+
+    device: torch.device
+
+    def move(self, batch: Any) -> Delivery:
+        """Begin to move a batch."""
+
+
+class Staged:
+    """What is ready, a few batches of it moved already; a queue like ``ReadyQueue``.
+
+    A batch is moved when fewer than ``depth`` are moved and not asked for. So up to
+    ``depth`` are on the device beside those that the consumer has.
+
+    Args:
+        inner: Where batches come from.
+        carrier: What moves them.
+        depth: How many are moved ahead, at least 1.
+        epoch: For the notes on errors.
+    """
+
+    def __init__(
+        self, inner: ReadyQueue, carrier: Carrier, depth: int, epoch: int
+    ) -> None:
+        self._inner = inner
+        self._carrier = carrier
+        self._depth = depth
+        self._epoch = epoch
+        self._items: deque[tuple[int, Outcome]] = deque()
+        self._in_flight: deque[Delivery] = deque()
+        self._broken: BaseException | None = None
+        self._is_finished = self._is_stopped = False
+        self._asking = 0
+        self._waiters = Waiters(self._is_settled)
+        self._room = Waiters(self._may_go_on)
+        self._thread = CpuThread("aioloader-device")
+        self._ended = Latch()
+        self._is_begun = False
+
+    # -- for the consumer ---------------------------------------------------------
+
+    def pop_nowait(self) -> tuple[int, Outcome] | None:
+        """Take the next item, or None if there is none yet.
+
+        Raises:
+            BaseException: What ended the pipeline, when nothing is left.
+        """
+        self._begin()
+        try:
+            number, outcome = self._items.popleft()
+        except IndexError:
+            self._raise_broken()
+            return None
+        self._room.wake()
+        if outcome.batch is not None:
+            self._hand_over(number, outcome)
+        return number, outcome
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until there is an item or an end; tell whether there is."""
+        self._ask(1)
+        try:
+            return self._waiters.wait(timeout)
+        finally:
+            self._ask(-1)
+
+    async def wait_async(self, timeout: float | None = None) -> bool:
+        """Suspend until there is an item or an end; tell whether there is."""
+        self._ask(1)
+        try:
+            return await self._waiters.wait_async(timeout)
+        finally:
+            self._ask(-1)
+
+    def finish(self) -> None:
+        """Let every wait end: there will be no more items."""
+        self._is_finished = True
+        self._waiters.wake()
+        self._inner.finish()
+        self.stop()
+
+    def stop(self) -> None:
+        """Begin to end; from any thread, and from finalizers."""
+        self._is_stopped = True
+        self._room.wake()
+
+    def join(self) -> bool:
+        """Wait, bounded, until nothing of it is left; tell whether that is so."""
+        if not self._is_begun:
+            return True
+        is_over = self._ended.wait(GRACE)
+        self._thread.join(GRACE if is_over else 0)
+        return is_over
+
+    # -- in the stage's thread ----------------------------------------------------
+
+    def _begin(self) -> None:
+        if not self._is_begun:
+            self._is_begun = True
+            self._thread.post(self._serve)
+            self._thread.stop(self._ended.set)  # after that one job
+
+    def _serve(self) -> None:
+        try:
+            while not self._is_stopped:
+                self._step()
+        except BaseException as error:  # handed to the consumer
+            self._broken = error
+            self._waiters.wake()
+        finally:
+            self._wind_up()
+
+    def _step(self) -> None:
+        """Move a batch, or let go of one that has arrived, or sleep."""
+        has_room = self._has_room()
+        item = self._inner.pop_nowait() if has_room else None
+        if item is not None:
+            self._pass_on(*item)
+        elif self._in_flight:
+            self._in_flight.popleft().release()
+        elif has_room:
+            self._inner.wait()
+        else:
+            self._room.wait()
+
+    def _pass_on(self, number: int, outcome: Outcome) -> None:
+        if outcome.batch is not None:
+            self._move(number, outcome)
+        self._items.append((number, outcome))
+        self._waiters.wake(1)
+        while len(self._in_flight) > 1:
+            self._in_flight.popleft().release()
+
+    def _move(self, number: int, outcome: Outcome) -> None:
+        """Put the delivery of a batch in its place, or the error."""
+        try:
+            delivery = self._carrier.move(outcome.batch)
+        except Exception as error:  # handed to the consumer, in its turn
+            batch, outcome.batch = outcome.batch, None
+            outcome.error = noted(error, self._place(number, batch))
+        else:
+            outcome.batch = delivery
+            self._in_flight.append(delivery)
+
+    def _place(self, number: int, batch: Any) -> str:
+        """Say where an error was, and how much was to be moved."""
+        sizes: list[int] = []
+
+        def measure(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                sizes.append(leaf.nbytes)
+            return leaf
+
+        map_leaves(batch, measure)
+        return (
+            f"in stage 'device' of epoch {self._epoch}, batch {number}: moving "
+            f"{len(sizes)} tensors of {sum(sizes):,} bytes to {self._carrier.device}"
+        )
+
+    def _wind_up(self) -> None:
+        """Let go of all that will not be asked for."""
+        if self._is_stopped:
+            self._items.clear()
+        while self._in_flight:
+            with contextlib.suppress(RuntimeError):  # the device is lost: all is
+                self._in_flight.popleft().release()
+
+    # -- within -------------------------------------------------------------------
+
+    def _hand_over(self, number: int, outcome: Outcome) -> None:
+        delivery = outcome.batch
+        try:
+            outcome.batch = delivery.hand_over()
+        except Exception as error:  # raised by the step
+            outcome.batch = None
+            outcome.error = noted(error, self._place(number, None))
+        if delivery.is_held():
+            self._in_flight.append(delivery)
+            self._room.wake()
+            if self._ended.is_set():
+                delivery.release()
+
+    def _ask(self, change: int) -> None:
+        with self._room.lock:
+            self._asking += change
+        if change > 0:
+            self._room.wake()
+
+    def _has_room(self) -> bool:
+        return len(self._items) < self._depth + self._asking
+
+    def _may_go_on(self) -> bool:
+        return self._is_stopped or bool(self._in_flight) or self._has_room()
+
+    def _is_settled(self) -> bool:
+        return bool(self._items) or self._is_finished or self._broken is not None
+
+    def _raise_broken(self) -> None:
+        error = self._broken
+        if error is not None:
+            # Raised once: an error that is kept keeps the frames of its traceback.
+            self._broken = LoaderClosedError("the iterator has failed before")
+            try:
+                raise error
+            finally:
+                del error

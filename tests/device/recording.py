@@ -1,0 +1,134 @@
+"""A device that is none: it copies as late as it may, and writes down what is asked.
+
+Copies are begun in order and carried out when somebody waits for them, from whatever
+is at the address by then. So a slot that is given back too early, or a batch that is
+handed over without a wait, shows in the values.
+"""
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aioloader._device.mover import Mover
+from aioloader._device.opening import DeviceSide
+
+if TYPE_CHECKING:
+    from aioloader import DataLoader
+    from aioloader._device.accelerator import Mark as AnyMark
+
+
+class Mark:
+    """How many copies had been begun."""
+
+    def __init__(self, port: "LatePort", number: int) -> None:
+        self.port = port
+        self.number = number
+
+    def synchronize(self) -> None:
+        """Carry the copies out."""
+        self.port.carry_out(self.number, "synchronize")
+
+
+class LatePort:
+    """The port of a device in the host's memory.
+
+    Attributes:
+        log: What was called, in order.
+        locked: Address and size of what is page-locked.
+        failing: Numbers of the copies that fail for want of memory.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, *failing: int) -> None:
+        self.log: list[str] = []
+        self.locked: dict[int, int] = {}
+        self.failing = failing
+        self.refuses = False
+        self._copies: list[tuple[torch.Tensor, int]] = []
+        self._begun = self._done = 0
+        self._stagings: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    # -- as a port ----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Log the batch."""
+        self.log.append("copying")
+        yield
+
+    def is_locked(self, host: torch.Tensor) -> bool:
+        """Look where the memory is."""
+        return any(
+            start <= host.data_ptr() and host.data_ptr() + host.nbytes <= start + size
+            for start, size in self.locked.items()
+        )
+
+    def staging(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory that is never given back."""
+        staging = torch.empty_like(like, device="cpu")
+        self._stagings.append(staging)
+        self.log.append(f"stage {staging.nbytes}")
+        return staging
+
+    def copy(self, host: torch.Tensor) -> torch.Tensor:
+        """Begin a copy from an address, not from an object that could be kept."""
+        self._begun += 1
+        if self._begun - 1 in self.failing:
+            raise torch.OutOfMemoryError("the device is full")
+        copy = torch.full_like(host, 1)
+        assert copy.stride() == host.stride()
+        with self._lock:
+            self._copies.append((copy, host.data_ptr()))
+        self.log.append(f"copy {host.nbytes}")
+        return copy
+
+    def mark(self) -> Mark:
+        """Return where the copies are."""
+        return Mark(self, len(self._copies))
+
+    def hand_over(self, mark: "AnyMark", tensors: Iterable[Any]) -> None:
+        """Let the consumer see what has been copied."""
+        assert isinstance(mark, Mark)
+        names = " ".join(str(getattr(each, "nbytes", "own")) for each in tensors)
+        self.carry_out(mark.number, f"hand over {names}")
+
+    # -- as a locker --------------------------------------------------------------
+
+    def lock(self, address: int, nbytes: int) -> bool:
+        """Lock whole pages that are not locked."""
+        assert not address % 4096
+        assert not nbytes % 4096
+        assert address not in self.locked
+        if self.refuses:
+            return False
+        self.locked[address] = nbytes
+        return True
+
+    def unlock(self, address: int) -> None:
+        """Unlock what was locked."""
+        del self.locked[address]
+
+    def carry_out(self, number: int, why: str) -> None:
+        """Copy what was begun before a mark."""
+        with self._lock:
+            while self._done < number:
+                copy, address = self._copies[self._done]
+                if copy.nbytes:
+                    ctypes.memmove(copy.data_ptr(), address, copy.nbytes)
+                self._copies[self._done] = copy.new_empty(0), 0
+                self._done += 1
+            self.log.append(why)
+
+
+def on(port: LatePort, loader: "DataLoader[Any]", depth: int = 1) -> "DataLoader[Any]":
+    """Have ``loader`` deliver its batches there."""
+    loader.device = torch.device("cuda", 0)
+    side = DeviceSide(Mover(port), port, depth)
+    loader._live.devices.open = lambda *_: side  # type: ignore[method-assign]
+    return loader

@@ -1,0 +1,240 @@
+"""Whole loaders in front of a device that copies as late as it may."""
+
+import asyncio
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from aioloader import DataLoader
+from aioloader._device.opening import Devices
+from device.recording import LatePort, on
+
+KINDS: list[Any] = [(0, "process"), (2, "process"), (2, "thread")]
+
+
+class Images:
+    """Large samples, full of their index, with a label."""
+
+    def __init__(self, count: int = 60, side: int = 200) -> None:
+        self.count = count
+        self.side = side
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((self.side, self.side), index, dtype=torch.int32), index
+
+
+class AsyncImages(Images):
+    """The same, by coroutines."""
+
+    async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().__getitem__(index)
+
+
+class Stream(Images):
+    """The same, in a row."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (super(Stream, self).__getitem__(n) for n in range(self.count))
+
+
+def check(batch: Any, first: int, size: int = 4) -> None:
+    """Hold a batch against what it should be, everywhere."""
+    images, labels = batch
+    expected = torch.arange(first, first + size)
+    assert torch.equal(labels, expected)
+    assert bool((images == expected[:, None, None]).all())
+
+
+def sources(port: LatePort) -> list[str]:
+    """Return what was staged of large tensors."""
+    staged = [line.split()[1] for line in port.log if line.startswith("stage")]
+    return [size for size in staged if int(size) > 1 << 16]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize(("num_workers", "workers"), KINDS)
+@pytest.mark.parametrize(
+    "dataset", [Images(), AsyncImages(), Stream()], ids=["map", "async", "stream"]
+)
+def test_for(dataset: Any, num_workers: int, workers: Any, depth: int) -> None:
+    """All values, in order; from locked slots without a copy by the host."""
+    if isinstance(dataset, Stream) and num_workers:
+        num_workers = 1  # each worker would read it all
+    port = LatePort()
+    options: dict[str, Any] = {"num_workers": num_workers, "workers": workers}
+    loader = on(port, DataLoader(dataset, batch_size=4, **options), depth)
+    for _ in range(2):
+        for number, batch in enumerate(loader):
+            check(batch, 4 * number)
+        assert number == 14
+    assert sources(port) == []
+    loader.close()
+    del loader, batch
+    gc.collect()
+    assert port.locked == {}
+
+
+@pytest.mark.parametrize(("num_workers", "workers"), KINDS)
+@pytest.mark.parametrize("loop", ["thread", "caller"])
+async def test_async_for(loop: Any, num_workers: int, workers: Any) -> None:
+    """The same for a task, with other batches kept."""
+    port = LatePort()
+    options: dict[str, Any] = {"num_workers": num_workers, "workers": workers}
+    dataset = AsyncImages() if workers == "process" else Images()
+    async with on(
+        port, DataLoader(dataset, batch_size=4, loop=loop, **options)
+    ) as loader:
+        kept = [batch async for batch in loader]
+    for number, batch in enumerate(kept):
+        check(batch, 4 * number)
+
+
+def test_persistent_workers() -> None:
+    """Slots are locked once, whatever the number of epochs; nothing is locked twice."""
+    port = LatePort()
+    loader: Any = DataLoader(Images(), 4, num_workers=2, persistent_workers=True)
+    locked = set()
+    with on(port, loader):
+        for _ in range(4):
+            for number, batch in enumerate(loader):
+                check(batch, 4 * number)
+                locked |= set(port.locked)
+        assert len(locked) <= 16
+    del batch, loader
+    gc.collect()
+    assert port.locked == {}
+
+
+def test_refused_locking_stages(caplog: pytest.LogCaptureFixture) -> None:
+    """The values are the same."""
+    port = LatePort()
+    port.refuses = True
+    with caplog.at_level(logging.WARNING):
+        for number, batch in enumerate(
+            on(port, DataLoader(Images(), 4, num_workers=1))
+        ):
+            check(batch, 4 * number)
+    assert len(sources(port)) == 15
+
+
+def test_an_error_of_the_device_is_that_of_its_batch() -> None:
+    """It names the batch and its size; those behind it come."""
+    port = LatePort(4)  # two copies a batch: images, and labels
+    iterator = iter(on(port, DataLoader(Images(), 4, num_workers=1)))
+    check(next(iterator), 0)
+    check(next(iterator), 4)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        next(iterator)
+    (note,) = caught.value.__notes__
+    assert "batch 2: moving 2 tensors of 640,032 bytes to cpu" in note
+    del caught
+    check(next(iterator), 12)
+    iterator.close()
+
+
+def test_errors_of_samples_pass_through() -> None:
+    """As without a device."""
+    indices = [0, 1, 99, 3]
+
+    class Holed(Images):
+        def __getitem__(self, index: int) -> Any:
+            if index == 99:
+                raise KeyError("no such image")
+            return super().__getitem__(index)
+
+    loader: Any = DataLoader(Holed(), 1, sampler=indices, num_workers=1)
+    iterator = iter(on(LatePort(), loader))
+    check(next(iterator), 0, 1)
+    check(next(iterator), 1, 1)
+    with pytest.raises(KeyError, match="no such image"):
+        next(iterator)
+    check(next(iterator), 3, 1)
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+@pytest.mark.parametrize(("num_workers", "workers"), KINDS)
+@pytest.mark.parametrize("way", ["break", "close", "drop", "raise"])
+def test_ways_out(way: str, num_workers: int, workers: Any) -> None:
+    """Nothing is left: no thread, no lease, no locked memory."""
+    port = LatePort()
+    loader: Any = DataLoader(Images(), 4, num_workers=num_workers, workers=workers)
+    iterator = iter(on(port, loader))
+    check(next(iterator), 0)
+    if way == "close":
+        iterator.close()
+        with pytest.raises(StopIteration):
+            next(iterator)
+    elif way == "raise":
+        with pytest.raises(ZeroDivisionError):
+            for _ in iterator:
+                raise ZeroDivisionError
+    elif way == "break":
+        for _ in iterator:
+            break
+    reference = weakref.ref(loader)
+    del iterator
+    loader.close()
+    del loader
+    for thread in threading.enumerate():
+        if thread.name.startswith("aioloader"):
+            thread.join(20)  # an iterator that is dropped is released in the background
+    gc.collect()
+    assert reference() is None
+    assert port.locked == {}
+
+
+async def test_a_cancelled_step_loses_nothing() -> None:
+    """The batch comes with the next step."""
+    async with on(LatePort(), DataLoader(AsyncImages(), batch_size=4)) as loader:
+        iterator = aiter(loader)
+        for number in range(15):
+            task = asyncio.ensure_future(anext(iterator))
+            await asyncio.sleep(0)
+            task.cancel()
+            try:
+                batch = await task
+            except asyncio.CancelledError:
+                batch = await anext(iterator)
+            check(batch, 4 * number)
+        await iterator.aclose()
+
+
+def test_the_window_counts_what_is_on_the_device() -> None:
+    """In flight: the workers' window, and what is ahead on the device."""
+    loader = on(LatePort(), DataLoader(Images(), 4, num_workers=1), depth=3)
+    for _ in loader:
+        assert loader.stats().in_flight <= 2 + 3
+
+
+def test_a_device_that_is_not_there() -> None:
+    """Said at once, and what to do."""
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"torch sees 0 cuda devices here; pass"):
+            DataLoader([1], device="cuda")
+    with pytest.raises(ValueError, match=r"which have streams; leave device out"):
+        DataLoader([1], device="mps")
+    with pytest.raises(TypeError, match="device must name a torch device"):
+        DataLoader([1], device="graphics")
+    with pytest.raises(TypeError, match="device must name a torch device"):
+        DataLoader([1], device=1.5)
+    with pytest.raises(ValueError, match="prefetch_device must be at least 1, got 0"):
+        DataLoader([1], prefetch_device=0)
+
+
+def test_the_hosts_memory_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing stands between: not a thread, not a call."""
+    monkeypatch.delattr(Devices, "open")
+    loader: Any = DataLoader(list(range(6)), 2, device="cpu", num_workers=1)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+    assert loader.device is None

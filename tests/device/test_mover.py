@@ -1,0 +1,236 @@
+"""Batches of all kinds: every value arrives, containers keep their types."""
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from aioloader._device.mover import Mover, Pinner
+from device.recording import LatePort
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+]
+
+
+class Point(NamedTuple):
+    """A named tuple of leaves."""
+
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A frozen dataclass."""
+
+    image: torch.Tensor
+    name: str
+    extra: list[Any]
+
+
+class Movable:
+    """Moves itself, ahead of time, for it tells the allocator."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.calls: list[str] = []
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Movable":
+        """Return a copy on the device."""
+        assert non_blocking
+        self.calls.append("to")
+        return type(self)(self.tensor.clone())
+
+    def record_stream(self, stream: Any) -> None:
+        """Tell the allocator."""
+
+
+class Late:
+    """Moves itself, and pins itself before."""
+
+    def __init__(self, tensor: torch.Tensor, *steps: str) -> None:
+        self.tensor = tensor
+        self.steps = steps
+
+    def pin_memory(self) -> "Late":
+        """Return a pinned copy."""
+        return Late(self.tensor, *self.steps, "pin_memory")
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Late":
+        """Return a copy on the device."""
+        assert non_blocking
+        return Late(self.tensor, *self.steps, "to")
+
+
+def moved(batch: Any, port: LatePort | None = None) -> Any:
+    """Move a batch, hand it over, and let go of it."""
+    delivery = Mover(port or LatePort()).move(batch)
+    result = delivery.hand_over()
+    delivery.release()
+    return result
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (70, 1000)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_type(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Bit by bit, small and large."""
+    count = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.arange(count).to(torch.uint8)
+    if dtype is torch.bool:
+        raw = raw % 2
+    tensor = raw.view(dtype).view(shape)
+    beside = torch.tensor([1.5, 2.5])
+    result, other = moved([tensor, beside])
+    assert (result.dtype, result.shape) == (dtype, tensor.shape)
+    assert torch.equal(result.flatten().view(torch.uint8), raw)
+    assert torch.equal(other, beside)
+    assert count == 0 or result.data_ptr() != tensor.data_ptr()
+
+
+def test_containers_keep_their_types() -> None:
+    """Mappings, sequences, records, within each other; the rest is passed on."""
+    one, two = torch.ones(3), torch.arange(40_000)
+    counter: Any = collections.defaultdict(list, {"a": one})
+    record = Record(two, "name", [one, None])
+    batch = {
+        "point": Point(one, 5),
+        "tuple": (two, "text", b"bytes"),
+        "default": counter,
+        "user": collections.UserDict({"ids": one}),
+        "ordered": collections.OrderedDict(a=one),
+        "deque": collections.deque([two]),
+        "record": record,
+        "size": torch.Size([2, 3]),
+        "range": range(3),
+        "nothing": [None, 1.5, {1, 2}],
+    }
+    result = moved(batch)
+    assert list(result) == list(batch)
+    for name, value in batch.items():
+        assert type(result[name]) is type(value), name
+    assert result["default"].default_factory is list
+    assert torch.equal(result["record"].image, two)
+    assert result["record"].image is not two
+    assert record.image is two  # the user's batch is as it was
+    assert result["nothing"] is batch["nothing"]
+    assert result["range"] is batch["range"]
+    assert torch.equal(result["user"]["ids"], one)
+
+
+def test_one_that_occurs_twice_is_copied_once() -> None:
+    """And occurs twice afterwards."""
+    port = LatePort()
+    large = torch.rand(70_000)
+    first, second = moved([large, {"again": large}], port)
+    assert first is second["again"]
+    assert port.log.count(f"copy {large.nbytes}") == 1
+
+
+def test_small_ones_travel_together() -> None:
+    """One transfer for a dict of scalars; their places are aligned."""
+    port = LatePort()
+    batch = {str(n): torch.full((n,), n, dtype=torch.int16) for n in range(1, 21)}
+    result = moved(batch, port)
+    assert sum(line.startswith("copy ") for line in port.log) == 1
+    for name, tensor in batch.items():
+        assert torch.equal(result[name], tensor)
+        assert not result[name].storage_offset() * 2 % 512
+
+
+def test_locked_memory_is_copied_in_place() -> None:
+    """Without a copy in the host's memory; other memory is staged."""
+    port = LatePort()
+    locked, other = torch.rand(50_000), torch.rand(60_000)
+    port.locked = {locked.data_ptr(): locked.nbytes}
+    result = moved([locked, other], port)
+    assert torch.equal(result[0], locked)
+    assert torch.equal(result[1], other)
+    assert port.log == [
+        "copying",
+        "copy 200000",
+        "stage 240000",
+        "copy 240000",
+        "hand over 200000 240000",
+        "synchronize",
+    ]
+
+
+def test_strides_are_kept() -> None:
+    """Channels last, transposed, expanded: the values, and what strides can be had."""
+    images = torch.rand(8, 3, 64, 64).to(memory_format=torch.channels_last)
+    turned, expanded = torch.rand(300, 200).T, torch.rand(1, 500).expand(100, 500)
+    result = moved([images, turned, expanded])
+    assert result[0].is_contiguous(memory_format=torch.channels_last)
+    assert result[1].stride() == turned.stride()
+    for new, old in zip(result, [images, turned, expanded], strict=True):
+        assert torch.equal(new, old)
+
+
+def test_what_moves_itself() -> None:
+    """Ahead if it can tell the allocator, else at its delivery, on that stream."""
+    port = LatePort()
+    movable, late = Movable(torch.ones(2)), Late(torch.zeros(2))
+    delivery = Mover(port).move([movable, late])
+    assert movable.calls == ["to"]
+    result = delivery.hand_over()
+    assert type(result[0]) is Movable
+    assert result[1].steps == ("pin_memory", "to")
+    assert delivery.is_held()
+    delivery.release()
+    assert not delivery.is_held()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(3).to_sparse(),
+        torch.ones(3, requires_grad=True),
+        torch.nn.Parameter(torch.ones(3)),
+        torch.view_as_complex(torch.rand(4, 2)).conj(),
+    ],
+    ids=["coo", "grad", "parameter", "conj"],
+)
+def test_unusual_tensors(tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are moved by torch's own way, at their delivery."""
+    monkeypatch.setattr("aioloader._device.mover._pinned", lambda leaf: leaf)
+    result = moved({"a": tensor})["a"]
+    assert torch.equal(result.detach().to_dense(), tensor.detach().to_dense())
+
+
+def test_packed_sequences() -> None:
+    """A named tuple that moves itself is no container."""
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    port = LatePort()
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch:
+        patch.setattr(PackedSequence, "pin_memory", lambda self: self)
+        result = moved([packed], port)[0]
+    assert type(result) is PackedSequence
+    assert torch.equal(result.data, packed.data)
+
+
+def test_pinning_passes_on_what_cannot_be_pinned() -> None:
+    """Numbers, text and containers stay as they are."""
+    batch = {"a": [1, "b"], "c": Point(None, 2.5)}
+    assert Pinner().move(batch).hand_over() is batch
+    assert Pinner().move([Late(torch.ones(1))]).hand_over()[0].steps == ("pin_memory",)

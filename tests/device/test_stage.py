@@ -1,0 +1,245 @@
+"""The stage between the pipeline and the consumer, step by step."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from aioloader._device.stage import Staged
+from aioloader._pipeline.ready import ReadyQueue
+from aioloader._pipeline.work import Outcome
+from aioloader.errors import LoaderClosedError
+
+
+class Delivery:
+    """A batch that arrives when the test says so."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+        self.may_arrive = threading.Event()
+        self.is_released = threading.Event()
+        self.is_handed_over = False
+
+    def hand_over(self) -> Any:
+        """Return the batch."""
+        self.is_handed_over = True
+        return self.batch
+
+    def release(self) -> None:
+        """Wait for the arrival."""
+        assert self.may_arrive.wait(20)
+        self.is_released.set()
+
+    def is_held(self) -> bool:
+        """Tell that nothing is moved late."""
+        return False
+
+
+class Carrier:
+    """Moves batches, and tells how many are ahead whenever one is."""
+
+    device = torch.device("cpu")
+    kind = Delivery
+
+    def __init__(self, *, arrives: bool = True) -> None:
+        self.deliveries: list[Delivery] = []
+        self.ahead: list[int] = []
+        self.arrives = arrives
+        self.moved = threading.Semaphore(0)
+
+    def move(self, batch: Any) -> Delivery:
+        """Begin."""
+        if isinstance(batch, Exception):
+            raise batch
+        delivery = self.kind(batch)
+        if self.arrives:
+            delivery.may_arrive.set()
+        self.deliveries.append(delivery)
+        taken = sum(each.is_handed_over for each in self.deliveries)
+        self.ahead.append(len(self.deliveries) - taken)
+        self.moved.release()
+        return delivery
+
+
+def staged(carrier: Carrier, batches: list[Any], depth: int = 1) -> Staged:
+    """Return a stage behind a queue of batches."""
+    ready = ReadyQueue(in_order=True)
+    for number, batch in enumerate(batches):
+        ready.put(number, Outcome(batch))
+    return Staged(ready, carrier, depth, 3)
+
+
+def take(stage: Staged) -> Outcome:
+    """Return the next outcome, as a source takes it."""
+    while (item := stage.pop_nowait()) is None:
+        assert stage.wait(20)
+    return item[1]
+
+
+def ended(stage: Staged) -> bool:
+    """End a stage, and what is before it."""
+    stage.stop()
+    stage._inner.finish()
+    return stage.join()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_depth(depth: int) -> None:
+    """No more are ahead than that, but for the one that is asked for."""
+    carrier = Carrier()
+    stage = staged(carrier, list(range(40)), depth)
+    batches = []
+    for _ in range(40):
+        batches.append(take(stage).batch)
+        for _ in range(min(depth, 40 - len(batches))):
+            assert carrier.moved.acquire(timeout=20)  # it goes on by itself
+        for _ in range(min(depth, 40 - len(batches))):
+            carrier.moved.release()
+    assert batches == list(range(40))
+    assert max(carrier.ahead) <= depth + 1
+    stage.finish()
+    assert stage.join()
+
+
+def test_nothing_is_moved_before_it_is_asked_for() -> None:
+    """An iterator that is not used costs nothing; nor does ending it."""
+    carrier = Carrier()
+    stage = staged(carrier, [0, 1])
+    assert ended(stage)
+    assert carrier.deliveries == []
+
+
+def test_host_memory_is_held_until_the_copy_has_ended() -> None:
+    """Also while the consumer has the batch already; of two batches at most."""
+    carrier = Carrier(arrives=False)
+    stage = staged(carrier, list(range(9)), depth=4)
+    assert take(stage).batch == 0
+    for _ in range(2):
+        assert carrier.moved.acquire(timeout=20)
+    first, second = carrier.deliveries
+    assert not first.is_released.is_set()
+    first.may_arrive.set()
+    assert first.is_released.wait(20)
+    assert carrier.moved.acquire(timeout=20)  # then there is room for a third
+    assert not second.is_released.is_set()
+    carrier.arrives = True
+    for delivery in carrier.deliveries:
+        delivery.may_arrive.set()
+    assert ended(stage)
+    assert all(each.is_released.is_set() for each in carrier.deliveries)
+
+
+def test_host_memory_is_let_go_of_when_nothing_follows() -> None:
+    """The last copy is waited for, though nobody asks for more."""
+    carrier = Carrier()
+    stage = staged(carrier, [7])
+    assert take(stage).batch == 7
+    assert carrier.deliveries[0].is_released.wait(20)
+    stage.finish()
+    assert stage.join()
+
+
+def test_an_error_is_that_of_its_batch() -> None:
+    """It comes in its turn, with what was to be moved; the next batch comes too."""
+    failing: Any = torch.OutOfMemoryError("full")
+    carrier = Carrier()
+    stage = staged(carrier, [0, failing, 2], depth=2)
+    assert take(stage).batch == 0
+    outcome = take(stage)
+    assert isinstance(outcome.error, torch.OutOfMemoryError)
+    (note,) = outcome.error.__notes__
+    assert "in stage 'device' of epoch 3, batch 1: moving 0 tensors of 0 by" in note
+    assert take(stage).batch == 2
+    assert ended(stage)
+
+
+@pytest.mark.parametrize("batches", [[], [0]])
+def test_the_pipelines_failure(batches: list[int]) -> None:
+    """It is raised behind what came before, once."""
+    ready = ReadyQueue(in_order=True)
+    for number in batches:
+        ready.put(number, Outcome(number))
+    ready.fail(KeyError("lost"))
+    stage = Staged(ready, Carrier(), 1, 0)
+    assert [take(stage).batch for _ in batches] == batches
+    with pytest.raises(KeyError, match="lost"):
+        take(stage)
+    with pytest.raises(LoaderClosedError):
+        take(stage)
+    assert ended(stage)
+
+
+class Lost(Delivery):
+    """The device is gone."""
+
+    def release(self) -> None:
+        """Raise what torch raises then."""
+        raise RuntimeError("CUDA error: device lost")
+
+
+def test_a_lost_device() -> None:
+    """Whoever waits learns of it."""
+    carrier = Carrier()
+    carrier.kind = Lost
+    stage = staged(carrier, [0])
+    assert take(stage).batch == 0
+    with pytest.raises(RuntimeError, match="device lost"):
+        take(stage)
+    assert ended(stage)
+
+
+def after_a_wait(stage: Staged, act: Callable[[], None]) -> bool:
+    """Call ``act`` while a thread waits; return what the wait returned."""
+    waiting = threading.Event()
+    results = []
+
+    def wait() -> None:
+        stage.pop_nowait()
+        waiting.set()
+        results.append(stage.wait(20))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert waiting.wait(20)
+    act()
+    thread.join(20)
+    return results == [True]
+
+
+def test_an_end_wakes_who_waits() -> None:
+    """Nobody waits for what will not come."""
+    stage = staged(Carrier(), [])
+    assert after_a_wait(stage, stage.finish)
+    assert stage.join()
+
+
+def test_a_timeout() -> None:
+    """A wait that is given up leaves the stage as it was."""
+    stage = staged(Carrier(), [])
+    assert stage.pop_nowait() is None
+    assert not stage.wait(0.01)
+    stage._inner.put(0, Outcome(5))
+    assert take(stage).batch == 5
+    stage.finish()
+    assert stage.join()
+
+
+async def test_a_cancelled_wait_loses_nothing() -> None:
+    """The batch is there for the next one who asks."""
+    stage = staged(Carrier(), [])
+    stage.pop_nowait()
+    task = asyncio.ensure_future(stage.wait_async())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    stage._inner.put(0, Outcome(6))
+    assert await stage.wait_async(20)
+    item = stage.pop_nowait()
+    assert item is not None
+    assert item[1].batch == 6
+    stage.finish()
+    assert await asyncio.to_thread(stage.join)
