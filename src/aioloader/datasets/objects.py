@@ -85,8 +85,9 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]]):
         self._requests = requests or Requests()
         self._readers = PerLoop(partial(ObjectReader, self._requests))
         self._sizes: npt.NDArray[np.int64] | None = None
+        self._keys = NameTable(())  # for a repr, if listing fails
         if keys is None:
-            keys = list_blocking(self._source, prefix)
+            keys = list_blocking(self._source, prefix, self._requests)
         if isinstance(keys, Listing):
             self._keys, self._sizes = keys.keys, keys.sizes
         else:
@@ -115,7 +116,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]]):
         """
         source = StoreSource(store, config)
         try:
-            listing = await list_async(source, prefix)
+            listing = await list_async(source, prefix, requests or Requests())
         finally:
             source.close()
         return cls(store, listing, requests=requests, **config)

@@ -267,13 +267,16 @@ def _page(query: Mapping[str, str], shelf: Shelf, max_keys: int) -> bytes:
     prefix, after = query.get("prefix", ""), token or query.get("start-after", "")
     found = list(islice(_names(shelf.names(), prefix, after), limit + 1))
     page, more = found[:limit], len(found) > limit
-    rest = f"<NextContinuationToken>{page[-1].encode().hex()}</NextContinuationToken>"
+    rest = ""
+    if more:
+        rest = page[-1].encode().hex()
+        rest = f"<NextContinuationToken>{rest}</NextContinuationToken>"
     return (
         '<?xml version="1.0" encoding="UTF-8"?>'
         '<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
         f"<Name>{BUCKET}</Name><Prefix>{escape(prefix)}</Prefix>"
         f"<MaxKeys>{limit}</MaxKeys><KeyCount>{len(page)}</KeyCount>"
-        f"<IsTruncated>{str(more).lower()}</IsTruncated>{rest if more else ''}"
+        f"<IsTruncated>{str(more).lower()}</IsTruncated>{rest}"
         f"{''.join(_listed(shelf, page))}</ListBucketResult>"
     ).encode()
 

@@ -10,7 +10,8 @@ import fnmatch
 import functools
 import glob
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+import re
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
@@ -70,6 +71,7 @@ class Places:
     ) -> None:
         self.kept_in = cache
         self._options = dict(options)
+        self._requests = requests
         self._base: StoreSource | None = None
         self._folder = ""
         if store is not None:
@@ -94,31 +96,36 @@ class Places:
         found: list[str] = []
         for pattern in patterns:
             for address in _braces(os.fspath(pattern)):
-                found += await self._listed(address)
+                listed = await self._listed(address)
+                if found:
+                    found += listed
+                else:
+                    found = listed  # a million of them are not copied
         if not found:
             raise ValueError("no shards: the list of addresses is empty")
         return found
 
-    async def _listed(self, address: str) -> Sequence[str]:
+    async def _listed(self, address: str) -> list[str]:
         if not any(sign in address for sign in "*?["):
             return [address]
         if self._base is None and _is_local(address):
             path = os.path.join(self._folder, _path_of(address))  # noqa: PTH118
-            found = await asyncio.to_thread(glob.glob, path, recursive=True)
+            found = await asyncio.to_thread(_globbed, path)
         elif "://" in address and "*" not in address:
             return [address]  # what begins with a question mark is a query
         else:
             found = await self._match(address)
         if not found:
             raise ValueError(f"no shard matches {self.label(address)!r}")
-        return sorted(found)
+        return found
 
     async def _match(self, address: str) -> list[str]:
         source, key = self._source_of(address)
         folder = key[: min(key.find(sign) for sign in "*?[" if sign in key)]
-        listing = await list_async(source, folder.rpartition("/")[0])
+        prefix = folder.rpartition("/")[0]
+        listing = await list_async(source, prefix, self._requests)
         start = address[: len(address) - len(key)]
-        return [start + one for one in listing if fnmatch.fnmatchcase(one, key)]
+        return await asyncio.to_thread(_matching, listing, start, key)
 
     def label(self, address: str) -> str:
         """Return what may be shown of an address."""
@@ -294,6 +301,15 @@ def shown_address(address: str) -> str:
 
 def _is_local(address: str) -> bool:
     return "://" not in address or address.startswith("file://")
+
+
+def _globbed(pattern: str) -> list[str]:
+    return sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
+
+
+def _matching(keys: Iterable[str], start: str, pattern: str) -> list[str]:
+    matches = re.compile(fnmatch.translate(pattern)).match
+    return [start + key for key in keys if matches(key)]
 
 
 def _path_of(address: str) -> str:

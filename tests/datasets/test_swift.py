@@ -1,0 +1,190 @@
+"""Signed requests to a server that checks signatures: OpenStack Swift, the real one."""
+
+import asyncio
+import gc
+import pickle
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeAlias
+
+import obstore
+import pytest
+
+from aioloader.datasets import ObjectDataset, TarDataset
+from aioloader.errors import ObjectNotFoundError, ObjectPermissionError
+from datasets.conftest import CONTENTS, wait_until_hung_up
+from datasets.shards import NAMES, name_of, names, read, write_tar
+from datasets.swift import (  # noqa: F401  (a fixture too)
+    ACCESS_KEY,
+    BUCKET,
+    PAGE,
+    SECRET,
+    STRANGER,
+    Swift,
+    swift,
+)
+from datasets.test_places import big_shard
+from datasets.test_secrets import everything_said
+
+pytestmark = pytest.mark.slow
+
+BIG = big_shard(samples=30, size=200_000)
+Use: TypeAlias = Callable[[str], Awaitable[None]]
+
+
+@pytest.fixture(scope="session")
+def filled(swift: Swift, tmp_path_factory: pytest.TempPathFactory) -> Swift:
+    """Fill the bucket: objects of all kinds of names, and tar shards."""
+    folder = tmp_path_factory.mktemp("shards")
+    write_tar(folder)
+    objects = {f"train/{key}": body for key, body in CONTENTS.items()}
+    objects |= {f"tar/{path.name}": path.read_bytes() for path in folder.glob("*.tar")}
+    objects["big.tar"] = BIG
+    assert len(objects) > 2 * PAGE
+    for key, body in objects.items():
+        obstore.put(swift.store(), key, body, use_multipart=False)
+    return swift
+
+
+@pytest.fixture
+def bucket(filled: Swift, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Give the URL of the bucket; the owner's credentials are in the environment."""
+    for name, value in filled.options().items():
+        monkeypatch.setenv(f"AWS_{name}".upper(), value)
+    yield f"s3://{BUCKET}"
+    gc.collect()  # datasets that the test did not close
+    wait_until_hung_up(filled.port)
+
+
+async def test_objects(bucket: str) -> None:
+    """Listed in pages, and read by their ranges, whatever the names."""
+    async with await ObjectDataset.discover(bucket, prefix="train") as found:
+        assert list(found.keys) == sorted(f"train/{key}" for key in CONTENTS)
+        bodies = await asyncio.gather(*(found[i] for i in range(len(found))))
+    assert [bytes(body) for body in bodies] == [
+        CONTENTS[key.removeprefix("train/")] for key in found.keys
+    ]
+
+
+async def test_shards(bucket: str) -> None:
+    """Each sample of a pattern, once, in order; also on from the middle."""
+    stream = TarDataset(f"{bucket}/tar/*.tar")
+    assert await names(stream) == NAMES
+    some, state = await read(stream, 20)
+    stream.load_state_dict(state)
+    assert [name_of(sample) for sample in some] + await names(stream) == NAMES
+
+
+async def test_one_shard_in_many_ranges(bucket: str) -> None:
+    """A shard larger than what is read ahead comes in pieces, each signed for."""
+    samples, _ = await read(TarDataset(f"{bucket}/big.tar", max_bytes=1 << 20))
+    assert [int.from_bytes(sample["bin"][:8], "little") for sample in samples] == [
+        *range(30)
+    ]
+
+
+async def read_object(url: str) -> None:
+    """Read an object whose key is given."""
+    async with ObjectDataset(url, ["train/cats/z.bin"]) as made:
+        await made[0]
+
+
+async def list_objects(url: str) -> None:
+    """List the bucket."""
+    await ObjectDataset.discover(url, prefix="train")
+
+
+async def read_shard(url: str) -> None:
+    """Read a shard whose address is given."""
+    await read(TarDataset(f"{url}/tar/0.tar"))
+
+
+async def list_shards(url: str) -> None:
+    """List shards by a pattern."""
+    await read(TarDataset(f"{url}/tar/*.tar"))
+
+
+USES = [
+    (read_object, "train/cats/z.bin"),
+    (list_objects, "train"),
+    (read_shard, "tar/0.tar"),
+    (list_shards, "tar"),
+]
+
+
+@pytest.mark.parametrize(("use", "place"), USES)
+@pytest.mark.parametrize(
+    ("variable", "value", "code"),
+    [
+        ("AWS_SECRET_ACCESS_KEY", f"not-{SECRET}", "SignatureDoesNotMatch"),
+        ("AWS_ACCESS_KEY_ID", "test:nobody", "SignatureDoesNotMatch"),
+        ("AWS_ACCESS_KEY_ID", STRANGER, "AccessDenied"),
+    ],
+    ids=["secret", "nobody", "stranger"],
+)
+async def test_refusals(
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+    use: Use,
+    place: str,
+    variable: str,
+    value: str,
+    code: str,
+) -> None:
+    """Each is a permission error that names the place, and tells no credentials."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(
+        ObjectPermissionError, match=f"HTTP 403 Forbidden, {code}; che"
+    ) as caught:
+        await use(bucket)
+    error = caught.value
+    assert error.location == f"{bucket}/{place}"
+    assert f"{bucket}/{place}" in str(error)
+    assert error.attempts == 1
+    said = everything_said(error)
+    # Nor what the server tells: who asked, what was to be signed, and the signature.
+    for word in (SECRET, "test:", "StringToSign", "SignatureProvided"):
+        assert word not in said
+
+
+async def test_options_go_before_the_environment(
+    filled: Swift, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same dataset reads or is refused, by its options; it shows none of them."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
+    keys = ["train/cats/z.bin"]
+    async with ObjectDataset(bucket, keys, **filled.options()) as dataset:
+        assert bytes(await dataset[0]) == CONTENTS["cats/z.bin"]
+    wrong = filled.options(secret=f"not-{SECRET}")
+    async with ObjectDataset(bucket, keys, **wrong) as dataset:
+        with pytest.raises(ObjectPermissionError, match="SignatureDoesNotM") as caught:
+            await dataset[0]
+    with pytest.raises(pickle.PicklingError, match="secret_access_key") as refused:
+        pickle.dumps(dataset)
+    stream = TarDataset(f"{bucket}/tar/*.tar", **wrong)
+    with pytest.raises(ObjectPermissionError, match="SignatureDoesNotM") as listed:
+        await read(stream)
+    said = [*map(everything_said, (caught.value, refused.value, listed.value))]
+    for text in (*said, repr(dataset), repr(stream)):
+        assert SECRET not in text
+        assert ACCESS_KEY not in text
+
+
+@pytest.mark.parametrize(("use", "place"), USES)
+async def test_a_missing_bucket(bucket: str, use: Use, place: str) -> None:
+    """A right signature for what is not there gives an error of its own."""
+    with pytest.raises(ObjectNotFoundError, match="404 Not Found, NoSuchBucket") as c:
+        await use("s3://nothing")
+    assert c.value.location == f"s3://nothing/{place}"
+
+
+async def test_a_missing_key(bucket: str) -> None:
+    """An object, a shard, and a pattern that nothing matches."""
+    async with ObjectDataset(bucket, ["train/none"]) as dataset:
+        with pytest.raises(ObjectNotFoundError, match="404 Not Found, NoSuchKey"):
+            await dataset[0]
+    with pytest.raises(ObjectNotFoundError, match=r"s3://bucket/tar/none\.tar"):
+        await read(TarDataset(f"{bucket}/tar/none.tar"))
+    with pytest.raises(ValueError, match=r"no shard matches 's3://bucket/tar/x\*'"):
+        await read(TarDataset(f"{bucket}/tar/x*"))
+    with pytest.raises(ValueError, match="no object in 's3://bucket/none'"):
+        await ObjectDataset.discover(bucket, prefix="none")
