@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test lint types imports pytest bench format clean
+.PHONY: demo test lint types imports pytest bench gpu format clean
 
 demo: $(VENV)/.dev
 	$(BIN)/python examples/train_digits.py
@@ -28,6 +28,10 @@ pytest: $(VENV)/.dev
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py
+
+# on a machine with a GPU: builds apart, runs the cuda tests, measures
+gpu:
+	benchmarks/gpu.sh
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -53,6 +53,15 @@ def _cpu() -> str:
     return names[0] if names else platform.processor()
 
 
+def _gpu() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() or None
+
+
 def describe() -> dict[str, object]:
     """Describe this machine, these packages and this run."""
     return {
@@ -63,6 +72,7 @@ def describe() -> dict[str, object]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": _cpu(),
+        "gpu": _gpu(),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg(),
         "aioloader": _version("aioloader"),

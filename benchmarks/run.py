@@ -26,6 +26,7 @@ NAMES = (
     "sql",
     "parquet",
     "bounded",
+    "device",
 )
 
 

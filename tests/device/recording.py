@@ -56,6 +56,9 @@ class LatePort:
 
     # -- as a port ----------------------------------------------------------------
 
+    def enter_thread(self) -> None:
+        """Be here already."""
+
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
         """Log the batch."""
@@ -92,11 +95,12 @@ class LatePort:
         """Return where the copies are."""
         return Mark(self, len(self._copies))
 
-    def hand_over(self, mark: "AnyMark", tensors: Iterable[Any]) -> None:
+    def hand_over(self, mark: "AnyMark", tensors: Iterable[Any]) -> Mark:
         """Let the consumer see what has been copied."""
         assert isinstance(mark, Mark)
         names = " ".join(str(getattr(each, "nbytes", "own")) for each in tensors)
         self.carry_out(mark.number, f"hand over {names}")
+        return Mark(self, 0)
 
     # -- as a locker --------------------------------------------------------------
 

@@ -157,6 +157,16 @@ def test_small_ones_travel_together() -> None:
         assert not result[name].storage_offset() * 2 % 512
 
 
+def test_small_ones_are_not_views_of_each_other() -> None:
+    """Writing to one does not spoil what autograd keeps of another."""
+    mask, labels = moved([torch.ones(3), torch.arange(3.0)])
+    weights = torch.ones(3, requires_grad=True)
+    loss = (weights * mask).sum()
+    labels[0] = -1
+    loss.backward()
+    assert torch.equal(weights.grad, mask)  # type: ignore[arg-type]
+
+
 def test_locked_memory_is_copied_in_place() -> None:
     """Without a copy in the host's memory; other memory is staged."""
     port = LatePort()
@@ -208,7 +218,7 @@ def test_what_moves_itself() -> None:
         torch.nn.Parameter(torch.ones(3)),
         torch.view_as_complex(torch.rand(4, 2)).conj(),
     ],
-    ids=["coo", "grad", "parameter", "conj"],
+    ids=["sparse", "grad", "parameter", "conj"],
 )
 def test_unusual_tensors(tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are moved by torch's own way, at their delivery."""

@@ -22,6 +22,7 @@ class Delivery:
         self.may_arrive = threading.Event()
         self.is_released = threading.Event()
         self.is_handed_over = False
+        self.taken: Any = None
 
     def hand_over(self) -> Any:
         """Return the batch."""
@@ -49,6 +50,9 @@ class Carrier:
         self.ahead: list[int] = []
         self.arrives = arrives
         self.moved = threading.Semaphore(0)
+
+    def enter_thread(self) -> None:
+        """Be here already."""
 
     def move(self, batch: Any) -> Delivery:
         """Begin."""
@@ -214,6 +218,51 @@ def test_an_end_wakes_who_waits() -> None:
     stage = staged(Carrier(), [])
     assert after_a_wait(stage, stage.finish)
     assert stage.join()
+
+
+class Point:
+    """A point on the consumer's stream."""
+
+    def __init__(self) -> None:
+        self.is_reached = threading.Event()
+
+    def synchronize(self) -> None:
+        """Wait until the device is there."""
+        assert self.is_reached.wait(20)
+
+
+class Behind(Delivery):
+    """Handed over to a device that has much to do yet."""
+
+    def hand_over(self) -> Any:
+        """Return the batch."""
+        self.taken = Point()
+        return super().hand_over()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_device_that_falls_behind(depth: int) -> None:
+    """No memory is taken for a batch while that of too many may still be in use."""
+    carrier = Carrier()
+    carrier.kind = Behind
+    stage = staged(carrier, list(range(9)), depth)
+    assert [take(stage).batch for _ in range(depth + 2)] == list(range(depth + 2))
+    for _ in range(2):  # one that was moved before; then nothing comes by itself
+        moved = len(carrier.deliveries)
+        while (item := stage.pop_nowait()) is None and stage.wait(0.05):
+            pass
+        if item is None:
+            break
+    assert item is None
+    assert len(carrier.deliveries) == moved
+    for delivery in carrier.deliveries:
+        delivery.taken.is_reached.set()
+    assert take(stage).batch == moved
+    carrier.kind = Delivery
+    for delivery in carrier.deliveries:
+        if delivery.taken is not None:
+            delivery.taken.is_reached.set()
+    assert ended(stage)
 
 
 def test_a_timeout() -> None:

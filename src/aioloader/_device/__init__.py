@@ -2,6 +2,6 @@
 
 ``stage`` holds the batches between the pipeline and the consumer, ``mover`` decides how
 each leaf of a batch gets across, ``leaves`` walks its containers, ``accelerator`` makes
-the calls on streams and events, and ``pinning`` page-locks the memory that batches are
+the calls on streams and events, and ``locking`` page-locks the memory that batches are
 written into.
 """

@@ -5,11 +5,15 @@ own stream waits for the event, on the device, and the allocator is told that it
 the memory. No call here waits, but ``Mark.synchronize``.
 """
 
+import ctypes
+import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
+
+_CAPTURE_THREAD_LOCAL: Final = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class Mark(Protocol):
@@ -23,6 +27,9 @@ class Port(Protocol):
     """A device, as the stage sees it."""
 
     device: torch.device
+
+    def enter_thread(self) -> None:
+        """Make this thread, which is the stage's own, one that works for the device."""
 
     def copying(self) -> AbstractContextManager[object]:
         """Return what is entered while copies are begun: they go to the copy stream."""
@@ -42,13 +49,16 @@ class Port(Protocol):
     def mark(self) -> Mark:
         """Mark what was begun on the stream that is current in this thread."""
 
-    def hand_over(self, mark: Mark, tensors: Iterable[Any]) -> None:
+    def hand_over(self, mark: Mark, tensors: Iterable[Any]) -> Mark:
         """Have the consumer's stream wait for ``mark``, and own ``tensors`` as well.
 
         Args:
             mark: Where the copies end.
             tensors: What was copied; their memory is not given to another copy before
                 the consumer's kernels that were queued before they died have ended.
+
+        Returns:
+            Where the consumer's stream is.
         """
 
 
@@ -62,12 +72,29 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module: Any = torch.get_device_module(device)
-        self._stream = self._module.Stream(device=device)
+        self._lock = threading.Lock()
+        self._stream: Any = None  # made in the stage's thread: that may take seconds
         # A thread that waits for the device sleeps, where that can be had.
         self._event_options = {"blocking": True} if device.type == "cuda" else {}
 
+    def enter_thread(self) -> None:
+        """Make the device current, and one thread enough.
+
+        While a graph is captured elsewhere, this thread's allocations are no part of
+        it: torch's default would have them end the capture.
+        """
+        self._module.set_device(self.device)
+        torch.set_num_threads(1)  # of this thread alone, as torch's own pinning does
+        if self.device.type == "cuda" and torch.version.cuda:
+            mode = ctypes.c_int(_CAPTURE_THREAD_LOCAL)
+            driver = ctypes.CDLL("libcuda.so.1")
+            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        with self._lock:
+            if self._stream is None:
+                self._stream = self._module.Stream(device=self.device)
+
     def copying(self) -> AbstractContextManager[object]:
-        """Make the copy stream, and its device, current in this thread."""
+        """Make the copy stream current in this thread."""
         context: AbstractContextManager[object] = self._module.stream(self._stream)
         return context
 
@@ -91,8 +118,8 @@ class Accelerator:
         found: Mark = mark
         return found
 
-    def hand_over(self, mark: Mark, tensors: Iterable[Any]) -> None:
-        """Hand over to the stream that is current in this thread.
+    def hand_over(self, mark: Mark, tensors: Iterable[Any]) -> Mark:
+        """Hand over to the stream that is current in this thread; mark it.
 
         Raises:
             RuntimeError: If a graph is being captured, of which a copy that has begun
@@ -107,6 +134,7 @@ class Accelerator:
         stream.wait_event(mark)
         for tensor in tensors:
             tensor.record_stream(stream)
+        return self.mark()
 
 
 def accelerator_for(device: Any) -> torch.device | None:

@@ -31,6 +31,9 @@ class Moved:
         arrived: What was copied, for the allocator: whatever has ``record_stream``.
         late: What is moved at its delivery.
         sources: The host's memory that is copied from.
+
+    Attributes:
+        taken: Where the consumer's stream was when the batch was handed over.
     """
 
     def __init__(
@@ -49,10 +52,11 @@ class Moved:
         self._arrived = arrived
         self._late = late
         self._sources = sources
+        self.taken: Mark | None = None
 
     def hand_over(self) -> Any:
         """Return the batch, for the stream that is current in this thread; once."""
-        self._port.hand_over(self._marks[0], self._arrived)
+        self.taken = self._port.hand_over(self._marks[0], self._arrived)
         batch, self._batch, self._arrived = self._batch, None, ()
         if self._late:
             batch = self._move_late(batch)
@@ -60,9 +64,10 @@ class Moved:
 
     def release(self) -> None:
         """Block until the sources are not read any more, and let go of them."""
+        is_last = not self._late  # asked first: the consumer may add a mark meanwhile
         for mark in self._marks:
             mark.synchronize()
-        if not self._late:
+        if is_last:
             self._sources = None
 
     def is_held(self) -> bool:
@@ -91,6 +96,7 @@ class Mover:
     def __init__(self, port: Port) -> None:
         self._port = port
         self.device = port.device
+        self.enter_thread = port.enter_thread
 
     def move(self, batch: Any) -> Moved:
         """Begin to copy a batch.
@@ -155,8 +161,9 @@ class Mover:
         for tensor, (dtype, shape, start, stop) in zip(tensors, views, strict=True):
             staged[start:stop].view(dtype).view(shape).copy_(tensor)
         block = self._port.copy(staged)
+        # ``data``: autograd is to know each as a tensor of its own, not as a view.
         return block, [
-            block[start:stop].view(dtype).view(shape)
+            block[start:stop].view(dtype).view(shape).data
             for dtype, shape, start, stop in views
         ]
 
@@ -166,8 +173,16 @@ class Pinner:
 
     device = torch.device("cpu")
 
+    def enter_thread(self) -> None:
+        """Leave a copy to this thread alone, as torch's own pinning does."""
+        torch.set_num_threads(1)
+
     def move(self, batch: Any) -> "Pinned":
         """Copy what is not in page-locked memory into some of torch's.
+
+        The slots of workers are not, in these loaders: a consumer drops a batch whose
+        copy to the device it has only begun, and torch waits for that with memory of
+        its own alone.
 
         Raises:
             RuntimeError: If there is none.
@@ -177,6 +192,8 @@ class Pinner:
 
 class Pinned:
     """A batch that is where it should be."""
+
+    taken: Mark | None = None
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch

@@ -53,16 +53,16 @@ class Devices:
 def _open(device: torch.device | None, depth: int) -> DeviceSide:
     if device is not None:
         return DeviceSide(Mover(Accelerator(device)), _locker(device), depth)
-    accelerator = torch.accelerator.current_accelerator()
-    locker = None if accelerator is None else _locker(_indexed(accelerator))
-    return DeviceSide(Pinner(), locker, depth)
+    return DeviceSide(Pinner(), None, depth)
 
 
 def _indexed(device: torch.device) -> torch.device:
     if device.index is not None:
         return device
     module = torch.get_device_module(device)
-    return torch.device(device.type, module.current_device())
+    # Not to be initialised for this, which takes long, on an event loop perhaps.
+    index = module.current_device() if module.is_initialized() else 0
+    return torch.device(device.type, index)
 
 
 def _locker(device: torch.device) -> Locker | None:

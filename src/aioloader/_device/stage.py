@@ -4,7 +4,8 @@ A thread takes what is ready, begins its copy and passes it on at once; the cons
 stream waits for the copy, on the device. The host's memory of a batch is held until its
 copy has ended, and no longer: at most two are held, the second while the first is
 copied, so that copies follow each other without a gap. The thread sleeps while nothing
-is asked for.
+is asked for, and while the device is far behind the consumer: memory that the device
+still works on cannot be used again.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from aioloader._device.accelerator import Mark
 from aioloader._device.leaves import map_leaves
 from aioloader._order.failures import noted
 from aioloader._pipeline.cpu import CpuThread
@@ -24,7 +26,14 @@ from aioloader.errors import LoaderClosedError
 
 
 class Delivery(Protocol):
-    """A batch on its way."""
+    """A batch on its way.
+
+    Attributes:
+        taken: Where the consumer's stream was at the hand-over; None before, and where
+            there is no stream.
+    """
+
+    taken: Mark | None
 
     def hand_over(self) -> Any:
         """Return the batch; in the consumer's thread, once."""
@@ -40,6 +49,9 @@ class Carrier(Protocol):
     """What moves batches."""
 
     device: torch.device
+
+    def enter_thread(self) -> None:
+        """Prepare the stage's thread."""
 
     def move(self, batch: Any) -> Delivery:
         """Begin to move a batch."""
@@ -67,6 +79,7 @@ class Staged:
         self._epoch = epoch
         self._items: deque[tuple[int, Outcome]] = deque()
         self._in_flight: deque[Delivery] = deque()
+        self._taken: deque[Mark] = deque()
         self._broken: BaseException | None = None
         self._is_finished = self._is_stopped = False
         self._asking = 0
@@ -120,13 +133,13 @@ class Staged:
 
     def stop(self) -> None:
         """Begin to end; from any thread, and from finalizers."""
-        self._is_stopped = True
-        self._room.wake()
+        if not self._is_stopped:
+            self._is_stopped = True
+            self._room.wake()
+            self._thread.stop(self._ended.set)
 
     def join(self) -> bool:
         """Wait, bounded, until nothing of it is left; tell whether that is so."""
-        if not self._is_begun:
-            return True
         is_over = self._ended.wait(GRACE)
         self._thread.join(GRACE if is_over else 0)
         return is_over
@@ -137,10 +150,10 @@ class Staged:
         if not self._is_begun:
             self._is_begun = True
             self._thread.post(self._serve)
-            self._thread.stop(self._ended.set)  # after that one job
 
     def _serve(self) -> None:
         try:
+            self._carrier.enter_thread()
             while not self._is_stopped:
                 self._step()
         except BaseException as error:  # handed to the consumer
@@ -172,6 +185,8 @@ class Staged:
 
     def _move(self, number: int, outcome: Outcome) -> None:
         """Put the delivery of a batch in its place, or the error."""
+        while len(self._taken) > self._depth + 1:
+            self._taken.popleft().synchronize()
         try:
             delivery = self._carrier.move(outcome.batch)
         except Exception as error:  # handed to the consumer, in its turn
@@ -212,11 +227,13 @@ class Staged:
             outcome.batch = delivery.hand_over()
         except Exception as error:  # raised by the step
             outcome.batch = None
-            outcome.error = noted(error, self._place(number, None))
+            outcome.error = noted(error, f"in stage 'device', batch {number}")
+        if delivery.taken is not None:
+            self._taken.append(delivery.taken)
         if delivery.is_held():
             self._in_flight.append(delivery)
             self._room.wake()
-            if self._ended.is_set():
+            if self._is_stopped:  # the thread may not look again
                 delivery.release()
 
     def _ask(self, change: int) -> None:

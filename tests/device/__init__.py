@@ -1,0 +1,1 @@
+"""Tests of the device stage; a package, for ``benchmarks/device.py`` has its name."""

@@ -1,0 +1,200 @@
+"""Memory that is used again: on a CUDA device, while kernels and copies are late.
+
+All that is compared is compared on the device, in the consumer's stream, behind kernels
+that take long: the host is far ahead, as it is in training.
+"""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from aioloader import DataLoader
+from device.gpu import (
+    DEVICE,
+    KINDS,
+    MARKS,
+    SIZE,
+    Rows,
+    Watched,
+    active_bytes,
+    busy,
+    nothing_is_left,  # noqa: F401  (in place of the one for all tests)
+    on,
+    other_stream,
+    warm_device,  # noqa: F401
+    wrong,
+)
+
+pytestmark = MARKS
+
+
+def train(loader: Any, cycles: int, *, every: int = 500) -> int:
+    """Read each batch behind a long kernel, and drop it before; count wrong values."""
+    found = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    number = 0
+    with contextlib.closing(iter(loader)) as iterator:
+        for number, batch in enumerate(iterator, 1):
+            busy(cycles)
+            found += wrong(batch, number - 1)
+            del batch
+            if not number % every:
+                torch.cuda.synchronize()
+    assert number * SIZE == len(loader.dataset)
+    return int(found)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize(("num_workers", "workers"), KINDS)
+def test_a_batch_that_is_dropped(num_workers: int, workers: Any, depth: int) -> None:
+    """Its memory is not given to a new batch while a kernel reads it."""
+    options: dict[str, Any] = {"num_workers": num_workers, "workers": workers}
+    with on(Watched(), DataLoader(Rows(4000), SIZE, **options), depth) as loader:
+        assert train(loader, 200_000) == 0
+
+
+def test_a_batch_that_is_dropped_many_times() -> None:
+    """Thousands of rounds, several epochs, the workers kept."""
+    loader: Any = DataLoader(Rows(8000), SIZE, num_workers=2, persistent_workers=True)
+    with on(Watched(), loader, 2):
+        for _ in range(3):
+            assert train(loader, 200_000) == 0
+
+
+def test_the_allocator_must_be_told() -> None:
+    """Without it, the test above would fail: this is what it can see."""
+    port = Watched(forgets="record")
+    with on(port, DataLoader(Rows(800), SIZE, num_workers=2)) as loader:
+        assert train(loader, 5_000_000) > 0
+
+
+@pytest.mark.parametrize(("num_workers", "workers"), KINDS)
+def test_a_slot_that_is_used_again(num_workers: int, workers: Any) -> None:
+    """It is written to after its copy, however late the device begins that."""
+    options: dict[str, Any] = {"num_workers": num_workers, "workers": workers}
+    port = Watched(late=500_000)
+    with on(port, DataLoader(Rows(1200), SIZE, **options), 2) as loader:
+        assert train(loader, 1000) == 0
+
+
+def test_a_slot_must_be_held() -> None:
+    """Without it, the test above would fail: this is what it can see."""
+    port = Watched(late=5_000_000, forgets="wait")
+    with on(port, DataLoader(Rows(800), SIZE, num_workers=2), 2) as loader:
+        assert train(loader, 1000) > 0
+
+
+@contextlib.contextmanager
+def a_child() -> Iterator[None]:
+    """Have a forked child share this process's memory meanwhile."""
+    read, write = os.pipe()
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        child = os.fork()
+    if not child:  # nothing of CUDA may be touched here
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+        os.close(read)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_fork_leaves_locked_pages_where_they_are(num_workers: int) -> None:
+    """What is written after it is what the device reads."""
+    dataset = Rows(400)
+    options: Any = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    with on(Watched(), DataLoader(dataset, SIZE, **options)) as loader:
+        assert train(loader, 1000) == 0
+        with a_child():
+            assert train(loader, 1000) == 0
+        assert train(loader, 1000) == 0
+
+
+def test_other_streams() -> None:
+    """The consumer may change its stream between batches."""
+    streams: list[Any] = [other_stream() for _ in range(3)]
+    streams.append(torch.cuda.default_stream())
+    found = [torch.zeros((), dtype=torch.int64, device=DEVICE) for _ in streams]
+    torch.cuda.synchronize()
+    with on(Watched(late=200_000), DataLoader(Rows(2400), SIZE), 2) as loader:
+        for number, batch in enumerate(in_turn(loader, streams)):
+            with torch.cuda.stream(streams[number % 4]):
+                busy(200_000)
+                found[number % 4] += wrong(batch, number)
+                del batch
+    torch.cuda.synchronize()
+    assert sum(map(int, found)) == 0
+
+
+def in_turn(loader: Any, streams: list[Any]) -> Iterator[torch.Tensor]:
+    """Take each batch while another stream is current."""
+    with contextlib.closing(iter(loader)) as iterator:
+        for number in range(len(loader)):
+            with torch.cuda.stream(streams[number % len(streams)]):
+                batch = next(iterator)
+            yield batch
+            del batch
+
+
+def test_batches_that_are_kept() -> None:
+    """They stay what they were, while others come and go."""
+    with on(Watched(), DataLoader(Rows(1200), SIZE, num_workers=2), 3) as loader:
+        batches = [
+            batch if not number % 10 else None for number, batch in enumerate(loader)
+        ]
+    for number, batch in enumerate(batches):
+        assert batch is None or not wrong(batch, number)
+
+
+@pytest.mark.parametrize("workers", ["process", "thread"])
+def test_a_pinned_batch_that_is_dropped(workers: Any) -> None:
+    """As in torch, after a copy that has begun: the device reads what was there."""
+    found = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    options: Any = {"num_workers": 2, "workers": workers, "pin_memory": True}
+    with DataLoader(Rows(1200), SIZE, **options) as loader:
+        for number, host in enumerate(loader):
+            busy(2_000_000)
+            batch = host.to(DEVICE, non_blocking=True)
+            del host
+            found += wrong(batch, number)
+    assert int(found) == 0
+
+
+def test_memory_is_bounded_while_the_host_runs_ahead() -> None:
+    """No more is moved than a few batches that the device has not come to."""
+    torch.cuda.synchronize()
+    before = active_bytes()
+    torch.cuda.reset_peak_memory_stats()
+    with on(Watched(), DataLoader(Rows(400, 1 << 19), SIZE)) as loader:
+        for number, batch in enumerate(loader):
+            busy(20_000_000)
+            wrong(batch[:, :8], number)
+            del batch
+    torch.cuda.synchronize()
+    ahead = (active_bytes("peak") - before) / (SIZE * 4 << 19)
+    assert ahead < 10, f"{ahead:.0f} batches were on the device at once"
+
+
+def test_small_batches_leave_memory_flat() -> None:
+    """Ten thousand of them: nothing grows on the device, nor in pinned memory."""
+    dataset = [(torch.full((16,), n, dtype=torch.float32), n) for n in range(40_000)]
+    seen = []
+    loader: Any = DataLoader(dataset, SIZE, device=DEVICE, prefetch_device=2)
+    with loader:
+        for number, (rows, labels) in enumerate(loader):
+            if not number % 1000:
+                torch.cuda.synchronize()
+                assert torch.equal(rows[:, 3], labels.float())
+                host = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+                seen.append((torch.cuda.memory_reserved(), host))
+    assert number == 9999
+    assert seen[-1][0] <= seen[2][0]
+    assert seen[-1][1] <= seen[2][1]
