@@ -1,6 +1,7 @@
 """Shards of every format with the same known samples, and ways to read them."""
 
 import contextlib
+import functools
 import gzip
 import io
 import json
@@ -10,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import adbc_driver_sqlite.dbapi  # noqa: F401  (an import reads files: not on a loop)
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
@@ -25,6 +25,7 @@ from aioloader.datasets import (
     from_async_iterable,
     from_iterable,
 )
+from datasets.pg import SHARED, Database, Server
 
 # Uneven, and one of them empty.
 LENGTHS = (5, 9, 0, 12, 7, 1, 10, 8)
@@ -166,9 +167,28 @@ def sqlite(folder: Path, **options: Any) -> Any:
     return SQLDataset(url, "part", key="number", partitions=9, **options)
 
 
+@functools.cache
+def filled(server: Server) -> str:
+    """Make a table of all samples, once in a server's life, and return its URL."""
+    database = Database(server)
+    values = ", ".join(f"({number}, '{name}')" for number, name in enumerate(NAMES))
+    database.run(
+        "CREATE TABLE part (number INT PRIMARY KEY, name TEXT)",
+        f"INSERT INTO part VALUES {values}",
+    )
+    return database.url
+
+
+def postgresql(_folder: Path, **options: Any) -> Any:
+    """Return ranges of a table of the server, which a fixture has started."""
+    url = filled(SHARED[0])
+    return SQLDataset(url, "part", **{"key": "number", "partitions": 9, **options})
+
+
 SHARDED: list[Make] = [text, text_gzip, json_lines, tar, tar_zstd]
-TABLES: list[Make] = [parquet, arrow, sqlite]
-EVERY: list[Make] = [*SHARDED, *TABLES, iterable, async_iterable]
+FILES_OF_TABLES: list[Make] = [parquet, arrow]
+DATABASES: list[Make] = [sqlite, postgresql]
+EVERY: list[Make] = [*SHARDED, *FILES_OF_TABLES, *DATABASES, iterable, async_iterable]
 
 
 async def read(stream: Any, count: int | None = None) -> tuple[list[Any], Any]:

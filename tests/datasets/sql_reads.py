@@ -15,11 +15,11 @@ BUDGET = 1 << 20
 
 @asynccontextmanager
 async def opened(
-    made: SQLFormat, budget: int = BUDGET
+    made: SQLFormat, budget: int = BUDGET, known: dict[str, Any] | None = None
 ) -> AsyncIterator[list[SQLReader]]:
     """Open a reader for each range of one iteration."""
     async with AsyncExitStack() as stack:
-        shards = await made.shards(stack)
+        shards = await made.shards(stack, known)
         readers = [made.open(shard, {}, budget) for shard in shards]
         for reader in readers:
             stack.push_async_callback(reader.aclose)

@@ -2,9 +2,11 @@
 
 import contextlib
 import gzip
+import io
 import itertools
 import os
 import resource
+import tarfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,71 @@ async def test_text_of_another_encoding(tmp_path: Path) -> None:
     assert found[1] == "rot"
     with pytest.raises(LookupError):
         TextDataset(str(path), encoding="klingon")
+
+
+def damaged_tar(path: Path) -> None:
+    """Write a shard that is damaged behind 1,100 samples and one that it costs."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        for place in range(1200):
+            tar.addfile(tarfile.TarInfo(f"{place}.txt"))
+    damaged = bytearray(data.getvalue())
+    damaged[1101 * 512] = 0xFF
+    path.write_bytes(gzip.compress(damaged) if path.suffix == ".gz" else damaged)
+
+
+def damaged_lines(path: Path) -> None:
+    """Write a shard in which the last of 1,101 lines is no JSON."""
+    path.write_text("\n".join([*map(str, range(1100)), "{"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "write"),
+    [
+        (TarDataset, "a.tar", damaged_tar),
+        (TarDataset, "a.tar.gz", damaged_tar),
+        (JSONLinesDataset, "a.jsonl", damaged_lines),
+    ],
+)
+async def test_damage_is_told_once(
+    kind: Any, name: str, write: Any, tmp_path: Path
+) -> None:
+    """From a position behind it there is nothing; one before it leads to it again."""
+    write(tmp_path / name)
+    shards = kind(str(tmp_path / name)).made_by
+
+    async def pulled(position: Any, most: int) -> tuple[list[str], Any]:
+        reader = shards.open(str(tmp_path / name), position, 1 << 18)
+        found: list[Any] = []
+        while len(found) < most and (block := await reader.pull(most - len(found))):
+            found += block
+        position = reader.position()
+        await reader.aclose()
+        return [*map(str, found)], position
+
+    whole, _ = await pulled({}, 2000)
+    assert len(whole) == 1101
+    assert "is damaged" in whole[-1]
+    for count in (0, 1, 600, 1023, 1024, 1025, len(whole) - 1, len(whole)):
+        found, position = await pulled({}, count)
+        assert (await pulled(position, 0))[1] == position
+        assert found + (await pulled(position, 2000))[0] == whole
+
+
+@pytest.mark.parametrize("length", [3, 900])
+async def test_a_state_at_any_line(length: int, tmp_path: Path) -> None:
+    """Of short lines, cut from one piece in several blocks, or long ones of several."""
+    lines = [f"{at:0{length}}" for at in range(2500)]
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+
+    def make() -> Any:
+        return TextDataset(f"{tmp_path}/a.txt", max_bytes=1 << 18)
+
+    for count in (0, 1, 144, 145, 146, 1023, 1024, 1025, 2300, 2499, 2500):
+        found, state = await read(make(), count)
+        rest = make()
+        rest.load_state_dict(state)
+        assert found + (await read(rest))[0] == lines
 
 
 async def test_a_line_of_a_gigabyte(tmp_path: Path) -> None:

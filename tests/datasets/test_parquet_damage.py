@@ -167,6 +167,29 @@ async def test_a_damaged_footer_does_not_end_the_process(tmp_path: Path) -> None
     assert any("row group 0 of 'a.parquet' has a footer that" in one for one in errors)
 
 
+async def test_row_groups_beside_a_damaged_one_are_read(tmp_path: Path) -> None:
+    """If the footer has gone wrong where it speaks of one of them alone."""
+    path = write(tmp_path / "a.parquet", pa.table({"n": range(50)}))
+    whole = contents(path)
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    lengths: list[Any] = []
+    for at in range(footer + 164, footer + 172):  # where the second one's column is
+        put(path, whole)
+        flip(path, at, 5)
+        made = ParquetFormat(path, Local())
+        found = [await length_of(made, (path, number)) for number in range(3)]
+        lengths += [found] if "has a footer that" in str(found[1]) else []
+    assert [20, 10] in [[first, last] for first, _, last in lengths]
+
+
+async def length_of(made: ParquetFormat, shard: Any) -> int | str:
+    """Return the number of rows of a shard, or why it cannot be read."""
+    try:
+        return len(await read_shard(made, shard))
+    except DatasetError as error:
+        return str(error)
+
+
 async def test_a_file_about_other_files_is_an_error(
     numbered: str, tmp_path: Path
 ) -> None:

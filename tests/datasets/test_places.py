@@ -5,6 +5,7 @@ import io
 import socket
 import ssl
 import tarfile
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from obstore.store import MemoryStore
 
 from aioloader import DataLoader
 from aioloader.datasets import Requests, TarDataset, TextDataset
+from aioloader.datasets._stores.bytes import FileBytes, ObjectBytes, Piece
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
@@ -24,6 +26,8 @@ from beside import beside
 from datasets.shards import NAMES, name_of, names, rows, write_tar
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from datasets.conftest import Loopback
 
 SECRET = "MARKER7secret"
@@ -219,6 +223,73 @@ async def test_no_more_is_in_flight_than_the_budget(tmp_path: Path) -> None:
             async for _ in iterator:
                 count += 1
     assert count == 6000
+
+
+async def nothing() -> "AsyncIterator[bytes]":
+    """Yield no bytes."""
+    for at in range(0):
+        yield bytes(at)
+
+
+async def settled() -> None:
+    """Let all tasks go as far as they can."""
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+async def test_pieces_grow_and_end_where_blocks_do() -> None:
+    """Few are asked for before anybody reads, and never more than the budget."""
+    size, budget = (20 << 20) + 5, 16 << 20
+    asked: list[tuple[int, int]] = []
+
+    async def fetch(start: int, stop: int, version: str | None) -> Piece:
+        asked.append((start, stop))
+        await asyncio.sleep(0)
+        return Piece(bytes(stop - start), size, version)
+
+    found = ObjectBytes(fetch, nothing, "x", 1000, budget)
+    found.begin()
+    await settled()
+    assert asked[0] == (1000, 1 << 16)
+    assert asked[-1][1] == budget // 2
+    assert not found.is_draining()
+    received = 1000
+    while length := len(memoryview(await found.read())):
+        await settled()
+        received += length
+        ahead = asked[-1][1] - received
+        assert ahead <= budget
+        assert found.is_draining() == (asked[-1][1] == size and ahead <= budget // 2)
+    assert received == size
+    assert [start for start, _ in asked[1:]] == [stop for _, stop in asked[:-1]]
+    lengths = [stop - start for start, stop in asked[1:-1]]
+    assert lengths[:3] == [(1 << 18) - (1 << 16), 1 << 18, 1 << 19]
+    assert set(lengths[4:]) == {2 << 20}
+    await found.aclose()
+
+
+async def test_a_thread_that_reads_is_waited_for(tmp_path: Path) -> None:
+    """A cancellation, even a second one, leaves no thread behind."""
+    (tmp_path / "a").write_bytes(b"abc")
+    file = FileBytes(str(tmp_path / "a"), 0, 1 << 20)
+    entered, release = threading.Event(), threading.Event()
+
+    def use(piece: Any) -> bytes:
+        entered.set()
+        release.wait()
+        return bytes(piece)
+
+    task = asyncio.create_task(file.use(use))
+    await asyncio.to_thread(entered.wait)
+    for _ in range(2):
+        task.cancel()
+        await settled()
+    was_done = task.done()
+    release.set()
+    await asyncio.wait([task])
+    assert (was_done, task.cancelled()) == (False, True)
+    assert await file.use(bytes) == b""
+    await file.aclose()
 
 
 def test_credentials_are_never_shown() -> None:

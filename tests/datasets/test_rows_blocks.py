@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from aioloader._collate import lending
-from aioloader._order.blocks import Columns, join, pick
+from aioloader._order.blocks import Columns, join, pick, weave
 from aioloader._transport.slots import SlotPool
 from aioloader.datasets._arrow.numbers import Numbers
 from aioloader.datasets._arrow.rows import Rows
-from datasets.tables import assert_same, rows_of
+from datasets.tables import assert_same, every_type, expected, plain, rows_of
 
 # -- a block -----------------------------------------------------------------------
 
@@ -52,7 +52,23 @@ def test_other_columns_do_not_join() -> None:
     ]
     for other in others:
         assert one.joined([other]) is None
-        assert join([one, other]) == [{"x": 1}, *other]
+        assert join([one, other]) == weave([one, other]) == [{"x": 1}, *other]
+
+
+@pytest.mark.parametrize("is_in_parts", [False, True])
+def test_woven_blocks_take_turns(*, is_in_parts: bool) -> None:
+    """Columns of every type, with NULLs, which a pair and what is in it may be."""
+    table = every_type(60)
+    pairs = [None if n % 5 == 0 else [n, None if n % 7 == 0 else 1] for n in range(60)]
+    table = table.append_column("holes", pa.array(pairs, pa.list_(pa.int16(), 2)))
+    batch = table.combine_chunks().to_batches()[0]
+    lanes: list[Any] = [Rows(batch.slice(start, 18)) for start in (1, 20, 39)]
+    if is_in_parts:
+        lanes[1] = join([lanes[1][:7], lanes[1][7:]])
+    found = weave([lane[2:17] for lane in lanes])
+    assert isinstance(found, Rows)
+    places = [start + 2 + n for n in range(15) for start in (1, 20, 39)]
+    assert plain(list(found)) == expected(table.take(places))
 
 
 def test_no_or_equal_names_are_an_error() -> None:
@@ -79,6 +95,12 @@ def test_what_arrow_cannot_take_is_picked_row_by_row() -> None:
     picked = rows[1:].pick([1, 0, 1])
     assert [row["x"]["a"] for row in picked] == ["3", "2", "3"]
     assert len(picked.parts) == 3
+    assert [row["x"]["a"] for row in weave([rows[:2], rows[1:]])] == [
+        "1",
+        "2",
+        "2",
+        "3",
+    ]
 
 
 # -- memory ------------------------------------------------------------------------

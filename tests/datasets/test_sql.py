@@ -1,9 +1,7 @@
 """Ranges of a key: every row once, in order, in one snapshot, from any place on."""
 
 import asyncio
-import json
 import sqlite3
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.keys import spans_of
 from datasets.pg import Database, database, postgresql, server, sqlite
 from datasets.sql_reads import (
-    BUDGET,
     keys_of,
     opened,
     parts_of,
@@ -109,11 +106,11 @@ async def test_positions_are_of_what_was_pulled(database: Database) -> None:
     """Not of what was read ahead; they are the key and nothing else."""
     database.fill("t", 500)
     async with opened(SQLFormat(database.url, "t", key="id", partitions=2)) as readers:
-        assert [*readers[1].position()] == ["plan"]
+        assert readers[1].position() == {}
         rows = await readers[1].pull(7)
-        position = readers[1].position()
-        assert position["key"] == rows[-1]["id"]
-        assert type(position["key"]) is int
+        assert readers[1].position() == {"key": rows[-1]["id"]}
+        assert readers[1].position_behind(3) == {"key": rows[2]["id"]}
+        assert type(readers[1].position()["key"]) is int
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
@@ -277,7 +274,7 @@ async def test_text_in_another_order(sqlite: Database) -> None:
 # -- cutting ----------------------------------------------------------------------
 
 
-async def test_bounds_hold_for_ranks_and_later_runs(database: Database) -> None:
+async def test_bounds_hold_for_all_ranks(database: Database) -> None:
     """Rows that come later fall into the same ranges, and none in between."""
     database.fill("t", 100, key="n * 10")
     bounds = await SQLFormat(database.url, "t", key="id", partitions=4).plan()
@@ -288,28 +285,6 @@ async def test_bounds_hold_for_ranks_and_later_runs(database: Database) -> None:
     assert [row["id"] for part in parts for row in part] == [*range(0, 1000, 5)]
     starts = [part[0]["id"] for part in parts[1:]]
     assert starts == bounds
-
-
-async def test_a_position_of_other_ranges(database: Database) -> None:
-    """It would lose rows: it is refused, unless the ranges are taken over."""
-    database.fill("t", 100)
-    made = SQLFormat(database.url, "t", key="id", partitions=3)
-    async with AsyncExitStack() as stack:
-        shards = await made.shards(stack)
-        reader = made.open(shards[1], {}, BUDGET)
-        rows = [*await reader.pull(5)]
-        state = json.loads(json.dumps([reader.position(), shards]))
-        await reader.aclose()
-    database.run("INSERT INTO t SELECT id + 1000, value, name FROM t")
-    async with AsyncExitStack() as stack:
-        shards = await made.shards(stack)
-        with pytest.raises(ValueError, match=r"table 't' of .* was cut elsewhere when"):
-            made.open(shards[1], state[0], BUDGET)
-        shards = await made.shards(stack, state[1])
-        reader = made.open(shards[1], state[0], BUDGET)
-        rows += await rest_of(reader)
-        await reader.aclose()
-    assert [row["id"] for row in rows] == [*range(33, 66)]
 
 
 @pytest.mark.parametrize("bounds", [[5, 3], [5, 5], [1, 7, 2]])

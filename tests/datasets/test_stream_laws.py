@@ -8,10 +8,30 @@ from typing import Any
 import pytest
 
 from aioloader import DataLoader
+from aioloader.datasets._streams.shards import summary_of
 from beside import beside
-from datasets.shards import EVERY, LENGTHS, NAMES, SHARDED, Make, name_of, names, read
+from datasets.pg import server
+from datasets.shards import (
+    EVERY,
+    FILES_OF_TABLES,
+    LENGTHS,
+    NAMES,
+    SHARDED,
+    Make,
+    name_of,
+    names,
+    postgresql,
+    read,
+)
 
+__all__ = ["server"]
+
+# For all: a server is no leak of the test that is its first.
+pytestmark = pytest.mark.usefixtures("server")
 MAKES = pytest.mark.parametrize("make", EVERY, ids=lambda make: make.__name__)
+FILES = pytest.mark.parametrize(
+    "make", [*SHARDED, *FILES_OF_TABLES], ids=lambda make: make.__name__
+)
 SHARDS = pytest.mark.parametrize("make", SHARDED, ids=lambda make: make.__name__)
 
 
@@ -85,7 +105,8 @@ async def test_resumes_anywhere(make: Make, interleave: int, tmp_path: Path) -> 
     stream = make(tmp_path, shuffle=True, interleave=interleave)
     stream.set_epoch(5)
     whole = await names(stream)
-    for count in range(interleave, len(whole) + 1, 5):
+    step = 5 if make is not postgresql else 17  # to connect takes long
+    for count in range(interleave, len(whole) + 1, step):
         head, state = await read(stream, count)
         rest = pickle.loads(pickle.dumps(stream))
         rest.load_state_dict(state)
@@ -146,17 +167,57 @@ async def test_too_few_shards(make: Make, tmp_path: Path) -> None:
         await names(stream)
 
 
-@SHARDS
+@FILES
+async def test_shards_may_move(make: Make, tmp_path: Path) -> None:
+    """All of them, to another directory; they are the same ones there."""
+    (tmp_path / "there").mkdir()
+    head, state = await read(make(tmp_path), 21)
+    moved = make(tmp_path / "there")
+    moved.load_state_dict(state)
+    assert [*map(name_of, head), *(await names(moved))] == NAMES
+
+
+@FILES
 async def test_a_state_of_other_shards(make: Make, tmp_path: Path) -> None:
-    """Both counts are named."""
+    """Both counts are named; as many of other names are not taken for the same."""
     stream = make(tmp_path)
     _, state = await read(stream, 3)
-    state["stream"]["shards"] = 9
-    stream.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"saved with 9 shards, but .* has 8"):
-        await names(stream)
+    known = state["stream"]["shards"]
+    count = known["count"]
+    for other, words in (
+        ({"count": count + 1}, f"saved with {count + 1} shards, but .* has {count};"),
+        ({"names": "0"}, f"saved with {count} shards, but .* has others, or has them"),
+    ):
+        state["stream"]["shards"] = {**known, **other}
+        stream.load_state_dict(state)
+        with pytest.raises(ValueError, match=words):
+            await names(stream)
     with pytest.raises(ValueError, match="version"):
         stream.load_state_dict({"version": 0})
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "are_same"),
+    [
+        (["a/1.tar", "a/10.tar"], ["s3://b/1.tar", "s3://b/10.tar"], True),
+        (["1", "2"], ["https://h/x/1?sig=a", "https://h/x/2?sig=b"], True),
+        (["1 a"], ["http://me:secret@h/1%20a"], True),
+        (["file:///x/1%20a", "file:///x/b"], ["1 a", "b"], True),
+        (["x/1", "x/1"], ["1", "1"], True),
+        (["x/1", "x/1"], ["x/1"], False),
+        (["x/1", "x/2"], ["x/2", "x/1"], False),
+        (["x/1", "y/1"], ["x/1", "x/1"], False),
+        (["x/1", "x/2"], ["x/1", "x/3"], False),
+        (["12", "3"], ["1", "23"], False),
+        (["http://me:a@g/1", "http://h/1"], ["http://g/1", "http://me:b@h/1"], True),
+        (["\udcff", "a"], ["x/\udcff", "x/a"], True),
+        ([], [], True),
+    ],
+)
+def test_names_of_shards(one: list[str], other: list[str], are_same: bool) -> None:
+    """They count from where all are, and without what is secret or passes."""
+    assert (summary_of(one) == summary_of(other)) == are_same
+    assert summary_of(one)["count"] == len(one)
 
 
 @SHARDS

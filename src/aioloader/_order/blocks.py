@@ -34,6 +34,10 @@ class Columns(Protocol):
         """Return this block and ``others`` as one; None if their columns differ."""
         ...
 
+    def woven(self, others: "Sequence[Columns]") -> "Columns | None":
+        """Return the first row of each, the second of each; None as for ``joined``."""
+        ...
+
 
 Block: TypeAlias = list[Any] | Columns
 
@@ -76,3 +80,16 @@ def join(blocks: Sequence[Block]) -> Block:
         if joined is not None:
             return joined
     return list(chain.from_iterable(blocks))
+
+
+def weave(blocks: Sequence[Block]) -> Block:
+    """Return ``blocks`` of one length as one: the first of each, the second of each."""
+    if len(blocks) < 2:
+        return blocks[0] if blocks else []
+    first, *others = blocks
+    if not isinstance(first, list) and not any(isinstance(b, list) for b in others):
+        columns: Any = others
+        woven = first.woven(columns)
+        if woven is not None:
+            return woven
+    return list(chain.from_iterable(zip(*blocks, strict=True)))

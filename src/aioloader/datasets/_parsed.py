@@ -2,83 +2,130 @@
 
 import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
-from aioloader.datasets._stores.bytes import Bytes
+from typing_extensions import Buffer
+
+from aioloader.datasets._stores.bytes import Bytes, FileBytes
 from aioloader.datasets._stores.cache_dir import CacheDir
+from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import Unpacked, unpacker_of
-from aioloader.datasets._streams.shards import Parser, Position, ShardReader
+from aioloader.datasets._streams.shards import (
+    Parser,
+    Position,
+    ShardReader,
+    Summary,
+    summary_of,
+)
 
 # A parser of one shard: its label, and the offset of the first byte it will get.
 MakeParser = Callable[[str, int], Parser]
+# Samples that are cut at once, at most: short lines would be many.
+_AT_ONCE = 1024
 
 
 class ParsedShard:
     """Samples of one shard, in order.
 
-    A packed shard has no place to begin at but its start: what was read before is read
-    again, and dropped.
+    They are cut in threads, a block at a time. A position is where a block begins, and
+    how many samples were passed on since. What failed counts too: nobody is told of it
+    twice. A packed shard has no place to begin at but its start; what was read before
+    is read again, and dropped.
 
     Args:
         source: The shard's unpacked bytes; owned.
         parser: Cuts them.
         skip: Samples to drop first.
-        is_packed: Whether the position is a count of samples, not a byte.
-        in_thread: Whether to parse in a thread, for it takes long.
+        is_packed: Whether positions count from the shard's start.
     """
 
     def __init__(
-        self,
-        source: Bytes,
-        parser: Parser,
-        *,
-        skip: int,
-        is_packed: bool,
-        in_thread: bool,
+        self, source: Bytes, parser: Parser, *, skip: int, is_packed: bool
     ) -> None:
         self._source = source
         self._parser = parser
         self._skip = skip
-        self._taken = skip
         self._is_packed = is_packed
-        self._in_thread = in_thread
-        self._has_ended = False
+        self._byte = parser.offset
+        # Samples from there to the block; the block; how much of it was passed on.
+        self._before = 0
+        self._block: list[Any] = []
+        self._passed = 0
+        self._cutting: asyncio.Task[tuple[int, list[Any]]] | None = None
+        # Whether there is more in the last piece, and no piece behind it.
+        self._has_rest = self._has_ended = False
         self.is_draining = source.is_draining
         self.begin = source.begin
-        self.aclose = source.aclose
 
     async def pull(self, limit: int) -> list[Any]:
         """Return the next samples, from 1 to ``limit``; an empty list at the end."""
-        while self._skip:
-            dropped = await self._take(self._skip)
-            self._skip -= len(dropped) or self._skip
-        samples = await self._take(limit)
-        self._taken += len(samples)
-        return samples
+        while self._passed < len(self._block) or await self._turn():
+            dropped = min(self._skip, len(self._block) - self._passed)
+            self._skip -= dropped
+            start = self._passed + dropped
+            self._passed = min(start + limit, len(self._block))
+            if start < self._passed:
+                return self._block[start : self._passed]
+        return []
 
     def position(self) -> Position:
         """Return where the next sample is."""
-        if self._is_packed:
-            return {"sample": self._taken}
-        return {"byte": self._parser.offset}
+        passed = self._before + self._passed + self._skip
+        return {"byte": self._byte, "sample": passed}
 
-    async def _take(self, limit: int) -> list[Any]:
+    async def aclose(self) -> None:
+        """End what is under way, and wait for its end."""
+        if self._cutting is not None:
+            self._cutting.cancel()
+            await asyncio.wait([self._cutting])
+            if not self._cutting.cancelled():
+                self._cutting.exception()  # seen: nobody else will ask for it
+            self._cutting = None
+        await self._source.aclose()
+
+    async def _turn(self) -> bool:
+        """Go on to the next block; tell whether there is one."""
+        while self._cutting is not None or self._has_rest or not self._has_ended:
+            if self._cutting is None:
+                self._cutting = asyncio.create_task(self._cut())
+            await asyncio.wait([self._cutting])  # a cancellation leaves it alone
+            cutting, self._cutting = self._cutting, None
+            byte, block = cutting.result()
+            if block:
+                if self._is_packed:
+                    self._before += len(self._block)
+                else:
+                    self._byte = byte
+                self._block, self._passed = block, 0
+                return True
+        return False
+
+    async def _cut(self) -> tuple[int, list[Any]]:
+        """Return where the next block begins, and the block."""
+        if self._has_rest:
+            return await in_thread(self._take)
+        if isinstance(self._source, FileBytes):
+            return await self._source.use(self._feed)
+        return await in_thread(self._feed, await self._source.read())
+
+    def _feed(self, piece: Buffer) -> tuple[int, list[Any]]:
+        if memoryview(piece):
+            self._parser.feed(piece)
+        else:
+            self._parser.end()
+            self._has_ended = True
+        return self._take()
+
+    def _take(self) -> tuple[int, list[Any]]:
         parser = self._parser
-        while True:
-            if self._in_thread:
-                samples = await asyncio.to_thread(parser.take, limit)
-            else:
-                samples = parser.take(limit)
-            if samples or self._has_ended or parser.is_over:
-                return samples
-            piece = await self._source.read()
-            if memoryview(piece):
-                parser.feed(piece)
-            else:
-                parser.end()
-                self._has_ended = True
+        byte = parser.offset
+        block = parser.take(_AT_ONCE)
+        self._has_rest = len(block) == _AT_ONCE
+        self._has_ended = self._has_ended or parser.is_over
+        return byte, block
 
 
 class ParsedFormat:
@@ -88,16 +135,12 @@ class ParsedFormat:
         addresses: Patterns of the shards' addresses.
         places: Where they lie.
         make: Makes a parser.
-        in_thread: Whether to parse in a thread.
     """
 
-    def __init__(
-        self, addresses: Any, places: Places, make: MakeParser, *, in_thread: bool
-    ) -> None:
+    def __init__(self, addresses: Any, places: Places, make: MakeParser) -> None:
         self._addresses = addresses
         self.places = places
         self._make = make
-        self._in_thread = in_thread
 
     def cached(self, cache: CacheDir) -> "ParsedFormat":
         """Return the same format, with shards read through a cache."""
@@ -105,10 +148,16 @@ class ParsedFormat:
         clone.places = self.places.cached(cache)
         return clone
 
-    async def shards(self, stack: Any) -> list[str]:
+    async def shards(
+        self, stack: AsyncExitStack, _known: Summary | None = None
+    ) -> list[str]:
         """Return the addresses, in order."""
         stack.push_async_callback(self.places.aclose)
         return await self.places.expand(self._addresses)
+
+    def summary(self, shards: Sequence[str]) -> Summary:
+        """Return how many there are, and a checksum of their names."""
+        return summary_of(shards)
 
     def open(self, shard: str, position: Position, budget: int) -> ShardReader:
         """Return a reader of one shard."""
@@ -123,5 +172,4 @@ class ParsedFormat:
             self._make(label, start),
             skip=position.get("sample", 0),
             is_packed=unpacker is not None,
-            in_thread=self._in_thread or unpacker is not None,
         )

@@ -25,7 +25,7 @@ class _Lines(ByteStream[Any]):
         **options: Any,
     ) -> None:
         make = functools.partial(_parser, decode, max_sample_bytes)
-        super().__init__(addresses, make, in_thread=True, **options)
+        super().__init__(addresses, make, **options)
 
 
 class JSONLinesDataset(_Lines):

@@ -1,5 +1,6 @@
 """Streams of shards: order, lanes and shares, for every format alike."""
 
+import asyncio
 from collections.abc import Callable, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
@@ -10,7 +11,7 @@ from aioloader.datasets._stores.requests import Requests
 from aioloader.datasets._streams.cursors import Cursor, State
 from aioloader.datasets._streams.interleave import AsTheyCome, Interleaved, Lane
 from aioloader.datasets._streams.iterators import Reading
-from aioloader.datasets._streams.shards import Parser, Shard, ShardFormat
+from aioloader.datasets._streams.shards import Parser, Shard, ShardFormat, Summary
 from aioloader.datasets.streams import CACHE_BYTES, Stream, check_at_least, keyed_order
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 Sample_co = TypeVar("Sample_co", covariant=True)
 MAX_BYTES = 128 << 20
 MAX_SAMPLE_BYTES = 1 << 28
+_MANY = 1 << 10
 
 
 class ShardedStream(Stream[Sample_co]):
@@ -33,6 +35,8 @@ class ShardedStream(Stream[Sample_co]):
     anew in each epoch if ``shuffle`` is set, are dealt to the lanes; each lane reads
     its shards one after the other. Ranks and workers take whole lanes: nothing is read
     twice and nothing left out, whatever the counts; so there must be a shard for each.
+    A state can be loaded where the shards have the same names in the same order, in
+    whichever directory, bucket or host they all are.
 
     Args:
         made_by: How shards are listed and opened.
@@ -69,8 +73,15 @@ class ShardedStream(Stream[Sample_co]):
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return a cursor over the lanes of this reader."""
-        shards = await self.made_by.shards(reading.stack)
-        self._check(len(shards), reading, state)
+        known = state.get("shards")
+        shards = await self.made_by.shards(reading.stack, known)
+        # For many shards it takes a while, beside the loop then.
+        summarise = self.made_by.summary
+        is_long = len(shards) > _MANY
+        summary = (
+            await asyncio.to_thread(summarise, shards) if is_long else summarise(shards)
+        )
+        self._check(summary, known, reading.share.readers)
         order: Sequence[int] = range(len(shards))
         if self._shuffle:
             order = keyed_order(len(shards), self._seed, reading.epoch, 0)
@@ -84,38 +95,41 @@ class ShardedStream(Stream[Sample_co]):
             self._lane([shards[at] for at in order[lane::lanes]], budget, one)
             for lane, one in zip(mine, states, strict=True)
         ]
-        return _Sharded(kind(opened, state), len(shards))
+        return _Sharded(kind(opened, state), summary)
 
     def _lane(self, shards: Sequence[Shard], budget: int, state: State) -> Lane:
         return Lane(self.made_by, shards, budget, state)
 
-    def _check(self, count: int, reading: Reading, state: State) -> None:
-        readers = reading.share.readers
+    def _check(self, summary: Summary, known: Summary | None, readers: int) -> None:
+        count = summary["count"]
         if count < readers:
             raise ValueError(
                 f"{self!r} has {count} shards for {readers} readers (ranks x workers): "
                 f"{readers - count} would have nothing to read; use fewer workers or "
                 "more, smaller shards"
             )
-        if state and state["shards"] != count:
+        if known is not None and known != summary:
+            others = f"has {count}"
+            if known["count"] == count:
+                others = "has others, or has them in another order"
             raise ValueError(
-                f"the state was saved with {state['shards']} shards, but {self!r} has "
-                f"{count}; load it with the same shards"
+                f"the state was saved with {known['count']} shards, but {self!r} "
+                f"{others}; load it with the same shards"
             )
 
 
 class _Sharded:
-    """Lanes, and how many shards there were when their state was taken."""
+    """Lanes, and what is to be known of the shards when their state is loaded."""
 
-    def __init__(self, lanes: Interleaved, count: int) -> None:
+    def __init__(self, lanes: Interleaved, summary: Summary) -> None:
         self._lanes = lanes
-        self._count = count
+        self._summary = summary
         self.pull = lanes.pull
         self.aclose = lanes.aclose
 
     def state(self) -> State:
         """Return where the lanes are."""
-        return {"shards": self._count, **self._lanes.state()}
+        return {"shards": self._summary, **self._lanes.state()}
 
 
 class ByteStream(ShardedStream[Sample_co]):
@@ -125,7 +139,6 @@ class ByteStream(ShardedStream[Sample_co]):
         addresses: Paths or URLs, one or many: with ``{000..127}`` and ``{a,b}`` spelled
             out, and ``*`` looked up. Names ending in ``.gz`` or ``.zst`` are unpacked.
         make: Makes a parser, told a shard's address and its first byte.
-        in_thread: Whether samples are cut in a thread.
         store: What ``addresses`` are relative to: a URL, a directory or a store of
             obstore.
         requests: How requests that fail or stall are treated.
@@ -146,7 +159,6 @@ class ByteStream(ShardedStream[Sample_co]):
         addresses: "Addresses",
         make: Callable[[str, int], Parser],
         *,
-        in_thread: bool = False,
         store: "str | os.PathLike[str] | ObjectStore | None" = None,
         requests: Requests | None = None,
         cache: "str | os.PathLike[str] | None" = None,
@@ -162,7 +174,7 @@ class ByteStream(ShardedStream[Sample_co]):
         places = Places(store, config, requests or Requests(), kept)
         self._addresses = addresses
         super().__init__(
-            ParsedFormat(addresses, places, make, in_thread=in_thread),
+            ParsedFormat(addresses, places, make),
             shuffle=shuffle,
             seed=seed,
             interleave=interleave,

@@ -5,15 +5,15 @@ makes rows: each batch is cut out of the columns, and becomes one tensor per col
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from aioloader.datasets._arrow.files import TableFormat
 from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.places import Places, shown_address
 from aioloader.datasets._stores.requests import Requests
-from aioloader.datasets._streams.shards import ShardFormat
 from aioloader.datasets.sharded import MAX_BYTES, ShardedStream
 from aioloader.datasets.streams import CACHE_BYTES
 
@@ -25,27 +25,17 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-class _MakeFormat(Protocol):
-    def __call__(
-        self,
-        addresses: str | Iterable[str],
-        opener: Places,
-        *,
-        columns: Iterable[str] | None,
-        nulls: Mapping[str, Any] | None,
-    ) -> ShardFormat: ...
-
-
 class _TableFiles(ShardedStream[Row]):
     """What both kinds of files share."""
+
+    _format: ClassVar[type[TableFormat[Any]]]
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
         addresses: str | Iterable[str],
-        make: _MakeFormat,
+        columns: Iterable[str] | None = None,
         *,
-        columns: Iterable[str] | None,
-        nulls: Mapping[str, Any] | None,
+        nulls: Mapping[str, Any] | None = None,
         store: "str | os.PathLike[str] | ObjectStore | None" = None,
         requests: Requests | None = None,
         cache: "str | os.PathLike[str] | None" = None,
@@ -62,7 +52,7 @@ class _TableFiles(ShardedStream[Row]):
         is_one = isinstance(addresses, str)
         self._shown = shown_address(str(addresses)) if is_one else "<addresses>"
         super().__init__(
-            make(addresses, places, columns=columns, nulls=nulls),
+            self._format(addresses, places, columns=columns, nulls=nulls),
             shuffle=shuffle,
             seed=seed,
             interleave=interleave,
@@ -94,17 +84,7 @@ class ParquetDataset(_TableFiles):
         ValueError: If an argument is wrong.
     """
 
-    def __init__(
-        self,
-        addresses: str | Iterable[str],
-        columns: Iterable[str] | None = None,
-        *,
-        nulls: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            addresses, ParquetFormat, columns=columns, nulls=nulls, **options
-        )
+    _format = ParquetFormat
 
 
 class ArrowDataset(_TableFiles):
@@ -123,17 +103,7 @@ class ArrowDataset(_TableFiles):
         ValueError: If an argument is wrong.
     """
 
-    def __init__(
-        self,
-        addresses: str | Iterable[str],
-        columns: Iterable[str] | None = None,
-        *,
-        nulls: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            addresses, ArrowFormat, columns=columns, nulls=nulls, **options
-        )
+    _format = ArrowFormat
 
 
 class SQLDataset(ShardedStream[Row]):

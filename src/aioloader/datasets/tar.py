@@ -16,7 +16,7 @@ class TarDataset(ByteStream[dict[str, Any]]):
     Consecutive members with the same key (the path up to the first dot of the name)
     make one sample: ``{"__key__": ..., "__url__": ..., "jpg": b"...", "cls": b"7"}``,
     with bytes owned by the caller. Plain, gzip and zstandard; a plain tar can be
-    resumed at any sample without reading what was before.
+    resumed at any sample, and reads at most 8 MB of what was before again.
 
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/train-{000..127}.tar"``.

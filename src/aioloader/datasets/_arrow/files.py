@@ -1,24 +1,42 @@
-"""What Parquet and Arrow files have in common: where they lie, and their columns.
+"""What Parquet and Arrow files have in common: where they lie, and what their ends say.
 
-Ends of files are read many at a time; the columns that the first file has are those
-that all files must have, in name and type.
+Shards are in the order of the files. Ends of files are read many at a time.
 """
 
 import asyncio
 import importlib
 import os
+from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from contextlib import AsyncExitStack
+from itertools import chain
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+)
 
 from typing_extensions import Buffer
 
+from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._stores.bytes import file_failure
-from aioloader.errors import DatasetError, TruncatedReadError
+from aioloader.datasets._streams.shards import summary_of
+from aioloader.errors import TruncatedReadError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from aioloader.datasets._streams.shards import Position, ShardReader, Summary
+
 T = TypeVar("T")
+# The address of a file, and which part of it.
+Part: TypeAlias = tuple[Any, ...]
 
 # Files whose ends are read at once.
 _AT_ONCE = 32
@@ -60,12 +78,107 @@ class Tail(NamedTuple):
     data: bytes
 
 
-def import_pyarrow(*modules: str) -> None:
-    """Import pyarrow and some of its modules, which takes a while, or say what to do.
+class End(Protocol):
+    """What the end of a file says of it."""
+
+    @property
+    def schema(self) -> "pa.Schema":
+        """All its columns."""
+
+
+SomeEnd = TypeVar("SomeEnd", bound=End)
+
+
+class TableFormat(ABC, Generic[SomeEnd]):
+    """Tables in files, of which each has several shards.
+
+    Args:
+        addresses: Patterns of the files' addresses.
+        opener: Where they lie.
+        columns: Names of the columns to read; None: those of the first file.
+        nulls: Column to the value that is read instead of NULL.
 
     Raises:
-        ImportError: If it is not installed.
+        ImportError: If pyarrow is not installed.
+        ValueError: If ``columns`` or ``nulls`` are wrong.
     """
+
+    # What is needed of pyarrow; to import it takes a while.
+    modules: ClassVar[tuple[str, ...]] = ("pyarrow.compute",)
+
+    def __init__(
+        self,
+        addresses: str | Iterable[str],
+        opener: Opener,
+        *,
+        columns: Iterable[str] | None = None,
+        nulls: Mapping[str, Any] | None = None,
+    ) -> None:
+        _import(self.modules)
+        self._addresses = addresses
+        self._opener = opener
+        self._wanted = Wanted(columns, nulls)
+        self._kept: OrderedDict[str, SomeEnd] = OrderedDict()
+
+    async def shards(
+        self, stack: AsyncExitStack, _known: "Summary | None" = None
+    ) -> list[Part]:
+        """Return the shards of all files, in order.
+
+        Raises:
+            DatasetError: If a file cannot be read, is of another kind, or lacks a
+                column.
+        """
+        stack.push_async_callback(self._opener.aclose)
+        addresses = await self._opener.expand(self._addresses)
+        self._kept.clear()
+        # The first file says what the columns of all must be.
+        found = [await self._shards_of(addresses[0])]
+        found += await each(self._shards_of, addresses[1:])
+        return list(chain.from_iterable(found))
+
+    def summary(self, shards: Sequence[Part]) -> "Summary":
+        """Return how many there are, and a checksum of their files' names."""
+        return summary_of(address for address, *_ in shards)
+
+    async def _shards_of(self, address: str) -> list[Part]:
+        return [(address, *part) for part in self._parts_of(await self._end(address))]
+
+    async def _end(self, address: str) -> SomeEnd:
+        """Return the end of a file that has the wanted columns."""
+        location = self._opener.label(address)
+        end = self._kept.get(address)
+        if end is None:
+            end = await self._read_end(address, location)
+            self._kept[address] = end
+            self._drop_ends()
+        self._wanted.check(end.schema, location)
+        return end
+
+    @abstractmethod
+    def open(self, shard: Any, position: "Position", budget: int) -> "ShardReader":
+        """Return a reader of a shard."""
+
+    @abstractmethod
+    async def _read_end(self, address: str, location: str) -> SomeEnd:
+        """Read the end of a file."""
+
+    @abstractmethod
+    def _drop_ends(self) -> None:
+        """Keep fewer ends of files, if there are too many; the last one stays."""
+
+    @abstractmethod
+    def _parts_of(self, end: SomeEnd) -> Iterable[Part]:
+        """Return what tells the shards of a file apart."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": OrderedDict()}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._addresses!r})"
+
+
+def _import(modules: Iterable[str]) -> None:
     try:
         for name in ("pyarrow", *modules):
             importlib.import_module(name)
@@ -152,122 +265,3 @@ async def each(
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
     return [found[number] for number in range(len(addresses))]
-
-
-class Wanted:
-    """The columns that are read, and what stands for NULL in them.
-
-    Args:
-        columns: Names, in the order of the rows' keys; None: those of the first file.
-        nulls: Column to the value that is read instead of NULL.
-
-    Raises:
-        ValueError: If there are no names, or one twice.
-    """
-
-    def __init__(
-        self, columns: Iterable[str] | None, nulls: Mapping[str, Any] | None
-    ) -> None:
-        if isinstance(columns, str):
-            raise TypeError(f"columns must be a list of names, got {columns!r}")
-        names = None if columns is None else list(columns)
-        if names is not None and (not names or len(set(names)) < len(names)):
-            raise ValueError(f"columns must be names, each of them once, got {names}")
-        unknown = set(nulls or {}) - set(names or nulls or {})
-        if unknown:
-            raise ValueError(f"nulls= names {sorted(unknown)}, not in columns {names}")
-        self._names = names
-        self._nulls = dict(nulls or {})
-        self._schema: pa.Schema | None = None
-
-    def names(self) -> list[str]:
-        """Return the names; known once a file was checked."""
-        assert self._schema is not None
-        names: list[str] = self._schema.names
-        return names
-
-    def check(self, schema: "pa.Schema", location: str) -> None:
-        """Compare the columns of a file with those of the first one that was checked.
-
-        Raises:
-            DatasetError: If one is missing, or of another type.
-            ValueError: If a value of ``nulls`` does not suit its column.
-        """
-        first = self._schema
-        names = self._names or (schema.names if first is None else first.names)
-        fields = [_field(schema, name, location) for name in names]
-        if first is not None:
-            for field in fields:
-                expected = first.field(field.name).type
-                if field.type != expected:
-                    raise DatasetError(
-                        f"column {field.name!r} of {location!r} is of type "
-                        f"{field.type}, and of type {expected} in the files before; "
-                        "write them alike, or leave it out (columns=)",
-                        location=location,
-                    )
-            return
-        import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
-        chosen = pa.schema(fields)
-        for name, value in self._nulls.items():
-            _fill(pa.nulls(1, _field(chosen, name, location).type), name, value)
-        self._schema = chosen
-
-    def of(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
-        """Return the columns of a batch of a file that was checked."""
-        return batch.select(self.names())
-
-    def fill(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
-        """Replace NULLs in a batch of these columns."""
-        for name, value in self._nulls.items():
-            place = batch.schema.get_field_index(name)
-            column = _fill(batch.column(place), name, value)
-            batch = batch.set_column(place, name, column)
-        return batch
-
-
-def checked(schema: "pa.Schema") -> "pa.Schema":
-    """Return a schema whose names are text all through.
-
-    Raises:
-        UnicodeDecodeError: If a name is none.
-    """
-    for field in schema:
-        str(field.name)
-        _check_names(field.type)
-    return schema
-
-
-def _check_names(kind: "pa.DataType") -> None:
-    for number in range(kind.num_fields):
-        field = kind.field(number)
-        str(field.name)
-        _check_names(field.type)
-
-
-def _field(schema: "pa.Schema", name: str, location: str) -> "pa.Field":
-    places = schema.get_all_field_indices(name)
-    if len(places) == 1:
-        return schema.field(places[0])
-    what = f"{len(places)} columns" if places else "no column"
-    known = ", ".join(map(repr, schema.names[:20])) or "none"
-    more = f" and {len(schema.names) - 20:,} more" if len(schema.names) > 20 else ""
-    raise DatasetError(
-        f"{location!r} has {what} {name!r}; its columns are {known}{more}",
-        location=location,
-    )
-
-
-def _fill(column: "pa.Array", name: str, value: Any) -> "pa.Array":
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    try:
-        return column.fill_null(pa.scalar(value, column.type))
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise ValueError(
-            f"nulls={{{name!r}: {value!r}}} does not suit a column of type "
-            f"{column.type}: {error}"
-        ) from error

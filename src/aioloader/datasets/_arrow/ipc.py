@@ -9,23 +9,19 @@ is damaged is told by its structure alone.
 import asyncio
 import contextlib
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aioloader.datasets._arrow.files import (
-    Opener,
-    Wanted,
-    checked,
-    each,
-    import_pyarrow,
+    Part,
+    TableFormat,
     read_head,
     read_tail,
 )
 from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
 from aioloader.datasets._arrow.reader import Place, Source, TableReader
+from aioloader.datasets._arrow.wanted import Wanted, checked
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -64,47 +60,11 @@ class Layout(NamedTuple):
     batches: list[Span]
 
 
-class ArrowFormat:
+class ArrowFormat(TableFormat[Layout]):
     """Record batches of Arrow IPC files and streams (also known as Feather).
 
-    Args:
-        addresses: Patterns of the files' addresses.
-        opener: Where they lie.
-        columns: Names of the columns to read; None: those of the first file.
-        nulls: Column to the value that is read instead of NULL.
-
-    Raises:
-        ImportError: If pyarrow is not installed.
-        ValueError: If ``columns`` or ``nulls`` are wrong.
+    Arguments and errors are those of ``TableFormat``.
     """
-
-    def __init__(
-        self,
-        addresses: str | Iterable[str],
-        opener: Opener,
-        *,
-        columns: Iterable[str] | None = None,
-        nulls: Mapping[str, Any] | None = None,
-    ) -> None:
-        import_pyarrow("pyarrow.compute")
-        self._addresses = addresses
-        self._opener = opener
-        self._wanted = Wanted(columns, nulls)
-        self._latest: tuple[str, Layout] | None = None
-
-    async def shards(self, stack: AsyncExitStack) -> list[Batches]:
-        """Return the groups of record batches of all files, in order.
-
-        Raises:
-            DatasetError: If a file cannot be read, is not Arrow, or lacks a column.
-        """
-        stack.push_async_callback(self._opener.aclose)
-        addresses = await self._opener.expand(self._addresses)
-        self._latest = None
-        # The first file says what the columns of all must be.
-        groups = [await self._groups(addresses[0])]
-        groups += await each(self._groups, addresses[1:])
-        return list(chain.from_iterable(groups))
 
     def open(self, shard: Batches, position: "Position", budget: int) -> TableReader:
         """Return a reader of some record batches."""
@@ -114,31 +74,25 @@ class ArrowFormat:
         opening = partial(self._open, address, range(first, stop), place)
         return TableReader(opening, place, position.get("row", 0), budget)
 
-    async def _groups(self, address: str) -> list[Batches]:
-        layout = await self._layout(address)
-        self._wanted.check(layout.schema, self._opener.label(address))
-        if not layout.footer:
-            return [(address, 0, 0)]
-        return [(address, *group) for group in _grouped(layout.batches)]
+    def _parts_of(self, end: Layout) -> Iterable[Part]:
+        return _grouped(end.batches) if end.footer else [(0, 0)]
 
-    async def _layout(self, address: str) -> Layout:
-        latest = self._latest
-        if latest is not None and latest[0] == address:
-            return latest[1]
-        location = self._opener.label(address)
+    async def _read_end(self, address: str, location: str) -> Layout:
         tail = await read_tail(self._opener, address)
         if not tail.data.endswith(_MAGIC):
             head = await self._stream_head(address, tail.size)
             schema = await asyncio.to_thread(_schema_of, head, location)
-            layout = Layout(schema, tail.size, b"", [], [(0, tail.size)])
-        else:
-            length = _footer_length(tail.data, tail.size, location)
-            if length > len(tail.data):
-                tail = await read_tail(self._opener, address, length)
-            footer = tail.data[-length:]
-            layout = await asyncio.to_thread(_file_layout, footer, tail.size, location)
-        self._latest = address, layout
-        return layout
+            return Layout(schema, tail.size, b"", [], [(0, tail.size)])
+        length = _footer_length(tail.data, tail.size, location)
+        if length > len(tail.data):
+            tail = await read_tail(self._opener, address, length)
+        footer = tail.data[-length:]
+        return await asyncio.to_thread(_file_layout, footer, tail.size, location)
+
+    def _drop_ends(self) -> None:
+        # Shards of one file are mostly read one after the other.
+        while len(self._kept) > 1:
+            self._kept.popitem(last=False)
 
     async def _stream_head(self, address: str, size: int) -> bytes:
         """Return the first message of a stream, which holds the schema."""
@@ -162,7 +116,7 @@ class ArrowFormat:
     async def _open(
         self, address: str, numbers: range, place: Place, window: int
     ) -> Source:
-        layout = await self._layout(address)
+        layout = await self._end(address)
         if numbers.stop > len(layout.batches) or bool(numbers) != bool(layout.footer):
             raise DatasetError(
                 f"{place.location!r} has {len(layout.batches)} record batches, of "
@@ -170,7 +124,6 @@ class ArrowFormat:
                 "anew meanwhile",
                 location=place.location,
             )
-        self._wanted.check(layout.schema, place.location)
         ranges, path = None, self._opener.path(address)
         if path is None:
             chosen = layout.batches[numbers.start : numbers.stop] or layout.batches
@@ -188,12 +141,6 @@ class ArrowFormat:
         read = partial(_file_batches, numbers=numbers) if numbers else _stream_batches
         batches = partial(_batches, file, read, layout.schema, self._wanted)
         return Source(batches, self._wanted.fill, None, ranges)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_latest": None}
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._addresses!r})"
 
 
 def _grouped(batches: list[Span]) -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@ fixed size, tensors of a fixed shape. Whether a batch has NULLs does not change 
 kind of column that is. Batches and the values of rows own their memory.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -193,6 +194,20 @@ def merged(columns: Sequence[Numbers]) -> Numbers:
     valid = np.concatenate([_filled(c.valid, (len(c.values),)) for c in columns])
     cells = np.concatenate([_filled(c.cells, c.values.shape) for c in columns])
     return Numbers(values, _holes(valid), _holes(cells))
+
+
+def woven(columns: Sequence[Numbers]) -> Numbers:
+    """Return columns of one kind and length as one, taking turns row by row."""
+    if any(one.valid is not None or one.cells is not None for one in columns):
+        return merged(columns).take(turns(len(columns), len(columns[0].values)))
+    values = np.stack([column.values for column in columns], axis=1)
+    return Numbers(values.reshape(-1, *values.shape[2:]))
+
+
+@functools.lru_cache(maxsize=4)
+def turns(count: int, rows: int) -> npt.NDArray[np.int64]:
+    """Return the places of rows that take turns in ``count`` columns joined."""
+    return np.arange(count * rows).reshape(count, rows).T.ravel()
 
 
 def _holes(found: Flags | None) -> Flags | None:

@@ -9,23 +9,20 @@ verified where they were written.
 import asyncio
 import contextlib
 import struct
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aioloader.datasets._arrow.files import (
-    Opener,
+    Part,
+    TableFormat,
     Tail,
-    Wanted,
-    checked,
-    each,
-    import_pyarrow,
     read_tail,
 )
 from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
 from aioloader.datasets._arrow.reader import Place, Source, TableReader
+from aioloader.datasets._arrow.wanted import Wanted, checked
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -49,12 +46,24 @@ _LEAST_REQUEST, _MOST_REQUEST = 1 << 16, 8 << 20
 _LEAST_BUFFER, _MOST_BUFFER = 1 << 14, 1 << 20
 
 
-class Footer(NamedTuple):
-    """What the end of a file says of it."""
+@dataclass
+class Footer:
+    """What the end of a file says of it.
+
+    Attributes:
+        metadata: All of it.
+        schema: The columns.
+        size: Length of the file, in bytes.
+        leaves: Numbers of the wanted columns in each row group, when they were looked
+            up; of a nested column there are several.
+        is_sound: Whether the wanted columns of all row groups were seen to be sound.
+    """
 
     metadata: "pq.FileMetaData"
     schema: "pa.Schema"
     size: int
+    leaves: list[int] | None = None
+    is_sound: bool = False
 
 
 class Group(NamedTuple):
@@ -71,51 +80,13 @@ class Group(NamedTuple):
     batch_rows: int
 
 
-class ParquetFormat:
+class ParquetFormat(TableFormat[Footer]):
     """Row groups of Parquet files; a shard is an address and a number.
 
-    Args:
-        addresses: Patterns of the files' addresses.
-        opener: Where they lie.
-        columns: Names of the columns to read; None: those of the first file.
-        nulls: Column to the value that is read instead of NULL.
-
-    Raises:
-        ImportError: If pyarrow is not installed.
-        ValueError: If ``columns`` or ``nulls`` are wrong.
+    Arguments and errors are those of ``TableFormat``.
     """
 
-    def __init__(
-        self,
-        addresses: str | Iterable[str],
-        opener: Opener,
-        *,
-        columns: Iterable[str] | None = None,
-        nulls: Mapping[str, Any] | None = None,
-    ) -> None:
-        import_pyarrow("pyarrow.parquet", "pyarrow.compute")
-        self._addresses = addresses
-        self._opener = opener
-        self._wanted = Wanted(columns, nulls)
-        self._footers: OrderedDict[str, Footer] = OrderedDict()
-
-    async def shards(self, stack: AsyncExitStack) -> list[RowGroup]:
-        """Return the row groups of all files, in order.
-
-        Raises:
-            DatasetError: If a file cannot be read, is not Parquet, or lacks a column.
-        """
-        stack.push_async_callback(self._opener.aclose)
-        addresses = await self._opener.expand(self._addresses)
-        self._footers.clear()
-        # The first file says what the columns of all must be.
-        counts = [await self._count(addresses[0])]
-        counts += await each(self._count, addresses[1:])
-        return [
-            (address, number)
-            for address, count in zip(addresses, counts, strict=True)
-            for number in range(count)
-        ]
+    modules = ("pyarrow.parquet", "pyarrow.compute")
 
     def open(self, shard: RowGroup, position: "Position", budget: int) -> TableReader:
         """Return a reader of one row group."""
@@ -124,38 +95,35 @@ class ParquetFormat:
         opening = partial(self._open, address, number, place)
         return TableReader(opening, place, position.get("row", 0), budget)
 
-    async def _count(self, address: str) -> int:
-        footer = await self._footer(address)
-        self._wanted.check(footer.schema, self._opener.label(address))
-        return int(footer.metadata.num_row_groups)
+    def _parts_of(self, end: Footer) -> Iterable[Part]:
+        return ((number,) for number in range(end.metadata.num_row_groups))
 
-    async def _footer(self, address: str) -> Footer:
-        footer = self._footers.get(address)
-        if footer is not None:
-            return footer
-        location = self._opener.label(address)
+    async def _read_end(self, address: str, location: str) -> Footer:
         tail = await read_tail(self._opener, address)
         length = _footer_length(tail, location)
         if length > len(tail.data):
             tail = await read_tail(self._opener, address, length)
-        footer = await asyncio.to_thread(_parsed, tail, length, location)
-        self._footers[address] = footer
-        kept = sum(one.metadata.serialized_size for one in self._footers.values())
-        while kept > _KEPT and len(self._footers) > 1:
-            kept -= self._footers.popitem(last=False)[1].metadata.serialized_size
-        return footer
+        return await asyncio.to_thread(_parsed, tail, length, location)
+
+    def _drop_ends(self) -> None:
+        sizes = [footer.metadata.serialized_size for footer in self._kept.values()]
+        kept = sum(sizes)
+        for size in sizes[:-1]:
+            if kept <= _KEPT:
+                break
+            self._kept.popitem(last=False)
+            kept -= size
 
     async def _open(
         self, address: str, number: int, place: Place, window: int
     ) -> Source:
-        footer = await self._footer(address)
+        footer = await self._end(address)
         if number >= footer.metadata.num_row_groups:
             text = f"{place.location!r} has {footer.metadata.num_row_groups} row groups"
             raise DatasetError(
                 f"{text}, number {number} is wanted; it was written anew meanwhile",
                 location=place.location,
             )
-        self._wanted.check(footer.schema, place.location)
         names = self._wanted.names()
         group = await asyncio.to_thread(_group_of, footer, number, names, place)
         ranges, path = None, self._opener.path(address)
@@ -171,12 +139,6 @@ class ParquetFormat:
         buffer = _buffer_for(group, window)
         batches = partial(_batches, file, footer, number, group, buffer, self._wanted)
         return Source(batches, self._wanted.fill, group.rows, ranges)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_footers": OrderedDict()}
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._addresses!r})"
 
 
 def _within(least: int, value: int, most: int) -> int:
@@ -221,15 +183,17 @@ def _parsed(tail: Tail, length: int, location: str) -> Footer:
 
 def _group_of(footer: Footer, number: int, names: list[str], place: Place) -> Group:
     """Find the columns ``names`` of a row group; in a thread, as above."""
-    _try_metadata(footer, number, names, place)
+    if footer.leaves is None:
+        # The first time; later row groups of a file need no look at other columns.
+        footer.is_sound = _why_unsound(footer, None, names) is None
+        footer.leaves = _leaves(footer, names)
+    if not footer.is_sound and (error := _why_unsound(footer, number, names)):
+        text = f"{place} has a footer that cannot be read: {error}; it is damaged"
+        raise DatasetError(text, location=place.location) from error
     group = footer.metadata.row_group(number)
-    prefixes = tuple(f"{name}." for name in names)
     spans: list[Span] = []
     decoded = 0
-    for at in range(group.num_columns):
-        path = footer.metadata.schema.column(at).path
-        if not f"{path}.".startswith(prefixes):
-            continue
+    for at in footer.leaves:
         chunk = group.column(at)
         if chunk.file_path:
             text = f"{place} has columns in other files: {chunk.file_path!r}"
@@ -252,8 +216,10 @@ def _refuse(_start: int, _stop: int) -> bytes:
     raise _BegunError
 
 
-def _try_metadata(footer: Footer, number: int, names: list[str], place: Place) -> None:
-    """Begin to read columns, up to their first byte.
+def _why_unsound(
+    footer: Footer, number: int | None, names: list[str]
+) -> Exception | None:
+    """Begin to read columns of a row group, or of all, up to the first byte.
 
     Where a footer is damaged, this fails. What looks at its columns one by one does
     not: there pyarrow lets an exception of C++ pass, which ends the process.
@@ -261,14 +227,26 @@ def _try_metadata(footer: Footer, number: int, names: list[str], place: Place) -
     from pyarrow import parquet as pq  # noqa: PLC0415  (an optional dependency)
 
     file = RangeFile(footer.size, _refuse)
+    numbers = range(footer.metadata.num_row_groups) if number is None else [number]
     try:
         parquet = pq.ParquetFile(file, metadata=footer.metadata, pre_buffer=True)
-        next(parquet.iter_batches(1, [number], names, use_threads=False), None)
+        next(parquet.iter_batches(1, [*numbers], names, use_threads=False), None)
     except _BegunError:
-        return
-    except Exception as error:
-        text = f"{place} has a footer that cannot be read: {error}; it is damaged"
-        raise DatasetError(text, location=place.location) from error
+        return None
+    except Exception as error:  # noqa: BLE001  (a decoder may raise anything)
+        return error
+    return None
+
+
+def _leaves(footer: Footer, names: list[str]) -> list[int]:
+    """Return the numbers of the columns ``names``, and of what is nested in them."""
+    schema = footer.metadata.schema
+    prefixes = tuple(f"{name}." for name in names)
+    return [
+        at
+        for at in range(footer.metadata.num_columns)
+        if f"{schema.column(at).path}.".startswith(prefixes)
+    ]
 
 
 def _request_for(group: Group, window: int) -> int:

@@ -204,7 +204,7 @@ def _warm(rows: Rows) -> None:
     What goes wrong with it will do so again where it can be told.
     """
     with contextlib.suppress(Exception):
-        next(iter(rows))
+        rows[0]
 
 
 class TableReader:

@@ -5,17 +5,21 @@ was cut alive; ``pick`` and ``collate`` copy, and keep nothing. A pickle carries
 the rows that are meant.
 """
 
+import contextlib
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, overload
 
 import numpy as np
+import numpy.typing as npt
 
+from aioloader.datasets._arrow.numbers import turns
 from aioloader.datasets._arrow.values import (
     Column,
     collate_columns,
     column_of,
     join_columns,
+    weave_columns,
 )
 
 if TYPE_CHECKING:
@@ -110,7 +114,7 @@ class Rows(Sequence[dict[str, Any]]):
                 for row in zip(*values, strict=True):
                     yield dict(zip(names, row, strict=True))
 
-    def pick(self, indices: Sequence[int]) -> "Rows":
+    def pick(self, indices: "Sequence[int] | npt.NDArray[np.int64]") -> "Rows":
         """Return the rows at ``indices``, in that order, copied.
 
         Raises:
@@ -135,6 +139,29 @@ class Rows(Sequence[dict[str, Any]]):
                 return None
             parts += other.parts
         return _rows(self.names, parts)
+
+    def woven(self, others: Sequence[Any]) -> "Rows | None":
+        """Return the first row of these and each of ``others``, the second of each.
+
+        Args:
+            others: As many rows each.
+
+        Returns:
+            The rows, copied; None if their columns differ.
+        """
+        joined = self.joined(others)
+        if joined is None:
+            return None
+        lanes = 1 + len(others)
+        if len(joined.parts) == lanes:
+            parts = [
+                [column.cut(start, stop) for column in columns]
+                for columns, _, start, stop in joined.parts
+            ]
+            with contextlib.suppress(ValueError, NotImplementedError):  # as for a pick
+                part = _part(map(weave_columns, zip(*parts, strict=True)), len(joined))
+                return _rows(self.names, [part])
+        return joined.pick(turns(lanes, len(self)).tolist())
 
     def collate(self) -> dict[str, Any]:
         """Return the batch of all rows: what ``default_collate`` makes of them.

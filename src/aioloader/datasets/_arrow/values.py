@@ -21,6 +21,8 @@ from aioloader.datasets._arrow.numbers import (
     flags,
     merged,
     null_error,
+    turns,
+    woven,
 )
 
 if TYPE_CHECKING:
@@ -123,6 +125,13 @@ def join_columns(columns: Sequence[Any]) -> Column:
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
     return Boxed(pa.concat_arrays([column.array for column in columns]))
+
+
+def weave_columns(columns: Sequence[Any]) -> Column:
+    """Return columns of one kind and length as one, taking turns row by row."""
+    if type(columns[0]) is Numbers:
+        return woven(columns)
+    return join_columns(columns).take(turns(len(columns), len(columns[0].array)))
 
 
 def collate_columns(columns: Sequence[Any], where: str) -> Any:

@@ -7,13 +7,14 @@ another process.
 """
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aioloader.datasets._sql.address import Address
 from aioloader.datasets._sql.failures import failure_of
-from aioloader.datasets._sql.keys import Key, Span, encoded, name_of
+from aioloader.datasets._sql.keys import Key, Span, encoded
 from aioloader.datasets._sql.links import driver_of
 from aioloader.datasets._sql.postgres import Postgres
 from aioloader.datasets._sql.reader import SQLReader
@@ -21,30 +22,30 @@ from aioloader.datasets._sql.source import Source
 from aioloader.datasets._sql.sqlite import SQLite
 
 if TYPE_CHECKING:
-    from aioloader.datasets._streams.shards import Position
+    from aioloader.datasets._streams.shards import Position, Summary
 
 
-class SQLShard(dict[str, Any]):
-    """A range of keys; as JSON its bounds, here also the iteration it belongs to.
+@dataclass(frozen=True)
+class SQLShard:
+    """A range of keys.
 
     Attributes:
         span: The range.
-        session: The iteration.
-        plan: Names all ranges of the iteration, for states.
+        session: The iteration that it belongs to.
     """
 
-    def __init__(self, span: Span, session: SQLite | Postgres, plan: str) -> None:
-        super().__init__(start=span.start, stop=span.stop, void=span.is_void)
-        self.span = span
-        self.session = session
-        self.plan = plan
+    span: Span
+    session: SQLite | Postgres
 
 
 class SQLFormat:
     """Read a table or query in ranges of a key, in the order of the key.
 
     All ranges of an iteration show one snapshot. The key must be unique and not NULL,
-    and should have an index. A query must give the same rows whenever it is run.
+    and should have an index. A state holds the keys where it was cut, and the last one
+    that was read of each range: what is behind that is then read as it is by then.
+    Steps that read ahead (windows of ``shuffle``, an async ``map``) go back some rows
+    and count: that is exact if nothing was written among those.
 
     Args:
         url: ``sqlite:///path`` or ``postgresql://user@host/name``; for a Unix socket
@@ -54,8 +55,9 @@ class SQLFormat:
         columns: The columns to read, in order; default: all.
         parameters: Values for the placeholders of a query, ``$1`` for PostgreSQL and
             ``?`` for SQLite.
-        partitions: Into how many ranges the key is cut; or the keys to cut at, so that
-            ranks and later runs have the same ranges whatever is written meanwhile.
+        partitions: Into how many ranges the key is cut; or the keys to cut at: what
+            ``plan`` returned to one rank, so that all have the same ranges whatever is
+            written before they begin.
         deadline: Seconds that a lost connection may take to come back.
 
     Raises:
@@ -86,21 +88,20 @@ class SQLFormat:
         driver_of(self._address)
 
     async def shards(
-        self, stack: AsyncExitStack, known: Sequence[Mapping[str, Any]] = ()
+        self, stack: AsyncExitStack, known: "Summary | None" = None
     ) -> list[SQLShard]:
         """Take a snapshot, and return its ranges.
 
         Args:
             stack: Closes the connections.
-            known: The ranges of an earlier run, which are then taken over.
+            known: The ``summary`` of an earlier run's, which are then taken over.
 
         Raises:
             DatasetError: If the database cannot be reached, or read.
             ValueError: If the key cannot be one, or a column does not exist.
         """
-        partitions = self._partitions
-        if known:
-            partitions = [one["start"] for one in known if one["start"] is not None]
+        known = known or {}
+        partitions = known.get("cuts", self._partitions)
         session = self._new_session()
         stack.push_async_callback(session.aclose)
         try:
@@ -110,29 +111,26 @@ class SQLFormat:
         except Exception as exc:  # noqa: BLE001  (told without its traceback)
             failure = failure_of("open", self._source.label, self._address, exc)
         else:
-            spans += [Span(is_void=True)] * (len(known) - len(spans))
-            plan = name_of(spans)
-            return [SQLShard(span, session, plan) for span in spans]
+            spans += [Span(is_void=True)] * (known.get("count", 0) - len(spans))
+            return [SQLShard(span, session) for span in spans]
         raise failure
 
+    def summary(self, shards: Sequence[SQLShard]) -> "Summary":
+        """Return how many ranges there are, and the keys they are cut at."""
+        starts = [shard.span.start for shard in shards]
+        cuts = [start for start in starts if start is not None]
+        return {"count": len(shards), "cuts": cuts}
+
     async def plan(self) -> list[Key]:
-        """Return the keys to cut at, for ``partitions`` of other ranks and runs."""
+        """Return the keys to cut at, for ``partitions`` of other ranks."""
         async with AsyncExitStack() as stack:
-            spans = [shard.span for shard in await self.shards(stack)]
-        return [span.start for span in spans if span.start is not None]
+            cuts: list[Key] = self.summary(await self.shards(stack))["cuts"]
+        return cuts
 
     def open(self, shard: SQLShard, position: "Position", budget: int) -> SQLReader:
-        """Return a reader of a range behind the key in ``position``.
-
-        Raises:
-            ValueError: If the key was cut elsewhere when the position was taken.
-        """
-        if position.get("plan", shard.plan) != shard.plan:
-            raise ValueError(
-                f"{self.label} was cut elsewhere when the state was saved, for it has "
-                "changed since; pass partitions=await plan() to cut where it was"
-            )
-        return SQLReader(shard, position.get("key"), budget, self._deadline)
+        """Return a reader of a range behind the key in ``position``."""
+        last = position.get("key")
+        return SQLReader(shard.session, shard.span, last, budget, self._deadline)
 
     @property
     def label(self) -> str:

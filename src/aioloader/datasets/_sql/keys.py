@@ -4,8 +4,6 @@ A key is a number, or its text as the database reads it; bytes are in hexadecima
 check looks at whole columns: a nanosecond or so for each row.
 """
 
-import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -45,11 +43,6 @@ def spans_of(bounds: list[Key], count: int) -> list[Span]:
     edges = [None, *bounds, None]
     spans = [Span(*pair) for pair in pairwise(edges)]
     return spans + [Span(is_void=True)] * (count - len(spans))
-
-
-def name_of(spans: Sequence[Span]) -> str:
-    """Return a short name for ranges: others have another one."""
-    return f"{zlib.crc32(repr(spans).encode()):08x}"
 
 
 def encoded(value: Any) -> Key:

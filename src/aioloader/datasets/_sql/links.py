@@ -6,10 +6,12 @@ over Ctrl-C. So every call is made in the connection's thread, in the order of a
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+
+from aioloader.datasets._stores.outlast import outlast
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -71,9 +73,12 @@ class Link:
 
     async def aclose(self) -> None:
         """Stop what is under way, disconnect, and join the thread."""
-        await self.interrupt()
-        self._pool.submit(self._close)
-        await asyncio.to_thread(self._pool.shutdown)
+        try:
+            await self.interrupt()
+        finally:
+            self._pool.submit(self._close)
+            self._pool.shutdown(wait=False)
+            await asyncio.to_thread(self._pool.shutdown)
 
     async def _submit(self, call: Callable[[], T]) -> T:
         work = self._pool.submit(call)
@@ -96,6 +101,11 @@ class Link:
     def _close(self) -> None:
         if self._connection is not None:
             self._connection.close()
+
+
+async def close_all(links: Iterable[Link]) -> None:
+    """Close connections side by side; all of them, though this be cancelled."""
+    await outlast(asyncio.gather(*(link.aclose() for link in links)))
 
 
 def execute(connection: Connection, sql: str, parameters: Any = ()) -> None:

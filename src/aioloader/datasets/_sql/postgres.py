@@ -17,6 +17,7 @@ from aioloader.datasets._sql.links import (
     Batches,
     Connection,
     Link,
+    close_all,
     close_scan,
     execute,
     fetch,
@@ -153,11 +154,9 @@ class Postgres:
 
     async def aclose(self) -> None:
         """Disconnect."""
-        links, self._idle = [self._leader, *self._idle], []
-        self._leader = None
-        for link in links:
-            if link is not None:
-                await link.aclose()
+        leader, self._leader = self._leader, None
+        links, self._idle = self._idle, []
+        await close_all(links if leader is None else [leader, *links])
 
     async def _renew(self, lost: str) -> None:
         """Take a new snapshot, unless another reader has done so meanwhile."""

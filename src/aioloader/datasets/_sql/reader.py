@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._sql.failures import failure_of, given_up, pauses, reason_of
 from aioloader.datasets._sql.keys import Key, Span, encoded
+from aioloader.datasets._stores.outlast import outlast
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -61,22 +62,6 @@ class Session(Protocol):
         """Yield the rows of a range; in the connection's thread."""
 
 
-class Shard(Protocol):
-    """A range of an iteration."""
-
-    @property
-    def span(self) -> Span:
-        """The keys."""
-
-    @property
-    def session(self) -> Session:
-        """The iteration."""
-
-    @property
-    def plan(self) -> str:
-        """What names all its ranges, for states."""
-
-
 @dataclass
 class _Batch:
     """What is ready.
@@ -98,28 +83,33 @@ class SQLReader:
     """Read one range.
 
     Args:
-        shard: The range.
+        session: The iteration.
+        span: The range.
         last: Key of the last row that was delivered; None: none was.
         budget: Bytes to hold at most; a batch is a quarter, but 64 KiB at least.
         deadline: Seconds that a lost connection may take to come back.
     """
 
     def __init__(
-        self, shard: Shard, last: Key | None, budget: int, deadline: float
+        self,
+        session: Session,
+        span: Span,
+        last: Key | None,
+        budget: int,
+        deadline: float,
     ) -> None:
-        self._session = shard.session
-        self._span = shard.span
-        self._plan = shard.plan
+        self._session = session
+        self._span = span
         self._budget = budget
         self._batch_bytes = max(_SMALLEST, min(budget // 4, _LARGEST))
         self._deadline = deadline
-        self._last_read: Key | None = last
-        # The key of the last row pulled: itself, or where it is.
-        self._at: Key | tuple[pa.Array, int] | None = last
+        self._last = self._last_read = last
+        # Of the last pull: keys, and from where to where among them it went.
+        self._pulled: tuple[pa.Array, int, int] | None = None
         self._ready: deque[_Batch] = deque()
         self._held = 0
         self._error: BaseException | None = None
-        self._is_over = shard.span.is_void
+        self._is_over = span.is_void
         self._task: asyncio.Task[DatasetError | None] | None = None
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
@@ -147,7 +137,7 @@ class SQLReader:
         batch = self._ready[0]
         start = batch.taken
         batch.taken = stop = min(start + limit, len(batch.rows))
-        self._at = batch.keys, stop - 1
+        self._pulled = batch.keys, start, stop
         if stop == len(batch.rows):
             self._ready.popleft()
             self._held -= batch.nbytes
@@ -155,12 +145,17 @@ class SQLReader:
         return batch.rows[start:stop]
 
     def position(self) -> "Position":
-        """Return the key of the last row returned, if any, and of which ranges."""
-        if isinstance(self._at, tuple):
-            keys, place = self._at
-            self._at = encoded(keys[place].as_py())
-        begun = {} if self._at is None else {"key": self._at}
-        return {**begun, "plan": self._plan}
+        """Return the key of the last row returned, if any."""
+        if self._pulled is None:
+            return {} if self._last is None else {"key": self._last}
+        _, start, stop = self._pulled
+        return self.position_behind(stop - start)
+
+    def position_behind(self, count: int) -> "Position":
+        """Return the key of the last of the first ``count`` rows of the last pull."""
+        assert self._pulled is not None
+        keys, start, _ = self._pulled
+        return {"key": encoded(keys[start + count - 1].as_py())}
 
     def is_draining(self) -> bool:
         """Tell whether all was read."""
@@ -172,7 +167,7 @@ class SQLReader:
         self._is_over = True
         if task is not None:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await outlast(asyncio.gather(task, return_exceptions=True))
         self._error = None
         self._ready.clear()
         self._changed.set()

@@ -16,6 +16,7 @@ from aioloader.datasets._sql.links import (
     Batches,
     Connection,
     Link,
+    close_all,
     close_scan,
     execute,
     fetch,
@@ -138,8 +139,7 @@ class SQLite:
     async def aclose(self) -> None:
         """Disconnect."""
         links, self._links = self._links, []
-        for link in links:
-            await link.aclose()
+        await close_all(links)
 
     async def _take_snapshot(self) -> None:
         """Begin all transactions at one state of the file.
@@ -161,8 +161,7 @@ class SQLite:
         only, *others = self._links
         self._links = [only]
         await only.run(_start)
-        for link in others:
-            await link.aclose()
+        await close_all(others)
 
 
 # -- in the connection's thread ---------------------------------------------------

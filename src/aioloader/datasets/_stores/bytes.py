@@ -1,9 +1,9 @@
 """The bytes of one shard, read ahead in large pieces, in order.
 
-A file is read into three buffers in turn, one while another is used. An object comes by
-ranged requests, several in flight; the first one smaller, so that samples come soon.
-No more than the budget is held. Every piece is checked against the size and version
-that the first one told.
+A file is read into one buffer, and what uses a piece can do so in the thread that has
+read it. An object comes by ranged requests, several in flight; the first ones smaller,
+so that samples come soon. No more than the budget is held. Every piece is checked
+against the size and version that the first one told.
 """
 
 import asyncio
@@ -11,12 +11,14 @@ import os
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from io import FileIO
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import aiofiles
+import numpy as np
 from typing_extensions import Buffer
 
-from aioloader._transport.slots import Slot, SlotPool
+from aioloader.datasets._stores.outlast import in_thread, outlast
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
@@ -24,20 +26,21 @@ from aioloader.errors import (
     TruncatedReadError,
 )
 
+T = TypeVar("T")
+
 _LARGEST = 8 << 20
 _SMALLEST = 1 << 16
 # Small enough for the cache, large enough for a hop to a thread.
-_FILE_PIECE = 1 << 21
-# Pieces in flight per object, and before anybody reads it; the size of the first one.
-_AHEAD, _AHEAD_UNREAD = 4, 2
-_FIRST = 1 << 22
+_FILE_PIECE = 1 << 22
+# Pieces in flight per object; half as many before anybody reads it.
+_AHEAD = 8
 
 
 class Bytes(Protocol):
     """Bytes in order."""
 
     async def read(self) -> Buffer:
-        """Return the next piece, valid until the next call returns; empty at the end.
+        """Return the next piece, valid until the next call; empty at the end.
 
         Raises:
             DatasetError: If it cannot be read.
@@ -47,7 +50,7 @@ class Bytes(Protocol):
         """Begin to read ahead."""
 
     def is_draining(self) -> bool:
-        """Tell whether all was requested."""
+        """Tell whether another shard may be opened: the rest of this one is coming."""
 
     async def aclose(self) -> None:
         """End what is under way, and wait for its end."""
@@ -96,29 +99,27 @@ class ObjectBytes:
         self._fetch = fetch
         self._whole = whole
         self._chunks: AsyncIterator[Buffer] | None = None
-        self._start = start
         self._location = location
-        self._at = start
-        # While one object is used up, another may have begun: both are in the budget.
-        self._largest = max(
-            _SMALLEST, min(_LARGEST, budget // (_AHEAD + _AHEAD_UNREAD))
-        )
-        self._ahead = _AHEAD_UNREAD
-        self._length = min(_FIRST, self._largest)
+        self._start = self._read = self._at = start
+        # A power of two, for pieces end at multiples of it.
+        largest = max(_SMALLEST, min(_LARGEST, budget // _AHEAD))
+        self._largest = 1 << (largest.bit_length() - 1)
+        self._length = _SMALLEST
+        self._window = self._largest * _AHEAD // 2
         self._size: int | None = None
         self._version: str | None = None
         self._pieces: deque[asyncio.Task[Piece]] = deque()
 
     def begin(self) -> None:
-        """Send the first request."""
+        """Send the first request, a small one: it tells the size."""
         if self._size is None and not self._pieces:
-            self._request(self._at + self._length)
+            self._request()
 
     async def read(self) -> Buffer:
         """Return the next piece."""
         if self._chunks is not None:
             return await self._next_chunk(self._chunks)
-        self._ahead = _AHEAD
+        self._window = self._largest * _AHEAD
         self.begin()
         if not self._pieces:
             return b""
@@ -129,12 +130,14 @@ class ObjectBytes:
             self._size = self._at
             self._chunks = self._whole()
             return await self._next_chunk(self._chunks)
+        self._read += len(memoryview(piece.data))
         self._fill()
         return piece.data
 
     def is_draining(self) -> bool:
-        """Tell whether all was requested."""
-        return self._size is not None and self._at >= self._size
+        """Tell whether all was requested, and half of the budget is free."""
+        is_all = self._size is not None and self._at >= self._size
+        return is_all and self._at - self._read <= self._largest * _AHEAD // 2
 
     async def aclose(self) -> None:
         """Cancel the requests in flight."""
@@ -158,13 +161,19 @@ class ObjectBytes:
         """Send requests until the window is full; what is beyond the end is not."""
         size = self._size or 0
         self._at = min(self._at, size)
-        while len(self._pieces) < self._ahead and self._at < size:
-            self._request(min(self._at + self._length, size))
+        while self._at < size and self._stop() - self._read <= self._window:
+            self._request()
 
-    def _request(self, stop: int) -> None:
-        start, self._at = self._at, stop
-        self._length = min(2 * self._length, self._largest)
-        self._pieces.append(asyncio.create_task(self._get(start, stop)))
+    def _stop(self) -> int:
+        """Return where the next piece ends: as blocks of a cache, at a multiple."""
+        stop = self._at - self._at % self._length + self._length
+        return stop if self._size is None else min(stop, self._size)
+
+    def _request(self) -> None:
+        start, self._at = self._at, self._stop()
+        # They grow, so that those which are asked for at once do not come at once.
+        self._length = min(self._largest, max(2 * self._length, self._largest // 8))
+        self._pieces.append(asyncio.create_task(self._get(start, self._at)))
 
     async def _get(self, start: int, stop: int) -> Piece:
         piece = await self._fetch(start, stop, self._version)
@@ -205,78 +214,55 @@ class Closing:
 
 
 class FileBytes:
-    """A file's bytes, read into three buffers in turn by ``aiofiles``.
+    """A file's bytes, opened by ``aiofiles`` and read into one buffer.
 
     Args:
         path: The file.
         start: First byte.
         budget: Bytes to hold at most.
-        pool: Where buffers come from, and go back to for the next file.
     """
 
-    def __init__(self, path: str, start: int, budget: int, pool: SlotPool) -> None:
+    def __init__(self, path: str, start: int, budget: int) -> None:
         self._path = path
-        self._pool = pool
         self._at = start
-        self._length = max(_SMALLEST, min(_FILE_PIECE, budget // 3))
-        self._spare: list[Slot] = []
-        self._used: deque[Slot] = deque()
+        # Besides the buffer there is what is made of it.
+        self._length = max(_SMALLEST, min(_FILE_PIECE, budget // 2))
+        self._buffer = memoryview(b"")
         self._file: Any = None
         self._facts: tuple[int, int] = 0, 0
-        self._reading: asyncio.Task[tuple[Slot, int]] | None = None
-        self._has_ended = False
 
     def begin(self) -> None:
-        """Begin to read the first piece."""
-        if self._reading is None and not self._has_ended:
-            self._reading = asyncio.create_task(self._next())
+        """Do nothing: a file is there."""
 
     async def read(self) -> Buffer:
         """Return the next piece."""
-        self.begin()
-        if self._reading is None:
-            return b""
-        await asyncio.wait([self._reading])  # a cancellation leaves it alone
-        reading, self._reading = self._reading, None
-        buffer, length = reading.result()
-        self._used.append(buffer)
-        if len(self._used) > 2:
-            self._spare.append(self._used.popleft())
-        self._has_ended = not length
-        if length:
-            self.begin()
-        return buffer.data[:length]
+        return await self.use(_same)
+
+    async def use(self, function: Callable[[Buffer], T]) -> T:
+        """Return what ``function`` makes of the next piece, in the same thread.
+
+        One hop is cheaper than two, and the piece is in that core's cache.
+        """
+        if self._file is None:
+            try:
+                await outlast(asyncio.create_task(self._open()))
+            except OSError as error:
+                raise file_failure(self._path, error) from error
+        return await in_thread(self._use, function)
 
     def is_draining(self) -> bool:
         """Tell whether the end is near."""
-        return self._has_ended or (
-            self._file is not None and self._at >= self._facts[0]
-        )
+        return self._file is not None and self._at >= self._facts[0]
 
     async def aclose(self) -> None:
-        """Wait for the read under way, and close the file."""
-        self._has_ended = True
-        if self._reading is not None:
-            # A read in a thread cannot be cancelled; it is of one piece.
-            await asyncio.wait([self._reading])
-            if not self._reading.cancelled():
-                self._reading.exception()  # seen: nobody else will ask for it
-            self._reading = None
+        """Close the file."""
         if self._file is not None:
             # If that is cancelled before its thread has begun, it is done again.
             await self._file.close()
             self._file = None
 
-    async def _next(self) -> tuple[Slot, int]:
-        try:
-            if self._file is None:
-                await self._open()
-            return await self._fill()
-        except OSError as error:
-            raise file_failure(self._path, error) from error
-
     async def _open(self) -> None:
-        # Unbuffered: what is read in pieces of megabytes needs no second copy.
+        # Unbuffered: what is read in large pieces needs no second copy.
         self._file = await aiofiles.open(self._path, "rb", buffering=0)
         self._facts = self._look()
         if self._at:
@@ -286,16 +272,29 @@ class FileBytes:
         facts = os.fstat(self._file.fileno())
         return facts.st_size, facts.st_mtime_ns
 
-    async def _fill(self) -> tuple[Slot, int]:
+    def _use(self, function: Callable[[Buffer], T]) -> T:
+        try:
+            length = self._fill()
+        except OSError as error:
+            raise file_failure(self._path, error) from error
+        return function(self._buffer[:length])
+
+    def _fill(self) -> int:
         """Read one piece; hold the file against what it was at the beginning."""
-        size, _ = self._facts
-        buffer = self._spare.pop() if self._spare else self._pool.lease(self._length)
-        wanted = min(self._length, max(0, size - self._at))
-        length = await self._file.readinto(buffer.data[:wanted]) if wanted else 0
+        wanted = min(self._length, max(0, self._facts[0] - self._at))
+        if not self._buffer:
+            # Not mapped: once the C library has freed a block of this size, it keeps as
+            # much for samples, which else cost up to a page fault for every 4 KB.
+            self._buffer = np.empty(wanted, np.uint8).data
+        length = self._read_into(self._buffer[:wanted]) if wanted else 0
         self._at += length
         if length < wanted or not wanted:
             self._check(wanted, length)
-        return buffer, length
+        return length
+
+    def _read_into(self, buffer: memoryview) -> int:
+        # The file of aiofiles would hop to a thread of its own.
+        return FileIO(self._file.fileno(), closefd=False).readinto(buffer) or 0
 
     def _check(self, wanted: int, length: int) -> None:
         size, changed = self._look()
@@ -313,6 +312,10 @@ class FileBytes:
                 expected=size,
                 received=self._at,
             )
+
+
+def _same(piece: Buffer) -> Buffer:
+    return piece
 
 
 def file_failure(path: str, cause: OSError) -> DatasetError:

@@ -17,7 +17,6 @@ from urllib.parse import unquote, urlsplit
 
 from typing_extensions import Buffer
 
-from aioloader._transport.slots import SlotPool
 from aioloader.datasets._stores.bytes import (
     Bytes,
     Closing,
@@ -153,7 +152,7 @@ class Places:
         """Return the bytes of a shard from ``start`` on; nothing is read yet."""
         here = self._per_loop.here()
         if self._base is None and _is_local(address):
-            return FileBytes(self.label(address), start, budget, here.buffers)
+            return FileBytes(self.label(address), start, budget)
         source, key = self._source_of(address)
         fetch: Fetch = functools.partial(here.fetch, source, key)
         whole = functools.partial(here.chunks, source, key)
@@ -209,10 +208,9 @@ class Places:
 
 
 class _Here:
-    """What one event loop has: requests, and buffers that files are read into."""
+    """What one event loop has: its requests."""
 
     def __init__(self, requests: Requests) -> None:
-        self.buffers = SlotPool()
         self.versions: dict[str, str | None] = {}
         self._tries = Tries(requests)
         self._flights: Flights | None = None

@@ -10,14 +10,16 @@ requested.
 import asyncio
 from collections.abc import Sequence
 
-import numpy as np
-
-from aioloader._order.blocks import Bad, Block, cut, join, pick
+from aioloader._order.blocks import Bad, Block, cut, weave
 from aioloader.datasets._streams.cursors import State, skip
 from aioloader.datasets._streams.shards import Position, Shard, ShardFormat, ShardReader
 
 # Samples that a lane asks its reader for at once, at least: many share the cost.
-_AT_ONCE = 256
+_SAMPLES = 256
+# As many rows of columns, which are in memory anyway.
+_ROWS = 1 << 14
+# Samples that are woven at once, at most: it costs little per sample if they are many.
+_WOVEN = 1 << 15
 
 
 class Lane:
@@ -43,6 +45,7 @@ class Lane:
         self._block: Block = []
         self._taken = 0
         self._is_broken = False
+        self._has_columns = False
         self._reader: ShardReader | None = None
         self._next: ShardReader | None = None
         self._done: ShardReader | None = None  # until it is closed
@@ -57,14 +60,16 @@ class Lane:
         """Return how many samples can be taken at once."""
         return len(self._block) - self._taken
 
-    def take(self, count: int) -> Block:
-        """Take samples that are ready."""
-        start = self._taken
+    def look(self, count: int) -> Block:
+        """Return the next samples that are ready; they stay the next ones."""
+        return cut(self._block, self._taken, self._taken + count)
+
+    def pass_on(self, count: int) -> None:
+        """Note that as many samples were passed on."""
         self._taken += count
-        return cut(self._block, start, self._taken)
 
     async def fill(self, limit: int) -> bool:
-        """Get more samples if none is ready; tell whether there are any."""
+        """Get about ``limit`` samples if none is ready; tell whether there are any."""
         while not self.ready():
             if self._is_broken:
                 await self._turn()
@@ -76,7 +81,16 @@ class Lane:
         return True
 
     def state(self) -> State:
-        """Return where the next sample is."""
+        """Return where the next sample is.
+
+        To count from where a block began is right for what does not change. A reader
+        of rows, of which some may be deleted and others written, names the last one.
+        """
+        if self._is_broken and self._taken:  # what is left of the shard is lost
+            return {"shard": self._number + 1, "at": {}, "taken": 0}
+        behind = getattr(self._reader, "position_behind", None)
+        if behind is not None and self._taken:
+            return {"shard": self._number, "at": behind(self._taken), "taken": 0}
         taken = self._skip or self._taken
         return {"shard": self._number, "at": self._position, "taken": taken}
 
@@ -93,7 +107,9 @@ class Lane:
             await skip(reader, self._skip)
             self._skip = self._taken = 0
             self._block, self._position = [], reader.position()
-            self._block = await reader.pull(limit)
+            least = _ROWS if self._has_columns else _SAMPLES
+            self._block = await reader.pull(max(limit, least))
+            self._has_columns = not isinstance(self._block, list)
         except Exception as error:  # noqa: BLE001  (the loader's policy decides)
             # The rest of the shard is lost.
             self._skip = self._taken = 0
@@ -127,6 +143,9 @@ class Lane:
 class Interleaved:
     """Lanes that take turns, sample by sample.
 
+    What all lanes have ready is woven into one block, of which pulls are cut, so that
+    turns cost little. Lanes know only of what was passed on.
+
     Args:
         lanes: The lanes.
         state: What ``state`` returned, but for the lanes'.
@@ -138,6 +157,9 @@ class Interleaved:
         self._active = [at for at in range(len(lanes)) if at not in ended]
         self._turn: int = state.get("turn", 0)
         self._has_begun = False
+        self._woven: Block = []
+        self._given = 0
+        self._weft: list[Lane] = []  # whose samples are woven, in turn
 
     def begin(self) -> None:
         """Open all lanes at once, not each when its turn comes."""
@@ -147,42 +169,48 @@ class Interleaved:
                 self._lanes[at].begin()
 
     async def pull(self, limit: int) -> Block:
-        """Return the next samples in turn, those that can be had without a wait.
-
-        Only the first is waited for.
-        """
+        """Return the next samples in turn, from 1 to ``limit``; none at the end."""
         self.begin()
-        parts: list[Block] = []
-        found = 0
-        while found < limit and self._active:
-            at = self._turn % len(self._active)
-            lane = self._lanes[self._active[at]]
-            if not lane.ready():
-                if parts:
-                    break
-                if not await lane.fill(max(limit, _AT_ONCE)):
-                    del self._active[at]
-                    self._turn = at
-                    continue
-            part = self._rounds(limit - found) if at == 0 else None
-            if part is None:
-                count = 1 if len(self._active) > 1 else limit - found
-                part = lane.take(min(count, lane.ready()))
-                self._turn = at + 1
-            parts.append(part)
-            found += len(part)
-        return join(parts)
+        if self._given >= len(self._woven):
+            await self._fill(limit)
+            await self._weave(limit)
+        part = cut(self._woven, self._given, self._given + limit)
+        self._pass(len(part))
+        return part
 
-    def _rounds(self, limit: int) -> Block | None:
-        """Return whole rounds of all lanes, as many as are ready; None if none is."""
-        lanes = [self._lanes[at] for at in self._active]
-        count = len(lanes)
-        rounds = min(limit // count, *(lane.ready() for lane in lanes))
-        if rounds < 1 or count == 1:
-            return None
-        taken = join([lane.take(rounds) for lane in lanes])
-        turns = np.arange(rounds * count).reshape(count, rounds).T
-        return pick(taken, turns.ravel().tolist())
+    async def _fill(self, limit: int) -> None:
+        """Wait until all lanes have samples; leave out those that have ended."""
+        turns = self._turns()
+        going = [at for at in turns if await self._lanes[at].fill(limit)]
+        self._active = sorted(going)
+        self._turn = self._active.index(going[0]) if going else 0
+
+    async def _weave(self, limit: int) -> None:
+        """Put what is ready in order: whole rounds, beginning with the next turn."""
+        lanes = [self._lanes[at] for at in self._turns()]
+        rounds = min((lane.ready() for lane in lanes), default=0)
+        if len(lanes) > 1:
+            rounds = min(rounds, max(1, max(limit, _WOVEN) // len(lanes)))
+        blocks = [lane.look(rounds) for lane in lanes]
+        if len(blocks) > 1 and not isinstance(blocks[0], list):
+            woven = await asyncio.to_thread(weave, blocks)  # columns may be many
+        else:
+            woven = weave(blocks)
+        self._woven, self._weft, self._given = woven, lanes, 0
+
+    def _turns(self) -> list[int]:
+        """Return the numbers of the lanes, in turn."""
+        at = self._turn % max(1, len(self._active))
+        return self._active[at:] + self._active[:at]
+
+    def _pass(self, count: int) -> None:
+        """Note that the next samples of the woven block were passed on."""
+        before, self._given = self._given, self._given + count
+        lanes = len(self._weft)
+        for place, lane in enumerate(self._weft):
+            behind = lanes - 1 - place
+            lane.pass_on((self._given + behind) // lanes - (before + behind) // lanes)
+        self._turn += count
 
     def state(self) -> State:
         """Return whose turn it is, and where each lane is."""
@@ -212,9 +240,7 @@ class AsTheyCome(Interleaved):
             waiting = set(self._fills.values())
             for at in self._active:
                 if at not in waiting:
-                    fill = asyncio.create_task(
-                        self._lanes[at].fill(max(limit, _AT_ONCE))
-                    )
+                    fill = asyncio.create_task(self._lanes[at].fill(limit))
                     self._fills[fill] = at
             done, _ = await asyncio.wait(
                 self._fills, return_when=asyncio.FIRST_COMPLETED
@@ -222,8 +248,9 @@ class AsTheyCome(Interleaved):
             for fill in done:
                 at = self._fills.pop(fill)
                 if fill.result():
-                    lane = self._lanes[at]
-                    return lane.take(min(limit, lane.ready()))
+                    block = self._lanes[at].look(limit)
+                    self._lanes[at].pass_on(len(block))
+                    return block
                 self._active.remove(at)
         return []
 

@@ -4,16 +4,21 @@ All that is common to tar files, tables and rows (order, interleaving, shuffling
 sharing among readers, state) is built on these three protocols alone.
 """
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Protocol, TypeAlias
+from urllib.parse import unquote
 
 from typing_extensions import Buffer
 
 from aioloader._order.blocks import Block
+from aioloader.datasets._stores.redact import redact_url
 
 Shard: TypeAlias = Any
 Position: TypeAlias = dict[str, Any]
+# What a state holds of all shards.
+Summary: TypeAlias = dict[str, Any]
 
 
 class Parser(Protocol):
@@ -59,11 +64,22 @@ class ShardReader(Protocol):
 class ShardFormat(Protocol):
     """How the shards of one dataset are listed and opened."""
 
-    async def shards(self, stack: AsyncExitStack) -> Sequence[Shard]:
+    async def shards(
+        self, stack: AsyncExitStack, known: Summary | None = None, /
+    ) -> Sequence[Shard]:
         """Return the shards in their canonical order.
 
         Args:
             stack: Closes, after the iteration, what all its shards need.
+            known: The ``summary`` that a state was saved with, None at a beginning. A
+                format that cuts its shards itself cuts them there again.
+        """
+
+    def summary(self, shards: Sequence[Shard]) -> Summary:
+        """Return what a state holds of ``shards``: small, and ready for JSON.
+
+        A state is loaded only where the shards found have an equal one. ``"count"``,
+        their number, is in it.
         """
 
     def open(self, shard: Shard, position: Position, budget: int) -> ShardReader:
@@ -74,3 +90,32 @@ class ShardFormat(Protocol):
             position: What a reader's ``position`` returned.
             budget: Bytes that it may read ahead of what was pulled.
         """
+
+
+def summary_of(addresses: Iterable[str]) -> Summary:
+    """Return the summary of shards that have addresses: how many, and which.
+
+    They may be moved together: a name counts from the last directory that all are in,
+    and has no query, where signatures are, and no account.
+
+    Args:
+        addresses: Of each shard, in order.
+
+    Returns:
+        ``"count"``, and ``"names"``, a checksum.
+    """
+    plain = [_plain(address) for address in addresses]
+    first, last = min(plain, default=""), max(plain, default="")
+    # What the first and the last one begin with, all begin with.
+    shared = next(
+        (at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
+        min(len(first), len(last)),
+    )
+    start = first.rfind("/", 0, shared) + 1
+    names = "\0".join(name[start:] for name in plain)
+    checksum = zlib.crc32(names.encode("utf-8", "surrogateescape"))
+    return {"count": len(plain), "names": f"{checksum:08x}"}
+
+
+def _plain(address: str) -> str:
+    return unquote(redact_url(address)) if "://" in address else address

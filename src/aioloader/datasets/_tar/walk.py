@@ -88,19 +88,12 @@ class TarParser:
         """Add bytes; what was not taken of the last piece becomes samples first.
 
         Args:
-            piece: Stays valid, and as it is, until the next call or the end.
+            piece: Stays valid, and as it is, until ``take`` returns fewer samples than
+                it was asked for.
         """
         self._walk(sys.maxsize)
         if self._is_stopped:
             return
-        view = self._view
-        if self._pos < len(view):
-            self._parts.append(bytes(view[self._pos :]))
-            self._have += len(view) - self._pos
-            self._pos = len(view)
-        self._base += len(view)
-        self._pos -= len(view)
-        view.release()
         self._view = memoryview(piece).cast("B")
 
     def end(self) -> None:
@@ -137,9 +130,22 @@ class TarParser:
             if len(self._groups.ready) >= limit:
                 return
             if not self._step():
+                self._keep()
                 if self._is_ended:
                     self._finish()
                 return
+
+    def _keep(self) -> None:
+        """Copy what is left of the piece, and let go of it."""
+        view = self._view
+        if self._pos < len(view):
+            self._parts.append(bytes(view[self._pos :]))
+            self._have += len(view) - self._pos
+            self._pos = len(view)
+        self._base += len(view)
+        self._pos -= len(view)
+        view.release()
+        self._view = memoryview(b"")
 
     def _run(self, limit: int) -> None:
         """Read members that lie whole in the piece and have a plain header.

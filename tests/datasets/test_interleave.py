@@ -1,0 +1,215 @@
+"""Lanes take turns sample by sample, however their samples come and are pulled."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from aioloader._order.blocks import Bad, Block, weave
+from aioloader.datasets._arrow.rows import Rows
+from aioloader.datasets._streams import interleave
+from aioloader.datasets._streams.cursors import State
+from aioloader.datasets._streams.iterators import Reading, Share
+from aioloader.datasets.sharded import ShardedStream
+
+# Uneven shards, dealt to three lanes: the last lane ends first, the first one last.
+LENGTHS = (7, 20, 3, 11, 0, 2, 13)
+LANES = 3
+
+Samples = Callable[[list[int]], Block]
+
+
+def as_rows(numbers: list[int]) -> Block:
+    """Return a block of columns, one of which Arrow keeps."""
+    return Rows(pa.table({"n": numbers, "text": [f"{n}" for n in numbers]}))
+
+
+class Reader:
+    """A shard in memory, in blocks of at most ``most`` samples."""
+
+    def __init__(self, numbers: list[int], at: int, most: int, make: Samples) -> None:
+        self._numbers = numbers
+        self._at = at
+        self._most = most
+        self._make = make
+
+    def begin(self) -> None:
+        """Do nothing: all is there."""
+
+    async def pull(self, limit: int) -> Block:
+        """Return the next samples; fail at a negative one."""
+        found = self._numbers[self._at : self._at + min(limit, self._most)]
+        if found and found[0] < 0:
+            raise OSError(f"sample {found[0]}")
+        found = list(itertools.takewhile(lambda number: number >= 0, found))
+        self._at += len(found)
+        return self._make(found) if found else []
+
+    def position(self) -> dict[str, Any]:
+        """Return the place of the next sample."""
+        return {"at": self._at}
+
+    def is_draining(self) -> bool:
+        """Tell whether all was pulled."""
+        return self._at >= len(self._numbers)
+
+    async def aclose(self) -> None:
+        """Do nothing."""
+
+
+class Memory:
+    """Shards in memory: sample ``k`` of shard ``s`` is ``100 * s + k``."""
+
+    def __init__(self, make: Samples, most: int = 5) -> None:
+        self.made = [[100 * s + k for k in range(n)] for s, n in enumerate(LENGTHS)]
+        self._make = make
+        self._most = most
+
+    async def shards(
+        self, stack: AsyncExitStack, _known: Any = None, /
+    ) -> list[list[int]]:
+        """Return the samples themselves."""
+        return self.made
+
+    def summary(self, shards: Any) -> dict[str, Any]:
+        """Return their number."""
+        return {"count": len(shards)}
+
+    def open(self, shard: Any, position: dict[str, Any], budget: int) -> Reader:
+        """Return a reader from a place on."""
+        return Reader(shard, position.get("at", 0), self._most, self._make)
+
+    def in_turn(self) -> list[int]:
+        """Return what three lanes give."""
+        lanes = [list(itertools.chain(*self.made[at::LANES])) for at in range(LANES)]
+        found: list[int] = []
+        while lanes := [lane for lane in lanes if lane]:
+            found += [lane.pop(0) for lane in lanes]
+        return found
+
+
+@pytest.fixture(autouse=True, params=[4, 1 << 14], ids=["few", "many"])
+def _sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weave a few samples at a time, so that there are many ends; or many."""
+    for name, factor in (("_SAMPLES", 1), ("_ROWS", 2), ("_WOVEN", 2)):
+        monkeypatch.setattr(interleave, name, factor * request.param)
+
+
+@asynccontextmanager
+async def cursor_of(made: Memory, state: State) -> AsyncIterator[Any]:
+    """Open three lanes."""
+    stream: Any = ShardedStream(made, interleave=LANES)
+    async with AsyncExitStack() as stack:
+        cursor = await stream.open(Reading(0, Share(), stack), state)
+        stack.push_async_callback(cursor.aclose)
+        yield cursor
+
+
+def number_of(sample: Any) -> Any:
+    """Return the number of a sample of either kind."""
+    if isinstance(sample, dict):
+        assert sample["text"] == str(sample["n"])
+        return int(sample["n"])
+    return str(sample.error) if type(sample) is Bad else sample
+
+
+async def read(
+    made: Memory, state: State, limits: Any, count: int = 10**9
+) -> tuple[list[Any], State]:
+    """Return about the next ``count`` samples, and the state behind them."""
+    found: list[Any] = []
+    async with cursor_of(made, state) as cursor:
+        while len(found) < count:
+            block = await cursor.pull(min(next(limits), count - len(found)))
+            if not len(block):
+                break
+            found += map(number_of, block)
+        return found, cursor.state()
+
+
+KINDS = pytest.mark.parametrize("make", [list, as_rows], ids=["list", "rows"])
+
+
+@KINDS
+@pytest.mark.parametrize("limits", [[1], [2, 5], [64], [10, 1, 3]])
+async def test_each_lane_in_its_turn(make: Samples, limits: list[int]) -> None:
+    """Whatever is pulled at once."""
+    made = Memory(make)
+    found, _ = await read(made, {}, itertools.cycle(limits))
+    assert found == made.in_turn()
+
+
+@KINDS
+async def test_goes_on_from_anywhere(make: Samples) -> None:
+    """Within a woven block too: what was not passed on comes again."""
+    made = Memory(make)
+    whole = made.in_turn()
+    for count in range(len(whole) + 1):
+        first, state = await read(made, {}, itertools.cycle([3, 7]), count)
+        rest, _ = await read(made, state, itertools.repeat(5))
+        assert first + rest == whole
+
+
+@KINDS
+async def test_a_lane_that_fails_keeps_its_turn(make: Samples) -> None:
+    """Its error stands where its sample would have; the other lanes lose nothing."""
+    made = Memory(make)
+    expected = [n if n != 105 else "sample -1" for n in made.in_turn()]
+    lost = set(range(106, 120))
+    made.made[1][5] = -1
+    found, _ = await read(made, {}, itertools.repeat(64))
+    assert sorted(map(str, found)) == sorted(str(n) for n in expected if n not in lost)
+    place = expected.index("sample -1")
+    assert found[: place + 1] == expected[: place + 1]
+
+
+@KINDS
+async def test_goes_on_behind_a_failure(make: Samples) -> None:
+    """From any place: what was lost with a shard does not come after all."""
+    made = Memory(make)
+    made.made[1][5] = -1
+    whole, _ = await read(made, {}, itertools.repeat(64))
+    for count in range(len(whole) + 1):
+        first, state = await read(made, {}, itertools.cycle([3, 7]), count)
+        rest, _ = await read(made, state, itertools.repeat(5))
+        assert first + rest == whole
+
+
+async def test_a_cancelled_pull_loses_nothing() -> None:
+    """Whatever it was waiting for."""
+    made = Memory(as_rows)
+    found: list[Any] = []
+    async with cursor_of(made, {}) as cursor:
+        for turns in itertools.count():
+            pull = asyncio.create_task(cursor.pull(3))
+            for _ in range(turns % 4):
+                await asyncio.sleep(0)
+            pull.cancel()
+            await asyncio.wait([pull])
+            block = await cursor.pull(2) if pull.cancelled() else pull.result()
+            if not len(block):
+                break
+            found += map(number_of, block)
+    assert found == made.in_turn()
+
+
+async def test_columns_stay_columns() -> None:
+    """What several lanes give is one block."""
+    made = Memory(as_rows, most=100)
+    made.made = [[100 * s + k for k in range(30)] for s in range(LANES)]
+    async with cursor_of(made, {}) as cursor:
+        block = await cursor.pull(5)
+        assert type(block) is Rows
+        assert block.collate()["n"].tolist() == [0, 100, 200, 1, 101]
+
+
+def test_blocks_of_several_kinds_are_woven() -> None:
+    """As rows, if their columns differ."""
+    other = Rows(pa.table({"x": [1, 2]}))
+    assert list(weave([as_rows([1, 2]), other]))[1::2] == [{"x": 1}, {"x": 2}]
+    assert weave([["a", "b"], as_rows([1, 2])])[::2] == ["a", "b"]
+    assert weave([]) == []

@@ -1,0 +1,202 @@
+"""Streams of rows go on where they were, whatever was written since."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioloader.datasets import SQLDataset, TextDataset
+from aioloader.datasets._sql.format import SQLFormat
+from aioloader.datasets._sql.keys import Span
+from aioloader.datasets.sharded import ShardedStream
+from beside import beside
+from datasets.pg import Database, database, postgresql, server, sqlite
+from datasets.shards import names, read, text
+from datasets.sql_reads import opened, parts_of
+from datasets.test_sql import in_order, make
+
+__all__ = ["database", "postgresql", "server", "sqlite"]
+
+# Before and behind every row that there was, and rows gone from everywhere.
+WRITES = (
+    "INSERT INTO t SELECT id + 3, value, name FROM t",
+    "INSERT INTO t SELECT -1 - id, value, name FROM t",
+    "INSERT INTO t SELECT id + 10000, value, name FROM t",
+    "DELETE FROM t WHERE id % 7 = 0",
+)
+
+
+def stream_of(database: Database, **options: Any) -> Any:
+    """Return a stream of the keys of a table."""
+    return SQLDataset(database.url, "t", key="id", columns=["id"], **options)
+
+
+async def keys(stream: Any, count: int | None = None) -> tuple[list[int], Any]:
+    """Return the first keys, all if not told, and the state behind them."""
+    rows, state = await read(stream, count)
+    return [row["id"] for row in rows], state
+
+
+def check(state: Any, seen: list[int], rest: list[int], now: list[int]) -> None:
+    """See that of each range all is read behind its last key; if it was over, nothing.
+
+    Rows were the tens before they were written.
+    """
+    cuts = state["stream"]["shards"]["cuts"]
+    assert len({*rest}) == len(rest)
+    for start, stop in pairwise([-(2**63), *cuts, 2**63]):
+        last = max((key for key in seen if start <= key < stop), default=start - 1)
+        found = sorted(key for key in rest if start <= key < stop)
+        following = {key for key in now if start <= key < stop and key > last}
+        was_over = not any(key % 10 == 0 and key < 10000 for key in following)
+        assert found == sorted(following) or (was_over and not found)
+
+
+async def written(database: Database) -> list[int]:
+    """Write and delete, and return all keys that there are then."""
+    found = await beside(lambda: database.run(*WRITES, "SELECT id FROM t ORDER BY id"))
+    return [row[0] for row in found]
+
+
+@pytest.mark.parametrize("count", [1, 100, 333, 800])
+@pytest.mark.parametrize("interleave", [1, 3])
+async def test_what_is_behind_is_read_as_it_is_now(
+    database: Database, interleave: int, count: int
+) -> None:
+    """Of each range, the rows behind its last key: no other, and each of them once."""
+    database.fill("t", 1000, key="n * 10")
+    options: dict[str, Any] = {"shuffle": True, "interleave": interleave}
+    head, state = await keys(stream_of(database, **options), count)
+    now = await written(database)
+    again = stream_of(database, **options)
+    again.load_state_dict(state)
+    rest, _ = await keys(again)
+    assert len(state["stream"]["shards"]["cuts"]) == 7
+    check(state, head, rest, now)
+
+
+async def test_it_holds_at_each_row(sqlite: Database) -> None:
+    """Also where a block was passed on in part; in batches too, a state of a state."""
+    sqlite.fill("t", 60, key="n * 10")
+    states = [await keys(stream_of(sqlite, interleave=3), n) for n in range(0, 61, 4)]
+    (batch, *_), batched = await read(stream_of(sqlite, interleave=3).batch(8), 1)
+    now = await written(sqlite)
+    for head, state in [*states, ([row["id"] for row in batch], batched)]:
+        inner = state["stream"].get("up", state["stream"])
+        again = stream_of(sqlite, interleave=3)
+        again.load_state_dict({**state, "stream": inner})
+        middle, later = await keys(again, 5)
+        again.load_state_dict(later)
+        rest, _ = await keys(again)
+        check(later, head, middle + rest, now)
+
+
+@pytest.mark.parametrize("name", ["extreme", "text", "char", "uuid", "timestamptz"])
+async def test_keys_of_all_kinds_cut_again(database: Database, name: str) -> None:
+    """What a state holds is read back as the key that it was."""
+    make(database, name)
+    expected = in_order(database)
+    stream: Any = SQLDataset(database.url, "t", key="id", columns=["n"])
+    head, state = await read(stream, 400)
+    await beside(lambda: database.run("DELETE FROM t WHERE n % 2 = 0"))
+    stream.load_state_dict(state)
+    rest, _ = await read(stream)
+    found = [row["n"] for row in head + rest]
+    assert found == expected[:400] + [n for n in expected[400:] if n % 2]
+
+
+async def test_a_new_iteration_cuts_anew(database: Database) -> None:
+    """The epoch that follows has all rows, in ranges that are even again."""
+    database.fill("t", 400)
+    stream = stream_of(database)
+    _, state = await keys(stream, 10)
+    await beside(lambda: database.run("DELETE FROM t WHERE id < 350"))
+    stream.load_state_dict(state)
+    assert (await keys(stream))[0] == [*range(350, 400)]
+    found, after = await keys(stream)
+    assert found == [*range(350, 400)]
+    cuts = [one["stream"]["shards"]["cuts"] for one in (state, after)]
+    assert max(cuts[0][:6]) < 350 <= min(cuts[1])
+
+
+async def test_ranks_go_on_each_with_its_own(database: Database) -> None:
+    """One rank has cut for all; then nothing is lost or doubled among them."""
+    database.fill("t", 1000, key="n * 10")
+    bounds = await SQLFormat(database.url, "t", key="id").plan()
+    seen: list[int] = []
+    states: list[Any] = []
+    options: dict[str, Any] = {"partitions": bounds, "interleave": 4, "shuffle": True}
+    for rank in range(3):
+        part = stream_of(database, **options).shard(rank, 3)
+        found, state = await keys(part, 50 + 90 * rank)
+        seen += found
+        states.append(state)
+    now = await written(database)
+    rest: list[int] = []
+    for rank, state in enumerate(states):
+        # Whatever the ranges would be now.
+        part = stream_of(database, interleave=4, shuffle=True).shard(rank, 3)
+        part.load_state_dict(state)
+        rest += (await keys(part))[0]
+    assert states[0]["stream"]["shards"]["cuts"] == bounds
+    check(states[0], seen, rest, now)
+
+
+@pytest.mark.parametrize("partitions", [3, 20, [17]])
+async def test_the_state_says_how_it_was_cut(
+    database: Database, partitions: Any
+) -> None:
+    """Not the argument, which is for new iterations."""
+    database.fill("t", 100)
+    head, state = await keys(stream_of(database, partitions=5), 30)
+    again = stream_of(database, partitions=partitions)
+    again.load_state_dict(state)
+    assert head + (await keys(again))[0] == [*range(100)]
+
+
+async def test_ranges_that_were_empty(database: Database) -> None:
+    """There were fewer rows than ranges; now there are more, and all are read."""
+    database.run("CREATE TABLE t (id BIGINT PRIMARY KEY)", "INSERT INTO t VALUES (7)")
+    head, state = await keys(stream_of(database, interleave=2), 1)
+    assert head == [7]
+    assert state["stream"]["shards"]["count"] == 8
+    await beside(lambda: database.run("INSERT INTO t VALUES (1), (8), (9), (10)"))
+    again = stream_of(database, interleave=2)
+    again.load_state_dict(state)
+    assert (await keys(again))[0] == [8, 9, 10]
+
+
+async def test_ranges_are_taken_over(database: Database) -> None:
+    """All that a format was told of them, void ones too."""
+    database.fill("t", 100)
+    made = SQLFormat(database.url, "t", key="id", partitions=3)
+    for count, cuts in ((2, [50]), (4, [-9, 50]), (8, [])):
+        async with opened(made, known={"count": count, "cuts": cuts}) as readers:
+            spans = [reader._span for reader in readers]
+        assert [span.start for span in spans if not span.is_void] == [None, *cuts]
+        assert spans.count(Span(is_void=True)) == count - len(cuts) - 1
+    assert len(await parts_of(made)) == 3
+
+
+async def test_a_state_is_small(database: Database) -> None:
+    """Some hundred bytes, though much was read ahead; more only for more ranges."""
+    database.fill("t", 5000)
+    _, state = await keys(stream_of(database, interleave=3), 1000)
+    assert len(json.dumps(state)) < 500
+
+
+async def test_a_state_of_something_else(sqlite: Database, tmp_path: Path) -> None:
+    """Eight files are not eight ranges, nor the other way round."""
+    sqlite.fill("t", 100)
+    lines: Any = text(tmp_path)
+    _, of_lines = await read(lines, 3)
+    _, of_rows = await read(stream_of(sqlite), 3)
+    for stream, state in ((stream_of(sqlite), of_lines), (lines, of_rows)):
+        stream.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"with 8 shards, but .* has others"):
+            await read(stream)
+    assert isinstance(lines, TextDataset)
+    assert isinstance(lines, ShardedStream)
+    assert len(await names(lines)) == 52
