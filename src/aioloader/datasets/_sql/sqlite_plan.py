@@ -260,8 +260,11 @@ def _even_cuts(
 ) -> list[Key] | None:
     """Return cuts at even distances; None if the keys are not that even."""
     key = column(source.key)
-    ends = select(f"min({key}), max({key})", source.relation())
-    ((first, last),) = fetch(connection, ends)
+    # Each by itself: asked for both, SQLite reads all rows instead of two.
+    first, last = (
+        fetch(connection, select(f"{end}({key})", source.relation()))[0][0]
+        for end in ("min", "max")
+    )
     if first is None or last - first < partitions * _PROBES * _PROBE_ROWS:
         return None
     after = select(
