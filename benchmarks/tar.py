@@ -4,8 +4,8 @@ Bytes as they are, in lists of 64. Three cases: shards of 32 MB on disk (in the 
 cache), read in one process; eight of them over HTTP with 20 ms per request and 30 MB/s
 per connection; four, interleaved, with 100 ms. The limits read the same bytes and look
 at none: ``readinto``, and the bare client, told all sizes, with so many ranges of 8 MB
-in flight; a shard that is open here has up to 8, of 4 MB where four share the budget
-(so 16 is as many bytes as four shards have). Every epoch proves that each sample came
+in flight. The bytes of 16 such are the budget of a stream here, cut into smaller and
+more ranges where several shards share it. Every epoch proves that each sample came
 once. The first epoch, which starts workers and opens connections, does not count.
 
 LitData reads the same samples in its own format, on disk, if ``AIOLOADER_PEERS`` names

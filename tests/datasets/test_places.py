@@ -263,8 +263,8 @@ async def test_pieces_grow_and_end_where_blocks_do() -> None:
     assert received == size
     assert [start for start, _ in asked[1:]] == [stop for _, stop in asked[:-1]]
     lengths = [stop - start for start, stop in asked[1:-1]]
-    assert lengths[:3] == [(1 << 18) - (1 << 16), 1 << 18, 1 << 19]
-    assert set(lengths[4:]) == {2 << 20}
+    assert lengths[:4] == [1 << 16, 1 << 17, 1 << 18, 1 << 19]
+    assert set(lengths[4:]) == {1 << 20}
     await found.aclose()
 
 

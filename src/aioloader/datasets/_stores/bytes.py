@@ -32,8 +32,8 @@ _LARGEST = 8 << 20
 _SMALLEST = 1 << 16
 # Small enough for the cache, large enough for a hop to a thread.
 _FILE_PIECE = 1 << 22
-# Pieces in flight per object; half as many before anybody reads it.
-_AHEAD = 8
+# Pieces in flight per object, but fewer before they are smaller than that.
+_AHEAD, _WORTHWHILE = 16, 1 << 20
 
 
 class Bytes(Protocol):
@@ -101,11 +101,12 @@ class ObjectBytes:
         self._chunks: AsyncIterator[Buffer] | None = None
         self._location = location
         self._start = self._read = self._at = start
+        largest = max(budget // _AHEAD, min(budget // 4, _WORTHWHILE))
         # A power of two, for pieces end at multiples of it.
-        largest = max(_SMALLEST, min(_LARGEST, budget // _AHEAD))
-        self._largest = 1 << (largest.bit_length() - 1)
-        self._length = _SMALLEST
-        self._window = self._largest * _AHEAD // 2
+        largest = 1 << max(_SMALLEST, min(_LARGEST, largest)).bit_length() - 1
+        self._largest, self._length = largest, _SMALLEST
+        self._most = max(2 * largest, min(budget, _AHEAD * largest))
+        self._window = self._most // 2  # until somebody reads
         self._size: int | None = None
         self._version: str | None = None
         self._pieces: deque[asyncio.Task[Piece]] = deque()
@@ -119,7 +120,7 @@ class ObjectBytes:
         """Return the next piece."""
         if self._chunks is not None:
             return await self._next_chunk(self._chunks)
-        self._window = self._largest * _AHEAD
+        self._window = self._most
         self.begin()
         if not self._pieces:
             return b""
@@ -137,7 +138,7 @@ class ObjectBytes:
     def is_draining(self) -> bool:
         """Tell whether all was requested, and half of the budget is free."""
         is_all = self._size is not None and self._at >= self._size
-        return is_all and self._at - self._read <= self._largest * _AHEAD // 2
+        return is_all and self._at - self._read <= self._most // 2
 
     async def aclose(self) -> None:
         """Cancel the requests in flight."""
