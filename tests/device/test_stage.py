@@ -224,10 +224,12 @@ class Point:
     """A point on the consumer's stream."""
 
     def __init__(self) -> None:
+        self.is_awaited = threading.Event()
         self.is_reached = threading.Event()
 
     def synchronize(self) -> None:
         """Wait until the device is there."""
+        self.is_awaited.set()
         assert self.is_reached.wait(20)
 
 
@@ -247,14 +249,11 @@ def test_a_device_that_falls_behind(depth: int) -> None:
     carrier.kind = Behind
     stage = staged(carrier, list(range(9)), depth)
     assert [take(stage).batch for _ in range(depth + 2)] == list(range(depth + 2))
-    for _ in range(2):  # one that was moved before; then nothing comes by itself
-        moved = len(carrier.deliveries)
-        while (item := stage.pop_nowait()) is None and stage.wait(0.05):
-            pass
-        if item is None:
-            break
-    assert item is None
-    assert len(carrier.deliveries) == moved
+    assert carrier.deliveries[0].taken.is_awaited.wait(20)  # for one batch more
+    moved = len(carrier.deliveries)
+    while stage.pop_nowait() is not None:  # what was moved before
+        pass
+    assert depth + 2 <= moved == len(carrier.deliveries) <= 2 * depth + 2
     for delivery in carrier.deliveries:
         delivery.taken.is_reached.set()
     assert take(stage).batch == moved
