@@ -63,6 +63,7 @@ class Bound:
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._scanning = threading.Lock()
         self._unsaid = 0  # bytes added here that are not in the journal
         self._offset = 0  # up to where the journal was read
         self._total: int | None = None  # bytes that are there or about to be, if known
@@ -128,10 +129,13 @@ class Bound:
             self._total += amount
 
     def _make_room(self, journal: int, size: int) -> bool:
-        """Scan if nobody else does; tell whether there is room then."""
-        with _alone(journal) as is_alone:
+        """Scan if no other process does; tell whether there is room then.
+
+        Threads of this process wait for each other: what they all begin with is kept.
+        """
+        with self._scanning, _alone(journal) as is_alone:
             if not is_alone:
-                return False
+                return self._has_room(journal, size)
             # Another one's scan may have ended between the two questions.
             if self._has_room(journal, size):
                 return True

@@ -51,7 +51,8 @@ class CachedRanges:
         return Piece(data, facts.size, facts.version)
 
     async def _block(self, number: int, facts: Piece) -> Buffer:
-        for passed in [at for at in self._blocks if at < number - 4]:
+        blocks = self._blocks.items()
+        for passed in [at for at, one in blocks if at < number - 4 and one.done()]:
             del self._blocks[passed]
         task = self._blocks.get(number)
         if task is None or (task.done() and task.exception() is not None):

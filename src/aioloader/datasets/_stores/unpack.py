@@ -3,7 +3,6 @@
 However much a packed byte stands for, no more than about one piece is unpacked ahead.
 """
 
-import asyncio
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from typing_extensions import Buffer
 
 from aioloader.datasets._stores.bytes import Bytes
+from aioloader.datasets._stores.outlast import in_thread
 from aioloader.errors import DatasetError, TruncatedReadError
 
 _PIECE = 4 << 20
@@ -135,7 +135,7 @@ class Unpacked:
             DatasetError: If it cannot be read or unpacked.
         """
         while True:
-            data = await asyncio.to_thread(self._take)
+            data = await in_thread(self._take)
             self._given += len(data)
             if data or self._has_ended:
                 return data

@@ -33,7 +33,7 @@ class Parser(Protocol):
     is_over: bool
 
     def feed(self, piece: Buffer) -> None:
-        """Add bytes; they stay valid until the next call."""
+        """Add bytes, valid until ``take`` returns fewer samples than asked for."""
 
     def end(self) -> None:
         """Learn that there are no more bytes."""
