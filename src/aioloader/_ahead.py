@@ -16,6 +16,7 @@ from aioloader._observe.stats import Counters
 from aioloader._order.epochs import Epochs
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._pipeline.source import HostedSource
+from aioloader._state import Passage
 
 # Above this, drawing a permutation would hold up the consumer for milliseconds.
 _MOST_INDICES = 1 << 18
@@ -45,18 +46,22 @@ class Ahead:
     Args:
         sampler: What orders it.
         epochs: Which epoch it is; left as it was.
-        make: Makes its source, given its counters; it may draw from the generator.
+        make: Makes its source, and tells its pass, given its counters; it may draw
+            from the generator.
     """
 
     def __init__(
-        self, sampler: Any, epochs: Epochs, make: Callable[[Counters], HostedSource]
+        self,
+        sampler: Any,
+        epochs: Epochs,
+        make: Callable[[Counters], tuple[HostedSource, Passage]],
     ) -> None:
         self.counters = Counters()
         self._epochs = epochs
         self._generator = generator_of(sampler)
         self._before = epochs.state(), self._drawn()
         self.counters.epoch = epochs.begin()
-        self._source = make(self.counters)
+        self._source, self.passage = make(self.counters)
         # Nobody iterates over it: whoever drops this ends it.
         self._finalizer = weakref.finalize(self, self._source.run.dismiss)
         self._source.issue()

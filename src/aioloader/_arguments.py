@@ -30,6 +30,7 @@ def check_numbers(
     prefetch_factor: Any,
     concurrency: Any,
     prefetch_device: Any,
+    snapshot_every_n_steps: Any,
 ) -> None:
     """Check counts and seconds.
 
@@ -59,6 +60,7 @@ def check_numbers(
     for name, count in (
         ("concurrency", concurrency),
         ("prefetch_device", prefetch_device),
+        ("snapshot_every_n_steps", snapshot_every_n_steps),
     ):
         _check_count(name, count)
         if count < 1:

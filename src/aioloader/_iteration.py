@@ -1,9 +1,11 @@
 """How a loader's arguments become one iteration: the recipe, the workers, the place."""
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,31 +13,34 @@ import torch
 
 from aioloader import _arguments as arguments
 from aioloader._ahead import Ahead, is_foreseeable
+from aioloader._collate import collates_as_torch, default_collate
 from aioloader._device.opening import Devices, DeviceSide
+from aioloader._gather import gatherable
 from aioloader._observe.stats import Counters
 from aioloader._order.failures import FailurePolicy
+from aioloader._order.orders import IndexOrder
+from aioloader._order.progress import BEGINNING
+from aioloader._order.ranks import Part
 from aioloader._pipeline.epoch import Epoch, Settings, default_window
 from aioloader._pipeline.homes import Homes
-from aioloader._pipeline.inline import InlineSource
+from aioloader._pipeline.inline import GatherSource, InlineSource
+from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.recipe import Recipe, nothing_around
-from aioloader._pipeline.run import Pool
+from aioloader._pipeline.roles import Pool
 from aioloader._pipeline.source import HostedSource, Patience
 from aioloader._pipeline.work import Work
+from aioloader._state import Draft, Passage, readers_of, reads_in_workers, resumed
 from aioloader._transport.locked import Locker
 from aioloader._transport.slots import SlotPool
 from aioloader._workers.executors import ExecutorWorkers
 from aioloader._workers.info import be_at_sample
 from aioloader._workers.lease import Pools
-from aioloader._workers.seeds import (
-    keys_of_batches,
-    keys_of_samples,
-    seed_sample,
-    swapped_in,
-)
+from aioloader._workers.seeds import BatchKeys, SampleKeys, seed_sample, swapped_in
 from aioloader._workers.shipment import Shipment, Surroundings
 from aioloader._workers.start import start_pool
 from aioloader._workers.threads import KeyedHere, ThreadWorkers
-from aioloader.protocols import is_async_function
+from aioloader.datasets.streams import Stream
+from aioloader.protocols import Kind, is_async_function
 
 if TYPE_CHECKING:
     from aioloader._loader import DataLoader
@@ -53,45 +58,79 @@ class Live:
         self.open: weakref.WeakSet[BatchIterator[Any]] = weakref.WeakSet()
         self.policy = FailurePolicy()
         self.counters = Counters()
+        self.passage: Passage | None = None  # the latest
+        self.loaded: dict[str, Any] | None = None  # a state for the next iteration
         self._base_seed: int | None = None  # of workers that persist
         self._ahead: Ahead | None = None
         self._guesses_wrong = False
 
-    def draw_base_seed(self, generator: torch.Generator | None) -> int:
+    def draft(self, loader: "DataLoader[Any]") -> Draft:
         """Draw where torch draws: later draws must find the same generator."""
-        if self._base_seed is not None and self.pools.has_kept():
-            return self._base_seed  # persistent workers keep theirs, as in torch
-        drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
-        self._base_seed = int(drawn.item())
-        return self._base_seed
+        if self._base_seed is None or not self.pools.has_kept():
+            # Persistent workers keep theirs, as in torch.
+            drawn = torch.empty((), dtype=torch.int64).random_(
+                generator=loader.generator
+            )
+            self._base_seed = int(drawn.item())
+        return Draft(self._base_seed, loader._sampling.order({}), _own_state(loader))
+
+    def start(
+        self,
+        loader: "DataLoader[Any]",
+        draft: Draft | None,
+        counters: Counters,
+        *,
+        is_async: bool,
+    ) -> InlineSource | GatherSource | HostedSource:
+        """Make the source of one iteration, when its first batch is asked for.
+
+        Args:
+            loader: Whose arguments count.
+            draft: What was drawn for it; None if a state had been loaded.
+            counters: Of this iteration.
+            is_async: Whether the consumer is a task.
+        """
+        saved, self.loaded = self.loaded, None
+        if saved is None:
+            ahead = self.claim_ahead(counters)
+            if ahead is not None:
+                return ahead
+            draft = draft or self.draft(loader)
+            epoch = loader._epochs.begin()
+            passage = Passage.begun(epoch, draft, BEGINNING, readers_of(loader))
+        else:
+            passage = resumed(loader, saved, self.draft)
+            self._base_seed = passage.base_seed
+        self.passage, self.counters = passage, counters
+        counters.epoch = passage.epoch
+        return self.begin(loader, passage, counters, is_async=is_async)
 
     def begin(
         self,
         loader: "DataLoader[Any]",
-        requests: Iterator[Any],
-        base_seed: int,
+        passage: Passage,
         counters: Counters,
         *,
         is_async: bool,
-    ) -> InlineSource | HostedSource:
-        """Make the source of one iteration.
-
-        Args:
-            loader: Whose arguments count.
-            requests: Index batches.
-            base_seed: What was drawn for this iteration, or for its workers.
-            counters: Of this iteration; the epoch is numbered.
-            is_async: Whether the consumer is a task.
-        """
+    ) -> InlineSource | GatherSource | HostedSource:
+        """Make the source of one pass over the dataset."""
+        tensors = _gathered(loader)
+        if tensors is not None and isinstance(passage.order, IndexOrder):
+            chunks = passage.order.chunks(passage.bookmark.done)
+            return GatherSource(tensors, _plan(loader, passage, chunks), counters)
         self.policy = FailurePolicy(loader.on_error, loader.max_failures)
-        recipe = _recipe(loader, self, base_seed, counters.epoch)
+        recipe = _recipe(loader, self, passage)
         side = _device_side(loader, self.devices)
         settings = _settings(loader, side, is_async=is_async)
         locker = self.slots.locker = side.locker if side else None
-        pool = _pool(loader, self, recipe, base_seed, locker)
-        make_stage = partial(side.stage, epoch=counters.epoch) if side else None
-        epoch = Epoch(recipe, requests, counters, settings)
-        source = epoch.start(self.homes, pool, make_stage)
+        pool = _pool(loader, self, recipe, passage.base_seed, locker)
+        make_stage = partial(side.stage, epoch=passage.epoch) if side else None
+        bookmark = passage.bookmark
+        batches = passage.order.batches(bookmark.done, bookmark.states.get(0))
+        plan = _plan(loader, passage, batches)
+        source = Epoch(recipe, plan, counters, settings).start(
+            self.homes, pool, make_stage
+        )
         if isinstance(source, HostedSource) and self._may_look_ahead(loader):
             # A source does not keep the loader, of which it may be a part.
             source.when_exhausted = partial(_look_ahead, weakref.ref(loader))
@@ -106,6 +145,7 @@ class Live:
         if source is not None and ahead is not None:
             counters.epoch = ahead.counters.epoch
             source.count_in(counters)
+            self.passage = ahead.passage
             self.counters, self.policy = counters, source.run.recipe.policy
         elif ahead is not None:
             self._guesses_wrong = True  # it would be in vain again
@@ -117,13 +157,16 @@ class Live:
             self._ahead.issue()
             return
 
-        def make(counters: Counters) -> HostedSource:
-            seed, policy = self._base_seed or 0, self.policy
-            requests = loader._requests()
-            source = self.begin(loader, requests, seed, counters, is_async=False)
+        def make(counters: Counters) -> tuple[HostedSource, Passage]:
+            policy = self.policy
+            draft = Draft(
+                self._base_seed or 0, loader._sampling.order({}), _own_state(loader)
+            )
+            passage = Passage.begun(counters.epoch, draft, BEGINNING, 1)
+            source = self.begin(loader, passage, counters, is_async=False)
             self.policy = policy
             assert isinstance(source, HostedSource)
-            return source
+            return source, passage
 
         self._ahead = Ahead(loader.sampler, loader._epochs, make)
 
@@ -138,7 +181,7 @@ class Live:
         return (
             is_kept
             and not self._guesses_wrong
-            and loader._reads_in_workers()
+            and reads_in_workers(loader)
             and is_foreseeable(loader.sampler, loader.batch_sampler)
         )
 
@@ -157,6 +200,16 @@ def _device_side(loader: "DataLoader[Any]", devices: Devices) -> DeviceSide | No
     if loader.device is None and not (loader.num_workers and _pins(loader)):
         return None
     return devices.open(loader.device, loader.prefetch_device)
+
+
+def _own_state(loader: "DataLoader[Any]") -> torch.Tensor | None:
+    """Return the state of the user's generator, if the order does not draw from it."""
+    generator = loader.generator
+    if generator is None or generator is getattr(
+        loader._sampling.index_sampler, "generator", None
+    ):
+        return None
+    return generator.get_state()
 
 
 def _pins(loader: "DataLoader[Any]") -> bool:
@@ -185,26 +238,62 @@ def _settings(
     )
 
 
-def _recipe(
-    loader: "DataLoader[Any]", live: Live, base_seed: int, epoch: int
-) -> Recipe:
+def _plan(loader: "DataLoader[Any]", passage: Passage, batches: Any) -> Plan:
+    expected = None
+    if loader._kind is Kind.MAP:
+        with contextlib.suppress(TypeError, NotImplementedError):
+            expected = len(loader)
+    is_stream = loader._kind is not Kind.MAP
+    return Plan(batches, passage.progress, passage.bookmark, is_stream, expected)
+
+
+def _gathered(loader: "DataLoader[Any]") -> tuple[torch.Tensor, ...] | None:
+    """Return the tensors of a dataset whose batches can be gathered by index."""
+    is_plain = loader.collate_fn is default_collate and collates_as_torch()
+    is_plain = is_plain and not loader.num_workers and not loader._sampling.part.masks()
+    is_moved = loader.pin_memory or loader.device is not None
+    if not is_plain or loader.transform is not None or is_moved:
+        return None
+    return gatherable(loader.dataset)
+
+
+def _dealt(loader: "DataLoader[Any]") -> Any:
+    """Return the dataset; of a stream, which knows of ranks, this rank's part."""
+    sampling = loader._sampling
+    if sampling.is_ranked and isinstance(loader.dataset, Stream):
+        return loader.dataset.shard(sampling.part.rank, sampling.part.world_size)
+    return loader.dataset
+
+
+def _recipe(loader: "DataLoader[Any]", live: Live, passage: Passage) -> Recipe:
     collate_fn = loader.collate_fn
     pins = not loader.num_workers and _pins(loader)
-    keys = keys_of_samples if loader.rng == "sample" else keys_of_batches
+    make_keys = SampleKeys if loader.rng == "sample" else BatchKeys
     is_keyed = arguments.draws_by_key(loader.rng, loader.num_workers)
+    keys = make_keys(passage.base_seed, passage.epoch, loader._sampling.part)
     return Recipe(
-        loader.dataset,
+        _dealt(loader),
         loader.transform,
         arguments.pinning(collate_fn) if pins else collate_fn,
         batched=loader._is_batched,
         policy=live.policy,
-        epoch=epoch,
+        epoch=passage.epoch,
         retry=loader.retry,
         pool=live.slots,
         around=_around(loader) if is_keyed else nothing_around,
         seed=be_at_sample if loader.num_workers else seed_sample,
-        keys=partial(keys, base_seed, epoch) if is_keyed else None,
+        keys=keys if is_keyed else None,
+        part=_part_of_stream(loader),
+        snapshot_every=loader.snapshot_every_n_steps,
     )
+
+
+def _part_of_stream(loader: "DataLoader[Any]") -> Part:
+    """Return the part that is taken of an iterable: all of one that knows of ranks."""
+    part = loader._sampling.part
+    if isinstance(loader.dataset, Stream):
+        part = replace(part, rank=0, world_size=1)
+    return part
 
 
 def _around(loader: "DataLoader[Any]") -> Callable[[Work], Any]:
@@ -225,7 +314,7 @@ def _pool(
     """Return what makes the batches, or None if that is done here."""
     if not loader.num_workers:
         return None
-    reads = loader._reads_in_workers()
+    reads = reads_in_workers(loader)
     if not reads and recipe.collates_async:
         return None  # nothing is left that is not for the loop
     shipment = _shipment(loader, recipe, base_seed, reads=reads)
@@ -256,7 +345,7 @@ def _shipment(
         else default_window(loader.concurrency, loader.batch_size or 1)
     )
     return Shipment(
-        dataset=loader.dataset if reads else None,
+        dataset=recipe.dataset if reads else None,
         transform=transform,
         collate_fn=loader.collate_fn,
         batched=loader._is_batched,
@@ -271,4 +360,6 @@ def _shipment(
         concurrency=loader.concurrency,
         window=per_worker,
         in_flight=per_worker * loader.num_workers,
+        part=recipe.part,
+        snapshot_every=recipe.snapshot_every,
     )

@@ -4,21 +4,18 @@ It checks, decides where an epoch runs, and hands over to the rooms; it reads an
 schedules nothing itself.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+import copy
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, ClassVar, Generic, Literal
 
 import torch
 from typing_extensions import TypeVar
 
 from aioloader import _arguments as arguments
-from aioloader._collate import (
-    collates_as_torch,
-    default_collate,
-    default_convert,
-)
+from aioloader._collate import default_collate, default_convert
 from aioloader._device.accelerator import accelerator_for
-from aioloader._gather import gatherable
 from aioloader._iteration import Live
 from aioloader._observe.stats import Counters, LoaderStats
 from aioloader._order.epochs import Epochs
@@ -27,11 +24,12 @@ from aioloader._order.failures import (
     OnError,
     check_failure_options,
 )
-from aioloader._order.indices import index_chunks
-from aioloader._order.requests import map_requests, stream_requests
+from aioloader._order.ranks import Tail
 from aioloader._order.retry import Retry
-from aioloader._pipeline.inline import GatherSource
-from aioloader._pipeline.iterator import BatchIterator, Source
+from aioloader._pipeline.iterator import BatchIterator
+from aioloader._ranks import Rank, part_of
+from aioloader._sampling import Sampling
+from aioloader._state import State, check, state_of
 from aioloader._workers.seeds import Rng
 from aioloader._workers.template import warm_template
 from aioloader.protocols import Kind, kind_of
@@ -74,6 +72,8 @@ class DataLoader(Generic[Batch]):
         persistent_workers: Keep workers between epochs.
         pin_memory_device: Deprecated, as in torch.
         in_order: Deliver batches in the sampler's order, else as they complete.
+        snapshot_every_n_steps: How often a stateful iterable is asked for its state;
+            what is between is read again. Positions are exact in any case.
         transform: Sample to sample, before collating; may be async.
         concurrency: Samples in flight on the loop.
         device: Where batches are delivered, such as ``"cuda:1"``: moved there ahead, on
@@ -93,6 +93,14 @@ class DataLoader(Generic[Batch]):
             callable from ``Failure`` to a replacement or ``SKIP``.
         max_failures: Budget of failed samples per epoch: a count, or a fraction.
         retry: When to read a sample again.
+        rank: Which part of each global batch is delivered, of ``world_size`` parts;
+            ``"env"``: as RANK and WORLD_SIZE say. Unless told, ``torch.distributed``
+            decides where it is initialised, for streams and for map-style datasets
+            without a ``sampler``.
+        world_size: How many ranks there are.
+        tail: What becomes of a last global batch that cannot be dealt evenly:
+            ``"wrap"`` (the default): samples stand in, as in torch; ``"pad"``: and all
+            batches come as ``(batch, mask)``; ``"drop"``; or ``"uneven"``.
 
     Raises:
         ValueError: If arguments exclude each other, in torch's words.
@@ -131,6 +139,7 @@ class DataLoader(Generic[Batch]):
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
+        snapshot_every_n_steps: int = 1,
         transform: Callable[[Any], Any] | None = None,
         concurrency: int = 64,
         device: Any = None,
@@ -143,6 +152,9 @@ class DataLoader(Generic[Batch]):
         on_error: OnError = "raise",
         max_failures: float | None = None,
         retry: Retry | None = None,
+        rank: Rank = None,
+        world_size: int | None = None,
+        tail: Tail | None = None,
     ) -> None:
         arguments.check_numbers(
             num_workers=num_workers,
@@ -150,6 +162,7 @@ class DataLoader(Generic[Batch]):
             prefetch_factor=prefetch_factor,
             concurrency=concurrency,
             prefetch_device=prefetch_device,
+            snapshot_every_n_steps=snapshot_every_n_steps,
         )
         self._kind = kind_of(dataset)
         arguments.check_sampling(
@@ -199,16 +212,23 @@ class DataLoader(Generic[Batch]):
         self.on_error = on_error
         self.max_failures = max_failures
         self.retry = retry
+        self.snapshot_every_n_steps = snapshot_every_n_steps
 
-        if sampler is None and batch_sampler is None and self._kind is Kind.MAP:
-            sampler = arguments.default_sampler(dataset, shuffle, generator)
-        self.sampler = sampler
-        self.batch_size = None if batch_sampler is not None else batch_size
-        if batch_sampler is None:
-            batch_sampler = arguments.default_batch_sampler(
-                sampler, batch_size, drop_last
-            )
-        self.batch_sampler = batch_sampler
+        has_sampler = sampler is not None or batch_sampler is not None
+        self._sampling = Sampling.make(
+            dataset,
+            self._kind,
+            part_of(rank, world_size, tail, dataset, has_sampler=has_sampler),
+            generator,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            drop_last=drop_last,
+        )
+        self.sampler = self._sampling.sampler
+        self.batch_sampler = self._sampling.batch_sampler
+        self.batch_size = self._sampling.batch_size
         self.drop_last = drop_last
         self._is_batched = self.batch_sampler is not None or batch_size is not None
         if collate_fn is None:
@@ -217,10 +237,10 @@ class DataLoader(Generic[Batch]):
         if fetch == "workers" and workers != "process":
             arguments.check_fetch(dataset, transform, collate_fn)
 
-        self._epochs = Epochs(sampler)
+        self._epochs = Epochs(self.sampler)
         self._reported_length: int | None = None
         self._live = Live(dataset)
-        if self._needs_template():
+        if num_workers and workers == "process" and multiprocessing_context is None:
             warm_template()
         self._initialized = True
 
@@ -245,17 +265,16 @@ class DataLoader(Generic[Batch]):
         Raises:
             TypeError: If the dataset or the sampler has no length.
         """
-        if self._kind is Kind.MAP:
-            return len(self.batch_sampler if self._is_batched else self.sampler)  # type: ignore[arg-type]
-        length = len(self.dataset)
-        if self.batch_size is not None:
-            whole = length / self.batch_size
-            length = math.floor(whole) if self.drop_last else math.ceil(whole)
-        self._reported_length = length
+        length = self._sampling.length(self.dataset)
+        if self._kind is not Kind.MAP:
+            self._reported_length = length
         return length
 
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch, here and in a sampler or dataset that asks for it."""
+        loaded = self._live.loaded
+        if loaded is not None and loaded["epoch"] != epoch:
+            self._live.loaded = None  # another epoch is wanted, from its beginning
         self._epochs.choose(epoch)
         for part in (self.sampler, self.batch_sampler, self.dataset):
             hook = getattr(part, "set_epoch", None)
@@ -264,60 +283,52 @@ class DataLoader(Generic[Batch]):
 
     def _iterate(self, *, is_async: bool) -> BatchIterator[Batch]:
         """Return a lazy iterator; only the random draws of torch's ``iter`` happen."""
-        tensors = self._gathered()
-        chunks = index_chunks(self.batch_sampler) if tensors else None
-        requests = self._requests() if chunks is None else iter(())
         live = self._live
-        base_seed = live.draw_base_seed(self.generator)
+        draft = None if live.loaded is not None else live.draft(self)
         counters = Counters()
-
-        def start() -> Source:
-            # Not before: an iterator that is dropped unused is no epoch.
-            ahead = live.claim_ahead(counters)
-            if ahead is not None:
-                return ahead
-            counters.epoch = self._epochs.begin()
-            live.counters = counters
-            if tensors and chunks is not None:
-                return GatherSource(tensors, chunks, counters)
-            return live.begin(self, requests, base_seed, counters, is_async=is_async)
-
+        # Not before it is begun: an iterator that is dropped unused is no epoch.
+        start = partial(live.start, self, draft, counters, is_async=is_async)
         iterator: BatchIterator[Batch] = BatchIterator(
             start, counters, self.__len__, self._reported_length
         )
         self._live.open.add(iterator)
         return iterator
 
-    def _requests(self) -> Iterator[Any]:
-        """Return the index batches of one epoch; they are drawn as they are pulled."""
-        if self._kind is Kind.MAP:
-            return map_requests(self.sampler, self.batch_sampler)
-        return stream_requests(self.batch_size)
+    # -- its state ----------------------------------------------------------------
 
-    def _reads_in_workers(self) -> bool:
-        """Tell whether workers read samples, rather than the loader for them.
+    def state_dict(self) -> State:
+        """Return the position behind the last batch that was delivered.
 
-        Processes read all but async iterables, of which there is one stream; threads
-        and executors read what is plain and map-style.
+        It is small whatever the dataset's length, takes microseconds, and may be asked
+        for at any time and from any thread. It does not depend on workers, prefetching
+        or hosts. It is ready for JSON where the states of the user's own sampler and
+        dataset are. A batch that raised counts as delivered once another one is.
         """
-        if self.fetch != "auto":
-            return self.fetch == "workers"
-        if self.workers == "process":
-            return self._kind is not Kind.ASYNC_ITERABLE
-        return arguments.suits_threads(self.dataset, self.transform, self.collate_fn)
+        if self._live.loaded is not None:
+            return copy.deepcopy(self._live.loaded)
+        return state_of(self, self._live.passage)
 
-    def _needs_template(self) -> bool:
-        is_ours = self.workers == "process" and self.multiprocessing_context is None
-        return bool(self.num_workers) and is_ours
+    def load_state_dict(self, state: State) -> None:
+        """Let the next iteration begin where ``state_dict`` was called.
 
-    def _gathered(self) -> tuple[torch.Tensor, ...] | None:
-        """Return the tensors of a dataset whose batches can be gathered by index."""
-        is_plain = self.collate_fn is default_collate and collates_as_torch()
-        is_plain = is_plain and not self.num_workers
-        is_moved = self.pin_memory or self.device is not None
-        if not is_plain or self.transform is not None or is_moved:
-            return None
-        return gatherable(self.dataset)
+        Nothing that was delivered is read again, but for iterables without a state of
+        their own. An empty state is ignored.
+
+        Raises:
+            StateMismatchError: If the loader that was saved was another one: its
+                dataset's length, its batch size, sampler or seed; names both.
+        """
+        if not state:
+            return
+        check(self, state)
+        passage = self._live.passage
+        if passage is not None and not passage.progress.is_over() and self._live.open:
+            warnings.warn(
+                "an iteration is under way: the state takes effect with the next one",
+                stacklevel=2,
+            )
+        self._live.forget_ahead()
+        self._live.loaded = copy.deepcopy(state)
 
     # -- what it tells ------------------------------------------------------------
 

@@ -17,7 +17,8 @@ failures of the house::
     │   └── BatchTooLargeError(ValueError)  .nbytes .slot_bytes
     ├── BatchTimeoutError(TimeoutError, RuntimeError)   .timeout .batch
     ├── FailureBudgetError(RuntimeError)  .failures .attempted
-    └── LoaderClosedError(RuntimeError)
+    ├── LoaderClosedError(RuntimeError)
+    └── StateMismatchError(ValueError)    .expected .found
 """
 
 from typing import Any
@@ -167,3 +168,17 @@ class FailureBudgetError(LoaderError, RuntimeError):
 
 class LoaderClosedError(LoaderError, RuntimeError):
     """Say that the event loop of a loader has ended under its consumer."""
+
+
+class StateMismatchError(LoaderError, ValueError):
+    """Say that a saved state does not belong to what it was loaded into.
+
+    Attributes:
+        expected: What the state was saved with.
+        found: What it was loaded into.
+    """
+
+    def __init__(self, message: str, *, expected: Any, found: Any) -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.found = found

@@ -144,3 +144,9 @@ def batch_getter(dataset: object) -> Callable[[Any], Any] | None:
         return None
     passes_on = type(dataset) is Subset or is_async_function(getter)
     return getter if passes_on or not reads_async(dataset) else None
+
+
+def is_stateful(part: object) -> bool:
+    """Tell whether ``part`` follows torchdata's protocol of state."""
+    methods = ("state_dict", "load_state_dict")
+    return all(callable(getattr(part, name, None)) for name in methods)

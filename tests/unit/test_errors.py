@@ -21,6 +21,7 @@ EXAMPLES = [
     errors.WorkerDiedError("m", worker=1, pid=4711, exitcode=-9, batch=3),
     errors.TransportError("m"),
     errors.BatchTooLargeError("m", nbytes=9, slot_bytes=4),
+    errors.StateMismatchError("m", expected=3, found=4),
 ]
 
 
@@ -53,6 +54,7 @@ def test_every_class_is_shown() -> None:
         (errors.LoaderClosedError, RuntimeError),
         (errors.WorkerDiedError, RuntimeError),
         (errors.BatchTooLargeError, ValueError),
+        (errors.StateMismatchError, ValueError),
     ],
 )
 def test_builtin_bases(error: type, builtin: type) -> None:

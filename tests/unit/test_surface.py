@@ -46,6 +46,7 @@ def test_torchs_signature() -> None:
     added = list(ours.values())[len(theirs) :]
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in added)
     assert [parameter.name for parameter in added] == [
+        "snapshot_every_n_steps",
         "transform",
         "concurrency",
         "device",
@@ -58,6 +59,9 @@ def test_torchs_signature() -> None:
         "on_error",
         "max_failures",
         "retry",
+        "rank",
+        "world_size",
+        "tail",
     ]
 
 

@@ -29,10 +29,28 @@ class Epochs:
             self._shuffled = self._order.epoch
         return number
 
+    def begin_again(self, number: int, order: int | None) -> None:
+        """Begin an epoch that was begun before, with the order that it had then.
+
+        Args:
+            number: Of the epoch.
+            order: The epoch of the ``ShuffledIndices``, if there is one.
+        """
+        self.next = number + 1
+        if self._order is not None and order is not None:
+            self._order.set_epoch(order)
+            self._shuffled = order
+
     def choose(self, epoch: int) -> None:
         """Make ``epoch`` the next; the user has seen to the sampler."""
         self.next = epoch
         self._shuffled = None
+
+    def upcoming(self) -> int | None:
+        """Return the epoch that the next ``begin`` gives the ``ShuffledIndices``."""
+        if self._order is None:
+            return None
+        return self._order.epoch + (self._order.epoch == self._shuffled)
 
     def state(self) -> State:
         """Return what ``begin`` changes."""

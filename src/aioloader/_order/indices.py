@@ -1,93 +1,145 @@
-"""Index batches, in torch's order and with torch's random draws.
+"""Index batches cut from an order that is known by place, from any batch on.
 
 Torch's samplers yield Python integers one by one, from a list of the whole permutation.
-The exact torch classes are recognised here and cut from one index tensor instead; any
-other sampler is iterated as it is. Draws fall on the generators in the same order as in
-torch, the last, unused permutation included: a shared generator must end up the same.
+The exact torch classes are recognised here and cut from one index tensor instead; a
+``ShuffledIndices`` is computed in blocks. Whatever comes first is not looked at.
 """
 
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from aioloader._order.permutation import ShuffledIndices
+from aioloader._order.ranks import WHOLE, Part
 
 Chunk: TypeAlias = torch.Tensor | range
 
-# Indices of a lazy order computed at a time.
+# Indices of an order that are computed at a time.
 _BLOCK = 1 << 15
 
 
-def index_batches(index_sampler: Any) -> Iterator[Any]:
-    """Yield what ``index_sampler`` yields: batches of indices, or indices."""
-    chunks = index_chunks(index_sampler)
-    if chunks is None:
-        return iter(index_sampler)
-    return map(_as_list, chunks)
+class IndexBatch(NamedTuple):
+    """The request for one batch.
+
+    Attributes:
+        number: Place of the (global) batch in the epoch, from 0.
+        first: Place of its first sample in the order of all ranks.
+        indices: What the sampler gave.
+        padding: How many of them, the last ones, only stand in.
+        state: Of a sampler that has one, behind this batch.
+    """
+
+    number: int
+    first: int
+    indices: Any
+    padding: int = 0
+    state: Any = None
 
 
-def index_chunks(index_sampler: Any) -> Iterator[Chunk] | None:
-    """Return the batches of an exact torch sampler as tensors or ranges, else None.
+class Indices(Protocol):
+    """An order whose indices can be looked up by place."""
 
-    Nothing is drawn before the first batch is asked for.
+    def __len__(self) -> int:
+        """Return the number of indices."""
+
+    def take(self, start: int, stop: int) -> Any:
+        """Return the indices at places ``start`` to ``stop``, as an array or range."""
+
+
+class Ascending:
+    """The order ``0, 1, 2, ...``."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+
+    def __len__(self) -> int:
+        return self._n
+
+    def take(self, start: int, stop: int) -> range:
+        """Return the indices from ``start`` to ``stop``."""
+        return range(start, stop)
+
+
+class Permuted:
+    """The order of a permutation that is in memory."""
+
+    def __init__(self, permutation: torch.Tensor) -> None:
+        self._permutation = permutation
+
+    def __len__(self) -> int:
+        return len(self._permutation)
+
+    def take(self, start: int, stop: int) -> torch.Tensor:
+        """Return a view of the permutation."""
+        return self._permutation[start:stop]
+
+
+def is_known_by_place(sampler: Any) -> bool:
+    """Tell whether the order of ``sampler`` can be cut: torch's exact classes, ours."""
+    if type(sampler) is RandomSampler:
+        is_whole = sampler.num_samples == len(sampler.data_source)
+        return is_whole and not sampler.replacement
+    return type(sampler) in {SequentialSampler, ShuffledIndices}
+
+
+def cut(
+    indices: Indices,
+    size: int,
+    part: Part = WHOLE,
+    *,
+    drop_last: bool = False,
+    start: int = 0,
+) -> Iterator[IndexBatch]:
+    """Yield one rank's batches.
 
     Args:
-        index_sampler: A sampler; only an exact ``BatchSampler`` over a sequential, a
-            random (without replacement, each index once) or a ``ShuffledIndices``
-            sampler is recognised.
-
-    Returns:
-        Batches as int64 tensors of shape ``(batch_size,)``, views of one permutation,
-        or as ranges; the last may be shorter.
+        indices: The order of all ranks.
+        size: Samples of a batch of one rank.
+        part: Which rank, of how many, and what becomes of the tail.
+        drop_last: Whether a last global batch that is not whole is left out.
+        start: Number of the first batch.
     """
-    if type(index_sampler) is not BatchSampler:
-        return None
-    sampler: Any = index_sampler.sampler
-    size, drop_last = index_sampler.batch_size, index_sampler.drop_last
-    if type(sampler) is SequentialSampler:
-        return _cut(range(len(sampler.data_source)), size, drop_last=drop_last)
-    if type(sampler) is ShuffledIndices:
-        return _cut_lazily(sampler, size, drop_last=drop_last)
-    if type(sampler) is RandomSampler and _visits_each_once(sampler):
-        return _cut_permutation(sampler, size, drop_last=drop_last)
-    return None
+    n, whole = len(indices), size * part.world_size
+    stop = n - n % whole if drop_last else n
+    step = max(1, _BLOCK // whole) * whole
+    for at in range(start * whole, stop, step):
+        end = min(at + step, stop)
+        block = _as_chunk(indices.take(at, end))
+        for first in range(at, end, whole):
+            if part.world_size == 1:
+                chunk = block[first - at : first - at + size]
+                yield IndexBatch(first // whole, first, chunk)
+            else:
+                global_batch = block[first - at : first - at + whole]
+                yield from _dealt(indices, global_batch, first // whole, first, part)
 
 
-def _visits_each_once(sampler: RandomSampler) -> bool:
-    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+def _dealt(
+    indices: Indices, found: Chunk, number: int, first: int, part: Part
+) -> Iterator[IndexBatch]:
+    """Yield our part of a global batch, if we have one."""
+    mine, padding = part.share(len(found))
+    chunk: Any = found[part.rank :: part.world_size][:mine]
+    if padding:
+        # As in torch, the order begins anew behind its end.
+        place = (first + part.rank + mine * part.world_size) % len(indices)
+        stand_in = _as_chunk(indices.take(place, place + 1))
+        chunk = torch.tensor([*_listed(chunk), *_listed(stand_in)])
+    if len(chunk):
+        yield IndexBatch(number, first + part.rank, chunk, padding)
 
 
-def _as_list(chunk: Chunk) -> list[int]:
+def _as_chunk(taken: Any) -> Chunk:
+    is_chunk = isinstance(taken, (torch.Tensor, range))
+    return taken if is_chunk else torch.from_numpy(taken)
+
+
+def _listed(chunk: Chunk) -> list[int]:
     return list(chunk) if type(chunk) is range else chunk.tolist()
 
 
-def _cut(indices: Chunk, size: int, *, drop_last: bool) -> Iterator[Chunk]:
-    n = len(indices)
-    for start in range(0, n - n % size if drop_last else n, size):
-        yield indices[start : start + size]
-
-
-def _cut_permutation(
-    sampler: RandomSampler, size: int, *, drop_last: bool
-) -> Iterator[Chunk]:
-    n, generator = len(sampler.data_source), sampler.generator
-    if generator is None:
-        generator = torch.Generator()
-        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    yield from _cut(torch.randperm(n, generator=generator), size, drop_last=drop_last)
-    if sampler.generator is not None:
-        torch.randperm(n, generator=generator)
-
-
-def _cut_lazily(
-    sampler: ShuffledIndices, size: int, *, drop_last: bool
-) -> Iterator[Chunk]:
-    # Of the epoch when the first batch is asked for, whatever is set meanwhile.
-    order = ShuffledIndices(sampler.n, sampler.seed)
-    order.set_epoch(sampler.epoch)
-    step = max(1, _BLOCK // size) * size
-    for start in range(0, order.n, step):
-        block = torch.from_numpy(order.take(start, min(start + step, order.n)))
-        yield from _cut(block, size, drop_last=drop_last)
+def with_lists(batches: Iterator[IndexBatch]) -> Iterator[IndexBatch]:
+    """Yield the same batches with lists of Python integers."""
+    return (batch._replace(indices=_listed(batch.indices)) for batch in batches)

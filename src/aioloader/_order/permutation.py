@@ -95,11 +95,15 @@ class ShuffledIndices:
         return int(self.take(position, position + 1)[0])
 
     def __iter__(self) -> Iterator[int]:
-        # The keys are read once: set_epoch() does not bend an iteration under way.
-        order = ShuffledIndices(self.n, self.seed)
-        order.set_epoch(self.epoch)
+        order = self.copy()
         for start in range(0, self.n, _BLOCK):
             yield from order.take(start, min(start + _BLOCK, self.n)).tolist()
+
+    def copy(self) -> "ShuffledIndices":
+        """Return the same order, which ``set_epoch`` of this one does not bend."""
+        order = ShuffledIndices(self.n, self.seed)
+        order.set_epoch(self.epoch)
+        return order
 
     def __repr__(self) -> str:
         return f"ShuffledIndices({self.n}, seed={self.seed}, epoch={self.epoch})"

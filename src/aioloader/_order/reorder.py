@@ -12,12 +12,21 @@ class Reorder(Generic[T]):
     """Hold back results that are ahead of their turn.
 
     Args:
-        in_order: Release by number, from 0 without gaps; else release at once.
+        in_order: Release by number; else release at once.
+        start: The first number.
+        without: Numbers above it that will not come.
     """
 
-    def __init__(self, *, in_order: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        in_order: bool = True,
+        start: int = 0,
+        without: frozenset[int] = frozenset(),
+    ) -> None:
         self.in_order = in_order
-        self._next = 0
+        self._next = start
+        self._without = without
         self._early: dict[int, T] = {}
 
     def accept(self, number: int, result: T) -> list[tuple[int, T]]:
@@ -26,8 +35,9 @@ class Reorder(Generic[T]):
             return [(number, result)]
         self._early[number] = result
         released: list[tuple[int, T]] = []
-        while self._next in self._early:
-            released.append((self._next, self._early.pop(self._next)))
+        while self._next in self._early or self._next in self._without:
+            if self._next not in self._without:
+                released.append((self._next, self._early.pop(self._next)))
             self._next += 1
         return released
 

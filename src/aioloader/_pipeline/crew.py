@@ -213,4 +213,4 @@ class Crew:
             batch = await recipe.collate_fn(samples if recipe.batched else samples[0])
         except Exception as error:
             raise recipe.collate_error(work, error)  # noqa: B904  (it keeps its cause)
-        work.outcome = Outcome(batch)
+        work.outcome = recipe.made(work, batch)

@@ -2,16 +2,18 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from aioloader._observe.stats import Counters
 from aioloader._pipeline.homes import Homes, Place
 from aioloader._pipeline.inline import InlineSource
+from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.recipe import Recipe
-from aioloader._pipeline.run import Pool, Run, Stage
+from aioloader._pipeline.roles import Pool, Stage
+from aioloader._pipeline.run import Run
 from aioloader._pipeline.source import HostedSource, Patience, Window
 
 MakeStage: TypeAlias = Callable[[ReadyQueue], Stage]
@@ -44,13 +46,13 @@ class Epoch:
 
     Attributes:
         recipe: The user's functions.
-        requests: Index batches.
+        plan: What is to be delivered.
         counters: What is counted on the way.
         settings: What decides where it runs.
     """
 
     recipe: Recipe
-    requests: Iterator[Any]
+    plan: Plan
     counters: Counters
     settings: Settings
 
@@ -77,7 +79,7 @@ class Epoch:
             opens = hasattr(self.recipe.dataset, "__enter__")
             return InlineSource(
                 self.recipe,
-                self.requests,
+                self.plan,
                 self.counters,
                 homes.lease("inline") if opens else None,
                 drop_last=settings.drop_last,
@@ -88,6 +90,7 @@ class Epoch:
             concurrency=settings.concurrency,
             in_order=settings.in_order,
             drop_last=settings.drop_last,
+            bookmark=self.plan.bookmark,
             pool=pool,
         )
         if make_stage is not None:
@@ -97,7 +100,7 @@ class Epoch:
         is_lazy = pool is None and self.recipe.keys is not None
         window = Window(self._window, is_lazy=is_lazy)
         patience = settings.patience
-        return HostedSource(run, self.requests, window, self.counters, patience)
+        return HostedSource(run, self.plan, window, self.counters, patience)
 
     def _place(self, pool: Pool | None) -> Place:
         if pool is not None and pool.reads:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from aioloader._observe.stats import Counters
-from aioloader._order.indices import Chunk
+from aioloader._order.indices import IndexBatch
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.home import Home, InlineHome, Keeper
+from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.recipe import Recipe
 from aioloader._pipeline.stream import SyncStream
 from aioloader._pipeline.waiting import Latch
@@ -33,8 +34,11 @@ _LONG = 1 << 18
 class _LocalSource(abc.ABC):
     """What both sources share: an async consumer is served in place."""
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: Counters, plan: Plan) -> None:
         self._counters = counters
+        self._progress = plan.progress
+        self._expected = plan.expected
+        self._is_closed = False
         self._breathed = time.monotonic()
 
     @abc.abstractmethod
@@ -52,6 +56,22 @@ class _LocalSource(abc.ABC):
     def must_close(self) -> bool:
         """Tell whether something must be released when the iterator is dropped."""
         return False
+
+    def _end(self) -> None:
+        """Note that the epoch is over, unless it was only closed; close."""
+        if not self._is_closed:
+            self._progress.finish()
+        self.close()
+
+    def _left(self, requests: Iterator[IndexBatch]) -> Iterator[IndexBatch]:
+        """Return what is left behind the batch that should be the last.
+
+        With it the epoch is over, though its consumer may never ask for more.
+        """
+        left = list(itertools.islice(requests, 1))
+        if not left:
+            self._progress.finish()
+        return itertools.chain(left, requests)
 
     async def next_async(self) -> Any:
         """Return the next batch; give way to other tasks about every millisecond.
@@ -78,7 +98,7 @@ class InlineSource(_LocalSource):
 
     Args:
         recipe: The user's functions, all sync.
-        requests: Index batches.
+        plan: What is to be delivered.
         counters: Where the delivered batches are counted.
         home: The open dataset, leased; None if it needs no opening.
         drop_last: Drop the short last batch of a stream.
@@ -87,20 +107,21 @@ class InlineSource(_LocalSource):
     def __init__(
         self,
         recipe: Recipe,
-        requests: Iterator[Any],
+        plan: Plan,
         counters: Counters,
         home: Home | None,
         *,
         drop_last: bool,
     ) -> None:
-        super().__init__(counters)
+        super().__init__(counters, plan)
         self._recipe = recipe
-        self._requests = requests
+        self._requests = plan.requests()
+        self._dropped = plan.dropped()
         self._home = home
-        self._number = 0
         self._stream: SyncStream | None = None
         if recipe.kind is Kind.ITERABLE:
-            self._stream = SyncStream(recipe, drop_last=drop_last)
+            resume = plan.bookmark.states.get(0)
+            self._stream = SyncStream(recipe, drop_last=drop_last, resume=resume)
         if isinstance(home, InlineHome):
             try:
                 home.open()
@@ -116,19 +137,28 @@ class InlineSource(_LocalSource):
         """
         while True:
             try:
-                work = self._recipe.work(self._number, next(self._requests))
+                work = self._recipe.work(next(self._requests))
             except StopIteration:
-                self.close()
+                self._end()
                 raise
-            self._number += 1
             with self._recipe.around(work):
-                outcome = self._make(work)
+                outcome = self._made(work)
             if outcome.is_end:
-                self.close()
+                self._end()
                 raise StopIteration
-            if not outcome.is_empty:
+            self._progress.take(work.number, work.state)
+            if work.number + 1 == self._expected:
+                self._requests = self._left(self._requests)
+            if not outcome.is_empty and work.number not in self._dropped:
                 self._counters.batches += 1
                 return outcome.batch
+
+    def _made(self, work: Work) -> Outcome:
+        try:
+            return self._make(work)
+        except BaseException:
+            self._progress.fail(work.number, work.state)
+            raise
 
     def _make(self, work: Work) -> Outcome:
         if self._stream is None:
@@ -146,7 +176,7 @@ class InlineSource(_LocalSource):
 
     def close(self) -> None:
         """Close the stream, and leave the dataset if this was its last iteration."""
-        self._requests = iter(())
+        self._requests, self._is_closed = iter(()), True
         try:
             if self._stream is not None:
                 self._stream.close()
@@ -161,19 +191,19 @@ class GatherSource(_LocalSource):
 
     Args:
         tensors: Strided CPU tensors of one length.
-        chunks: Index tensors or ranges, one per batch.
+        plan: What is to be delivered, as index tensors or ranges.
         counters: Where the delivered batches are counted.
     """
 
     def __init__(
         self,
         tensors: tuple[torch.Tensor, ...],
-        chunks: Iterator[Chunk],
+        plan: Plan,
         counters: Counters,
     ) -> None:
-        super().__init__(counters)
+        super().__init__(counters, plan)
         self._tensors = tensors
-        self._chunks = chunks
+        self._batches = plan.requests() if plan.bookmark.beyond else plan.batches
         self._opener: CpuThread | None = None
         self._opened = Latch()
 
@@ -183,11 +213,20 @@ class GatherSource(_LocalSource):
         Raises:
             StopIteration: At the end.
         """
-        chunk = next(self._chunks)
-        self._counters.batches += 1
+        try:
+            number, _, chunk, _, _ = next(self._batches)
+        except StopIteration:
+            self._end()
+            raise
         if type(chunk) is range:
-            return [self._copy(tensor, chunk) for tensor in self._tensors]
-        return [tensor.index_select(0, chunk) for tensor in self._tensors]
+            batch = [self._copy(tensor, chunk) for tensor in self._tensors]
+        else:
+            batch = [tensor.index_select(0, chunk) for tensor in self._tensors]
+        self._counters.batches += 1
+        self._progress.take(number)
+        if number + 1 == self._expected:
+            self._batches = self._left(self._batches)
+        return batch
 
     async def next_async(self) -> Any:
         """Return the next batch; a long permutation is drawn beside the loop.
@@ -206,26 +245,26 @@ class GatherSource(_LocalSource):
     def _draw(self) -> None:
         """Draw the order, beside the loop; it is kept if nobody waits any more."""
         try:
-            first = list(itertools.islice(self._chunks, 1))
+            first = list(itertools.islice(self._batches, 1))
         except BaseException as error:  # raised by the next step
-            self._chunks = _raising(error)
+            self._batches = _raising(error)
         else:
-            self._chunks = itertools.chain(first, self._chunks)
+            self._batches = itertools.chain(first, self._batches)
 
     def _copy(self, tensor: torch.Tensor, rows: range) -> torch.Tensor:
-        if rows.stop > len(tensor):
+        if rows[-1] >= len(tensor):
             raise IndexError(
-                f"index {rows.stop - 1} is out of bounds for dimension 0 with size "
+                f"index {rows[-1]} is out of bounds for dimension 0 with size "
                 f"{len(tensor)}"
             )
-        part = tensor[rows.start : rows.stop]
+        part = tensor[rows.start : rows.stop : rows.step]
         return part.clone(memory_format=torch.contiguous_format)
 
     def close(self) -> None:
         """Let go of the order: the iteration is over."""
-        self._chunks = iter(())
+        self._batches, self._is_closed = iter(()), True
 
 
-def _raising(error: BaseException) -> Iterator[Chunk]:
+def _raising(error: BaseException) -> Iterator[IndexBatch]:
     raise error
     yield

@@ -15,8 +15,10 @@ import torch
 from typing_extensions import TypeVar
 
 from aioloader._observe.stats import Counters
+from aioloader._order.progress import BEGINNING, Progress
 from aioloader._pipeline.home import GRACE
 from aioloader._pipeline.inline import GatherSource, InlineSource
+from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.source import HostedSource
 
@@ -101,7 +103,8 @@ class BatchIterator(Generic[Batch]):
             if self._source is None:
                 if self._start is None:  # closed before it began
                     nothing = torch.empty(0)
-                    return GatherSource((nothing,), iter(()), self._counters)
+                    plan = Plan(iter(()), Progress(BEGINNING), BEGINNING)
+                    return GatherSource((nothing,), plan, self._counters)
                 source = self._start()
                 self._start = None
                 if isinstance(source, HostedSource):

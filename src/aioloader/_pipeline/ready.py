@@ -19,11 +19,22 @@ class ReadyQueue:
 
     Args:
         in_order: Deliver by number; else as they complete.
+        start: The first number.
+        without: Numbers above it that will not come.
         pump: What the consumer itself is to read, while it waits; or None.
     """
 
-    def __init__(self, *, in_order: bool, pump: Pump | None = None) -> None:
-        self._reorder: Reorder[Outcome] = Reorder(in_order=in_order)
+    def __init__(
+        self,
+        *,
+        in_order: bool,
+        start: int = 0,
+        without: frozenset[int] = frozenset(),
+        pump: Pump | None = None,
+    ) -> None:
+        self._reorder: Reorder[Outcome] = Reorder(
+            in_order=in_order, start=start, without=without
+        )
         self._items: deque[tuple[int, Outcome]] = deque()
         self._broken: BaseException | None = None
         self._is_finished = False

@@ -12,9 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeAlias
 
+import torch
+
 from aioloader._collate import collates_as_torch, default_collate, lending
 from aioloader._gather import Rows, gatherable
 from aioloader._order.failures import SKIP, Failure, FailurePolicy, noted
+from aioloader._order.indices import IndexBatch
+from aioloader._order.ranks import WHOLE, Part
 from aioloader._order.retry import Retry
 from aioloader._pipeline.work import Outcome, Work, shorten
 from aioloader._transport.slots import Lender, SlotPool
@@ -27,7 +31,7 @@ from aioloader.protocols import (
 )
 
 # Batch number and place of its first sample to ``Work.key`` and ``Work.sample_keys``.
-Keys: TypeAlias = Callable[[int, int], tuple[int, tuple[int, int] | None]]
+Keys: TypeAlias = Callable[[int, int], tuple[int, tuple[int, int, int] | None]]
 
 _NOTHING: Final = contextlib.nullcontext()
 
@@ -57,6 +61,9 @@ class Recipe:
         at: Called so before a coroutine reads or transforms a sample, or awaits for a
             whole batch (position -1), if its batch has a seed.
         keys: What generators are seeded with; None: they are left alone.
+        part: Which samples of an iterable are this rank's, and whether batches come
+            with a mask.
+        snapshot_every: Batches from one state of a stateful stream to the next.
     """
 
     dataset: Any
@@ -72,6 +79,8 @@ class Recipe:
     seed: Callable[[Work, int, int], None] | None = None
     at: Callable[[Work, int, int], None] | None = None
     keys: Keys | None = None
+    part: Part = WHOLE
+    snapshot_every: int = 1
     # Derived, and looked up once: a look-up per sample is 5 % of a small one.
     kind: Kind = field(init=False)
     get: Callable[[Any], Any] = field(init=False)
@@ -79,7 +88,6 @@ class Recipe:
     reads_async: bool = field(init=False, default=False)
     transforms_async: bool = field(init=False)
     collates_async: bool = field(init=False)
-    _issued: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.kind = kind_of(self.dataset)
@@ -108,12 +116,13 @@ class Recipe:
             or self.collates_async
         )
 
-    def work(self, number: int, indices: Any) -> Work:
+    def work(self, batch: IndexBatch) -> Work:
         """Return the work for a request."""
-        if self.keys is None:
-            return Work(number, indices)
-        first, self._issued = self._issued, self._issued + len(indices)
-        return Work(number, indices, *self.keys(number, first))
+        number, first, indices, padding, state = batch
+        work = Work(number, indices, padding=padding, state=state)
+        if self.keys is not None:
+            work.key, work.sample_keys = self.keys(number, first)
+        return work
 
     def is_stream(self) -> bool:
         """Tell whether an iteration reads one after the other, and has a state."""
@@ -177,7 +186,19 @@ class Recipe:
                 batch = self.collate_fn(samples if self.batched else samples[0])
         except Exception as error:
             raise self.collate_error(work, error)  # noqa: B904  (it keeps its cause)
+        return self.made(work, batch)
+
+    def made(self, work: Work, batch: Any) -> Outcome:
+        """Return the outcome of a batch, with a mask of what does not stand in."""
+        if self.part.masks():
+            batch = batch, self._mask(work)
         return Outcome(batch)
+
+    def _mask(self, work: Work) -> torch.Tensor:
+        samples = work.samples if type(work.samples) is list else work.indices
+        real = len(samples) - work.padding
+        kept = [k < real for k, sample in enumerate(samples) if sample is not SKIP]
+        return torch.tensor(kept if self.batched else kept[0])
 
     def finish(self, work: Work) -> Outcome:
         """Transform and collate ``work``; errors become its outcome."""

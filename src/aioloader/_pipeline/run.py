@@ -13,14 +13,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from aioloader._order.failures import Failure
+from aioloader._order.progress import BEGINNING, Bookmark
 from aioloader._pipeline.crew import Crew
 from aioloader._pipeline.home import Home
-from aioloader._pipeline.pumping import Pump
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.recipe import Recipe
+from aioloader._pipeline.roles import Pool, Stage
 from aioloader._pipeline.stream import AsyncStream, SyncStream
 from aioloader._pipeline.waiting import Latch, call_threadsafe
 from aioloader._pipeline.work import Outcome, Work
@@ -36,62 +37,6 @@ class Step(NamedTuple):
     stage: str
     place: Place
     do: Callable[[Work], None]
-
-
-class Pool(Protocol):
-    """Workers that make the rest of a batch; each takes the next when it is free."""
-
-    @property
-    def pump(self) -> Pump | None:
-        """What the consumer is to read while it waits, if anything."""
-
-    @property
-    def reads(self) -> bool:
-        """Whether workers read the samples too."""
-
-    @property
-    def place(self) -> Literal["thread", "pool"]:
-        """Where the run lives then."""
-
-    def open(self, run: "Run") -> None:
-        """Make ready for ``run``, or fail it; may take long."""
-
-    def submit(self, run: "Run", work: Work) -> None:
-        """Take a work; ``run.deliver`` will be called with what came of it."""
-
-    def forget(self, run: "Run") -> None:
-        """Drop what ``run`` still waits for; it has ended."""
-
-    def explain(self, work: Work) -> str:
-        """Say who has ``work`` in hand, and where they are stuck; may take a second."""
-
-    def restart(self, work: Work) -> bool:
-        """Replace the worker that has ``work`` in hand; tell whether that was done."""
-
-    def join(self) -> bool:
-        """Wait, bounded, until what ``forget`` released is gone; tell whether it is."""
-
-
-class Stage(Protocol):
-    """What stands between ``ready`` and the consumer, with a thread of its own."""
-
-    def pop_nowait(self) -> tuple[int, Outcome] | None:
-        """Take the next item, or None if there is none yet."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Block until there is an item or an end; tell whether there is."""
-
-    async def wait_async(self, timeout: float | None = None) -> bool:
-        """Suspend until there is an item or an end; tell whether there is."""
-
-    def finish(self) -> None:
-        """Let every wait end: there will be no more items."""
-
-    def stop(self) -> None:
-        """Begin to end; from any thread, and from finalizers."""
-
-    def join(self) -> bool:
-        """Wait, bounded, until it is gone; tell whether it is."""
 
 
 class _Closed(Exception):  # noqa: N818  (a signal within this file)
@@ -110,6 +55,7 @@ class Run:
         concurrency: Samples in flight on the loop.
         in_order: Deliver batches by number, else as they complete.
         drop_last: Drop the short last batch of a stream.
+        bookmark: Where the epoch is resumed.
         pool: What makes batches, or the rest of them after they were read here; None
             if all of that is done here.
         sink: Takes the outcomes instead of ``ready``.
@@ -123,10 +69,19 @@ class Run:
         concurrency: int,
         in_order: bool,
         drop_last: bool,
+        bookmark: Bookmark = BEGINNING,
         pool: Pool | None = None,
         sink: Callable[[Work, Outcome], None] | None = None,
     ) -> None:
-        self.ready = ReadyQueue(in_order=in_order, pump=pool.pump if pool else None)
+        self.bookmark = bookmark
+        # Of a stream, what was delivered before is made again, to get behind it.
+        without = bookmark.beyond if recipe.kind is Kind.MAP else frozenset[int]()
+        self.ready = ReadyQueue(
+            in_order=in_order,
+            start=bookmark.done,
+            without=without,
+            pump=pool.pump if pool else None,
+        )
         self.pool = pool
         self.stage: Stage | None = None
         self._sink = sink or self._put
@@ -145,10 +100,11 @@ class Run:
         self._to_pull: asyncio.Queue[Work] = asyncio.Queue()
         self._stream: SyncStream | None = None
         self._async_stream: AsyncStream | None = None
+        resume = bookmark.states.get(0)
         if recipe.kind is Kind.ITERABLE:
-            self._stream = SyncStream(recipe, drop_last=drop_last)
+            self._stream = SyncStream(recipe, drop_last=drop_last, resume=resume)
         elif recipe.kind is Kind.ASYNC_ITERABLE:
-            self._async_stream = AsyncStream(recipe, drop_last=drop_last)
+            self._async_stream = AsyncStream(recipe, drop_last=drop_last, resume=resume)
         self.route = tuple(self._plan())
         home.admit(self)
 
@@ -327,6 +283,8 @@ class Run:
     def deliver(self, work: Work, outcome: Outcome) -> None:
         """Hand over what came of ``work``; from any thread."""
         if self.under_way.pop(id(work), None) is not None:
+            if outcome.state is None:
+                outcome.state = work.state
             self._sink(work, outcome)
 
     def _put(self, work: Work, outcome: Outcome) -> None:

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -11,6 +12,7 @@ from aioloader._observe.stats import Counters
 from aioloader._order.failures import noted
 from aioloader._pipeline.cpu import beside
 from aioloader._pipeline.describe import awaited, describe_wait
+from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.release import wait_released, wait_released_async
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.work import Outcome, Work
@@ -55,7 +57,7 @@ class HostedSource:
 
     Args:
         run: The pipeline; owned, and dismissed at the end.
-        requests: Index batches, pulled as the window opens.
+        plan: What is to be delivered; its requests are pulled as the window opens.
         window: How many batches may be in flight, and when.
         counters: Where batches and waits are counted.
         patience: How long to wait for a batch, and what happens then.
@@ -64,7 +66,7 @@ class HostedSource:
     def __init__(
         self,
         run: Run,
-        requests: Iterator[Any],
+        plan: Plan,
         window: Window,
         counters: Counters,
         patience: Patience,
@@ -72,7 +74,12 @@ class HostedSource:
         self.run: Final = run
         self._ready: Final = run.stage or run.ready
         self._counters = counters
-        self._requests = requests
+        self._requests = plan.requests() if plan.bookmark.beyond else plan.batches
+        self._progress = plan.progress
+        self._dropped = plan.dropped()
+        self._numbers: deque[int] = deque()  # issued, and not yet taken
+        self._next = plan.bookmark.done
+        self._expected = plan.expected
         self._window_for = window.size
         self._window = 0
         self._is_lazy = window.is_lazy
@@ -104,6 +111,7 @@ class HostedSource:
             if batch is not _NOTHING:
                 return batch
             if self._is_finished:
+                self._finish()
                 self.close()
                 raise StopIteration
             began = time.perf_counter()
@@ -127,6 +135,7 @@ class HostedSource:
             if batch is not _NOTHING:
                 return batch
             if self._is_finished:
+                self._finish()
                 await self.aclose()
                 raise StopAsyncIteration
             began = time.perf_counter()
@@ -183,25 +192,29 @@ class HostedSource:
                 self._issue()
 
     def _issue(self) -> None:
-        number = self._issued
         try:
-            indices = next(self._requests)
-            self._window = self._window or self._window_for(indices)
+            batch = next(self._requests)
+            self._window = self._window or self._window_for(batch.indices)
         except StopIteration:
             self._is_exhausted = True
             return
         except Exception as error:  # delivered in its turn
             self._is_exhausted = True
-            self._issued += 1
-            where = f"in the sampler, at batch {number}"
-            self.run.ready.put(number, Outcome(error=noted(error, where)))
+            self._note(self._next)
+            where = f"in the sampler, at batch {self._next}"
+            self.run.ready.put(self._next, Outcome(error=noted(error, where)))
             return
-        self._issued += 1
+        self._note(batch.number)
+        self._next = batch.number + 1
         try:
-            self.run.submit(self.run.recipe.work(number, indices))
+            self.run.submit(self.run.recipe.work(batch))
         except BaseException:  # Ctrl-C: nobody has this batch, and none may wait for it
             self.run.fail(LoaderClosedError("the loader was interrupted; begin anew"))
             raise
+
+    def _note(self, number: int) -> None:
+        self._issued += 1
+        self._numbers.append(number)
 
     # -- outcomes in --------------------------------------------------------------
 
@@ -213,19 +226,14 @@ class HostedSource:
             )
         with self._lock:
             while not self._is_finished:
-                try:
-                    item = self._ready.pop_nowait()
-                except BaseException:
-                    self._is_finished = True
-                    self.run.dismiss()
-                    raise
+                item = self._pop()
                 if item is None:
                     self._is_finished = self._is_exhausted and (
                         self._taken == self._issued
                     )
                     break
                 self._taken += 1
-                outcome = item[1]
+                outcome = self._noted(*item)
                 if outcome.attempted or outcome.failures:
                     self.run.count(outcome)
                 self._is_exhausted = self._is_exhausted or outcome.is_end
@@ -238,14 +246,41 @@ class HostedSource:
                     self._ready.finish()  # others may wait for what will not come
                 if outcome.error is not None:
                     self._raise(outcome)
+                if self._is_finished:
+                    self._finish()
                 if not outcome.is_end and not outcome.is_empty:
                     self._counters.batches += 1
                     return outcome.batch
             return _NOTHING
 
+    def _pop(self) -> tuple[int, Outcome] | None:
+        try:
+            return self._ready.pop_nowait()
+        except BaseException:
+            self._is_finished = True
+            self.run.dismiss()
+            raise
+
+    def _noted(self, number: int, outcome: Outcome) -> Outcome:
+        """Note that an outcome was taken; return what its consumer is to see."""
+        self._numbers.remove(number)
+        if outcome.error is not None:
+            self._progress.fail(number, outcome.state)
+        elif not outcome.is_end:
+            self._progress.take(number, outcome.state)
+        if number in self._dropped:
+            return Outcome(is_empty=True, is_end=outcome.is_end)
+        return outcome
+
+    def _finish(self) -> None:
+        """Note that the epoch is over, unless it was only closed."""
+        if self._is_exhausted and self._taken == self._issued:
+            self._progress.finish()
+
     def _go_on(self) -> None:
         """Put something else in flight, in place of what has been taken."""
-        if not self._is_lazy:
+        # Not even a lazy one may leave open whether the epoch is over.
+        if not self._is_lazy or self._next == self._expected:
             self._fill()
         if self._is_exhausted and self.when_exhausted is not None:
             self.when_exhausted()
@@ -269,7 +304,8 @@ class HostedSource:
         Raises:
             BatchTimeoutError: Else.
         """
-        work = awaited(self.run, self._taken)
+        number = self._numbers[0] if self._numbers else self._next
+        work = awaited(self.run, number)
         is_new = work is not None and work is not self._restarted
         if self._restarts and is_new and self.run.pool is not None and work is not None:
             self._restarted = work
@@ -277,7 +313,7 @@ class HostedSource:
                 return
         assert self._timeout is not None
         raise BatchTimeoutError(
-            describe_wait(self.run, self._taken, self._timeout, waited),
+            describe_wait(self.run, number, self._timeout, waited),
             timeout=self._timeout,
-            batch=self._taken,
+            batch=number,
         )

@@ -2,7 +2,8 @@
 
 ``SyncStream`` is pulled in a thread, ``AsyncStream`` on the loop. Both number samples
 by their place in the stream, and end every later request at once. An iterator that
-offers ``pull`` gives a whole batch at once, as a list or in columns.
+offers ``pull`` gives a whole batch at once, as a list or in columns. Of several ranks
+each reads the whole stream and keeps its part.
 """
 
 import contextlib
@@ -14,22 +15,67 @@ from torch.utils.data import ChainDataset
 
 from aioloader._collate import default_collate
 from aioloader._order.blocks import Bad, Block, join
+from aioloader._pipeline.position import Position, StreamState
 from aioloader._pipeline.recipe import Recipe
-from aioloader._pipeline.work import Outcome, Work
+from aioloader._pipeline.work import MISSING, Outcome, Work
 
 
 class _Stream:
-    """What both streams share: when a batch is whole, and what an error means."""
+    """What both streams share: whose a sample is, when a batch is whole, errors.
 
-    def __init__(self, recipe: Recipe, *, drop_last: bool) -> None:
+    Args:
+        recipe: The user's functions, and which part of the stream is read here.
+        drop_last: Whether a short last batch is left out.
+        resume: Where to begin; None: at the beginning.
+    """
+
+    def __init__(
+        self, recipe: Recipe, *, drop_last: bool, resume: StreamState | None = None
+    ) -> None:
         self._recipe = recipe
         self._drop_last = drop_last
         self._ended = False
+        self._position = Position(recipe.dataset, resume, recipe.snapshot_every)
+        self._rank, self._ranks = recipe.part.rank, recipe.part.world_size
+        self._found = 0  # of the global batch under way
+        self._latest: Any = MISSING
 
-    def _close_batch(self, work: Work) -> None:
+    def _begin(self, work: Work) -> int:
+        """Begin a batch; return how many samples of the stream it comes from."""
+        self._recipe.policy.begin(len(work.indices))
+        self._found = 0
+        return len(work.indices) * self._ranks
+
+    def _is_mine(self) -> bool:
+        """Tell whether the next sample is this rank's."""
+        return self._ranks == 1 or self._found % self._ranks == self._rank
+
+    def _add(self, work: Work, sample: Any) -> None:
+        """Take the next sample, if it is this rank's."""
+        if self._is_mine():
+            work.samples.append(sample)
+            self._latest = sample
+        self._found += 1
+
+    def _close_batch(self, work: Work, wanted: int) -> None:
         """Set the end as the outcome, if ``work`` may not be delivered."""
-        found, wanted = len(work.samples), len(work.indices)
+        found = self._found
+        self._position.read += found
         if not found or (self._drop_last and found < wanted):
+            work.outcome = Outcome(is_end=True)
+            return
+        if found < wanted and self._ranks > 1:
+            self._deal_tail(work)
+        work.state = self._position.state(work.number)
+
+    def _deal_tail(self, work: Work) -> None:
+        """Make our part of the last global batch what the tail's mode says."""
+        mine, padding = self._recipe.part.share(self._found)
+        del work.samples[mine:]
+        if padding and self._latest is not MISSING:
+            work.samples += [self._latest] * padding
+            work.padding = padding
+        if not work.samples:
             work.outcome = Outcome(is_end=True)
 
     def _recover(self, work: Work, error: Exception, *, can_go_on: bool) -> Any:
@@ -42,31 +88,39 @@ class _Stream:
             self._ended = True
             error.add_note(f"aioloader: {self._recipe.place('fetch', work)}")
             raise error
-        return self._recipe.resolve("fetch", work, len(work.samples), error)
+        if not self._is_mine():
+            return None  # it is another rank's to deal with
+        try:
+            return self._recipe.resolve("fetch", work, len(work.samples), error)
+        except BaseException:
+            # They are behind us, though nothing comes of them.
+            self._position.read += self._found + 1
+            raise
 
 
 class SyncStream(_Stream):
     """One iterator of a sync iterable, entered and closed where it is pulled."""
 
-    def __init__(self, recipe: Recipe, *, drop_last: bool) -> None:
-        super().__init__(recipe, drop_last=drop_last)
+    def __init__(
+        self, recipe: Recipe, *, drop_last: bool, resume: StreamState | None = None
+    ) -> None:
+        super().__init__(recipe, drop_last=drop_last, resume=resume)
         self._iterator: Iterator[Any] | None = None
         self._stack = contextlib.ExitStack()
 
     def pull(self, work: Work) -> None:
         """Read the samples of ``work``, or set the end as its outcome."""
-        self._recipe.policy.begin(len(work.indices))
-        while not self._ended and len(work.samples) < len(work.indices):
+        wanted = self._begin(work)
+        while not self._ended and self._found < wanted:
             try:
-                work.samples.append(next(self._open()))
+                sample = next(self._open())
             except StopIteration:
                 self._ended = True
+                break
             except Exception as error:  # raised, or the policy decides
-                can_go_on = self._iterator is not None and not inspect.isgenerator(
-                    self._iterator
-                )
-                work.samples.append(self._recover(work, error, can_go_on=can_go_on))
-        self._close_batch(work)
+                sample = self._recover(work, error, can_go_on=self._can_go_on())
+            self._add(work, sample)
+        self._close_batch(work, wanted)
 
     def close(self) -> None:
         """Close the iterator, where it was pulled."""
@@ -74,63 +128,104 @@ class SyncStream(_Stream):
         self._stack.close()
         self._iterator = None
 
+    def _can_go_on(self) -> bool:
+        return self._iterator is not None and not inspect.isgenerator(self._iterator)
+
     def _open(self) -> Iterator[Any]:
         if self._iterator is None:
-            iterator = iter(self._recipe.dataset)
-            if hasattr(iterator, "__enter__") and iterator is not self._recipe.dataset:
+            dataset = self._recipe.dataset
+            self._position.load_dataset()
+            iterator = iter(dataset)
+            self._position.load_iterator(iterator)
+            if hasattr(iterator, "__enter__") and iterator is not dataset:
                 iterator = self._stack.enter_context(iterator)
             if inspect.isgenerator(iterator):
                 self._stack.callback(iterator.close)
             self._iterator = iterator
+            self._skip(iterator)
         return self._iterator
+
+    def _skip(self, iterator: Iterator[Any]) -> None:
+        """Read what was delivered before, and drop it."""
+        while self._position.to_skip:
+            try:
+                next(iterator)
+            except StopIteration:
+                self._position.to_skip = 0
+                raise
+            except Exception:  # it was dealt with when it was first read
+                if not self._can_go_on():
+                    self._position.to_skip = 0
+                    raise StopIteration from None
+            self._position.to_skip -= 1
 
 
 class AsyncStream(_Stream):
     """One iterator of an async iterable, entered and closed on the loop."""
 
-    def __init__(self, recipe: Recipe, *, drop_last: bool) -> None:
-        super().__init__(recipe, drop_last=drop_last)
+    def __init__(
+        self, recipe: Recipe, *, drop_last: bool, resume: StreamState | None = None
+    ) -> None:
+        super().__init__(recipe, drop_last=drop_last, resume=resume)
         self._iterator: AsyncIterator[Any] | None = None
         self._pulls = False
+        self._fills = True
         self._rest: Block = []  # of a block, behind a sample that was raised
 
     async def pull(self, work: Work, stack: contextlib.AsyncExitStack) -> None:
         """Read the samples of ``work``, or set the end as its outcome."""
-        self._recipe.policy.begin(len(work.indices))
-        while not self._ended and len(work.samples) < len(work.indices):
+        wanted = self._begin(work)
+        while not self._ended and self._found < wanted:
             try:
                 iterator = await self._open(stack)
                 if self._pulls:
-                    await self._pull_block(work, iterator)
-                else:
-                    work.samples.append(await anext(iterator))
+                    await self._pull_block(work, iterator, wanted)
+                    continue
+                sample = await anext(iterator)
             except StopAsyncIteration:
                 self._ended = True
+                break
             except Exception as error:  # raised, or the policy decides
-                can_go_on = self._iterator is not None and not inspect.isasyncgen(
-                    self._iterator
-                )
-                work.samples.append(self._recover(work, error, can_go_on=can_go_on))
+                sample = self._recover(work, error, can_go_on=self._can_go_on())
+            self._add(work, sample)
         if not isinstance(work.samples, list) and not self._takes_columns():
             work.samples = list(work.samples)
-        self._close_batch(work)
+        self._close_batch(work, wanted)
 
-    async def _pull_block(self, work: Work, iterator: Any) -> None:
+    def _close_batch(self, work: Work, wanted: int) -> None:
+        """Set as the outcome that there is nothing, if so it is."""
+        super()._close_batch(work, wanted)
+        # Others may have more of it: its place is not the next batch's.
+        least = len(work.indices) if self._drop_last else 1
+        if not self._fills and work.outcome is None and len(work.samples) < least:
+            work.outcome = Outcome(is_empty=True)
+
+    async def _pull_block(self, work: Work, iterator: Any, wanted: int) -> None:
         """Add a block to the samples of ``work``; what failed is for the policy."""
         block, self._rest = self._rest, []
         if not len(block):
-            block = await iterator.pull(len(work.indices) - len(work.samples))
-        self._ended = not len(block)
-        if not isinstance(block, list) or Bad not in set(map(type, block)):
+            block = await iterator.pull(wanted - self._found)
+        self._ended = self._fills and not len(block)
+        if isinstance(block, list) and Bad in set(map(type, block)):
+            self._add_each(work, block)
+        else:
             work.samples = join([work.samples, block])
-            return
+            self._found += len(block)
+        if not self._fills and not len(self._rest):
+            self._found = wanted
+
+    def _add_each(self, work: Work, block: list[Any]) -> None:
         work.samples = list(work.samples)
         for place, sample in enumerate(block):
             if type(sample) is Bad:
                 self._rest = block[place + 1 :]  # if the policy is to raise
                 sample = self._recover(work, sample.error, can_go_on=True)  # noqa: PLW2901
             work.samples.append(sample)
+            self._found += 1
         self._rest = []
+
+    def _can_go_on(self) -> bool:
+        return self._iterator is not None and not inspect.isasyncgen(self._iterator)
 
     def _takes_columns(self) -> bool:
         recipe = self._recipe
@@ -139,17 +234,48 @@ class AsyncStream(_Stream):
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> AsyncIterator[Any]:
         if self._iterator is None:
-            begin_epoch = getattr(self._recipe.dataset, "begin_epoch", None)
+            dataset = self._recipe.dataset
+            begin_epoch = getattr(dataset, "begin_epoch", None)
             if begin_epoch is not None:
                 begin_epoch(self._recipe.epoch)
-            iterator = _aiter(self._recipe.dataset)
+            self._position.load_dataset()
+            iterator = _aiter(dataset)
+            self._position.load_iterator(iterator)
             self._pulls = hasattr(iterator, "pull")
-            if hasattr(iterator, "__aenter__") and iterator is not self._recipe.dataset:
+            self._fills = getattr(iterator, "fills", True)
+            if hasattr(iterator, "__aenter__") and iterator is not dataset:
                 iterator = await stack.enter_async_context(iterator)
             if inspect.isasyncgen(iterator):
                 stack.push_async_callback(iterator.aclose)
             self._iterator = iterator
+            await self._skip(iterator)
         return self._iterator
+
+    async def _skip(self, iterator: Any) -> None:
+        """Read what was delivered before, and drop it."""
+        position = self._position
+        while position.to_skip:
+            if self._pulls:
+                await self._skip_block(iterator)
+                continue
+            try:
+                await anext(iterator)
+            except StopAsyncIteration:
+                position.to_skip = 0
+                raise
+            except Exception:  # it was dealt with when it was first read
+                if not self._can_go_on():
+                    position.to_skip = 0
+                    raise StopAsyncIteration from None
+            position.to_skip -= 1
+
+    async def _skip_block(self, iterator: Any) -> None:
+        position = self._position
+        block = await iterator.pull(position.to_skip)
+        if not len(block) and self._fills:
+            position.to_skip = 0
+            raise StopAsyncIteration
+        position.to_skip -= len(block) if self._fills else position.to_skip
 
 
 def _aiter(dataset: Any) -> Any:

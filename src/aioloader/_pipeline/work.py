@@ -27,6 +27,7 @@ class Outcome:
         is_end: The stream had ended.
         attempted: Samples that a worker process tried to read; counted on delivery.
         failures: Those of them that were skipped or replaced.
+        state: What its reader (sampler or stream) was left in behind it, if known.
     """
 
     batch: Any = None
@@ -35,6 +36,7 @@ class Outcome:
     is_end: bool = False
     attempted: int = 0
     failures: Sequence[Any] = ()
+    state: Any = None
 
 
 @dataclass(slots=True, eq=False)
@@ -45,25 +47,29 @@ class Work:
         number: Place in the epoch, from 0.
         indices: What the sampler gave; for a stream, what it will number its samples.
         key: What the generators are seeded with before its plain code runs, or None.
-        sample_keys: Where each sample has a seed of its own: that of the epoch, and the
-            place of the first sample in the epoch.
+        sample_keys: Where each sample has a seed of its own: that of the epoch, the
+            place of the first sample in the epoch, and the step to that of the next.
+        padding: How many of its samples, the last ones, only stand in.
         samples: Samples so far, with ``MISSING`` where the crew waits for one; or what
             ``__getitems__`` gave, of any type.
         step: Which step of the route comes next.
         cursor: Place of the next sample that the crew will start.
         pending: Samples that the crew has not finished.
         outcome: What became of it, once that is known; late samples are dropped.
+        state: As in ``Outcome``.
     """
 
     number: int
     indices: Sequence[Any]
     key: int | None = None
-    sample_keys: tuple[int, int] | None = None
+    sample_keys: tuple[int, int, int] | None = None
+    padding: int = 0
     samples: Any = field(default_factory=list)
     step: int = 0
     cursor: int = 0
     pending: int = 0
     outcome: Outcome | None = None
+    state: Any = None
 
 
 def shorten(indices: Sequence[Any]) -> str:

@@ -117,6 +117,8 @@ class Desk:
             around=_Seeded,
             seed=_seed_sample,
             at=be_at_sample,
+            part=shipment.part,
+            snapshot_every=shipment.snapshot_every,
         )
 
     def receive(self, requests: Channel) -> Request:
@@ -136,7 +138,7 @@ class Desk:
         self._board.begin(self.id, place, request.ticket)
         self.recipe.epoch = request.epoch
         keys = request.key, request.sample_keys
-        work = Work(request.number, request.indices, *keys)
+        work = Work(request.number, request.indices, *keys, request.padding)
         if request.samples is not None:
             work.samples = request.samples
         return work
@@ -154,6 +156,7 @@ class Desk:
         self.enter(SEND, place)
         # Those since the last result; the loader keeps the list and the budget.
         failures = sendable(self._policy.latest, self.id)
+        outcome.state = work.state
         try:
             self._send_outcome(ticket, outcome, failures)
         except (BrokenPipeError, ConnectionResetError):
@@ -161,7 +164,8 @@ class Desk:
         except Exception as error:  # it cannot be pickled, or is too large
             error.add_note(f"aioloader: {self.recipe.place('send', work)}")
             self._packers.packer.reset()
-            self._send_outcome(ticket, Outcome(error=error), failures)
+            again = Outcome(error=error, state=outcome.state)
+            self._send_outcome(ticket, again, failures)
         self._board.clear(self.id, place)
 
     def send(self, kind: Kind, ticket: int, value: Any) -> None:
@@ -172,12 +176,17 @@ class Desk:
     def _send_outcome(
         self, ticket: int, outcome: Outcome, failures: list[Failure]
     ) -> None:
-        is_batch = not (outcome.error or outcome.is_empty or outcome.is_end or failures)
-        if is_batch:
+        is_else = outcome.error or outcome.is_empty or outcome.is_end or failures
+        if not is_else and outcome.state is None:
             self.send(Kind.BATCH, ticket, outcome.batch)
             return
         error = outcome.error and RemoteError.of(outcome.error, self.id)
         answer = Answer(
-            outcome.batch, error, outcome.is_empty, outcome.is_end, failures
+            outcome.batch,
+            error,
+            outcome.is_empty,
+            outcome.is_end,
+            failures,
+            outcome.state,
         )
         self.send(Kind.OUTCOME, ticket, answer)

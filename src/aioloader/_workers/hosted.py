@@ -11,12 +11,14 @@ import select
 import threading
 from typing import Any
 
+from aioloader._order.progress import Bookmark
 from aioloader._pipeline.homes import Homes
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.work import Outcome, Work
 from aioloader._transport.board import PLACES
 from aioloader._transport.channel import Channel
 from aioloader._workers.desk import Desk
+from aioloader._workers.messages import Request
 
 
 def serve_hosted(desk: Desk, requests: Channel) -> None:
@@ -68,7 +70,7 @@ class _Server:
                     self._free.get()
             work = self._desk.take(request, place)
             self._held[id(work)] = (request.ticket, place, request.is_alone)
-            self._run_of(request.run).submit(work)
+            self._run_of(request).submit(work)
 
     def _watch(self, requests: Channel) -> None:
         """Learn that requests are over also while there is no place for one."""
@@ -84,9 +86,9 @@ class _Server:
         self._homes.leave()
         self._homes.release()
 
-    def _run_of(self, number: int) -> Run:
+    def _run_of(self, request: Request) -> Run:
         # Map-style datasets have no state of an iteration: one run serves all.
-        key = number if self._desk.recipe.is_stream() else -1
+        key = request.run if self._desk.recipe.is_stream() else -1
         run = self._runs.get(key)
         if run is None:
             shipment = self._desk.shipment
@@ -96,6 +98,7 @@ class _Server:
                 concurrency=shipment.concurrency,
                 in_order=False,
                 drop_last=shipment.drop_last,
+                bookmark=Bookmark(states={0: request.resume}),
                 sink=self._deliver,
             )
             self._runs[key] = run

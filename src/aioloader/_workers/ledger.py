@@ -247,11 +247,14 @@ class Ledger:
 
     def _request(self, name: int, run: Run, work: Work) -> Request:
         number, indices, samples = work.number, work.indices, None
+        resume = None
         if not self.shipment.reads:
             samples = work.samples
         elif self.is_replicated:
-            number //= len(self.workers)
-            indices = range(number * len(indices), (number + 1) * len(indices))
+            number, worker = divmod(number, len(self.workers))
+            whole = len(indices) * self.shipment.part.world_size
+            indices = self.shipment.part.places(number * whole, (number + 1) * whole)
+            resume = self.replicas.resume_of(run, worker)
         return Request(
             ticket=name,
             run=id(run),
@@ -262,6 +265,8 @@ class Ledger:
             is_alone=False,
             indices=indices,
             samples=samples,
+            padding=work.padding,
+            resume=resume,
         )
 
     def _frame(self, ticket: Ticket) -> bytes:

@@ -39,6 +39,8 @@ class Request(NamedTuple):
         number: Place in the epoch; for a replica, place in the worker's own stream.
         key: What the generators are seeded with; None: they are left alone.
         sample_keys: As in ``Work``.
+        padding: As in ``Work``.
+        resume: Of a replica: where its stream begins, if it is not open yet.
         is_alone: Whether it has cost a worker its life, and must not share one.
         indices: What the sampler gave.
         samples: What was read already, where the loader reads.
@@ -49,10 +51,12 @@ class Request(NamedTuple):
     epoch: int
     number: int
     key: int | None
-    sample_keys: tuple[int, int] | None
+    sample_keys: tuple[int, int, int] | None
     is_alone: bool
     indices: Sequence[Any]
     samples: Any = None
+    padding: int = 0
+    resume: Any = None
 
     def dump(self) -> bytes:
         """Return the frame of a request without samples."""
@@ -74,6 +78,7 @@ class Answer(NamedTuple):
         is_end: The stream has ended.
         failures: Samples that failed and were skipped or replaced, as ``Failure``s
             whose error is a ``RemoteError``.
+        state: What a replica's stream was left in behind it.
     """
 
     batch: Any = None
@@ -81,6 +86,7 @@ class Answer(NamedTuple):
     is_empty: bool = False
     is_end: bool = False
     failures: Sequence[Any] = ()
+    state: Any = None
 
 
 FORGET = Request(-1, 0, 0, 0, None, None, False, ())  # noqa: FBT003  (fields, in order)
@@ -102,5 +108,7 @@ def opened(answer: Answer) -> tuple[Outcome, list[Failure]]:
         Failure(**{**vars(one), "error": one.error.raisable()})
         for one in answer.failures
     ]
-    outcome = Outcome(answer.batch, error, answer.is_empty, answer.is_end)
+    outcome = Outcome(
+        answer.batch, error, answer.is_empty, answer.is_end, state=answer.state
+    )
     return outcome, failures

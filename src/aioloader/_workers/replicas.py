@@ -37,6 +37,11 @@ class Replicas:
             return Outcome(is_end=True)
         return Outcome(is_empty=True) if worker in ended else None
 
+    def resume_of(self, run: Run, worker: int) -> Any:
+        """Return where a worker that has not begun is to begin."""
+        is_begun = worker in self._begun.get(run, ())
+        return None if is_begun else run.bookmark.states.get(worker)
+
     def begin(self, run: Run, worker: int) -> None:
         """Note that a worker has begun to read."""
         self._begun.setdefault(run, set()).add(worker)
@@ -52,7 +57,7 @@ class Replicas:
         if not outcome.is_end:
             return outcome
         self._ended.setdefault(run, set()).add(worker)
-        return Outcome(is_empty=True)
+        return Outcome(is_empty=True, state=outcome.state)
 
     def lose(self, worker: int, error: WorkerDiedError) -> list[Run]:
         """End the streams that a worker had begun when it died; return whose they are.

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
+from aioloader._order.ranks import Part
 from aioloader._pipeline.work import Work
 
 Rng: TypeAlias = Literal["batch", "sample", "worker"]
@@ -35,19 +36,32 @@ def key_of(base_seed: int, *place: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def keys_of_batches(
-    base_seed: int, epoch: int, number: int, _first: int
-) -> tuple[int, None]:
-    """Return the seed of a batch (``rng="batch"``)."""
-    return key_of(base_seed, epoch, number), None
+@dataclass(frozen=True)
+class BatchKeys:
+    """The seeds of batches (``rng="batch"``); those of other ranks are others."""
+
+    base_seed: int
+    epoch: int
+    part: Part
+
+    def __call__(self, number: int, _first: int) -> tuple[int, None]:
+        """Return the key of a batch, and nothing for its samples."""
+        place = number * self.part.world_size + self.part.rank
+        return key_of(self.base_seed, self.epoch, place), None
 
 
-def keys_of_samples(
-    base_seed: int, epoch: int, _number: int, first: int
-) -> tuple[int, tuple[int, int]]:
-    """Return the seeds of samples, whatever batches they are in (``rng="sample"``)."""
-    of_epoch = key_of(base_seed, epoch)
-    return key_of(of_epoch, first), (of_epoch, first)
+@dataclass(frozen=True)
+class SampleKeys:
+    """The seeds of samples, whatever batches and ranks they are in (``"sample"``)."""
+
+    base_seed: int
+    epoch: int
+    part: Part
+
+    def __call__(self, _number: int, first: int) -> tuple[int, tuple[int, int, int]]:
+        """Return the key of a batch, and what those of its samples are made from."""
+        of_epoch = key_of(self.base_seed, self.epoch)
+        return key_of(of_epoch, first), (of_epoch, first, self.part.world_size)
 
 
 def key_of_sample(work: Work, position: int, stage: int) -> int:
@@ -57,8 +71,8 @@ def key_of_sample(work: Work, position: int, stage: int) -> int:
     """
     if work.sample_keys is None:
         return key_of(work.key or 0, position, stage)
-    of_epoch, first = work.sample_keys
-    return key_of(of_epoch, first + position, stage)
+    of_epoch, first, step = work.sample_keys
+    return key_of(of_epoch, first + step * position, stage)
 
 
 def seed_sample(work: Work, position: int, stage: int) -> None:

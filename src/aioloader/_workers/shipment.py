@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from aioloader._order.failures import OnError
+from aioloader._order.ranks import WHOLE, Part
 from aioloader._order.retry import Retry
 from aioloader._transport.codec import Reducers, decode, encode_by_value
 from aioloader._workers.parcel import REDUCERS
@@ -49,6 +50,8 @@ class Shipment:
         concurrency: Samples in flight on a worker's own loop.
         window: Batches that such a worker takes in hand at once.
         in_flight: Batches in flight in all.
+        part: Which rank's samples are made.
+        snapshot_every: Batches from one state of a stateful stream to the next.
     """
 
     dataset: Any
@@ -66,6 +69,8 @@ class Shipment:
     concurrency: int
     window: int
     in_flight: int
+    part: Part = WHOLE
+    snapshot_every: int = 1
 
     def is_replicated(self) -> bool:
         """Tell whether each worker reads a stream of its own."""

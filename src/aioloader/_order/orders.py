@@ -1,0 +1,310 @@
+"""The order of one epoch: index batches from any place on, and what makes it again.
+
+An order is made for one iteration, draws where torch draws (with the first batch), and
+tells what a state has to hold so that another process finds the same order. Torch's
+samplers are drawn again from a seed; one that has a state of its own (``state_dict``)
+is asked for it behind each batch; any other is iterated, and what came before dropped.
+"""
+
+import copy
+import itertools
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from aioloader._order.draws import Draws
+from aioloader._order.indices import (
+    Ascending,
+    IndexBatch,
+    Indices,
+    Permuted,
+    cut,
+    is_known_by_place,
+    with_lists,
+)
+from aioloader._order.permutation import ShuffledIndices
+from aioloader._order.ranks import WHOLE, Part
+from aioloader.protocols import is_stateful
+
+State: TypeAlias = dict[str, Any]
+_WITH_GENERATOR = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
+
+
+class Order(Protocol):
+    """The index batches of one epoch."""
+
+    def batches(self, start: int = 0, behind: Any = None, /) -> Iterator[IndexBatch]:
+        """Yield the batches from number ``start`` on; called once.
+
+        Args:
+            start: Number of the first batch.
+            behind: What the batch before it had for a ``state``.
+        """
+
+    def state(self) -> State:
+        """Return what makes the order again, ready for JSON."""
+
+
+class StreamOrder:
+    """Places in a stream, without an end: the stream tells where it ends.
+
+    Args:
+        size: Samples of a batch, or None for single ones.
+        part: Which rank's.
+    """
+
+    def __init__(self, size: int | None, part: Part) -> None:
+        self._size = size or 1
+        self._part = part
+
+    def batches(self, start: int = 0, _behind: Any = None) -> Iterator[IndexBatch]:
+        """Yield the batches from number ``start`` on."""
+        whole = self._size * self._part.world_size
+        for number in itertools.count(start):
+            first = number * whole
+            places = self._part.places(first, first + whole)
+            yield IndexBatch(number, places.start, places)
+
+    def state(self) -> State:
+        """Return nothing: the stream has its own state."""
+        return {}
+
+
+class IndexOrder:
+    """Batches cut from an order that is known by place.
+
+    Args:
+        sampler: One for which ``is_known_by_place``.
+        size: Samples of a batch.
+        drop_last: Whether a short last batch is left out.
+        part: Which rank's.
+        saved: What ``state`` returned; or empty.
+    """
+
+    def __init__(
+        self, sampler: Any, size: int, part: Part, saved: State, *, drop_last: bool
+    ) -> None:
+        self._sampler = sampler
+        self._size = size
+        self._drop_last = drop_last
+        self._part = part
+        self._name = described(sampler)
+        self._draws = None
+        if isinstance(sampler, RandomSampler):
+            self._draws = Draws(sampler, saved)
+
+    def batches(self, start: int = 0, _behind: Any = None) -> Iterator[IndexBatch]:
+        """Yield lists of indices, from batch ``start`` on."""
+        return with_lists(self.chunks(start))
+
+    def chunks(self, start: int = 0) -> Iterator[IndexBatch]:
+        """Yield index tensors, or ranges, from batch ``start`` on."""
+        n = len(self._sampler)
+        indices: Indices = Ascending(n)
+        generator = None
+        if isinstance(self._sampler, ShuffledIndices):
+            # Of the epoch when the first batch is asked for, whatever is set meanwhile.
+            indices = self._sampler.copy()
+            self._name = described(indices)
+        elif self._draws is not None:
+            generator = self._draws.begin()
+            indices = Permuted(torch.randperm(n, generator=generator))
+        cutting = cut(
+            indices, self._size, self._part, drop_last=self._drop_last, start=start
+        )
+        yield from cutting
+        if generator is not None and generator is self._sampler.generator:
+            # As torch does, for a permutation of which nothing is used.
+            torch.randperm(n, generator=generator)
+
+    def state(self) -> State:
+        """Return what makes the order again, ready for JSON."""
+        drawn = {} if self._draws is None else self._draws.state()
+        return self._name | drawn
+
+
+class IteratedOrder:
+    """What a sampler of indices or of batches yields, one after the other.
+
+    Args:
+        sampler: Gives indices if ``size`` is set, else batches of them.
+        size: Samples of a batch, or None.
+        drop_last: Whether a short last batch is left out.
+        part: Which rank's.
+        saved: What ``state`` returned; or empty.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        size: int | None,
+        part: Part,
+        saved: State,
+        *,
+        drop_last: bool,
+    ) -> None:
+        self._sampler = sampler
+        self._size = size
+        self._drop_last = drop_last
+        self._part = part
+        self._draws: Draws | None = None
+        self._name = described(sampler)
+        self._is_again = bool(saved)
+        self._epoch = saved.get("epoch", getattr(sampler, "epoch", None))
+        if type(sampler) in _WITH_GENERATOR:
+            self._draws = Draws(sampler, saved)
+        # Torch begins here too, if the sampler is no generator function.
+        self._iterator = None if saved or self._draws else iter(sampler)
+
+    def batches(self, start: int = 0, behind: Any = None) -> Iterator[IndexBatch]:
+        """Yield the batches from number ``start`` on."""
+        iterator = self._iterator or self._begin(behind)
+        number = first = 0
+        if behind is not None:
+            number, first = start, behind["first"]
+        elif start:
+            self._warn(start)
+        per_rank, ranks = self._size or 1, self._part.world_size
+        beginning: list[Any] = []
+        while found := list(itertools.islice(iterator, per_rank * ranks)):
+            if self._drop_last and len(found) < per_rank * ranks:
+                return
+            if self._size is None:
+                found = [_as_sequence(indices) for indices in found]
+            beginning = beginning or found
+            end = first + (len(found) if self._size else sum(map(len, found)))
+            if number >= start:
+                for batch in self._dealt(found, beginning, number, first):
+                    yield batch._replace(state=self._state_of(iterator, end))
+            number, first = number + 1, end
+
+    def _dealt(
+        self, found: list[Any], beginning: list[Any], number: int, first: int
+    ) -> Iterator[IndexBatch]:
+        """Yield our part of a global batch, if we have one."""
+        part = self._part
+        mine, padding = part.share(len(found))
+        units = found[part.rank :: part.world_size][:mine]
+        # As in torch, the order begins anew behind its end.
+        place = part.rank + mine * part.world_size - len(found)
+        units += [beginning[place % len(beginning)]] * padding
+        if not units:
+            return
+        indices = units
+        if self._size is None:
+            indices = units[0]
+            first += sum(map(len, found[: part.rank]))
+            padding = padding and len(indices)
+        else:
+            first += part.rank
+        yield IndexBatch(number, first, indices, padding)
+
+    def state(self) -> State:
+        """Return what makes the order again, ready for JSON."""
+        drawn = {} if self._draws is None else self._draws.state()
+        state = self._name | drawn
+        if type(self._epoch) is int:
+            state["epoch"] = self._epoch
+        return state
+
+    def _begin(self, behind: Any) -> Iterator[Any]:
+        """Return an iterator, that of the saved order where there is one."""
+        sampler = self._sampler
+        if self._draws is not None:
+            generator = self._draws.begin()
+            if self._draws.is_again() or type(sampler) is RandomSampler:
+                sampler = copy.copy(sampler)
+                sampler.generator = generator
+            drawn: Iterator[Any] = iter(sampler)
+            return drawn
+        if self._is_again and type(self._epoch) is int:
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(self._epoch)
+        if behind is not None and "sampler" in behind:
+            sampler.load_state_dict(behind["sampler"])
+        iterator: Any = iter(sampler)
+        if behind is not None and "iterator" in behind:
+            iterator.load_state_dict(behind["iterator"])
+        begun: Iterator[Any] = iterator
+        return begun
+
+    def _state_of(self, iterator: Any, first: int) -> State | None:
+        """Return the state behind the latest batch, of a sampler that has one."""
+        for name, part in (("iterator", iterator), ("sampler", self._sampler)):
+            if is_stateful(part):
+                return {name: part.state_dict(), "first": first}
+        return None
+
+    def _warn(self, start: int) -> None:
+        """Say what it costs that the sampler has no state."""
+        module = type(self._sampler).__module__
+        if self._is_again and not module.startswith("torch.utils.data"):
+            warnings.warn(
+                f"{type(self._sampler).__name__} has no state_dict(): it is iterated "
+                f"anew and its first {start} batches are dropped, which is right only "
+                "if it gives the same order again",
+                stacklevel=2,
+            )
+
+
+def described(sampler: Any) -> State:
+    """Return what of a sampler is known before it is iterated."""
+    try:
+        length = len(sampler)
+    except (TypeError, NotImplementedError):
+        length = None
+    state: State = {"sampler": type(sampler).__name__, "length": length}
+    if isinstance(sampler, ShuffledIndices):
+        state |= {"seed": sampler.seed, "epoch": sampler.epoch}
+    return state
+
+
+def index_sampler_of(sampler: Any, batch_sampler: Any) -> Any:
+    """Return what decides about the order: what gives indices, or else batches."""
+    if type(batch_sampler) is BatchSampler:
+        return batch_sampler.sampler
+    return sampler if batch_sampler is None else batch_sampler
+
+
+def order_of(
+    sampler: Any,
+    batch_sampler: Any,
+    part: Part = WHOLE,
+    saved: State | None = None,
+) -> IndexOrder | IteratedOrder:
+    """Return the order of the next epoch of a map-style dataset.
+
+    Args:
+        sampler: Gives indices.
+        batch_sampler: Gives lists of them; None: indices go one by one.
+        part: Which rank's.
+        saved: What ``state`` of an order returned, to make that one again.
+    """
+    saved = saved or {}
+    size, drop_last = 1, False
+    if type(batch_sampler) is BatchSampler:
+        sampler = batch_sampler.sampler
+        size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
+    elif batch_sampler is not None:
+        return IteratedOrder(batch_sampler, None, part, saved, drop_last=False)
+    sampler = () if sampler is None else sampler
+    if is_known_by_place(sampler):
+        return IndexOrder(sampler, size, part, saved, drop_last=drop_last)
+    return IteratedOrder(sampler, size, part, saved, drop_last=drop_last)
+
+
+def _as_sequence(indices: Any) -> Any:
+    """Return what a batch sampler gave as something with a length and places."""
+    if isinstance(indices, (Sequence, torch.Tensor, np.ndarray)):
+        return indices
+    return list(indices)

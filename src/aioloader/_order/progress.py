@@ -1,0 +1,90 @@
+"""How far the consumer of an epoch has come: what was delivered, not what was begun.
+
+Batches may be delivered out of order, so the position is a number below which all were
+delivered, and those beyond it that were delivered too. Pure and synchronous; used from
+the consumer's thread and from whoever asks for the state.
+"""
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Bookmark:
+    """A position in an epoch.
+
+    Attributes:
+        done: Every batch below this number was delivered.
+        beyond: Batches above that were delivered too.
+        states: What the readers (the sampler, or streams) were left in behind the last
+            of their batches below ``done``, by number of the reader.
+    """
+
+    done: int = 0
+    beyond: frozenset[int] = frozenset()
+    states: dict[int, Any] = field(default_factory=dict)
+
+
+BEGINNING = Bookmark()
+
+
+class Progress:
+    """The position of one iteration.
+
+    A batch that raised counts as soon as another one is delivered behind it.
+
+    Args:
+        bookmark: Where it began.
+        readers: How many readers the batches come from, in turns.
+    """
+
+    def __init__(self, bookmark: Bookmark, *, readers: int = 1) -> None:
+        self._done = bookmark.done
+        self._states = dict(bookmark.states)
+        self._beyond: dict[int, Any] = dict.fromkeys(bookmark.beyond)
+        self._failed: dict[int, Any] = {}
+        self._readers = readers
+        self._is_over = False
+        self._lock = threading.Lock()
+
+    def take(self, number: int, state: Any = None) -> None:
+        """Note that a batch was delivered, or turned out to be none.
+
+        Args:
+            number: Its number.
+            state: What its reader was left in behind it, if that is known.
+        """
+        with self._lock:
+            if self._failed:
+                self._beyond.update(self._failed)
+                self._failed.clear()
+            if number == self._done and not self._beyond:
+                self._pass(state)
+                return
+            self._beyond[number] = state
+            while self._done in self._beyond:
+                self._pass(self._beyond.pop(self._done))
+
+    def fail(self, number: int, state: Any = None) -> None:
+        """Note that a batch raised."""
+        with self._lock:
+            self._failed[number] = state
+
+    def finish(self) -> None:
+        """Note that the epoch is over."""
+        self._is_over = True
+
+    def is_over(self) -> bool:
+        """Tell whether every batch of the epoch was delivered."""
+        return self._is_over
+
+    def bookmark(self) -> Bookmark:
+        """Return the position now; from any thread."""
+        with self._lock:
+            return Bookmark(self._done, frozenset(self._beyond), dict(self._states))
+
+    def _pass(self, state: Any) -> None:
+        if state is not None:
+            self._states[self._done % self._readers] = state
+        self._done += 1

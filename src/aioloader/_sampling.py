@@ -1,0 +1,116 @@
+"""Which samples a loader delivers, in which batches: samplers, ranks, lengths."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler
+
+from aioloader import _arguments as arguments
+from aioloader._order.orders import (
+    IndexOrder,
+    IteratedOrder,
+    State,
+    StreamOrder,
+    index_sampler_of,
+    order_of,
+)
+from aioloader._order.ranks import WHOLE, Part
+from aioloader._ranks import shuffled
+from aioloader.protocols import Kind
+
+
+@dataclass(frozen=True, eq=False)
+class Sampling:
+    """What decides about the order of samples.
+
+    Attributes:
+        kind: Of the dataset.
+        sampler: Gives indices; None for a stream, and where batches are given.
+        batch_sampler: Gives lists of indices; None where there are none.
+        batch_size: Samples of a batch; None if there are no batches, or they are given.
+        part: Which rank's part is delivered.
+        is_ranked: Whether anybody has asked for ranks, if only one.
+    """
+
+    kind: Kind
+    sampler: Any
+    batch_sampler: Any
+    batch_size: int | None
+    drop_last: bool
+    part: Part
+    is_ranked: bool
+
+    @classmethod
+    def make(
+        cls,
+        dataset: Any,
+        kind: Kind,
+        part: Part | None,
+        generator: torch.Generator | None,
+        **asked: Any,
+    ) -> "Sampling":
+        """Return torch's samplers for torch's arguments, which have been checked.
+
+        Args:
+            dataset: What is sampled.
+            kind: Its kind.
+            part: Which rank's part, if anybody has asked for ranks.
+            generator: The source of the shuffle order.
+            asked: ``batch_size``, ``shuffle``, ``sampler``, ``batch_sampler`` and
+                ``drop_last``.
+
+        Raises:
+            ValueError: If the size is no positive integer, or ``drop_last`` no boolean.
+        """
+        sampler, batch_sampler = asked["sampler"], asked["batch_sampler"]
+        size, drop_last = asked["batch_size"], asked["drop_last"]
+        if sampler is None and batch_sampler is None and kind is Kind.MAP:
+            if part is not None and asked["shuffle"]:
+                sampler = shuffled(dataset, generator)
+            else:
+                sampler = arguments.default_sampler(
+                    dataset, asked["shuffle"], generator
+                )
+        if batch_sampler is None:
+            batch_sampler = arguments.default_batch_sampler(sampler, size, drop_last)
+        else:
+            size = None
+        is_ranked = part is not None
+        part = part or WHOLE
+        return cls(kind, sampler, batch_sampler, size, drop_last, part, is_ranked)
+
+    @property
+    def index_sampler(self) -> Any:
+        """What decides about the order: what gives indices, or else batches."""
+        return index_sampler_of(self.sampler, self.batch_sampler)
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples of a batch of all ranks together."""
+        return self.batch_size and self.batch_size * self.part.world_size
+
+    def order(self, saved: State) -> IndexOrder | IteratedOrder | StreamOrder:
+        """Return the order of an epoch: a new one, or the one that was saved."""
+        if self.kind is Kind.MAP:
+            return order_of(self.sampler, self.batch_sampler, self.part, saved)
+        return StreamOrder(self.batch_size, self.part)
+
+    def length(self, dataset: Any) -> int:
+        """Return the number of batches of an epoch, for this rank.
+
+        Raises:
+            TypeError: If the dataset or the sampler has no length.
+        """
+        if self.kind is not Kind.MAP:
+            whole = len(dataset) / (self.global_batch_size or self.part.world_size)
+            return math.floor(whole) if self.drop_last else math.ceil(whole)
+        if self.part.world_size == 1:
+            batches = self.batch_sampler
+            return len(self.sampler if batches is None else batches)
+        batches = self.batch_sampler
+        found, size, drop_last = len(self.index_sampler), 1, False
+        if type(batches) is BatchSampler:
+            size, drop_last = batches.batch_size, batches.drop_last
+        return self.part.batches(found, size, drop_last=drop_last)

@@ -1,0 +1,316 @@
+"""What a loader's state holds: which epoch, its order, and how far it was delivered.
+
+A state is a dict of a few numbers, ready for JSON where the dataset's own state is. It
+tells nothing of workers, prefetch, places or hosts, so it can be loaded with others.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.utils.data import RandomSampler
+
+from aioloader import _arguments as arguments
+from aioloader._order.draws import packed, unpacked
+from aioloader._order.orders import Order, described
+from aioloader._order.progress import Bookmark, Progress
+from aioloader._pipeline.position import is_read_again
+from aioloader.errors import StateMismatchError
+from aioloader.protocols import Kind, is_stateful
+
+if TYPE_CHECKING:
+    from aioloader._loader import DataLoader
+
+State: TypeAlias = dict[str, Any]
+VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """What is drawn when an iterator is made, before anything is asked of it.
+
+    Attributes:
+        base_seed: What random draws are keyed with.
+        order: Of the samples.
+        generator: The state of the user's generator behind the draw of the base seed;
+            None if there is none, or it is the order's too.
+    """
+
+    base_seed: int
+    order: Order
+    generator: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class Passage:
+    """One pass over the dataset, under way or over.
+
+    Attributes:
+        epoch: Its number.
+        base_seed: What random draws are keyed with.
+        order: Of its samples.
+        bookmark: Where it began.
+        progress: How far it is.
+        generator: The user's generator behind the draw of the base seed, if it is not
+            the order's too.
+    """
+
+    epoch: int
+    base_seed: int
+    order: Order
+    bookmark: Bookmark
+    progress: Progress
+    generator: torch.Tensor | State | None = None
+
+    @classmethod
+    def begun(
+        cls, epoch: int, draft: Draft, bookmark: Bookmark, readers: int
+    ) -> "Passage":
+        """Return a pass that begins at ``bookmark``."""
+        progress = Progress(bookmark, readers=readers)
+        seed, order, generator = draft.base_seed, draft.order, draft.generator
+        return cls(epoch, seed, order, bookmark, progress, generator)
+
+    def drawn(self) -> State | None:
+        """Return the state of the user's generator, ready for JSON."""
+        if isinstance(self.generator, torch.Tensor):
+            self.generator = packed(self.generator)
+        return self.generator
+
+
+def state_of(loader: "DataLoader[Any]", passage: Passage | None) -> State:
+    """Return the state of ``loader``.
+
+    Args:
+        loader: Whose state.
+        passage: Its latest pass; None if it has begun none.
+    """
+    state: State = {"version": VERSION, **_identity(loader)}
+    if passage is None or passage.progress.is_over():
+        state |= _between(loader, passage)
+    else:
+        bookmark = passage.progress.bookmark()
+        state |= {
+            "epoch": passage.epoch,
+            "seed": passage.base_seed,
+            "order": passage.order.state(),
+            "done": bookmark.done,
+            "beyond": sorted(bookmark.beyond),
+            "states": {str(k): one for k, one in bookmark.states.items()},
+        }
+        drawn = passage.drawn()
+        if drawn is not None:
+            state["generator"] = drawn
+    if loader._kind is Kind.MAP and is_stateful(loader.dataset):
+        state["dataset"] = loader.dataset.state_dict()
+    return state
+
+
+def _between(loader: "DataLoader[Any]", passage: Passage | None) -> State:
+    """Return the state before an epoch: nothing of it was drawn yet."""
+    epochs = loader._epochs
+    epoch = epochs.next if passage is None else passage.epoch + 1
+    state: State = {"epoch": epoch, "done": 0, "beyond": [], "states": {}}
+    if passage is not None and loader._live.pools.has_kept():
+        state["seed"] = passage.base_seed
+    if loader._kind is Kind.MAP:
+        state["order"] = described(loader._sampling.index_sampler)
+        upcoming = epochs.upcoming()
+        if upcoming is not None:
+            state["order"]["epoch"] = upcoming
+    generators = {
+        name: packed(generator.get_state())
+        for name, generator in generators_of(loader).items()
+    }
+    if generators:
+        state["generators"] = generators
+    return state
+
+
+def generators_of(loader: "DataLoader[Any]") -> dict[str, torch.Generator]:
+    """Return the generators of the user's that epochs draw from."""
+    found = {
+        "loader": loader.generator,
+        "sampler": getattr(loader._sampling.index_sampler, "generator", None),
+    }
+    if found["sampler"] is found["loader"]:
+        del found["sampler"]
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def restore_generators(loader: "DataLoader[Any]", state: State) -> None:
+    """Give the user's generators the states that they were saved with."""
+    mine = generators_of(loader)
+    saved = state.get("generators") or {}
+    if "generator" in state:
+        saved = {"loader": state["generator"]}
+    for name, one in saved.items():
+        if name in mine:
+            mine[name].set_state(unpacked(one))
+
+
+def resumed(
+    loader: "DataLoader[Any]",
+    state: State,
+    draw: Callable[["DataLoader[Any]"], Draft],
+) -> Passage:
+    """Return the pass that a state was saved in, from where it was.
+
+    Args:
+        loader: What it was loaded into.
+        state: The state, checked.
+        draw: Draws for a pass of which nothing was drawn yet.
+    """
+    order = state.get("order") or {}
+    loader._epochs.begin_again(state["epoch"], order.get("epoch"))
+    restore_generators(loader, state)
+    if "dataset" in state:
+        loader.dataset.load_state_dict(state["dataset"])
+    bookmark = bookmark_of(state)
+    if "seed" not in state:
+        draft = draw(loader)
+    else:
+        own = state.get("generator")
+        draft = Draft(
+            state["seed"], loader._sampling.order(order), own and unpacked(own)
+        )
+    if loader._kind is not Kind.MAP:
+        _warn_of_reading_again(loader, bookmark)
+    return Passage.begun(state["epoch"], draft, bookmark, readers_of(loader))
+
+
+def _warn_of_reading_again(loader: "DataLoader[Any]", bookmark: Bookmark) -> None:
+    """Say what it costs to resume a stream that has no state of its own."""
+    again = sum(one["read"] for one in bookmark.states.values() if is_read_again(one))
+    if again:
+        warnings.warn(
+            f"{type(loader.dataset).__name__} has no state_dict(): its first {again:,} "
+            "samples are read again and dropped, which takes as long as reading them "
+            "took, and is right only if they come in the same order",
+            stacklevel=2,
+        )
+
+
+def bookmark_of(state: State) -> Bookmark:
+    """Return where the epoch of a state begins."""
+    states = {int(reader): one for reader, one in state["states"].items()}
+    return Bookmark(state["done"], frozenset(state["beyond"]), states)
+
+
+# -- does it fit ------------------------------------------------------------------
+
+
+def check(loader: "DataLoader[Any]", state: State) -> None:
+    """Check that ``state`` was saved by a loader like this one.
+
+    Raises:
+        StateMismatchError: If it was not; names both.
+    """
+    version = state.get("version")
+    if version != VERSION:
+        raise StateMismatchError(
+            f"the state is of version {version!r}, and this aioloader reads version "
+            f"{VERSION}",
+            expected=version,
+            found=VERSION,
+        )
+    mine = _identity(loader)
+    for name, say in _WORDS.items():
+        saved, found = state.get(name), mine[name]
+        is_known = name != "length" or None not in {saved, found}
+        if is_known and saved != found:
+            raise StateMismatchError(
+                say.format(saved=saved, found=found), expected=saved, found=found
+            )
+    _check_order(loader, state)
+
+
+def _identity(loader: "DataLoader[Any]") -> State:
+    """Return what of a loader must be the same where its state is loaded."""
+    try:
+        length = len(loader.dataset)
+    except (TypeError, NotImplementedError):
+        length = None
+    return {
+        "kind": loader._kind.value,
+        "length": length,
+        "batch_size": loader._sampling.global_batch_size,
+        "readers": readers_of(loader),
+    }
+
+
+_WORDS = {
+    "kind": "the state was saved for a dataset of kind {saved!r}, but this one's is "
+    "{found!r}; load it with the same dataset",
+    "length": "the state was saved for {saved:,} samples, but the dataset has "
+    "{found:,}; load it with the same dataset",
+    "batch_size": "the state was saved with batches of {saved} samples (of all ranks "
+    "together), but the loader makes {found}; load it with the same batch_size x "
+    "world_size",
+    "readers": "the state was saved with {saved} readers of the iterable (workers that "
+    "each read a part of their own), but the loader has {found}; load it with the same "
+    "num_workers and fetch",
+}
+
+
+def _check_order(loader: "DataLoader[Any]", state: State) -> None:
+    """Check sampler, number of indices and seed."""
+    saved = state.get("order") or {}
+    if loader._kind is not Kind.MAP or not saved:
+        return
+    mine = described(loader._sampling.index_sampler)
+    for name, what in (
+        ("sampler", "the sampler {!r}"),
+        ("length", "a sampler of {!r} indices"),
+        ("seed", "the seed {!r} of ShuffledIndices"),
+    ):
+        is_drawn = name == "seed" and "seed" not in mine
+        if not is_drawn and saved.get(name) != mine.get(name):
+            _refuse(what, saved.get(name), mine.get(name))
+    _check_generator(loader, state, saved)
+
+
+def _check_generator(loader: "DataLoader[Any]", state: State, saved: State) -> None:
+    """Check the seed of the generator that the order is drawn from."""
+    generator = getattr(loader._sampling.index_sampler, "generator", None)
+    is_random = isinstance(loader._sampling.index_sampler, RandomSampler)
+    if generator is None and not (is_random and "generator" in saved):
+        return
+    between = state.get("generators") or {}
+    drawn = (
+        saved.get("generator") or between.get("sampler") or between.get("loader") or {}
+    )
+    found = None if generator is None else generator.initial_seed()
+    if drawn.get("seed") != found:
+        what = "a generator of seed {!r} for the order"
+        _refuse(what, drawn.get("seed"), found)
+
+
+def _refuse(what: str, saved: Any, found: Any) -> None:
+    raise StateMismatchError(
+        f"the state was saved with {what.format(saved)}, but the loader has "
+        f"{what.format(found)}",
+        expected=saved,
+        found=found,
+    )
+
+
+def reads_in_workers(loader: "DataLoader[Any]") -> bool:
+    """Tell whether workers read samples, rather than the loader for them.
+
+    Processes read all but async iterables, of which there is one stream; threads
+    and executors read what is plain and map-style.
+    """
+    if loader.fetch != "auto":
+        return loader.fetch == "workers"
+    if loader.workers == "process":
+        return loader._kind is not Kind.ASYNC_ITERABLE
+    return arguments.suits_threads(loader.dataset, loader.transform, loader.collate_fn)
+
+
+def readers_of(loader: "DataLoader[Any]") -> int:
+    """Return how many streams the batches come from, in turns."""
+    is_replicated = loader._kind is not Kind.MAP and reads_in_workers(loader)
+    return max(1, loader.num_workers) if is_replicated else 1
