@@ -75,6 +75,11 @@ class Position:
         return found
 
 
-def is_read_again(state: StreamState) -> bool:
+def has_state(position: StreamState) -> bool:
+    """Tell whether a position holds the stream's own state."""
+    return "iterator" in position or "dataset" in position
+
+
+def is_read_again(position: StreamState) -> bool:
     """Tell whether resuming costs a second read of what was delivered."""
-    return bool(state["skip"]) and not ("iterator" in state or "dataset" in state)
+    return bool(position["skip"]) and not has_state(position)

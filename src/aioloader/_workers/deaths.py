@@ -1,7 +1,8 @@
 """After a death: what the worker had in hand is blamed, or made again; nothing is lost.
 
 What a worker holds is read from the board, which outlives it. A map-style batch can be
-made again by anybody; a stream that the worker was reading is over.
+made again by anybody. A stream that the worker was reading goes on in its successor if
+it has a state of its own, and is over else.
 """
 
 from aioloader._pipeline.work import Outcome
@@ -71,14 +72,34 @@ def _send_again(ledger: Ledger, board: Board, dead: Worker) -> None:
 def _bury_streams(
     ledger: Ledger, dead: Worker, held: list[InHand], exitcode: int, stack: str
 ) -> None:
-    """End the streams that a dead replica had begun: none can be begun again."""
+    """End the streams that a dead replica had begun, but for those that can go on."""
     error = died_with_stream(dead.number, dead.pid, exitcode, stack)
     for one in held:
         if one.ticket in ledger.tickets:
             ledger.replicas.begin(ledger.tickets[one.ticket].run, dead.number)
+    if not _is_last_straw(ledger, held):
+        _restart_streams(ledger, dead)
     for run in ledger.replicas.lose(dead.number, error):
         for name, ticket in sorted(ledger.tickets.items()):
             if ticket.run is run and ticket.worker is dead:
                 del ledger.tickets[name]
                 early = ledger.replicas.outcome_of(run, dead.number)
                 run.receive(ticket.work, early or Outcome(is_empty=True))
+
+
+def _is_last_straw(ledger: Ledger, held: list[InHand]) -> bool:
+    """Tell whether the dead worker had nothing in hand but what has cost one before."""
+    tickets = [ledger.tickets.get(one.ticket) for one in held]
+    deaths = [ticket.deaths for ticket in tickets if ticket is not None]
+    return len(held) == len(deaths) == 1 and deaths[0] + 1 >= _LIVES
+
+
+def _restart_streams(ledger: Ledger, dead: Worker) -> None:
+    """Have the successor read on where the dead worker's streams were left."""
+    for run in {ticket.run for ticket in ledger.tickets.values()}:
+        state = ledger.replicas.restart(run, dead.number)
+        if state is None:
+            continue
+        for ticket in ledger.tickets.values():
+            if ticket.run is run and ticket.worker is dead:
+                ticket.request = ticket.request._replace(resume=state)

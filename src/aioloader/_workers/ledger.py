@@ -254,7 +254,7 @@ class Ledger:
             number, worker = divmod(number, len(self.workers))
             whole = len(indices) * self.shipment.part.world_size
             indices = self.shipment.part.places(number * whole, (number + 1) * whole)
-            resume = self.replicas.resume_of(run, worker)
+            resume = self.replicas.ask(run, worker, number)
         return Request(
             ticket=name,
             run=id(run),

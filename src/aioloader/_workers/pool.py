@@ -155,7 +155,9 @@ class ProcessPool:
             return
         outcome, failures = self._opened(kind, worker, frame)
         worker.answered.append((name, ticket.slot))
-        outcome = self._ledger.replicas.passed(ticket.run, worker.number, outcome)
+        outcome = self._ledger.replicas.passed(
+            ticket.run, worker.number, outcome, ticket.request.number
+        )
         ticket.work.samples = []
         ticket.run.receive(ticket.work, outcome, failures)
 

@@ -1,11 +1,14 @@
 """Streams that every worker reads for itself: who has ended, and when all have.
 
 Batch k is for worker k modulo the number of workers, so that the order is a round robin
-that skips the workers whose streams have ended. Pure and synchronous.
+that skips the workers whose streams have ended. A stream that has a state of its own
+goes on in another process from where the last one was. Pure and synchronous.
 """
 
 from typing import Any, TypeAlias
 
+from aioloader._order.progress import Bookmark, Progress
+from aioloader._pipeline.position import has_state
 from aioloader._pipeline.work import Outcome
 from aioloader.errors import WorkerDiedError
 
@@ -24,6 +27,8 @@ class Replicas:
         self._begun: dict[Run, set[int]] = {}
         self._ended: dict[Run, set[int]] = {}
         self._lost: dict[tuple[Run, int], WorkerDiedError] = {}
+        self._read: dict[tuple[Run, int], Progress] = {}
+        self._resumed: dict[tuple[Run, int], Any] = {}
 
     def outcome_of(self, run: Run, worker: int) -> Outcome | None:
         """Return what comes of a new request at once, or None if the worker decides."""
@@ -37,27 +42,62 @@ class Replicas:
             return Outcome(is_end=True)
         return Outcome(is_empty=True) if worker in ended else None
 
-    def resume_of(self, run: Run, worker: int) -> Any:
-        """Return where a worker that has not begun is to begin."""
-        is_begun = worker in self._begun.get(run, ())
-        return None if is_begun else run.bookmark.states.get(worker)
+    def ask(self, run: Run, worker: int, number: int) -> Any:
+        """Note a request; return where a worker that has not begun is to begin.
+
+        Args:
+            run: The iteration.
+            worker: Who is asked; its first request has the lowest number.
+            number: Place of the batch in the worker's own stream.
+        """
+        self._read.setdefault((run, worker), Progress(Bookmark(number)))
+        if worker in self._begun.get(run, ()):
+            return None
+        return self._resumed.get((run, worker)) or run.bookmark.states.get(worker)
 
     def begin(self, run: Run, worker: int) -> None:
         """Note that a worker has begun to read."""
         self._begun.setdefault(run, set()).add(worker)
 
-    def passed(self, run: Run, worker: int, outcome: Outcome) -> Outcome:
+    def passed(
+        self, run: Run, worker: int, outcome: Outcome, number: int = 0
+    ) -> Outcome:
         """Return what the consumer is to see of a worker's outcome.
 
         The end of one stream is nothing to it: the request after the last end tells.
+
+        Args:
+            run: The iteration.
+            worker: Whose stream it is from.
+            outcome: What the worker has sent.
+            number: Place of the batch in the worker's own stream.
         """
         if not self._number:
             return outcome
         self.begin(run, worker)
+        progress = self._read.get((run, worker))
+        if progress is not None:
+            progress.take(number, outcome.state)
         if not outcome.is_end:
             return outcome
         self._ended.setdefault(run, set()).add(worker)
         return Outcome(is_empty=True, state=outcome.state)
+
+    def restart(self, run: Run, worker: int) -> Any:
+        """Let a dead worker's stream go on where it was left; return where, or None.
+
+        That is possible if it has a state of its own, behind all that it has sent.
+        """
+        progress = self._read.get((run, worker))
+        if progress is None or worker in self._ended.get(run, ()):
+            return None
+        bookmark = progress.bookmark()
+        state = bookmark.states.get(0)
+        if state is None or bookmark.beyond or not has_state(state):
+            return None
+        self._begun[run].discard(worker)
+        self._resumed[run, worker] = state
+        return state
 
     def lose(self, worker: int, error: WorkerDiedError) -> list[Run]:
         """End the streams that a worker had begun when it died; return whose they are.
@@ -77,5 +117,6 @@ class Replicas:
         """Forget an iteration that is over."""
         self._begun.pop(run, None)
         self._ended.pop(run, None)
-        for key in [key for key in self._lost if key[0] is run]:
-            del self._lost[key]
+        for kept in (self._lost, self._read, self._resumed):
+            for key in [key for key in kept if key[0] is run]:
+                del kept[key]
