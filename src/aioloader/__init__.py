@@ -7,11 +7,13 @@ concurrently from files, object stores and databases, at home in async code.
 from aioloader import datasets, errors
 from aioloader._collate import default_collate, default_convert
 from aioloader._loader import DataLoader
+from aioloader._merging import merge_states
 from aioloader._observe.stats import LoaderStats
 from aioloader._order.failures import SKIP, Failure
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.retry import Retry
 from aioloader._workers.info import WorkerInfo, get_worker_info
+from aioloader._workers.ray_workers import RayWorkers
 from aioloader._workers.template import warm_up
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "DataLoader",
     "Failure",
     "LoaderStats",
+    "RayWorkers",
     "Retry",
     "ShuffledIndices",
     "WorkerInfo",
@@ -27,5 +30,6 @@ __all__ = [
     "default_convert",
     "errors",
     "get_worker_info",
+    "merge_states",
     "warm_up",
 ]

@@ -115,6 +115,11 @@ def _between(loader: "DataLoader[Any]", passage: Passage | None) -> State:
     state: State = {"epoch": epoch, "done": 0, "beyond": [], "states": {}}
     if passage is not None and loader._live.pools.has_kept():
         state["seed"] = passage.base_seed
+    is_dealt = loader._kind is not Kind.MAP and loader._sampling.part.world_size > 1
+    if passage is not None and is_dealt:
+        # Other ranks may have more of this epoch: see ``merge_states``.
+        last = passage.progress.bookmark().states
+        state["last"] = {str(k): one for k, one in last.items()}
     if loader._kind is Kind.MAP:
         state["order"] = described(loader._sampling.index_sampler)
         upcoming = epochs.upcoming()
@@ -301,13 +306,14 @@ def reads_in_workers(loader: "DataLoader[Any]") -> bool:
     """Tell whether workers read samples, rather than the loader for them.
 
     Processes read all but async iterables, of which there is one stream; threads
-    and executors read what is plain and map-style.
+    and executors read what is plain and map-style, Ray's actors what is map-style.
     """
     if loader.fetch != "auto":
         return loader.fetch == "workers"
     if loader.workers == "process":
         return loader._kind is not Kind.ASYNC_ITERABLE
-    return arguments.suits_threads(loader.dataset, loader.transform, loader.collate_fn)
+    functions = loader.transform, loader.collate_fn
+    return arguments.suits(loader.workers, loader.dataset, *functions)
 
 
 def readers_of(loader: "DataLoader[Any]") -> int:

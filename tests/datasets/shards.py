@@ -203,6 +203,11 @@ async def read(stream: Any, count: int | None = None) -> tuple[list[Any], Any]:
         return found, json.loads(json.dumps(iterator.state_dict()))
 
 
+def source_state(state: Any) -> Any:
+    """Return, to look at or to change, where the first reader of a state is."""
+    return state["streams"]["0"]["state"]
+
+
 async def names(stream: Any) -> list[str]:
     """Return the names of all samples."""
     return [name_of(sample) for sample in (await read(stream))[0]]

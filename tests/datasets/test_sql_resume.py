@@ -13,7 +13,7 @@ from aioloader.datasets._sql.keys import Span
 from aioloader.datasets.sharded import ShardedStream
 from beside import beside
 from datasets.pg import Database, database, postgresql, server, sqlite
-from datasets.shards import names, read, text
+from datasets.shards import names, read, source_state, text
 from datasets.sql_reads import opened, parts_of
 from datasets.test_sql import in_order, make
 
@@ -44,7 +44,7 @@ def check(state: Any, seen: list[int], rest: list[int], now: list[int]) -> None:
 
     Rows were the tens before they were written.
     """
-    cuts = state["stream"]["shards"]["cuts"]
+    cuts = source_state(state)["shards"]["cuts"]
     assert len({*rest}) == len(rest)
     for start, stop in pairwise([-(2**63), *cuts, 2**63]):
         last = max((key for key in seen if start <= key < stop), default=start - 1)
@@ -73,7 +73,7 @@ async def test_what_is_behind_is_read_as_it_is_now(
     again = stream_of(database, **options)
     again.load_state_dict(state)
     rest, _ = await keys(again)
-    assert len(state["stream"]["shards"]["cuts"]) == 7
+    assert len(source_state(state)["shards"]["cuts"]) == 7
     check(state, head, rest, now)
 
 
@@ -84,9 +84,10 @@ async def test_it_holds_at_each_row(sqlite: Database) -> None:
     (batch, *_), batched = await read(stream_of(sqlite, interleave=3).batch(8), 1)
     now = await written(sqlite)
     for head, state in [*states, ([row["id"] for row in batch], batched)]:
-        inner = state["stream"].get("up", state["stream"])
+        inner = source_state(state)
+        state["streams"]["0"]["state"] = inner.get("up", inner)
         again = stream_of(sqlite, interleave=3)
-        again.load_state_dict({**state, "stream": inner})
+        again.load_state_dict(state)
         middle, later = await keys(again, 5)
         again.load_state_dict(later)
         rest, _ = await keys(again)
@@ -117,7 +118,7 @@ async def test_a_new_iteration_cuts_anew(database: Database) -> None:
     assert (await keys(stream))[0] == [*range(350, 400)]
     found, after = await keys(stream)
     assert found == [*range(350, 400)]
-    cuts = [one["stream"]["shards"]["cuts"] for one in (state, after)]
+    cuts = [source_state(one)["shards"]["cuts"] for one in (state, after)]
     assert max(cuts[0][:6]) < 350 <= min(cuts[1])
 
 
@@ -140,7 +141,7 @@ async def test_ranks_go_on_each_with_its_own(database: Database) -> None:
         part = stream_of(database, interleave=4, shuffle=True).shard(rank, 3)
         part.load_state_dict(state)
         rest += (await keys(part))[0]
-    assert states[0]["stream"]["shards"]["cuts"] == bounds
+    assert source_state(states[0])["shards"]["cuts"] == bounds
     check(states[0], seen, rest, now)
 
 
@@ -161,7 +162,7 @@ async def test_ranges_that_were_empty(database: Database) -> None:
     database.run("CREATE TABLE t (id BIGINT PRIMARY KEY)", "INSERT INTO t VALUES (7)")
     head, state = await keys(stream_of(database, interleave=2), 1)
     assert head == [7]
-    assert state["stream"]["shards"]["count"] == 8
+    assert source_state(state)["shards"]["count"] == 8
     await beside(lambda: database.run("INSERT INTO t VALUES (1), (8), (9), (10)"))
     again = stream_of(database, interleave=2)
     again.load_state_dict(state)

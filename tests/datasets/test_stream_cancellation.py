@@ -1,6 +1,7 @@
 """Streams whose reader is cancelled at each of their awaits, in whichever task."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -101,10 +102,11 @@ class Reader:
 
     async def read(self) -> None:
         """Read to the end."""
-        while len(block := await self.iterator.pull(64)):
-            for one in block:
-                self.found += one if isinstance(one, list) else [name_of(one)]
-            self.state = self.iterator.state_dict()
+        with contextlib.suppress(StopAsyncIteration):
+            while len(block := await self.iterator.pull(64)):
+                for one in block:
+                    self.found += one if isinstance(one, list) else [name_of(one)]
+                self.state = self.iterator.state_dict()
 
 
 async def check(make: Callable[[], Any], every: int = 1) -> None:
@@ -154,7 +156,12 @@ def with_steps(stream: Any) -> Any:
     return stream.map(later, concurrency=30).shuffle(30).batch(20)
 
 
-STEPS = pytest.mark.parametrize("steps", [bare, with_steps])
+def with_readers(stream: Any) -> Any:
+    """Return what several readers read in turns."""
+    return stream.shuffle(9).readers(3)
+
+
+STEPS = pytest.mark.parametrize("steps", [bare, with_steps, with_readers])
 
 
 @STEPS

@@ -9,6 +9,7 @@ import pytest
 
 from aioloader import DataLoader
 from aioloader.datasets._streams.shards import summary_of
+from aioloader.errors import StateMismatchError
 from beside import beside
 from datasets.pg import server
 from datasets.shards import (
@@ -22,6 +23,7 @@ from datasets.shards import (
     names,
     postgresql,
     read,
+    source_state,
 )
 
 __all__ = ["server"]
@@ -182,18 +184,18 @@ async def test_a_state_of_other_shards(make: Make, tmp_path: Path) -> None:
     """Both counts are named; as many of other names are not taken for the same."""
     stream = make(tmp_path)
     _, state = await read(stream, 3)
-    known = state["stream"]["shards"]
+    known = source_state(state)["shards"]
     count = known["count"]
     for other, words in (
         ({"count": count + 1}, f"saved with {count + 1} shards, but .* has {count};"),
         ({"names": "0"}, f"saved with {count} shards, but .* has others, or has them"),
     ):
-        state["stream"]["shards"] = {**known, **other}
+        source_state(state)["shards"] = {**known, **other}
         stream.load_state_dict(state)
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(StateMismatchError, match=words) as caught:
             await names(stream)
-    with pytest.raises(ValueError, match="version"):
-        stream.load_state_dict({"version": 0})
+        assert caught.value.expected == {**known, **other}
+        assert caught.value.found == known
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def test_public_names() -> None:
         "default_convert",
         "errors",
         "get_worker_info",
+        "merge_states",
         "warm_up",
     ]
     assert all(hasattr(aioloader, name) for name in aioloader.__all__)

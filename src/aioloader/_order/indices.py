@@ -142,4 +142,7 @@ def _listed(chunk: Chunk) -> list[int]:
 
 def with_lists(batches: Iterator[IndexBatch]) -> Iterator[IndexBatch]:
     """Yield the same batches with lists of Python integers."""
-    return (batch._replace(indices=_listed(batch.indices)) for batch in batches)
+    return (
+        IndexBatch(number, first, _listed(indices), padding)
+        for number, first, indices, padding, _ in batches
+    )

@@ -8,6 +8,7 @@ each reads the whole stream and keeps its part.
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -113,14 +114,28 @@ class SyncStream(_Stream):
         wanted = self._begin(work)
         while not self._ended and self._found < wanted:
             try:
-                sample = next(self._open())
+                self._take(work, wanted)
             except StopIteration:
                 self._ended = True
-                break
             except Exception as error:  # raised, or the policy decides
                 sample = self._recover(work, error, can_go_on=self._can_go_on())
-            self._add(work, sample)
+                self._add(work, sample)
         self._close_batch(work, wanted)
+
+    def _take(self, work: Work, wanted: int) -> None:
+        """Take the next sample; where all of them are ours, those up to ``wanted``."""
+        iterator = self._open()
+        # To be sliced it is iterated: one of the user's might begin anew.
+        is_own = type(iterator).__module__ not in {"builtins", "itertools"}
+        if self._ranks > 1 or is_own:
+            self._add(work, next(iterator))
+            return
+        try:
+            # What came before an error stays in the list.
+            work.samples.extend(itertools.islice(iterator, wanted - self._found))
+        finally:
+            self._found = len(work.samples)
+        self._ended = self._found < wanted
 
     def close(self) -> None:
         """Close the iterator, where it was pulled."""

@@ -1,7 +1,8 @@
 """Any iterable as a stream: generators, files of one's own, other libraries' readers.
 
 It is read from the front by each reader, who keeps every so many-th sample; a saved
-position is a count, and what was before it is read again and dropped.
+position is a count, and what was before it is read again and dropped. What fails and
+does not end the iterable is a sample too.
 """
 
 import asyncio
@@ -13,7 +14,8 @@ from typing import Any, TypeAlias
 
 from aioloader._order.blocks import Bad
 from aioloader.datasets._streams.cursors import Cursor, State
-from aioloader.datasets._streams.iterators import Reading, Share
+from aioloader.datasets._streams.iterators import Reading
+from aioloader.datasets._streams.shares import Share
 from aioloader.datasets.streams import Stream
 
 Source: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
@@ -25,7 +27,7 @@ def from_iterable(source: Source) -> Stream[Any]:
 
     Args:
         source: An iterable that can be iterated again for every epoch, or a function
-            that returns an iterable: a generator function, say.
+            that returns an iterable: a generator function, say. Each reader does so.
 
     Raises:
         TypeError: If it is an iterator, which is over after one epoch.
@@ -94,7 +96,8 @@ class _Counting:
     def _is_mine(self) -> bool:
         """Count a sample; tell whether it is to be passed on."""
         place, self._read = self._read, self._read + 1
-        is_mine = place % self._share.readers == self._share.reader
+        # Whatever ended it, all readers have to tell.
+        is_mine = place % self._share.readers == self._share.reader or self._has_ended
         return is_mine and place >= self._start
 
 
@@ -137,9 +140,10 @@ class _SyncCursor(_Counting):
             except StopIteration:
                 self._has_ended = True
             except Exception as error:  # noqa: BLE001  (the loader's policy decides)
-                samples.append(Bad(error))
                 # A generator that has raised is over.
                 self._has_ended = not _can_go_on(self._iterator, inspect.isgenerator)
+                if self._is_mine():
+                    samples.append(Bad(error))
             else:
                 if self._is_mine():
                     samples.append(sample)
@@ -170,8 +174,9 @@ class _AsyncCursor(_Counting):
             except StopAsyncIteration:
                 self._has_ended = True
             except Exception as error:  # noqa: BLE001  (the loader's policy decides)
-                samples.append(Bad(error))
                 self._has_ended = not _can_go_on(self._iterator, inspect.isasyncgen)
+                if self._is_mine():
+                    samples.append(Bad(error))
             else:
                 if self._is_mine():
                     samples.append(sample)

@@ -13,6 +13,7 @@ from aioloader.datasets._streams.interleave import AsTheyCome, Interleaved, Lane
 from aioloader.datasets._streams.iterators import Reading
 from aioloader.datasets._streams.shards import Parser, Shard, ShardFormat, Summary
 from aioloader.datasets.streams import CACHE_BYTES, Stream, check_at_least, keyed_order
+from aioloader.errors import StateMismatchError
 
 if TYPE_CHECKING:
     import os
@@ -33,10 +34,11 @@ class ShardedStream(Stream[Sample_co]):
 
     Its samples come from ``interleave`` lanes that take turns. The shards, permuted
     anew in each epoch if ``shuffle`` is set, are dealt to the lanes; each lane reads
-    its shards one after the other. Ranks and workers take whole lanes: nothing is read
-    twice and nothing left out, whatever the counts; so there must be a shard for each.
-    A state can be loaded where the shards have the same names in the same order, in
-    whichever directory, bucket or host they all are.
+    its shards one after the other. Readers (one for each rank and worker, if
+    ``readers`` does not say otherwise) take whole lanes: nothing is read twice and
+    nothing left out, whatever the counts; so there must be a shard for each. A state
+    can be loaded where the shards have the same names in the same order, in whichever
+    directory, bucket or host they all are.
 
     Args:
         made_by: How shards are listed and opened.
@@ -44,8 +46,10 @@ class ShardedStream(Stream[Sample_co]):
         seed: Key of the permutation.
         interleave: How many shards are open at once; at least as many as readers.
         deterministic: Whether lanes take turns strictly; else samples come from
-            whichever lane has some, and the order differs from run to run.
-        max_bytes: Bytes that are read ahead, in all.
+            whichever lane has some, and the order differs from run to run, so that
+            another number of ranks cannot go on with it.
+        max_bytes: Bytes that one rank, or worker, reads ahead in all: its lanes have
+            equal parts, and each takes what one read needs even if that is more.
 
     Raises:
         ValueError: If ``interleave`` or ``max_bytes`` is below 1.
@@ -72,8 +76,39 @@ class ShardedStream(Stream[Sample_co]):
         self._max_bytes = max_bytes
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor over the lanes of this reader."""
+        """Return a cursor over the lanes of this reader.
+
+        Raises:
+            StateMismatchError: If the state is of other shards.
+            ValueError: If there are too few, or if ranks or readers are to take turns
+                at lanes that do not.
+        """
+        share = reading.share
+        if share.in_turns and not self._deterministic:
+            raise ValueError(
+                f"{self!r} has deterministic=False, and no order for ranks to share: "
+                "use as many readers as ranks (times workers), or deterministic=True"
+            )
         known = state.get("shards")
+        if id(self) not in reading.listed:
+            reading.listed[id(self)] = await self._list(reading, known)
+        shards, order, summary = reading.listed[id(self)]
+        self._check(summary, known, share.readers)
+        lanes = min(max(self._interleave, share.readers), len(shards))
+        mine = range(share.reader, lanes, share.readers)
+        states = state.get("lanes") or [{} for _ in mine]
+        budget = self._max_bytes // max(1, len(mine) * share.hosted)
+        kind = Interleaved if self._deterministic else AsTheyCome
+        opened = [
+            self._lane([shards[at] for at in order[lane::lanes]], budget, one)
+            for lane, one in zip(mine, states, strict=True)
+        ]
+        return _Sharded(kind(opened, state), summary)
+
+    async def _list(
+        self, reading: Reading, known: Summary | None
+    ) -> tuple[Sequence[Shard], Sequence[int], Summary]:
+        """Return all shards, their order, and what a state holds of them."""
         shards = await self.made_by.shards(reading.stack, known)
         # For many shards it takes a while, beside the loop then.
         summarise = self.made_by.summary
@@ -81,21 +116,10 @@ class ShardedStream(Stream[Sample_co]):
         summary = (
             await asyncio.to_thread(summarise, shards) if is_long else summarise(shards)
         )
-        self._check(summary, known, reading.share.readers)
         order: Sequence[int] = range(len(shards))
         if self._shuffle:
             order = keyed_order(len(shards), self._seed, reading.epoch, 0)
-        share = reading.share
-        lanes = min(max(self._interleave, share.readers), len(shards))
-        mine = range(share.reader, lanes, share.readers)
-        states = state.get("lanes") or [{} for _ in mine]
-        budget = self._max_bytes // max(1, len(mine))
-        kind = Interleaved if self._deterministic else AsTheyCome
-        opened = [
-            self._lane([shards[at] for at in order[lane::lanes]], budget, one)
-            for lane, one in zip(mine, states, strict=True)
-        ]
-        return _Sharded(kind(opened, state), summary)
+        return shards, order, summary
 
     def _lane(self, shards: Sequence[Shard], budget: int, state: State) -> Lane:
         return Lane(self.made_by, shards, budget, state)
@@ -104,17 +128,19 @@ class ShardedStream(Stream[Sample_co]):
         count = summary["count"]
         if count < readers:
             raise ValueError(
-                f"{self!r} has {count} shards for {readers} readers (ranks x workers): "
-                f"{readers - count} would have nothing to read; use fewer workers or "
-                "more, smaller shards"
+                f"{self!r} has {count} shards for {readers} readers (ranks x workers, "
+                f"or as `readers` says): {readers - count} would have nothing to read; "
+                "use fewer, or more, smaller shards"
             )
         if known is not None and known != summary:
             others = f"has {count}"
             if known["count"] == count:
                 others = "has others, or has them in another order"
-            raise ValueError(
+            raise StateMismatchError(
                 f"the state was saved with {known['count']} shards, but {self!r} "
-                f"{others}; load it with the same shards"
+                f"{others}; load it with the same shards",
+                expected=known,
+                found=summary,
             )
 
 

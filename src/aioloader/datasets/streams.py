@@ -1,12 +1,14 @@
 """Streams: datasets that are read from the front, shard by shard, and made of steps.
 
 A stream is a description; iterating opens a cursor over it. Its methods return new
-streams. The order is a function of the seed, the epoch and the number of lanes; its
-state is a position, small and independent of what was read ahead. Memory holds what is
-read ahead (``max_bytes``) and two windows of each ``shuffle``.
+streams. The order is a function of the seed, the epoch and the numbers of lanes and of
+readers; its state is a position, small and independent of what was read ahead. Memory
+holds what is read ahead (``max_bytes``) and, per reader, two windows of each
+``shuffle``.
 """
 
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 
@@ -24,13 +26,10 @@ from aioloader.datasets._streams.cursors import (
     State,
     Taken,
 )
-from aioloader.datasets._streams.iterators import (
-    VERSION,
-    Reading,
-    Share,
-    StreamIterator,
-)
+from aioloader.datasets._streams.iterators import Reading, StreamIterator
 from aioloader.datasets._streams.mix import Mixed, Until
+from aioloader.datasets._streams.shares import Deal
+from aioloader.datasets._streams.states import check_version
 from aioloader.datasets._streams.windows import Shuffled
 from aioloader.protocols import is_async_function
 
@@ -59,19 +58,29 @@ class Stream(Dataset[Sample_co]):
         self._epoch = 0
         self._is_chosen = False
         self.ranks: tuple[int, int] | None = None
+        self.num_readers: int | None = None
         self._loaded: State | None = None
 
     # -- iterating ----------------------------------------------------------------
 
     def __aiter__(self) -> "StreamIterator[Sample_co]":
-        state, self._loaded = self._loaded, None
-        if state is None:
-            epoch, cursor_state = self._epoch, {}
-        else:
-            epoch, cursor_state = state["epoch"], state["stream"]
+        """Return an iteration over what this rank reads.
+
+        Raises:
+            StateMismatchError: If a loaded state lacks what this rank reads.
+        """
+        state = self._loaded
+        epoch = self._epoch if state is None else state["epoch"]
+        deal = self._deal(None if state is None else state["readers"])
+        cost = deal.cost()
+        if cost is not None:
+            warnings.warn(cost, stacklevel=2)
+        iterator: StreamIterator[Sample_co]
+        iterator = StreamIterator(self, epoch, deal, state)
+        self._loaded = None
         if not self._is_chosen:
             self._epoch = epoch + 1
-        return StreamIterator(self, epoch, self._share(), cursor_state)
+        return iterator
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of ``epoch``, until another one is chosen."""
@@ -95,16 +104,40 @@ class Stream(Dataset[Sample_co]):
         clone.ranks = rank, world_size
         return clone
 
+    def readers(self, count: int) -> Self:
+        """Make the order of ``count`` readers, so that any number of ranks has it.
+
+        Readers take turns, sample by sample, and ranks share them: the samples of all
+        ranks' batches number ``k`` are the same ones for each number of ranks, if their
+        sizes add up to the same. A reader that ends before the others leaves its turns
+        empty. Without this method each rank (each worker, with ``fetch="workers"``) is
+        one reader, and the order depends on how many there are.
+
+        Each reader has lanes, steps and windows of ``shuffle`` of its own, and reads an
+        iterable from the front by itself; ``max_bytes`` is for all on one rank. So
+        there must be as many shards; and best it is a multiple of all numbers of ranks
+        that are to come (24 for 1, 2, 3, 4, 6, 8 and 12): others read some readers more
+        than once, and warn.
+
+        Raises:
+            ValueError: If ``count`` is below 1.
+        """
+        check_at_least(count, 1, "count")
+        clone = self._clone()
+        clone.num_readers = operator.index(count)
+        return clone
+
     def load_state_dict(self, state: State) -> None:
         """Begin the next iteration where ``state_dict`` of an iterator was taken.
 
+        It may have been taken on another number of ranks, if it is what
+        ``merge_states`` made of the states of all. The number of readers is then that
+        of the state.
+
         Raises:
-            ValueError: If it is of another version.
+            StateMismatchError: If it is of another version.
         """
-        if state.get("version") != VERSION:
-            raise ValueError(
-                f"state of version {state.get('version')!r}, expected {VERSION}"
-            )
+        check_version(state)
         self._loaded = state
 
     def _clone(self) -> Self:
@@ -112,11 +145,15 @@ class Stream(Dataset[Sample_co]):
         clone.__dict__.update(self.__dict__)
         return clone
 
-    def _share(self) -> Share:
+    def _deal(self, readers: int | None) -> Deal:
+        """Return what this rank, or this worker of it, reads."""
         rank, world_size = self.ranks or _default_ranks()
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        return Share(rank * workers + number, world_size * workers)
+        ranks = world_size * workers
+        return Deal(
+            rank * workers + number, ranks, readers or self.num_readers or ranks
+        )
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return a cursor; ``state`` is what its ``state`` returned, or empty."""
@@ -190,6 +227,8 @@ class Stream(Dataset[Sample_co]):
     ) -> "Stream[Any]":
         """Return a stream that draws each sample from this or another stream.
 
+        Its ranks and readers are those of this one.
+
         Args:
             others: The other streams.
             weights: Probability of each stream, this one first; default: equal.
@@ -247,6 +286,7 @@ class _Over(Stream[Any]):
     def __init__(self, upstream: Stream[Any]) -> None:
         super().__init__()
         self.ranks = upstream.ranks
+        self.num_readers = upstream.num_readers
         self.upstream = upstream
 
     def cache(self, directory: "StrPath", max_bytes: int = CACHE_BYTES) -> Self:
@@ -309,6 +349,7 @@ class _Mix(Stream[Any]):
     ) -> None:
         super().__init__()
         self.ranks = streams[0].ranks
+        self.num_readers = streams[0].num_readers
         self.streams = streams
         self._weights = weights
         self._seed = seed

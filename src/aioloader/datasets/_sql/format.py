@@ -44,8 +44,8 @@ class SQLFormat:
     All ranges of an iteration show one snapshot. The key must be unique and not NULL,
     and should have an index. A state holds the keys where it was cut, and the last one
     that was read of each range: what is behind that is then read as it is by then.
-    Steps that read ahead (windows of ``shuffle``, an async ``map``) go back some rows
-    and count: that is exact if nothing was written among those.
+    What reads ahead (windows of ``shuffle``, an async ``map``, ``readers`` in turns)
+    goes back some rows and counts: exact if nothing was written among those.
 
     Args:
         url: ``sqlite:///path`` or ``postgresql://user@host/name``; for a Unix socket

@@ -8,42 +8,33 @@ import asyncio
 import sys
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from aioloader._order.blocks import Bad, Block
 from aioloader.datasets._streams.cursors import Cursor, State
+from aioloader.datasets._streams.shares import Deal, Share
+from aioloader.datasets._streams.states import part_of, state_of
+from aioloader.datasets._streams.turns import Alone, Hosted, Turns
 
 Sample_co = TypeVar("Sample_co", covariant=True)
-VERSION = 1
-
-
-@dataclass(frozen=True)
-class Share:
-    """Which part of a stream is read here.
-
-    Attributes:
-        reader: Number of this reader among all ranks' workers.
-        readers: How many there are.
-    """
-
-    reader: int = 0
-    readers: int = 1
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One iteration over a stream.
+    """One reader's iteration over a stream.
 
     Attributes:
         epoch: Its number.
-        share: What is read here.
+        share: What is read.
         stack: Closes what the iteration needs.
+        listed: What all readers here have in common, by the identity of a source.
     """
 
     epoch: int
     share: Share
     stack: AsyncExitStack
+    listed: dict[int, Any] = field(default_factory=dict)
 
 
 class Opens(Protocol):
@@ -56,22 +47,36 @@ class Opens(Protocol):
 class StreamIterator(Generic[Sample_co]):
     """One iteration; a loader pulls blocks, ``async for`` single samples.
 
+    Attributes:
+        fills: Whether a batch may be filled by several pulls. If not, one pull is one
+            batch: what stands at its positions, of which some may be empty.
+
     Args:
         stream: What is read.
         epoch: Number of the epoch.
-        share: What is read here.
-        state: Where to begin.
+        deal: Which positions of the order are read here.
+        state: Where to begin, if not at the beginning.
+
+    Raises:
+        StateMismatchError: If ``state`` lacks what this rank reads.
     """
 
-    def __init__(self, stream: Opens, epoch: int, share: Share, state: State) -> None:
+    def __init__(
+        self, stream: Opens, epoch: int, deal: Deal, state: State | None = None
+    ) -> None:
+        self.fills = deal.is_alone
         self._stream = stream
         self._epoch = epoch
-        self._share = share
-        self._state = state
+        self._deal = deal
+        if state is None:
+            fresh = {str(reader): {"taken": 0, "state": {}} for reader in deal.hosted()}
+            state = state_of(epoch, deal.readers, 0, fresh)
+        self._state = part_of(state, deal)
         self._stack = AsyncExitStack()
-        self._cursor: Cursor | None = None
+        self._cursors: list[Cursor] = []
+        self._course: Alone | Turns | None = None
         self._is_closed = False
-        self._reading: asyncio.Task[Block] | None = None
+        self._reading: asyncio.Task[Block | None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
     def __aiter__(self) -> "StreamIterator[Sample_co]":
@@ -80,15 +85,15 @@ class StreamIterator(Generic[Sample_co]):
     async def __anext__(self) -> Sample_co:
         if self._reading is None and not self._is_closed:
             # If this step is cancelled, the state is that before it.
-            self._state = self.state_dict()["stream"]
-            self._reading = _begun(self.pull(1))
-        block: Block = []
+            self._state = self.state_dict()
+            self._reading = _begun(self._next())
+        block: Block | None = None
         if self._reading is not None:
             if not self._reading.done():
                 await asyncio.wait([self._reading])  # a cancellation leaves it alone
             reading, self._reading = self._reading, None
             block = reading.result()
-        if not len(block):
+        if block is None:
             raise StopAsyncIteration
         sample = block[0]
         if type(sample) is Bad:
@@ -97,28 +102,79 @@ class StreamIterator(Generic[Sample_co]):
         return result
 
     async def pull(self, limit: int) -> Block:
-        """Return the next samples, from 1 to ``limit``; an empty block at the end.
+        """Return the next samples: what stands at the next ``limit`` positions.
 
-        What failed is a ``Bad`` in a list, and the stream goes on behind it. Who
-        cancels this can only close.
+        If it ``fills``, there are from 1 to ``limit``, and an empty block is the end.
+        If not, there may be fewer, and none. What failed is a ``Bad`` in a list, and
+        the stream goes on behind it. Who cancels this can only close.
+
+        Raises:
+            StopAsyncIteration: At the end, if it does not fill.
         """
+        block = await self._pull(limit)
+        if block is not None:
+            return block
+        if not self.fills:
+            raise StopAsyncIteration
+        return []
+
+    async def _next(self) -> Block | None:
+        """Return a block of one sample; None at the end."""
+        while (block := await self._pull(1)) is not None and not len(block):
+            pass
+        return block
+
+    async def _pull(self, limit: int) -> Block | None:
+        """Return the next block; None at the end."""
         if self._is_closed:
-            return []
-        if self._cursor is None:
-            reading = Reading(self._epoch, self._share, self._stack)
-            self._cursor = await self._stream.open(reading, self._state)
-        block = await self._cursor.pull(limit)
-        if not len(block):
+            return None
+        if self._course is None:
+            self._course = await self._open()
+        block = await self._course.pull(limit)
+        if block is None:
+            self._state = self._now()
             await self._release()
         return block
 
+    async def _open(self) -> Alone | Turns:
+        """Open what is read here, from where the state is."""
+        deal, streams = self._deal, self._state["streams"]
+        listed: dict[int, Any] = {}
+        at = -(-self._state["position"] // deal.ranks)
+        hosted: list[Hosted] = []
+        for reader, wanted in zip(deal.hosted(), deal.wanted(at), strict=True):
+            known = streams[str(reader)]
+            cursor: Cursor | None = None
+            if self.fills or not known.get("ended"):
+                share = deal.share(reader)
+                reading = Reading(self._epoch, share, self._stack, listed)
+                cursor = await self._stream.open(reading, known["state"])
+                self._cursors.append(cursor)
+            if self.fills and cursor is not None:
+                return Alone(reader, cursor, at, known)
+            hosted.append(Hosted(cursor, known, wanted, deal.stride))
+        return Turns(deal, hosted, at)
+
     def state_dict(self) -> State:
-        """Return the position behind the last sample returned, ready for JSON."""
-        inner = self._state
+        """Return the position behind the last sample returned, ready for JSON.
+
+        It says how far all ranks in step have come, and where the readers are that this
+        one reads; ``merge_states`` makes one of those of all ranks.
+        """
         is_between = self._reading is None and not self._is_closed
-        if is_between and self._cursor is not None:
-            inner = self._cursor.state()
-        return {"version": VERSION, "epoch": self._epoch, "stream": inner}
+        return self._now() if is_between else self._state
+
+    def _now(self) -> State:
+        course, deal = self._course, self._deal
+        if course is None:
+            return self._state
+        return state_of(
+            self._epoch,
+            deal.readers,
+            course.at * deal.ranks,
+            course.streams(),
+            has_ended=course.has_ended(),
+        )
 
     async def aclose(self) -> None:
         """End what is under way, and wait for its end; cancelled, it goes on."""
@@ -137,16 +193,18 @@ class StreamIterator(Generic[Sample_co]):
 
     def _settle(self) -> None:
         """Keep the state: the last one."""
-        self._state = self.state_dict()["stream"]
+        self._state = self.state_dict()
         self._is_closed = True
 
     async def _release(self) -> None:
         """Close what is open; again, if that was cancelled."""
         self._settle()
         async with self._stack:
-            if self._cursor is not None:
-                await self._cursor.aclose()
-        self._cursor = None
+            if self._course is not None:
+                await self._course.aclose()
+            for cursor in self._cursors:
+                await cursor.aclose()
+        self._cursors = []
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,0 +1,84 @@
+"""Who reads what: one global order, dealt to readers and, apart from that, to ranks.
+
+The order is made of ``readers`` that take strict turns: position ``p`` is of reader
+``p % readers``, its sample ``p // readers``, or a hole if it has ended by then. Rank
+``r`` of ``ranks`` takes the positions ``r``, ``r + ranks``, ``r + 2 * ranks``... So the
+order is that of the readers alone, whoever reads it. Plain numbers, no reading.
+"""
+
+from dataclasses import dataclass
+from math import gcd, lcm
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of a stream one reader reads.
+
+    Attributes:
+        reader: Number of this reader.
+        readers: How many there are.
+        hosted: How many of them are read by this rank, and share its memory.
+        in_turns: Whether it has to give the same samples in the same order whenever and
+            wherever it is read, because ranks or readers take turns.
+    """
+
+    reader: int = 0
+    readers: int = 1
+    hosted: int = 1
+    in_turns: bool = False
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Which positions of the order one rank takes.
+
+    Attributes:
+        rank: Its number, among all ranks' workers.
+        ranks: How many there are.
+        readers: Of how many readers the order is made.
+    """
+
+    rank: int
+    ranks: int
+    readers: int
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the rank takes all of one reader, and nothing else."""
+        return self.ranks == self.readers
+
+    @property
+    def stride(self) -> int:
+        """How many ranks take turns at each reader; 1: none is read twice."""
+        return self.ranks // gcd(self.ranks, self.readers)
+
+    def hosted(self) -> list[int]:
+        """Return the readers that are read here, in the order of their turns."""
+        count = self.readers // gcd(self.ranks, self.readers)
+        return [(self.rank + at * self.ranks) % self.readers for at in range(count)]
+
+    def wanted(self, at: int) -> list[int]:
+        """Return which sample of each reader in ``hosted`` is the next to be taken.
+
+        Args:
+            at: How many positions this rank has taken.
+        """
+        count = self.readers // gcd(self.ranks, self.readers)
+        nexts = [at + (place - at) % count for place in range(count)]
+        return [(self.rank + one * self.ranks) // self.readers for one in nexts]
+
+    def share(self, reader: int) -> Share:
+        """Return what one of the readers in ``hosted`` is told."""
+        hosted = self.readers // gcd(self.ranks, self.readers)
+        return Share(reader, self.readers, hosted, not self.is_alone)
+
+    def cost(self) -> str | None:
+        """Return what it costs that readers are read more than once; None if not."""
+        if self.stride == 1:
+            return None
+        return (
+            f"{self.ranks} ranks (times workers) take turns at {self.readers} readers, "
+            f"so that everything is read and made {self.stride} times; "
+            f"with readers({lcm(self.ranks, self.readers)}), or another multiple of "
+            f"{self.ranks}, nothing would be read twice"
+        )

@@ -1,0 +1,172 @@
+"""The state of an iteration: of one rank, or of all ranks of one moment.
+
+It is global: how far all ranks in step have come, and of each reader a state and how
+many of its samples lie before that, none of which is still to be given by any rank. So
+it can be loaded on another number of ranks.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from aioloader.datasets._streams.cursors import State
+from aioloader.datasets._streams.shares import Deal
+from aioloader.errors import StateMismatchError
+
+VERSION = 2
+
+
+def check_version(state: State) -> None:
+    """See that a state is of this version.
+
+    Raises:
+        StateMismatchError: If it is not.
+    """
+    version = state.get("version")
+    if version != VERSION:
+        raise StateMismatchError(
+            f"state of version {version!r}, expected {VERSION}",
+            expected=version,
+            found=VERSION,
+        )
+
+
+def state_of(
+    epoch: int, readers: int, position: int, streams: State, *, has_ended: bool = False
+) -> State:
+    """Return a state.
+
+    Args:
+        epoch: The number of the epoch.
+        readers: Of how many readers the order is made.
+        position: How many positions of it all ranks have taken, if all are in step.
+        streams: Reader, as a string, to ``"state"``, which is behind as many of its
+            samples as ``"taken"`` says; ``"ended"`` if there are no more.
+        has_ended: Whether these ranks have given all their samples.
+    """
+    end = {"ended": True} if has_ended else {}
+    return {
+        "version": VERSION,
+        "epoch": epoch,
+        "position": position,
+        "readers": readers,
+        "streams": streams,
+        **end,
+    }
+
+
+def part_of(state: State, deal: Deal) -> State:
+    """Return what of a state one rank needs.
+
+    Raises:
+        StateMismatchError: If it lacks a reader, or this number of ranks cannot be in
+            step at its position.
+    """
+    hosted, streams, position = deal.hosted(), state["streams"], state["position"]
+    missing = [reader for reader in hosted if str(reader) not in streams]
+    if missing:
+        raise StateMismatchError(
+            f"the state has {_named(streams)} of {state['readers']}, but rank "
+            f"{deal.rank} of {deal.ranks} also reads {_listed(missing)}: load what "
+            "merge_states() makes of the states of all ranks",
+            expected=sorted(map(int, streams)),
+            found=sorted(hosted),
+        )
+    mine = {str(reader): streams[str(reader)] for reader in hosted}
+    if position % deal.ranks and not state.get("ended"):
+        raise StateMismatchError(
+            f"the state was saved behind {position:,} samples, which {deal.ranks} "
+            "ranks cannot share evenly: use a number of ranks that divides it, or save "
+            "behind a whole number of global batches of both",
+            expected=position,
+            found=deal.ranks,
+        )
+    return {**state, "streams": mine}
+
+
+def merge_states(states: Iterable[State]) -> State:
+    """Return the states of all ranks as one, which any number of ranks can load.
+
+    They are to be of one moment: behind the same number of batches. A rank that has
+    ended before may have come less far.
+
+    Args:
+        states: What ``state_dict`` of each rank's iterator returned, in any order.
+
+    Raises:
+        StateMismatchError: If they are not of one epoch and one moment, or if readers
+            are missing.
+        ValueError: If there is none.
+    """
+    states = list(states)
+    if not states:
+        raise ValueError("there are no states to merge")
+    for state in states:
+        check_version(state)
+    epoch = _common(states, "epoch")
+    readers = _common(states, "readers")
+    position = _position(states)
+    streams: State = {}
+    for state in states:
+        for reader, one in state["streams"].items():
+            if reader not in streams or _progress(one) > _progress(streams[reader]):
+                streams[reader] = one
+    missing = [reader for reader in range(readers) if str(reader) not in streams]
+    if missing:
+        raise StateMismatchError(
+            f"the states have {_named(streams)} of {readers}; {_listed(missing)} are "
+            "missing: merge the states of all ranks and workers",
+            expected=readers,
+            found=sorted(map(int, streams)),
+        )
+    ordered = {str(reader): streams[str(reader)] for reader in range(readers)}
+    is_over = all(state.get("ended") for state in states)
+    return state_of(epoch, readers, position, ordered, has_ended=is_over)
+
+
+def _common(states: Sequence[State], key: str) -> Any:
+    """Return what all states have alike under a key."""
+    first = states[0][key]
+    for state in states[1:]:
+        if state[key] != first:
+            raise StateMismatchError(
+                f"the states are not of one moment: one has {key} {first}, another "
+                f"one has {key} {state[key]}",
+                expected=first,
+                found=state[key],
+            )
+    return first
+
+
+def _position(states: Sequence[State]) -> int:
+    """Return how far all ranks in step have come.
+
+    Those that go on say it. Who has ended has taken all there was for it, which is not
+    more.
+    """
+    going = {one["position"] for one in states if not one.get("ended")}
+    ended = {one["position"] for one in states if one.get("ended")}
+    position: int = max(going or ended)
+    if len(going) > 1 or max(ended, default=0) > position:
+        others = sorted((going | ended) - {position})
+        raise StateMismatchError(
+            f"the states are not of one moment: one was saved behind {position:,} "
+            f"samples of all ranks, others behind {', '.join(map(str, others))}; save "
+            "all ranks behind the same number of batches",
+            expected=position,
+            found=others,
+        )
+    return position
+
+
+def _progress(one: State) -> tuple[bool, int]:
+    return one.get("ended", False), one["taken"]
+
+
+def _named(streams: State) -> str:
+    return f"readers {_listed(sorted(map(int, streams)))}"
+
+
+def _listed(readers: Sequence[int]) -> str:
+    """Return numbers as words; not all, if they are many."""
+    shown = ", ".join(map(str, readers[:8]))
+    return shown if len(readers) <= 8 else f"{shown}... ({len(readers)} in all)"

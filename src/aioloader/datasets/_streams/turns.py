@@ -1,0 +1,278 @@
+"""The readers of one rank while they are read: one alone, or several in fixed turns.
+
+Turns are fixed: a reader that has ended leaves holes, and nobody takes its place, so
+that the same samples stand at the same positions however many ranks there are. What all
+readers have ready is woven into one block, of which pulls are cut, as lanes do it. What
+is saved of a reader is its state before what was read ahead, or before what other ranks
+are still to give; what lies between is dropped when that is loaded. Memory holds some
+hundred samples more than without turns.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+
+from aioloader._order.blocks import Block, cut, join, weave
+from aioloader.datasets._streams.cursors import Cursor, State
+from aioloader.datasets._streams.shares import Deal
+
+# Samples that all readers here are asked for at once, at most; so many pulls' at most.
+_SAMPLES = 512
+_PULLS = 4
+# As many rows of columns, which are in memory anyway.
+_ROWS = 1 << 14
+
+
+class Alone:
+    """A reader that is all that a rank reads, and is read by it alone.
+
+    Attributes:
+        at: How many positions of this rank were taken.
+
+    Args:
+        reader: Its number.
+        cursor: What is read.
+        at: Where to begin.
+        known: What ``streams`` returned of it.
+    """
+
+    def __init__(self, reader: int, cursor: Cursor, at: int, known: State) -> None:
+        self.at = at
+        self._name = str(reader)
+        self._cursor = cursor
+        self._taken: int = known["taken"]
+        # Ranks that shared it had not read so far; who has ended is not behind.
+        self._lag = 0 if known.get("ended") else at - self._taken
+        self._has_ended = False
+
+    async def pull(self, limit: int) -> Block | None:
+        """Return the next samples, from 1 to ``limit``; None at the end."""
+        if self._lag > 0:
+            await self._catch_up()
+        block = await self._cursor.pull(limit)
+        count = len(block)
+        self.at += count
+        self._taken += count
+        self._has_ended = not count
+        return block if count else None
+
+    async def _catch_up(self) -> None:
+        while self._lag > 0:
+            block = await self._cursor.pull(min(self._lag, _SAMPLES))
+            self._taken += len(block)
+            self._lag = self._lag - len(block) if len(block) else 0
+
+    def streams(self) -> State:
+        """Return the state of each reader."""
+        one = {"taken": self._taken, "state": self._cursor.state()}
+        if self._has_ended:
+            one["ended"] = True
+        return {self._name: one}
+
+    def has_ended(self) -> bool:
+        """Tell whether it is known that there are no more samples."""
+        return self._has_ended
+
+    async def aclose(self) -> None:
+        """Do nothing: there is nothing under way."""
+
+
+class Hosted:
+    """One of several readers: those of its samples that this rank takes.
+
+    Args:
+        cursor: What is read; None if the reader has ended.
+        known: What ``state`` returned.
+        wanted: Number of the first sample to be taken.
+        stride: How many samples it is to the next one.
+    """
+
+    def __init__(
+        self, cursor: Cursor | None, known: State, wanted: int, stride: int
+    ) -> None:
+        self._cursor = cursor
+        self._marks = deque([known])  # states, each before a block that was read
+        self._taken: int = known["taken"]
+        self._wanted = wanted
+        self._stride = stride
+        self._block: Block = []
+        self._given = 0
+
+    def ready(self) -> int:
+        """Return how many samples can be taken at once."""
+        return len(self._block) - self._given
+
+    def has_ended(self) -> bool:
+        """Tell whether there are no more, ready ones aside."""
+        return "ended" in self._marks[-1]
+
+    def look(self, count: int) -> Block:
+        """Return the next samples that are ready; they stay the next ones."""
+        return cut(self._block, self._given, self._given + count)
+
+    def pass_on(self, count: int) -> None:
+        """Note that as many samples were passed on."""
+        self._given += count
+
+    async def fill(self, count: int) -> None:
+        """Get up to ``count`` samples if none is ready; at least one, or the end."""
+        while not self.ready() and not self.has_ended():
+            await self._pull(count)
+
+    async def _pull(self, count: int) -> None:
+        assert self._cursor is not None
+        if self._marks[-1]["taken"] < self._taken:
+            self._marks.append(self._here())
+        self._forget(self._wanted - self._stride + 1)
+        first = self._wanted - self._taken  # those before it are other ranks'
+        wanted = first + (count - 1) * self._stride + 1
+        most = max(count * self._stride, _SAMPLES)
+        block = await self._cursor.pull(min(wanted, most))
+        self._taken += len(block)
+        if not len(block):
+            self._marks.append({**self._marks[-1], "ended": True})
+            return
+        self._block, self._given = block[first :: self._stride], 0
+        self._wanted += len(self._block) * self._stride
+
+    def state(self, given: int) -> State:
+        """Return where all samples that are still to be given can be read from.
+
+        Args:
+            given: How many samples all ranks in step have given; more may be read.
+        """
+        if self._marks[-1]["taken"] < self._taken <= given:
+            self._marks.append(self._here())
+        self._forget(given)
+        return self._marks[0]
+
+    def _here(self) -> State:
+        assert self._cursor is not None
+        return {"taken": self._taken, "state": self._cursor.state()}
+
+    def _forget(self, given: int) -> None:
+        """Forget states before the last one that will do."""
+        while len(self._marks) > 1 and self._marks[1]["taken"] <= given:
+            self._marks.popleft()
+
+
+class Turns:
+    """Readers that take fixed turns, sample by sample.
+
+    Attributes:
+        at: How many positions of this rank were taken, holes too.
+
+    Args:
+        deal: Which positions of the order are taken here.
+        hosted: The readers that it names, in the order of their turns.
+        at: Where to begin.
+    """
+
+    def __init__(self, deal: Deal, hosted: Sequence[Hosted], at: int) -> None:
+        self.at = at
+        self._deal = deal
+        self._hosted = hosted
+        self._named = [
+            (str(reader), reader, one)
+            for reader, one in zip(deal.hosted(), hosted, strict=True)
+        ]
+        self._ask = 0
+        self._fills: list[asyncio.Task[None]] = []
+        # Of what is woven: samples, positions and how many of these were taken; who
+        # stands in it, and how many do before each place of a round.
+        self._woven: Block = []
+        self._length = self._passed = 0
+        self._weft: list[Hosted] = []
+        self._before: list[int] = [0]
+
+    async def pull(self, limit: int) -> Block | None:
+        """Return what stands at the next ``limit`` positions; None at the end.
+
+        There may be fewer samples, and none, for there may be holes.
+        """
+        parts: list[Block] = []
+        left = limit
+        while left:
+            if self._passed >= self._length and not await self._weave(left):
+                break
+            count = min(left, self._length - self._passed)
+            parts.append(self._take(count))
+            left -= count
+        if left and not any(map(len, parts)):
+            return None
+        return join(parts)  # behind the end of all there are only holes
+
+    def _take(self, count: int) -> Block:
+        """Take the next positions of what is woven."""
+        start, self._passed = self._passed, self._passed + count
+        part = cut(self._woven, self._samples(start), self._samples(self._passed))
+        self.at += count
+        if self._passed >= self._length:
+            for one in self._weft:
+                one.pass_on(self._length // len(self._hosted))
+        return part
+
+    def _samples(self, positions: int) -> int:
+        """Return how many samples stand at the first positions of what is woven."""
+        rounds, places = divmod(positions, len(self._hosted))
+        return rounds * self._before[-1] + self._before[places]
+
+    async def _weave(self, limit: int) -> bool:
+        """Put in order what is ready: whole rounds; tell whether there is anything."""
+        turn = self.at % len(self._hosted)
+        order = [*self._hosted[turn:], *self._hosted[:turn]]
+        await self._fill(order, limit)
+        weft = [one for one in order if one.ready()]
+        if not weft:
+            return False
+        rounds = min(one.ready() for one in weft)
+        blocks = [one.look(rounds) for one in weft]
+        if len(blocks) > 1 and not isinstance(blocks[0], list):
+            self._woven = await asyncio.to_thread(weave, blocks)  # columns may be many
+        else:
+            self._woven = weave(blocks)
+        self._weft = weft
+        self._before = [0, *accumulate(min(1, one.ready()) for one in order)]
+        self._length, self._passed = rounds * len(order), 0
+        return True
+
+    async def _fill(self, order: Sequence[Hosted], limit: int) -> None:
+        """Wait until each reader has samples, or has ended; all read at once.
+
+        To ask for one sample costs as much as for many, so it is for more each time.
+        """
+        is_list = isinstance(self._woven, list)
+        most = min(_PULLS * limit, _SAMPLES) if is_list else _ROWS
+        ask = min(2 * self._ask, most // len(order))
+        self._ask = max(ask, -(-limit // len(order)))
+        if not self._fills:
+            lacking = [one for one in order if not (one.ready() or one.has_ended())]
+            jobs = [one.fill(self._ask) for one in lacking]
+            self._fills = [asyncio.create_task(job) for job in jobs]
+        if self._fills:
+            await asyncio.wait(self._fills)  # a cancellation leaves them alone
+        fills, self._fills = self._fills, []
+        for error in [fill.exception() for fill in fills]:
+            if error is not None:
+                raise error
+
+    def streams(self) -> State:
+        """Return the state of each reader."""
+        # Of each reader, all ranks in step have given so many, or one more.
+        given, last = divmod(self.at * self._deal.ranks, self._deal.readers)
+        return {
+            name: one.state(given + (reader < last))
+            for name, reader, one in self._named
+        }
+
+    def has_ended(self) -> bool:
+        """Tell whether it is known that there are no more samples here."""
+        return not any(one.ready() or not one.has_ended() for one in self._hosted)
+
+    async def aclose(self) -> None:
+        """End what is under way."""
+        fills, self._fills = self._fills, []
+        for fill in fills:
+            fill.cancel()
+        await asyncio.gather(*fills, return_exceptions=True)

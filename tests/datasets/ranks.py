@@ -1,0 +1,139 @@
+"""Several ranks in one process, which read side by side, and streams for them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from aioloader._order.blocks import Bad
+from aioloader.datasets import TextDataset, from_iterable
+from aioloader.datasets._streams.states import merge_states
+from datasets.shards import name_of, parquet
+
+# Of thirteen shards; two of them are empty.
+LENGTHS = (7, 3, 11, 0, 5, 9, 2, 8, 1, 12, 0, 6, 9)
+
+
+class Ranks:
+    """The iterations of all ranks.
+
+    Args:
+        stream: What they read.
+        ranks: How many there are.
+        state: Of all ranks, where to begin.
+    """
+
+    def __init__(self, stream: Any, ranks: int, state: Any = None) -> None:
+        self.iterators: list[Any] = []
+        for rank in range(ranks):
+            part = stream.shard(rank, ranks)
+            part.set_epoch(2)
+            if state is not None:
+                part.load_state_dict(json.loads(json.dumps(state)))
+            self.iterators.append(aiter(part))
+        self.are_over = [False] * ranks
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        for iterator in self.iterators:
+            await iterator.aclose()
+
+    async def batch(self, size: int) -> list[list[str]]:
+        """Return the next global batch: what each rank has of it."""
+        assert size % len(self.iterators) == 0
+        limit = size // len(self.iterators)
+        return [
+            [] if self.are_over[rank] else await self._read(rank, limit)
+            for rank in range(len(self.iterators))
+        ]
+
+    async def batches(self, size: int, count: int = 10**9) -> list[list[str]]:
+        """Return the next global batches, sorted; without empty ones at the end."""
+        found: list[list[str]] = []
+        while len(found) < count and not all(self.are_over):
+            batch = await self.batch(size)
+            found.append(sorted(name for part in batch for name in part))
+        return found if not all(self.are_over) else trimmed(found)
+
+    async def _read(self, rank: int, limit: int) -> list[str]:
+        iterator, found = self.iterators[rank], list[Any]()
+        while len(found) < limit:
+            try:
+                block = await iterator.pull(limit - len(found))
+            except StopAsyncIteration:
+                assert not iterator.fills
+                self.are_over[rank] = True
+                break
+            found += block
+            if not iterator.fills:
+                break
+            self.are_over[rank] = not len(block)
+            if not len(block):
+                break
+        return [str(one.error) if type(one) is Bad else name_of(one) for one in found]
+
+    def states(self) -> list[Any]:
+        """Return the states of all ranks, through JSON."""
+        found = [json.dumps(iterator.state_dict()) for iterator in self.iterators]
+        return [json.loads(one) for one in found]
+
+    def state(self) -> Any:
+        """Return one state of all ranks."""
+        return json.loads(json.dumps(merge_states(self.states())))
+
+
+def trimmed(batches: list[list[str]]) -> list[list[str]]:
+    """Return batches without the empty ones at the end."""
+    while batches and not batches[-1]:
+        batches = batches[:-1]
+    return batches
+
+
+# -- streams ----------------------------------------------------------------------
+
+
+def lines(folder: Path, **options: Any) -> Any:
+    """Return lines of thirteen uneven shards."""
+    for shard, length in enumerate(LENGTHS):
+        text = "".join(f"{shard}-{place}\n" for place in range(length))
+        (folder / f"{shard:02}.txt").write_text(text)
+    return TextDataset("*.txt", store=folder, **options)
+
+
+def numbers(count: int = 61) -> Any:
+    """Return the first numbers."""
+    return from_iterable(range(count))
+
+
+async def squared(number: int) -> int:
+    """Square a number."""
+    return number**2
+
+
+def refused(number: int) -> int:
+    """Refuse some numbers."""
+    if number % 9 == 4:
+        raise ValueError(f"no {number}")
+    return number
+
+
+def is_kept(number: int) -> bool:
+    """Tell; from some readers nothing is kept, if they are many."""
+    return number % 3 != 0 and number < 70
+
+
+STREAMS: dict[str, Callable[[Path], Any]] = {
+    "lines": lambda folder: lines(folder, shuffle=True, interleave=3).shuffle(4),
+    "lanes": lambda folder: lines(folder, shuffle=True, interleave=13),
+    "columns": lambda folder: parquet(folder, shuffle=True, interleave=2),
+    "columns, shuffled": lambda folder: parquet(folder, shuffle=True).shuffle(3),
+    "numbers": lambda _: numbers(),
+    "numbers, shuffled": lambda _: numbers().shuffle(3),
+    "async map": lambda _: numbers().map(squared, concurrency=3),
+    "errors": lambda _: numbers().map(refused),
+    "filter": lambda _: numbers(90).filter(is_kept).shuffle(2),
+    "take": lambda folder: lines(folder).skip(1).take(5),
+    "mix": lambda folder: lines(folder).mix(numbers(40), weights=[2, 1]).shuffle(2),
+}

@@ -1,0 +1,379 @@
+"""The order and the state of a stream are the same for any number of ranks."""
+
+import asyncio
+import json
+import warnings
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioloader._order.blocks import Bad
+from aioloader.datasets import ShardedStream, from_iterable
+from aioloader.datasets._arrow.rows import Rows
+from aioloader.datasets._streams.shares import Deal
+from aioloader.datasets._streams.states import merge_states
+from datasets.ranks import STREAMS, Ranks, lines, numbers, trimmed
+from datasets.shards import parquet, read, sqlite
+
+KINDS = pytest.mark.parametrize("kind", STREAMS)
+SHARED = pytest.mark.filterwarnings("ignore:.*take turns at:UserWarning")
+
+
+async def layout(stream: Any, ranks: int) -> list[list[str]]:
+    """Return what stands at each global position."""
+    async with Ranks(stream, ranks) as reading:
+        found: list[list[str]] = []
+        while not all(reading.are_over):
+            found += await reading.batch(ranks)
+        return trimmed(found)
+
+
+@pytest.mark.parametrize("readers", range(1, 13))
+@pytest.mark.parametrize("ranks", range(1, 13))
+def test_who_reads_what(readers: int, ranks: int) -> None:
+    """Each position is one rank's, who knows the reader and the sample it is of."""
+    found: dict[int, tuple[int, int]] = {}
+    for rank in range(ranks):
+        deal = Deal(rank, ranks, readers)
+        hosted = deal.hosted()
+        assert len(hosted) * ranks == deal.stride * readers
+        for at in range(40):
+            place = at % len(hosted)
+            found[rank + at * ranks] = hosted[place], deal.wanted(at)[place]
+    assert sorted(found) == [*range(40 * ranks)]
+    for position, (reader, number) in found.items():
+        assert position == reader + number * readers
+
+
+@KINDS
+@SHARED
+async def test_one_order(kind: str, tmp_path: Path) -> None:
+    """Of twelve readers, whoever they are read by; or of twelve ranks."""
+    whole = await layout(STREAMS[kind](tmp_path), 12)
+    names = list(chain.from_iterable(whole))
+    assert len(names) >= 25
+    assert len({*names}) == len(names)
+    for ranks in (1, 2, 3, 4, 5, 8):
+        stream = STREAMS[kind](tmp_path).readers(12)
+        assert await layout(stream, ranks) == whole, ranks
+
+
+@KINDS
+@SHARED
+async def test_global_batches(kind: str, tmp_path: Path) -> None:
+    """They are the same sets, from the first one to the tail."""
+    stream = STREAMS[kind](tmp_path).readers(12)
+    for size, several in ((24, (1, 3, 4, 8)), (40, (1, 2, 5))):
+        found = []
+        for ranks in several:
+            async with Ranks(stream, ranks) as reading:
+                found.append(await reading.batches(size))
+        assert all(one == found[0] for one in found)
+
+
+async def test_as_many_readers_as_are_worth_it() -> None:
+    """With twenty-four, each of 1, 2, 3, 4, 6, 8 ranks reads every reader once."""
+    whole = await layout(numbers().readers(24), 1)
+    assert whole == [[f"{number}"] for number in range(61)]
+    for ranks in (2, 3, 4, 6, 8):
+        assert await layout(numbers().readers(24), ranks) == whole
+
+
+@SHARED
+@pytest.mark.parametrize("kind", sorted({*STREAMS} - {"lanes", "numbers", "columns"}))
+@pytest.mark.parametrize("then", [(3, 1), (8, 3)])
+async def test_goes_on_with_other_ranks(
+    kind: str, then: tuple[int, int], tmp_path: Path
+) -> None:
+    """From four ranks, behind each batch, onto others, and once more."""
+    await check(STREAMS[kind](tmp_path).readers(12), (4, *then))
+
+
+@SHARED
+@pytest.mark.parametrize("kind", ["lines", "columns, shuffled", "numbers"])
+@pytest.mark.parametrize("chosen", [(4, 3, 8), (4, 3, 4), (1, 2, 3)])
+async def test_goes_on_without_a_choice(
+    kind: str, chosen: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """The readers are those of the ranks it began with."""
+    await check(STREAMS[kind](tmp_path), chosen)
+
+
+@SHARED
+@pytest.mark.parametrize("kind", ["lines", "columns, shuffled", "numbers, shuffled"])
+@pytest.mark.parametrize("several", [(5, 3, 2), (3, 5, 1)])
+async def test_goes_on_amid_a_round(
+    kind: str, several: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """Where not all readers have had as many turns, and some were read further."""
+    await check(STREAMS[kind](tmp_path).readers(12), several, 30)
+
+
+async def check(stream: Any, several: tuple[int, int, int], size: int = 24) -> None:
+    """See that nothing is lost or doubled when three numbers of ranks take turns."""
+    first, second, third = several
+    async with Ranks(stream, first) as reading:
+        whole = await reading.batches(size)
+    for count in range(len(whole) + 1):
+        async with Ranks(stream, first) as reading:
+            found = await reading.batches(size, count)
+            state = reading.state()
+        async with Ranks(stream, second, state) as reading:
+            found += await reading.batches(size, 1)
+            state = reading.state()
+        async with Ranks(stream, third, state) as reading:
+            found += await reading.batches(size)
+        assert trimmed(found) == whole, count
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+async def test_ranks_that_have_ended(size: int, tmp_path: Path) -> None:
+    """The others go on; all of them from where they were, merged or not."""
+    stream = lines(tmp_path)  # the first rank has far more than others
+    async with Ranks(stream, 4) as reading:
+        whole = await reading.batches(4 * size)
+        ends = reading.states()
+    positions = [state["position"] for state in ends]
+    assert positions != [max(positions)] * 4
+    for count in range(len(whole) + 2):
+        async with Ranks(stream, 4) as reading:
+            found = await reading.batches(4 * size, count)
+            states, state = reading.states(), reading.state()
+        async with Ranks(stream, 4, state) as reading:
+            assert trimmed(found + await reading.batches(4 * size)) == whole
+        rest: list[str] = []
+        for rank, own in enumerate(states):
+            part = stream.shard(rank, 4)
+            part.load_state_dict(own)
+            rest += await rest_of(part, size)
+        assert sorted([*chain(*found), *rest]) == sorted(chain(*whole))
+
+
+async def rest_of(stream: Any, size: int) -> list[str]:
+    """Return what one rank still has."""
+    async with aiter(stream) as iterator:
+        found: list[str] = []
+        while len(block := await iterator.pull(size)):
+            found += block
+        return found
+
+
+async def test_samples_one_by_one(tmp_path: Path) -> None:
+    """Holes are passed by; the state is behind each sample, or the end."""
+
+    def make() -> Any:
+        return lines(tmp_path).shuffle(3).readers(13)
+
+    whole, end = await read(make())
+    assert sorted(whole) == sorted(await rest_of(lines(tmp_path), 64))
+    for count in range(0, len(whole) + 1, 9):
+        head, state = await read(make(), count)
+        stream = make()
+        stream.load_state_dict(state)
+        assert head + (await read(stream))[0] == whole
+    assert end["ended"]
+    assert all(one["ended"] for one in end["streams"].values())
+    stream = make()
+    stream.load_state_dict(end)
+    assert (await read(stream))[0] == []
+    assert merge_states([end]) == end
+
+
+async def test_one_pull_is_one_batch(tmp_path: Path) -> None:
+    """Short or empty where there are holes; what fills is as it was."""
+    iterator: Any = aiter(lines(tmp_path).readers(13))
+    assert not iterator.fills
+    blocks: list[Any] = []
+    with pytest.raises(StopAsyncIteration):
+        while True:
+            blocks.append(await iterator.pull(4))
+    with pytest.raises(StopAsyncIteration):
+        await iterator.pull(4)
+    await iterator.aclose()
+    assert {len(block) for block in blocks} == {0, 1, 2, 3, 4}
+    assert iterator.state_dict()["position"] == 4 * len(blocks)
+    for alone in (lines(tmp_path), lines(tmp_path).shard(2, 3).readers(3)):
+        assert aiter(alone).fills
+
+
+async def test_columns_stay_columns(tmp_path: Path) -> None:
+    """What several readers give is one block, of one length and of several."""
+    async with aiter(parquet(tmp_path).readers(5)) as iterator:
+        blocks = [await iterator.pull(limit) for limit in (7, 1, 12, 9)]
+    assert {type(block) for block in blocks} == {Rows}
+    with pytest.warns(UserWarning, match="3 ranks"):
+        shared = aiter(parquet(tmp_path).shard(1, 3).readers(5))
+    async with shared as iterator:
+        assert type(await iterator.pull(4)) is Rows
+
+
+@pytest.mark.filterwarnings("error")
+async def test_the_cost_of_sharing_is_told() -> None:
+    """Where readers are read twice, and nowhere else."""
+    words = r"5 ranks .* at 12 readers, .* made 5 times; with readers\(60\)"
+    with pytest.warns(UserWarning, match=words) as caught:
+        aiter(numbers().readers(12).shard(0, 5))
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for ranks in (1, 3, 5, 12):
+            aiter(numbers().readers(60).shard(0, ranks))
+            aiter(numbers().shard(0, ranks))
+
+
+async def test_steps_keep_the_readers() -> None:
+    """Chosen before them or behind them; of a mixture, the first one's count."""
+    first = [[f"{n}"] for n in range(10)]
+    for made in (
+        numbers(10).readers(5).map(abs),
+        numbers(10).map(abs).readers(5),
+        numbers(10).readers(3).readers(5).shard(0, 1).skip(0),
+    ):
+        assert await layout(made, 1) == first
+        assert json.loads(json.dumps((await read(made, 1))[1]))["readers"] == 5
+    for made, count in (
+        (numbers(9).readers(3).mix(numbers(4)), 3),
+        (numbers(9).mix(numbers(4).readers(3)), 1),
+    ):
+        assert (await read(made, 1))[1]["readers"] == count
+    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+        numbers().readers(0)
+
+
+async def test_too_few_shards_for_readers(tmp_path: Path) -> None:
+    """Both numbers are named."""
+    with pytest.raises(ValueError, match="13 shards for 24 readers"):
+        await read(lines(tmp_path).readers(24))
+
+
+async def test_no_order_no_turns(tmp_path: Path) -> None:
+    """What comes as it comes cannot be shared; one rank for each reader can go on."""
+    stream = lines(tmp_path, deterministic=False)
+    with pytest.raises(ValueError, match="deterministic=False, and no order"):
+        await read(stream.readers(4))
+    async with Ranks(stream, 3) as reading:
+        found = await reading.batches(12, 2)
+        state = reading.state()
+    async with Ranks(stream, 3, state) as reading:
+        found += await reading.batches(12)
+    assert sorted(chain(*found)) == sorted(await rest_of(lines(tmp_path), 64))
+
+
+async def test_readers_of_a_rank_have_one_snapshot(tmp_path: Path) -> None:
+    """A table is cut once, and the ranges are dealt to them."""
+    stream = sqlite(tmp_path)
+    found, state = await read(stream.readers(4))
+    assert sorted(row["number"] for row in found) == [*range(52)]
+    cuts = [one["state"]["shards"]["cuts"] for one in state["streams"].values()]
+    assert cuts == [cuts[0]] * 4
+
+
+async def test_memory_is_shared_by_the_readers_of_a_rank() -> None:
+    """Budgets add up to ``max_bytes``, whatever the number of readers."""
+    budgets: list[int] = []
+
+    class Lines:
+        """Shards that note their budget."""
+
+        async def shards(self, _stack: Any, _known: Any = None, /) -> list[int]:
+            return [*range(24)]
+
+        def summary(self, shards: Any) -> dict[str, Any]:
+            return {"count": len(shards)}
+
+        def open(self, shard: int, _position: Any, budget: int) -> Any:
+            budgets.append(budget)
+            return Empty()
+
+    stream: Any = ShardedStream(Lines(), max_bytes=2400, interleave=24)
+    for count, ranks in ((1, 1), (6, 1), (24, 1), (12, 2)):
+        budgets.clear()
+        await read(stream.readers(count).shard(0, ranks))
+        assert sum(budgets) == 2400, count
+        assert len(budgets) == 24 // ranks
+
+
+class Empty:
+    """An open shard without samples."""
+
+    def begin(self) -> None:
+        """Do nothing."""
+
+    async def pull(self, limit: int) -> list[Any]:
+        """Return nothing."""
+        return []
+
+    def position(self) -> dict[str, Any]:
+        """Return nowhere."""
+        return {}
+
+    def is_draining(self) -> bool:
+        """Return no."""
+        return False
+
+    async def aclose(self) -> None:
+        """Do nothing."""
+
+
+async def test_readers_begin_at_once() -> None:
+    """A rank's readers wait for their first samples together."""
+    waiting: set[int] = set()
+    release = asyncio.Event()
+
+    async def wait(number: int) -> int:
+        waiting.add(number)
+        if len(waiting) == 6:
+            release.set()
+        await release.wait()
+        return number
+
+    stream = numbers(6).map(wait, concurrency=1).readers(6)
+    assert (await read(stream))[0] == [*range(6)]
+
+
+async def test_failures_of_an_iterable_are_samples() -> None:
+    """One reader tells each, as it does when it goes on from behind it."""
+
+    class Shaky:
+        def __iter__(self) -> Any:
+            return Shakes()
+
+    class Shakes:
+        at = -1
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> int:
+            self.at += 1
+            if self.at >= 20:
+                raise StopIteration
+            if self.at % 7 == 3:
+                raise OSError(f"no {self.at}")
+            return self.at
+
+    stream = from_iterable(Shaky())
+    expected = [[f"no {n}" if n % 7 == 3 else f"{n}"] for n in range(20)]
+    for readers, ranks in ((1, 1), (6, 1), (6, 3), (4, 4)):
+        assert await layout(stream.readers(readers), ranks) == expected
+    async with Ranks(stream, 2) as reading:
+        await reading.batches(2, 5)
+        state = reading.state()
+    async with Ranks(stream, 2, state) as reading:
+        assert sorted(chain(*await reading.batches(2))) == sorted(chain(*expected[10:]))
+
+
+async def test_a_generator_that_fails_ends_all_readers() -> None:
+    """Each tells why, for each has lost samples."""
+
+    def broken() -> Any:
+        yield from range(5)
+        raise OSError("broken")
+
+    iterator = aiter(from_iterable(broken).readers(3))
+    block = await iterator.pull(30)
+    assert [one for one in block if type(one) is not Bad] == [*range(5)]
+    assert [str(one.error) for one in block if type(one) is Bad] == ["broken"] * 3
+    await iterator.aclose()

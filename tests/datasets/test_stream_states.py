@@ -1,0 +1,94 @@
+"""States of streams: of one rank, of all ranks as one, and those that do not fit."""
+
+import warnings
+from typing import Any
+
+import pytest
+
+from aioloader.datasets._streams.states import merge_states
+from aioloader.errors import StateMismatchError
+from datasets.ranks import Ranks, numbers
+from datasets.shards import read
+
+
+async def states_of(ranks: int, count: int = 2) -> list[Any]:
+    """Return the states of ranks behind some samples."""
+    async with Ranks(numbers(), ranks) as reading:
+        await reading.batches(ranks, count)
+        return reading.states()
+
+
+async def test_a_state_that_lacks_a_reader() -> None:
+    """It names which, and what to do."""
+    states = await states_of(3)
+    for state, rank, ranks, words in (
+        (states[1], 0, 3, r"readers 1 of 3, but rank 0 of 3 also reads 0: .*merge_s"),
+        (states[0], 1, 2, r"readers 0 of 3, but rank 1 of 2 also reads 1, 2"),
+    ):
+        stream = numbers().shard(rank, ranks)
+        stream.load_state_dict(state)
+        for _ in range(2):  # it is not forgotten, and the beginning taken instead
+            with (
+                pytest.raises(StateMismatchError, match=words) as caught,
+                warnings.catch_warnings(),
+            ):
+                warnings.simplefilter("ignore")
+                aiter(stream)
+        assert caught.value.expected == [int(one) for one in state["streams"]]
+
+
+async def test_a_state_between_batches() -> None:
+    """Two samples of each of four ranks are not shared by three."""
+    state = merge_states(await states_of(4))
+    stream = numbers().shard(0, 3)
+    stream.load_state_dict(state)
+    with (
+        pytest.warns(UserWarning, match="3 ranks .* at 4 readers"),
+        pytest.raises(StateMismatchError, match="behind 8 samples, which 3 r") as found,
+    ):
+        aiter(stream)
+    assert (found.value.expected, found.value.found) == (8, 3)
+
+
+async def test_states_that_do_not_belong_together() -> None:
+    """Each is told with its numbers."""
+    three, later, four = await states_of(3), await states_of(3, 5), await states_of(4)
+    for states, words in (
+        (three[:2], r"readers 0, 1 of 3; 2 are missing"),
+        ([*three[:2], later[2]], r"behind 15 samples of all ranks, others behind 6"),
+        ([*three, four[0]], r"one has readers 3, another one has readers 4"),
+        ([three[0], {**three[1], "epoch": 9}], r"has epoch 2, another one has epoch 9"),
+        ([three[0], {**three[1], "version": 1}], r"of version 1, expected 2"),
+    ):
+        with pytest.raises(StateMismatchError, match=words):
+            merge_states(states)
+    with pytest.raises(ValueError, match="no states"):
+        merge_states([])
+    with pytest.raises(StateMismatchError, match="version 0, expected 2") as caught:
+        numbers().load_state_dict({"version": 0})
+    assert (caught.value.expected, caught.value.found) == (0, 2)
+
+
+async def test_a_rank_that_ended_too_far_on() -> None:
+    """All ended behind the second batch, and one says that it is at the first."""
+    async with Ranks(numbers(4), 2) as reading:
+        first = (await reading.batches(2, 1), reading.states())[1]
+        await reading.batches(2)
+        ended = reading.states()
+    assert merge_states(ended)["position"] == 4
+    with pytest.raises(StateMismatchError, match="behind 2 samples of all ranks"):
+        merge_states([first[0], ended[1]])
+
+
+async def test_a_state_is_small_and_of_the_samples_given() -> None:
+    """Whatever was read ahead; also before the first pull."""
+    stream = numbers(1000)
+    assert aiter(stream).state_dict()["position"] == 0
+    _, state = await read(stream, 300)
+    assert state == {
+        "version": 2,
+        "epoch": 1,
+        "position": 300,
+        "readers": 1,
+        "streams": {"0": {"taken": 300, "state": {"read": 300}}},
+    }
