@@ -26,6 +26,8 @@ NAMES = (
     "sql",
     "parquet",
     "bounded",
+    "resume",
+    "shuffle",
     "device",
 )
 

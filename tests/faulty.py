@@ -249,7 +249,8 @@ def pids_of(pool: Any) -> dict[int, int]:
 def await_news(loader: DataLoader[Any]) -> None:
     """Wait until who watches over the kept workers has something to say."""
     poll = select.poll()
-    for descriptor in loader._live.pools._kept[0]._launcher.descriptors():
+    pool: Any = loader._live.pools._kept[0]
+    for descriptor in pool._launcher.descriptors():
         poll.register(descriptor, select.POLLIN)
     assert poll.poll(20_000), "nobody told of a death"
 

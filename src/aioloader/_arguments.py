@@ -18,9 +18,26 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 from torch.utils.data._utils import pin_memory as torch_pin
 
 from aioloader._order.retry import Retry
+from aioloader._workers.ray_workers import RayWorkers
 from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
 
-Workers: TypeAlias = Literal["process", "thread"] | Executor
+Workers: TypeAlias = Literal["process", "thread"] | Executor | RayWorkers
+
+
+def count_workers(num_workers: Any, workers: Any) -> Any:
+    """Return the number of workers: that of ``RayWorkers``, where it is left at 0.
+
+    Raises:
+        ValueError: If both tell, and not the same.
+    """
+    if not isinstance(workers, RayWorkers) or num_workers == workers.num_workers:
+        return num_workers
+    if num_workers:
+        raise ValueError(
+            f"num_workers={num_workers!r}, but there are to be {workers.num_workers} "
+            "RayWorkers: leave num_workers out"
+        )
+    return workers.num_workers
 
 
 def check_numbers(
@@ -81,10 +98,11 @@ def check_workers(
         ValueError: If an option needs workers and there are none, or names no context.
         TypeError: If the context is no context, or ``workers`` is nothing known.
     """
-    if workers not in {"process", "thread"} and not isinstance(workers, Executor):
+    is_word = isinstance(workers, str) and workers in {"process", "thread"}
+    if not is_word and not isinstance(workers, (Executor, RayWorkers)):
         raise TypeError(
-            "workers must be 'process', 'thread' or a concurrent.futures.Executor, got "
-            f"{workers!r}"
+            "workers must be 'process', 'thread', a concurrent.futures.Executor or "
+            f"RayWorkers, got {workers!r}"
         )
     if isinstance(workers, Executor) and num_workers == 0:
         raise ValueError(
@@ -151,19 +169,29 @@ def check_options(*, fetch: Any, rng: Any, on_timeout: Any) -> None:
             raise ValueError(f"{name} must be {known}, got {value!r}")
 
 
-def suits_threads(dataset: Any, *functions: Any) -> bool:
-    """Tell whether threads and executors can do all: it is plain, and no stream."""
+def suits(workers: Any, dataset: Any, *functions: Any) -> bool:
+    """Tell whether workers that are no processes of ours can do all.
+
+    None of them reads streams; threads and executors do what is plain.
+    """
+    if isinstance(workers, RayWorkers):
+        return kind_of(dataset) is Kind.MAP
     is_plain = not (reads_async(dataset) or any(map(is_async_function, functions)))
     return kind_of(dataset) is Kind.MAP and is_plain
 
 
-def check_fetch(dataset: Any, *functions: Any) -> None:
-    """Check that threads, or an executor, can read the samples if that is asked for.
+def check_fetch(workers: Any, dataset: Any, *functions: Any) -> None:
+    """Check that workers can read the samples if that is asked for.
 
     Raises:
         ValueError: If they cannot.
     """
-    if not suits_threads(dataset, *functions):
+    if not suits(workers, dataset, *functions):
+        if isinstance(workers, RayWorkers):
+            raise ValueError(
+                "fetch='workers' needs a map-style dataset if workers are RayWorkers: "
+                "leave it at 'auto', and the loader reads an iterable, once, for them"
+            )
         raise ValueError(
             "fetch='workers' needs a map-style dataset and plain functions if workers "
             "are threads or an executor: leave it at 'auto', or use workers='process'"

@@ -35,6 +35,8 @@ from aioloader._transport.slots import SlotPool
 from aioloader._workers.executors import ExecutorWorkers
 from aioloader._workers.info import be_at_sample
 from aioloader._workers.lease import Pools
+from aioloader._workers.ray_lease import lease_actors
+from aioloader._workers.ray_workers import RayWorkers
 from aioloader._workers.seeds import BatchKeys, SampleKeys, seed_sample, swapped_in
 from aioloader._workers.shipment import Shipment, Surroundings
 from aioloader._workers.start import start_pool
@@ -60,6 +62,7 @@ class Live:
         self.counters = Counters()
         self.passage: Passage | None = None  # the latest
         self.loaded: dict[str, Any] | None = None  # a state for the next iteration
+        self.drafted: Callable[[], Draft | None] = _nothing
         self._base_seed: int | None = None  # of workers that persist
         self._ahead: Ahead | None = None
         self._guesses_wrong = False
@@ -72,7 +75,10 @@ class Live:
                 generator=loader.generator
             )
             self._base_seed = int(drawn.item())
-        return Draft(self._base_seed, loader._sampling.order({}), _own_state(loader))
+        draft = Draft(self._base_seed, loader._sampling.order({}), _own_state(loader))
+        # It lives as long as the iterator that has not begun.
+        self.drafted = weakref.ref(draft)
+        return draft
 
     def start(
         self,
@@ -202,6 +208,10 @@ def _device_side(loader: "DataLoader[Any]", devices: Devices) -> DeviceSide | No
     return devices.open(loader.device, loader.prefetch_device)
 
 
+def _nothing() -> None:
+    """Stand for a reference to nothing."""
+
+
 def _own_state(loader: "DataLoader[Any]") -> torch.Tensor | None:
     """Return the state of the user's generator, if the order does not draw from it."""
     generator = loader.generator
@@ -327,6 +337,9 @@ def _pool(
             init=loader.worker_init_fn,
             base_seed=base_seed,
         )
+    if isinstance(loader.workers, RayWorkers):
+        keep = loader.persistent_workers
+        return lease_actors(live.pools, loader.workers, shipment, keep=keep)
     surroundings, context = Surroundings(), loader.multiprocessing_context
     start = partial(start_pool, shipment, surroundings, context, locker)
     return live.pools.lease(start, reads=reads, keep=loader.persistent_workers)

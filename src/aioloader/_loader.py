@@ -80,7 +80,7 @@ class DataLoader(Generic[Batch]):
             a stream of the loader's own, and handed over without a wait of the host.
         prefetch_device: Batches moved ahead of those that were asked for.
         workers: ``"process"``, ``"thread"`` (for code that releases the interpreter's
-            lock), or a ``concurrent.futures.Executor``.
+            lock), a ``concurrent.futures.Executor``, or ``RayWorkers``.
         fetch: Where samples are read: ``"workers"``, ``"loader"`` (workers transform
             and collate), or ``"auto"``: async iterables by the loader, once.
         rng: What random draws depend on: the ``"batch"`` (with workers the default),
@@ -156,6 +156,7 @@ class DataLoader(Generic[Batch]):
         world_size: int | None = None,
         tail: Tail | None = None,
     ) -> None:
+        num_workers = arguments.count_workers(num_workers, workers)
         arguments.check_numbers(
             num_workers=num_workers,
             timeout=timeout,
@@ -235,7 +236,7 @@ class DataLoader(Generic[Batch]):
             collate_fn = default_collate if self._is_batched else default_convert
         self.collate_fn = collate_fn
         if fetch == "workers" and workers != "process":
-            arguments.check_fetch(dataset, transform, collate_fn)
+            arguments.check_fetch(workers, dataset, transform, collate_fn)
 
         self._epochs = Epochs(self.sampler)
         self._reported_length: int | None = None

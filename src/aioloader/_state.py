@@ -14,7 +14,7 @@ from torch.utils.data import RandomSampler
 
 from aioloader import _arguments as arguments
 from aioloader._order.draws import packed, unpacked
-from aioloader._order.orders import Order, described
+from aioloader._order.orders import Order, described, drawing_part_of
 from aioloader._order.progress import Bookmark, Progress
 from aioloader._pipeline.position import is_read_again
 from aioloader.errors import StateMismatchError
@@ -113,7 +113,10 @@ def _between(loader: "DataLoader[Any]", passage: Passage | None) -> State:
     epochs = loader._epochs
     epoch = epochs.next if passage is None else passage.epoch + 1
     state: State = {"epoch": epoch, "done": 0, "beyond": [], "states": {}}
-    if passage is not None and loader._live.pools.has_kept():
+    drafted = loader._live.drafted()
+    if drafted is not None:  # an iterator was made, and has not begun
+        state["seed"] = drafted.base_seed
+    elif passage is not None and loader._live.pools.has_kept():
         state["seed"] = passage.base_seed
     is_dealt = loader._kind is not Kind.MAP and loader._sampling.part.world_size > 1
     if passage is not None and is_dealt:
@@ -138,7 +141,9 @@ def generators_of(loader: "DataLoader[Any]") -> dict[str, torch.Generator]:
     """Return the generators of the user's that epochs draw from."""
     found = {
         "loader": loader.generator,
-        "sampler": getattr(loader._sampling.index_sampler, "generator", None),
+        "sampler": getattr(
+            drawing_part_of(loader._sampling.index_sampler), "generator", None
+        ),
     }
     if found["sampler"] is found["loader"]:
         del found["sampler"]
@@ -279,11 +284,13 @@ def _check_order(loader: "DataLoader[Any]", state: State) -> None:
 
 def _check_generator(loader: "DataLoader[Any]", state: State, saved: State) -> None:
     """Check the seed of the generator that the order is drawn from."""
+    between = state.get("generators") or {}
+    for name in set(between) - set(generators_of(loader)):
+        _refuse("a generator of seed {!r} for the order", between[name]["seed"], None)
     generator = getattr(loader._sampling.index_sampler, "generator", None)
     is_random = isinstance(loader._sampling.index_sampler, RandomSampler)
     if generator is None and not (is_random and "generator" in saved):
         return
-    between = state.get("generators") or {}
     drawn = (
         saved.get("generator") or between.get("sampler") or between.get("loader") or {}
     )

@@ -1,9 +1,11 @@
 """The examples run, end to end."""
 
 import asyncio
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -86,15 +88,24 @@ def test_augmentations_do_not_depend_on_the_number_of_workers() -> None:
     assert "the same crops: True" in done.stdout
 
 
-def ran(name: str, *options: str) -> list[str]:
+# On loopback only.
+TORCHRUN = [
+    *("-m", "torch.distributed.run"),
+    *("--standalone", "--nproc-per-node", "2"),
+]
+RANKS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def ran(name: str, *options: str, by: Sequence[str] = ()) -> list[str]:
     """Run an example as a user does; return what it printed."""
     path = Path(train_digits.__file__).with_name(name)
     done = subprocess.run(
-        [sys.executable, str(path), *options],
+        [sys.executable, *by, str(path), *options],
         capture_output=True,
         text=True,
         check=True,
         timeout=100,
+        env={**os.environ, **(RANKS if by else {})},
     )
     return done.stdout.splitlines()
 
@@ -114,3 +125,23 @@ def test_a_service_streams_rows(server: Server) -> None:
     """Through its own pool, beside other requests."""
     lines = ran("service_rows.py", server.url())
     assert re.fullmatch(r"mean 250.05; answered \d+ other requests meanwhile", lines[0])
+
+
+@pytest.mark.slow
+def test_a_killed_training_is_resumed() -> None:
+    """By SIGKILL in its second epoch; to the same losses."""
+    (line,) = ran("resume.py")
+    found = re.fullmatch(r"87 (\d+) 87 losses saved; the same: True", line)
+    assert found is not None
+    assert 41 <= int(found[1]) < 87
+
+
+@pytest.mark.slow
+def test_ranks_train() -> None:
+    """Two of them see every scan once in each epoch."""
+    lines = ran("ddp.py", by=TORCHRUN)
+    assert [line.partition(",")[0] for line in lines] == [
+        f"epoch {epoch}: 1797 scans once" for epoch in range(4)
+    ]
+    assert all("on 2 ranks" in line for line in lines)
+    assert float(lines[-1].split()[-1]) < float(lines[0].split()[-1]) / 2

@@ -22,6 +22,7 @@ def test_public_names() -> None:
         "DataLoader",
         "Failure",
         "LoaderStats",
+        "RayWorkers",
         "Retry",
         "ShuffledIndices",
         "WorkerInfo",

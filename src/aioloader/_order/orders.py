@@ -160,8 +160,9 @@ class IteratedOrder:
         self._name = described(sampler)
         self._is_again = bool(saved)
         self._epoch = saved.get("epoch", getattr(sampler, "epoch", None))
-        if type(sampler) in _WITH_GENERATOR:
-            self._draws = Draws(sampler, saved)
+        owner = drawing_part_of(sampler)
+        if type(sampler) in _WITH_GENERATOR or owner is not None:
+            self._draws = Draws(owner or sampler, saved)
         # Torch begins here too, if the sampler is no generator function.
         self._iterator = None if saved or self._draws else iter(sampler)
 
@@ -175,7 +176,8 @@ class IteratedOrder:
             self._warn(start)
         per_rank, ranks = self._size or 1, self._part.world_size
         beginning: list[Any] = []
-        while found := list(itertools.islice(iterator, per_rank * ranks)):
+        steps = _stepped(iterator)
+        while found := list(itertools.islice(steps, per_rank * ranks)):
             if self._drop_last and len(found) < per_rank * ranks:
                 return
             if self._size is None:
@@ -221,11 +223,10 @@ class IteratedOrder:
         sampler = self._sampler
         if self._draws is not None:
             generator = self._draws.begin()
-            if self._draws.is_again() or type(sampler) is RandomSampler:
+            is_known = type(sampler) in _WITH_GENERATOR
+            if is_known and (self._is_again or type(sampler) is RandomSampler):
                 sampler = copy.copy(sampler)
                 sampler.generator = generator
-            drawn: Iterator[Any] = iter(sampler)
-            return drawn
         if self._is_again and type(self._epoch) is int:
             set_epoch = getattr(sampler, "set_epoch", None)
             if callable(set_epoch):
@@ -255,6 +256,24 @@ class IteratedOrder:
                 "if it gives the same order again",
                 stacklevel=2,
             )
+
+
+def drawing_part_of(sampler: Any) -> Any:
+    """Return what has the user's generator: a sampler, or one inside it; or None."""
+    for part in (sampler, getattr(sampler, "sampler", None)):
+        if isinstance(getattr(part, "generator", None), torch.Generator):
+            return part
+    return None
+
+
+def _stepped(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Yield the rest: whoever slices an iterator iterates it, and it may begin anew."""
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        yield item
 
 
 def described(sampler: Any) -> State:

@@ -42,7 +42,9 @@ class Progress:
     def __init__(self, bookmark: Bookmark, *, readers: int = 1) -> None:
         self._done = bookmark.done
         self._states = dict(bookmark.states)
-        self._beyond: dict[int, Any] = dict.fromkeys(bookmark.beyond)
+        self._beyond: dict[int, Any] = {}
+        # Delivered before; they are passed when their reader's state is known again.
+        self._before = set(bookmark.beyond)
         self._failed: dict[int, Any] = {}
         self._readers = readers
         self._is_over = False
@@ -59,6 +61,7 @@ class Progress:
             if self._failed:
                 self._beyond.update(self._failed)
                 self._failed.clear()
+            self._before.discard(number)
             if number == self._done and not self._beyond:
                 self._pass(state)
                 return
@@ -82,7 +85,8 @@ class Progress:
     def bookmark(self) -> Bookmark:
         """Return the position now; from any thread."""
         with self._lock:
-            return Bookmark(self._done, frozenset(self._beyond), dict(self._states))
+            beyond = self._before.union(self._beyond)
+            return Bookmark(self._done, frozenset(beyond), dict(self._states))
 
     def _pass(self, state: Any) -> None:
         if state is not None:

@@ -121,7 +121,9 @@ class InlineSource(_LocalSource):
         self._stream: SyncStream | None = None
         if recipe.kind is Kind.ITERABLE:
             resume = plan.bookmark.states.get(0)
-            self._stream = SyncStream(recipe, drop_last=drop_last, resume=resume)
+            self._stream = SyncStream(
+                recipe, drop_last=drop_last, resume=resume, keys=recipe.seeds()
+            )
         if isinstance(home, InlineHome):
             try:
                 home.open()

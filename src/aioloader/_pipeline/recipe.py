@@ -33,6 +33,36 @@ from aioloader.protocols import (
 # Batch number and place of its first sample to ``Work.key`` and ``Work.sample_keys``.
 Keys: TypeAlias = Callable[[int, int], tuple[int, tuple[int, int, int] | None]]
 
+
+@dataclass(frozen=True)
+class BatchSeeds:
+    """The seeds of the batches of one reader of a stream.
+
+    Attributes:
+        keys: Of the recipe.
+        part: Which rank's.
+        reader: Number of the reader.
+        readers: How many take turns.
+    """
+
+    keys: Keys
+    part: Part
+    reader: int = 0
+    readers: int = 1
+
+    def __call__(
+        self, number: int, whole: int
+    ) -> tuple[int, tuple[int, int, int] | None]:
+        """Return ``Work.key`` and ``Work.sample_keys`` of one of the reader's batches.
+
+        Args:
+            number: Its place among the reader's.
+            whole: Samples of a batch of all ranks.
+        """
+        number = number * self.readers + self.reader
+        return self.keys(number, number * whole + self.part.rank)
+
+
 _NOTHING: Final = contextlib.nullcontext()
 
 
@@ -123,6 +153,12 @@ class Recipe:
         if self.keys is not None:
             work.key, work.sample_keys = self.keys(number, first)
         return work
+
+    def seeds(self, reader: int = 0, readers: int = 1) -> BatchSeeds | None:
+        """Return the seeds of the batches of a reader, if there are any."""
+        if self.keys is None:
+            return None
+        return BatchSeeds(self.keys, self.part, reader, readers)
 
     def is_stream(self) -> bool:
         """Tell whether an iteration reads one after the other, and has a state."""

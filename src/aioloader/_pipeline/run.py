@@ -102,7 +102,9 @@ class Run:
         self._async_stream: AsyncStream | None = None
         resume = bookmark.states.get(0)
         if recipe.kind is Kind.ITERABLE:
-            self._stream = SyncStream(recipe, drop_last=drop_last, resume=resume)
+            self._stream = SyncStream(
+                recipe, drop_last=drop_last, resume=resume, keys=recipe.seeds()
+            )
         elif recipe.kind is Kind.ASYNC_ITERABLE:
             self._async_stream = AsyncStream(recipe, drop_last=drop_last, resume=resume)
         self.route = tuple(self._plan())

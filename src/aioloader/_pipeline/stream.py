@@ -17,7 +17,7 @@ from torch.utils.data import ChainDataset
 from aioloader._collate import default_collate
 from aioloader._order.blocks import Bad, Block, join
 from aioloader._pipeline.position import Position, StreamState
-from aioloader._pipeline.recipe import Recipe
+from aioloader._pipeline.recipe import BatchSeeds, Recipe
 from aioloader._pipeline.work import MISSING, Outcome, Work
 
 
@@ -103,9 +103,15 @@ class SyncStream(_Stream):
     """One iterator of a sync iterable, entered and closed where it is pulled."""
 
     def __init__(
-        self, recipe: Recipe, *, drop_last: bool, resume: StreamState | None = None
+        self,
+        recipe: Recipe,
+        *,
+        drop_last: bool,
+        resume: StreamState | None = None,
+        keys: BatchSeeds | None = None,
     ) -> None:
         super().__init__(recipe, drop_last=drop_last, resume=resume)
+        self._keys = keys
         self._iterator: Iterator[Any] | None = None
         self._stack = contextlib.ExitStack()
 
@@ -124,7 +130,7 @@ class SyncStream(_Stream):
 
     def _take(self, work: Work, wanted: int) -> None:
         """Take the next sample; where all of them are ours, those up to ``wanted``."""
-        iterator = self._open()
+        iterator = self._iterator or self._begun(work)
         # To be sliced it is iterated: one of the user's might begin anew.
         is_own = type(iterator).__module__ not in {"builtins", "itertools"}
         if self._ranks > 1 or is_own:
@@ -146,23 +152,40 @@ class SyncStream(_Stream):
     def _can_go_on(self) -> bool:
         return self._iterator is not None and not inspect.isgenerator(self._iterator)
 
-    def _open(self) -> Iterator[Any]:
-        if self._iterator is None:
-            dataset = self._recipe.dataset
-            self._position.load_dataset()
-            iterator = iter(dataset)
-            self._position.load_iterator(iterator)
-            if hasattr(iterator, "__enter__") and iterator is not dataset:
-                iterator = self._stack.enter_context(iterator)
-            if inspect.isgenerator(iterator):
-                self._stack.callback(iterator.close)
-            self._iterator = iterator
-            self._skip(iterator)
-        return self._iterator
+    def _begun(self, work: Work) -> Iterator[Any]:
+        """Open the iterator; read what was delivered before ``work``, and drop it.
 
-    def _skip(self, iterator: Iterator[Any]) -> None:
-        """Read what was delivered before, and drop it."""
-        while self._position.to_skip:
+        What is read again is drawn again, with the seeds that its batches had.
+        """
+        whole = len(work.indices) * self._ranks
+        earlier = -(-self._position.to_skip // whole)
+        for number in range(work.number - earlier, work.number):
+            seeded = Work(number, work.indices)
+            if self._keys is not None:
+                seeded.key, seeded.sample_keys = self._keys(number, whole)
+            with self._recipe.around(seeded):
+                iterator = self._iterator or self._open()
+                self._skip(iterator, min(whole, self._position.to_skip))
+        with self._recipe.around(work):
+            pass  # its own seeds again
+        return self._iterator or self._open()
+
+    def _open(self) -> Iterator[Any]:
+        dataset = self._recipe.dataset
+        self._position.load_dataset()
+        iterator: Any = iter(dataset)
+        self._position.load_iterator(iterator)
+        if hasattr(iterator, "__enter__") and iterator is not dataset:
+            iterator = self._stack.enter_context(iterator)
+        if inspect.isgenerator(iterator):
+            self._stack.callback(iterator.close)
+        self._iterator = iterator
+        opened: Iterator[Any] = iterator
+        return opened
+
+    def _skip(self, iterator: Iterator[Any], count: int) -> None:
+        self._position.to_skip -= count
+        for _ in range(count):
             try:
                 next(iterator)
             except StopIteration:
@@ -172,7 +195,6 @@ class SyncStream(_Stream):
                 if not self._can_go_on():
                     self._position.to_skip = 0
                     raise StopIteration from None
-            self._position.to_skip -= 1
 
 
 class AsyncStream(_Stream):

@@ -19,10 +19,11 @@ from aioloader._transport.channel import Channel
 from aioloader._workers.desk import Desk, Ends
 from aioloader._workers.hosted import serve_hosted
 from aioloader._workers.info import WorkerInfo, be_worker_process
+from aioloader._workers.keyed import initialise
 from aioloader._workers.messages import Kind
 from aioloader._workers.plain import serve_plainly
 from aioloader._workers.remote import RemoteError
-from aioloader._workers.seeds import seed_worker, states
+from aioloader._workers.seeds import seed_worker
 from aioloader._workers.shipment import Shipment, Surroundings
 
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + 7
@@ -118,7 +119,7 @@ def _live(worker: int, ends: Ends, shipment: Shipment) -> int:
 
 def _serve(worker: int, ends: Ends, shipment: Shipment, desk: Desk) -> int:
     try:
-        is_in_charge = _initialise(shipment, worker)
+        is_in_charge = initialise(shipment, worker)
     except Exception as error:  # of the user's init function: the loader raises it
         desk.send(Kind.FATAL, -1, RemoteError.of(error, worker))
         return 1
@@ -130,13 +131,3 @@ def _serve(worker: int, ends: Ends, shipment: Shipment, desk: Desk) -> int:
     serve = serve_plainly if desk.recipe.is_plain() else serve_hosted
     serve(desk, requests)
     return 0
-
-
-def _initialise(shipment: Shipment, worker: int) -> bool:
-    """Call the user's init function; tell whether it seeded the generators."""
-    init = shipment.worker_init_fn
-    if init is None:
-        return False
-    before = states()
-    init(worker)
-    return states() != before

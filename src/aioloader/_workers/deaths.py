@@ -102,4 +102,5 @@ def _restart_streams(ledger: Ledger, dead: Worker) -> None:
             continue
         for ticket in ledger.tickets.values():
             if ticket.run is run and ticket.worker is dead:
-                ticket.request = ticket.request._replace(resume=state)
+                seeds = run.recipe.seeds(dead.number, len(ledger.workers))
+                ticket.request = ticket.request._replace(resume=(state, seeds))

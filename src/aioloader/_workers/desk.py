@@ -10,11 +10,11 @@ from aioloader._pipeline.work import Outcome, Work
 from aioloader._transport.arena import ArenaReader, ArenaWriter
 from aioloader._transport.board import Board
 from aioloader._transport.channel import Channel
-from aioloader._workers.info import be_at, be_at_sample
+from aioloader._workers.info import be_at_sample
+from aioloader._workers.keyed import Seeded, seed_for_sample
 from aioloader._workers.messages import RESULT_HEAD, Answer, Kind, Request, sendable
 from aioloader._workers.parcel import Packer, unpack
 from aioloader._workers.remote import RemoteError
-from aioloader._workers.seeds import key_of_sample, seed_all
 from aioloader._workers.shipment import Shipment
 
 # What may wait in the socket of results, in bytes: a share for each batch in flight.
@@ -57,28 +57,6 @@ class _Packers(threading.local):
         return self.packer.lease(nbytes)
 
 
-class _Seeded:
-    """Seed the generators for a work, before its plain code runs."""
-
-    __slots__ = ("_key",)
-
-    def __init__(self, work: Work) -> None:
-        self._key = work.key
-
-    def __enter__(self) -> None:
-        if self._key is not None:
-            seed_all(self._key)
-            be_at(self._key)
-
-    def __exit__(self, *_exc: object) -> None:
-        pass
-
-
-def _seed_sample(work: Work, position: int, stage: int) -> None:
-    seed_all(key_of_sample(work, position, stage))
-    be_at_sample(work, position, stage)
-
-
 def send_fatal(worker: int, ends: Ends, error: BaseException) -> None:
     """Tell the loader, from a worker without a desk, that it cannot begin."""
     packer = Packer(ArenaWriter(ends.arena), _MOST_INLINE)
@@ -114,8 +92,8 @@ class Desk:
             retry=shipment.retry,
             pool=self._packers,
             reads=shipment.reads,
-            around=_Seeded,
-            seed=_seed_sample,
+            around=Seeded,
+            seed=seed_for_sample,
             at=be_at_sample,
             part=shipment.part,
             snapshot_every=shipment.snapshot_every,

@@ -21,26 +21,25 @@ from typing import Any, Literal
 
 import torch
 
-from aioloader._order.failures import FailurePolicy
 from aioloader._pipeline.recipe import Recipe
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.work import Outcome, Work
-from aioloader._transport.codec import Buffers, decode, encode, encode_by_value
-from aioloader._workers.info import WorkerInfo, be_worker_thread
-from aioloader._workers.messages import Answer, opened, sendable
-from aioloader._workers.parcel import REDUCERS
-from aioloader._workers.refusals import explain
-from aioloader._workers.remote import RemoteError
-from aioloader._workers.seeds import seed_sample, swapped_in
-from aioloader._workers.shipment import (
-    Shipment,
-    send_by_value_what_cannot_be_imported,
+from aioloader._transport.codec import Buffers, decode
+from aioloader._workers.errands import (
+    Packed,
+    open_request,
+    pack_answer,
+    pack_request,
+    pack_shipment,
+    recipe_of,
 )
+from aioloader._workers.info import WorkerInfo, be_worker_thread
+from aioloader._workers.messages import opened
+from aioloader._workers.seeds import seed_sample, swapped_in
+from aioloader._workers.shipment import Shipment
 from aioloader._workers.threads import make
 from aioloader.errors import LoaderClosedError, WorkerStartError
 
-# A pickle: header and buffers, as bytes, for executors know no better.
-Packed = tuple[bytes, list[bytes]]
 _KEPT = 4
 _recipes: dict[str, Recipe] = {}  # in an executor's worker: those shipped latest
 
@@ -73,12 +72,9 @@ class ExecutorWorkers:
         if self._is_here:
             return
         try:
-            send_by_value_what_cannot_be_imported()
-            self._shipped = _packed(*encode_by_value(self._shipment, REDUCERS))
-        except Exception as error:  # whatever a user's object raises
-            failure = WorkerStartError(explain(self._shipment, error))
-            failure.__cause__ = error
-            run.fail(failure)
+            self._shipped = _packed(*pack_shipment(self._shipment))
+        except WorkerStartError as error:
+            run.fail(error)
 
     def submit(self, run: Run, work: Work) -> None:
         """Hand ``work`` to the executor."""
@@ -123,10 +119,7 @@ class ExecutorWorkers:
             be_worker_thread(None)
 
     def _send(self, run: Run, work: Work, shipped: Packed | None) -> None:
-        samples = None if self.reads else work.samples
-        keys = work.key, work.sample_keys
-        told = (run.recipe.epoch, work.number, keys, work.indices, samples)
-        request = _packed(*encode(told, REDUCERS))
+        request = _packed(*pack_request(run, work, reads=self.reads))
         future = self._executor.submit(_make_remotely, self._name, shipped, request)
 
         def take(done: Future[Any]) -> None:
@@ -135,7 +128,7 @@ class ExecutorWorkers:
                 self._send(run, work, self._shipped)
                 return
             work.samples = []
-            run.receive(work, *opened(_unpacked(answer)))
+            run.receive(work, *opened(decode(*_writable(answer))))
 
         self._watch(future, run, work, take)
 
@@ -174,46 +167,23 @@ def _make_remotely(name: str, shipped: Packed | None, request: Packed) -> Packed
             return None
         # One thread, as in any worker; in a forked process more would hang in OpenMP.
         torch.set_num_threads(1)
-        recipe = _recipe_of(_unpacked(shipped))
+        shipment: Shipment = decode(*_writable(shipped))
+        recipe = recipe_of(shipment, seed=seed_sample)
         while len(_recipes) >= _KEPT:
             _recipes.pop(next(iter(_recipes)), None)
         _recipes[name] = recipe
-    epoch, number, keys, indices, samples = _unpacked(request)
-    recipe.epoch = epoch
-    work = Work(number, indices, *keys)
-    if samples is not None:
-        work.samples = samples
-    return _packed(*encode(_answer(recipe, work), REDUCERS))
+    work = open_request(recipe, _writable(request))
+    return _packed(*pack_answer(recipe, work, _made(recipe, work), -1))
 
 
-def _recipe_of(shipment: Shipment) -> Recipe:
-    return Recipe(
-        shipment.dataset if shipment.reads else (),
-        shipment.transform,
-        shipment.collate_fn,
-        batched=shipment.batched,
-        policy=FailurePolicy(shipment.on_error),
-        retry=shipment.retry,
-        reads=shipment.reads,
-        seed=seed_sample,
-    )
-
-
-def _answer(recipe: Recipe, work: Work) -> Answer:
-    error = None
-    outcome = Outcome()
+def _made(recipe: Recipe, work: Work) -> Outcome:
     try:
         if work.key is None:
-            outcome = _make(recipe, work)
-        else:
-            with swapped_in(work.key):
-                outcome = _make(recipe, work)
-    except Exception as raised:  # of the user's
-        error = RemoteError.of(raised, -1)
-    if outcome.error is not None:
-        error = RemoteError.of(outcome.error, -1)
-    failures = sendable(recipe.policy.latest, -1)
-    return Answer(outcome.batch, error, outcome.is_empty, failures=failures)
+            return _make(recipe, work)
+        with swapped_in(work.key):
+            return _make(recipe, work)
+    except Exception as error:  # of the user's
+        return Outcome(error=error)
 
 
 def _make(recipe: Recipe, work: Work) -> Outcome:
@@ -223,9 +193,9 @@ def _make(recipe: Recipe, work: Work) -> Outcome:
 
 
 def _packed(header: bytes, buffers: Buffers) -> Packed:
+    """Return a pickle with its buffers as bytes: executors know no better."""
     return header, [bytes(buffer.raw()) for buffer in buffers]
 
 
-def _unpacked(packed: Packed) -> Any:
-    header, buffers = packed
-    return decode(header, [bytearray(buffer) for buffer in buffers])
+def _writable(packed: Packed) -> Packed:
+    return packed[0], [bytearray(buffer) for buffer in packed[1]]

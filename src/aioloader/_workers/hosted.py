@@ -98,7 +98,7 @@ class _Server:
                 concurrency=shipment.concurrency,
                 in_order=False,
                 drop_last=shipment.drop_last,
-                bookmark=Bookmark(states={0: request.resume}),
+                bookmark=Bookmark(states={0: request.resume and request.resume[0]}),
                 sink=self._deliver,
             )
             self._runs[key] = run

@@ -7,7 +7,7 @@ costs nothing. With ``persistent_workers`` they stay when the iteration ends.
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias, TypeVar, cast
 
 from aioloader._pipeline.cpu import beside
 from aioloader._pipeline.run import Run
@@ -19,11 +19,30 @@ from aioloader._workers.stacks import stack_of
 Open: TypeAlias = Callable[[], ProcessPool]
 
 
+class Keepable(Protocol):
+    """Workers that may outlive an iteration."""
+
+    def is_open(self) -> bool:
+        """Tell whether they take works."""
+
+    def end(self) -> None:
+        """Let them end, in the background; from any thread, and finalizers."""
+
+    def join(self) -> bool:
+        """Wait, bounded, until they are gone; tell whether they are."""
+
+    def close(self) -> None:
+        """Close what this process holds."""
+
+
+AnyPool = TypeVar("AnyPool", bound=Keepable)
+
+
 class Pools:
     """The pools of one loader: a kept one, where workers are persistent."""
 
     def __init__(self) -> None:
-        self._kept: list[ProcessPool] = []
+        self._kept: list[Keepable] = []
         self._lock = threading.Lock()
         weakref.finalize(self, _end_all, self._kept)
 
@@ -42,17 +61,18 @@ class Pools:
         """Tell whether workers are there that another iteration left."""
         return any(pool.is_open() for pool in self._kept)
 
-    def open(self, start: Open, *, keep: bool) -> ProcessPool:
-        """Return the kept pool, or a new one."""
+    def open(self, start: Callable[[], AnyPool], *, keep: bool) -> AnyPool:
+        """Return the kept pool, which ``start`` made before, or a new one."""
         if not keep:
             return start()
         with self._lock:
             for pool in self._kept:
                 if pool.is_open():
-                    return pool
+                    return cast("AnyPool", pool)
             _end_all(self._kept)  # those that have failed
-            self._kept[:] = [start()]
-            return self._kept[0]
+            pool = start()
+            self._kept[:] = [pool]
+            return pool
 
     def close(self) -> None:
         """Let kept workers end, and wait for it, bounded."""
@@ -69,7 +89,7 @@ class Pools:
             await beside(self.close)
 
 
-def _end_all(kept: Sequence[ProcessPool]) -> None:
+def _end_all(kept: Sequence[Keepable]) -> None:
     for pool in kept:
         pool.close()
 

@@ -254,7 +254,9 @@ class Ledger:
             number, worker = divmod(number, len(self.workers))
             whole = len(indices) * self.shipment.part.world_size
             indices = self.shipment.part.places(number * whole, (number + 1) * whole)
-            resume = self.replicas.ask(run, worker, number)
+            state = self.replicas.ask(run, worker, number)
+            if state is not None:
+                resume = state, run.recipe.seeds(worker, len(self.workers))
         return Request(
             ticket=name,
             run=id(run),

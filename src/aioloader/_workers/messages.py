@@ -40,7 +40,8 @@ class Request(NamedTuple):
         key: What the generators are seeded with; None: they are left alone.
         sample_keys: As in ``Work``.
         padding: As in ``Work``.
-        resume: Of a replica: where its stream begins, if it is not open yet.
+        resume: Of a replica: where its stream begins, if it is not open yet, and with
+            what its earlier batches were seeded; or None.
         is_alone: Whether it has cost a worker its life, and must not share one.
         indices: What the sampler gave.
         samples: What was read already, where the loader reads.

@@ -33,8 +33,9 @@ def serve_plainly(desk: Desk, requests: Channel) -> None:
                 stream = streams.get(request.run)
                 if stream is None:
                     drop_last = desk.shipment.drop_last
+                    state, keys = request.resume or (None, None)
                     stream = SyncStream(
-                        desk.recipe, drop_last=drop_last, resume=request.resume
+                        desk.recipe, drop_last=drop_last, resume=state, keys=keys
                     )
                     streams[request.run] = stream
             desk.answer(work, request.ticket, 0, _make(desk, work, stream))

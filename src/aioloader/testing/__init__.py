@@ -1,6 +1,17 @@
 """Checks that users can run on their own datasets and loaders."""
 
+from aioloader.testing._datasets import check_dataset
+from aioloader.testing._laws import assert_resumes_exactly, assert_resumes_exactly_async
 from aioloader.testing.leaks import Resources, no_leaks
 from aioloader.testing.objects import Counts, Faults, ObjectServer
 
-__all__ = ["Counts", "Faults", "ObjectServer", "Resources", "no_leaks"]
+__all__ = [
+    "Counts",
+    "Faults",
+    "ObjectServer",
+    "Resources",
+    "assert_resumes_exactly",
+    "assert_resumes_exactly_async",
+    "check_dataset",
+    "no_leaks",
+]

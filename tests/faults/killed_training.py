@@ -1,0 +1,220 @@
+"""A training that logs what is delivered and saves its state after each batch.
+
+As a program it is a server: it has imported torch once, and forks a training for each
+order. That is sound because it stays single-threaded: a training begins as a script
+does, and starts all threads and processes by itself.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvloop  # noqa: F401  (each training would import it)
+
+from aioloader import DataLoader, get_worker_info, warm_up
+from aioloader._workers import serve as _template  # noqa: F401  (this too)
+from aioloader._workers.nursery import number_of_threads
+from aioloader.datasets import JSONLinesDataset
+
+SAMPLES, BATCH, EPOCHS, SHARDS = 48, 4, 3, 6
+# What a training reports, a letter each.
+BEGUN, DELIVERED, LOGGED, WRITTEN, SAVED = b"b", b"d", b"l", b"w", b"s"
+# Enough of them to complete a training.
+ALL = 1 << 20
+
+
+class Numbers:
+    """Read in worker processes."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Waiting(Numbers):
+    """Read on a loop; a few samples take so long that others overtake them."""
+
+    async def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        await asyncio.sleep(0.005 if index % 16 == 3 else 0)
+        return index
+
+
+def augmented(sample: Any) -> tuple[int, float]:
+    """Return the number of a sample, and what a worker draws for it."""
+    index = sample if isinstance(sample, int) else sample["index"]
+    info = get_worker_info()
+    return index, info.rng.random.random() if info is not None else 0.0
+
+
+def write_shards(folder: Path) -> None:
+    """Write the samples as JSON lines, in shards of different lengths."""
+    folder.mkdir()
+    bounds = [0, 5, 12, 13, 24, 39, SAMPLES]
+    for shard in range(SHARDS):
+        numbers = range(bounds[shard], bounds[shard + 1])
+        lines = [json.dumps({"index": number}) + "\n" for number in numbers]
+        (folder / f"{shard}.jsonl").write_text("".join(lines))
+
+
+def dataset_of(variant: str, shards: Path) -> Any:
+    """Return what a variant reads."""
+    if variant == "stream":
+        lines = JSONLinesDataset(
+            f"{shards}/*.jsonl", shuffle=True, seed=2, interleave=2
+        )
+        return lines.shuffle(10, seed=3)
+    return Numbers() if variant == "processes" else Waiting()
+
+
+# Without workers nothing is drawn: with keyed draws nothing would be read ahead.
+WORKERS: dict[str, dict[str, Any]] = {
+    "processes": {"num_workers": 2},
+    "loop": {"concurrency": 16},
+    "stream": {"num_workers": 2, "workers": "thread"},
+    "unordered": {"num_workers": 2, "workers": "thread", "in_order": False},
+}
+
+
+def loader_of(variant: str, shards: Path) -> DataLoader[Any]:
+    """Return the loader of a variant; all it draws is the generator's."""
+    return DataLoader(
+        dataset_of(variant, shards),
+        BATCH,
+        shuffle=None if variant == "stream" else True,
+        transform=augmented,
+        generator=torch.Generator().manual_seed(1),
+        **WORKERS[variant],
+    )
+
+
+class Training:
+    """What is delivered goes to a log; the state tells how much of it counts.
+
+    Args:
+        variant: What is read, and how.
+        folder: Of the log and the state, and beside the shards.
+        report: Where to tell of each step of the work.
+    """
+
+    def __init__(self, variant: str, folder: Path, report: int) -> None:
+        self.loader = loader_of(variant, folder.parent / "shards")
+        self._report = report
+        self._saved = folder / "state.json"
+        self._length = 0
+        if self._saved.exists():
+            saved = json.loads(self._saved.read_text())
+            self.loader.load_state_dict(saved["loader"])
+            self._length = saved["length"]
+        self._log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.ftruncate(self._log, self._length)
+        self._tell(BEGUN)
+
+    def epoch(self) -> int:
+        """Return the epoch that is under way or next."""
+        epoch: int = self.loader.state_dict()["epoch"]
+        return epoch
+
+    def run(self) -> None:
+        """Train, in a ``for`` loop."""
+        while (epoch := self.epoch()) < EPOCHS:
+            for batch in self.loader:
+                self._step(epoch, batch)
+
+    async def run_async(self) -> None:
+        """Train, in an ``async for`` loop."""
+        while (epoch := self.epoch()) < EPOCHS:
+            async for batch in self.loader:
+                self._step(epoch, batch)
+
+    def _step(self, epoch: int, batch: Any) -> None:
+        self._tell(DELIVERED)
+        numbers, draws = (part.tolist() for part in batch)
+        line = json.dumps([epoch, numbers, draws]) + "\n"
+        self._length += os.write(self._log, line.encode())
+        self._tell(LOGGED)
+        state = {"loader": self.loader.state_dict(), "length": self._length}
+        new = self._saved.with_suffix(".new")
+        new.write_text(json.dumps(state))
+        self._tell(WRITTEN)
+        new.replace(self._saved)
+        self._tell(SAVED)
+
+    def _tell(self, letter: bytes) -> None:
+        os.write(self._report, letter)
+
+
+def train(variant: str, folder: Path, report: int) -> None:
+    """Train from the last saved state to the end."""
+    training = Training(variant, folder, report)
+    if variant == "loop":
+        asyncio.run(training.run_async())
+    else:
+        training.run()
+
+
+# -- the server ---------------------------------------------------------------------
+
+
+def run_in_fork(
+    _program: str, arguments: list[str], _environment: dict[str, str]
+) -> int:
+    """Run the command of the template as ``posix_spawn`` would, without its imports."""
+    child = os.fork()
+    if child == 0:
+        try:
+            exec(arguments[-1])
+        finally:
+            os._exit(1)
+    return child
+
+
+def in_fork(work: Callable[[], None]) -> int:
+    """Call ``work`` in a process and a session of its own; return its number."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.setsid()
+            work()
+            status = 0
+        except BaseException:  # noqa: BLE001  (it is told, and ends the process)
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(status)
+    return child
+
+
+def attempt(order: dict[str, Any], report: int) -> None:
+    """Be one training, with a template that is new, or forked from here."""
+    if not order["spawns_template"]:
+        os.posix_spawn = run_in_fork  # type: ignore[assignment]
+        warm_up()
+    train(order["variant"], Path(order["folder"]), report)
+
+
+def serve(report: int) -> None:
+    """Fork a training for each order, and reap it when told to."""
+    for line in sys.stdin:
+        assert number_of_threads() == 1
+        child = in_fork(partial(attempt, json.loads(line), report))
+        answer(child)
+        sys.stdin.readline()
+        answer(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def answer(number: int) -> None:
+    """Tell the test."""
+    sys.stdout.write(f"{number}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

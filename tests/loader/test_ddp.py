@@ -1,0 +1,163 @@
+"""Two ranks of torchrun share a dataset: every sample once, and as torch deals them.
+
+As a program this file is one rank; it writes what it was delivered.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import DistributedSampler
+
+from aioloader import DataLoader
+from aioloader.datasets import TextDataset
+
+Delivered = dict[str, list[list[int]]]
+
+SAMPLES, BATCH, EPOCHS, SHARDS = 21, 3, 2, 5
+
+
+# -- a rank ---------------------------------------------------------------------------
+
+
+class Numbers:
+    """Read in this process."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class AsyncNumbers(Numbers):
+    """Read on a loop."""
+
+    async def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        return index
+
+
+def loaders(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield a loader of each kind, by name; none is told of ranks, but the last."""
+    for tail in ("wrap", "pad", "drop", "uneven"):
+        yield tail, DataLoader(Numbers(), BATCH, shuffle=True, tail=tail)
+    yield "async", DataLoader(AsyncNumbers(), BATCH, shuffle=True)
+    yield "workers", DataLoader(Numbers(), BATCH, shuffle=True, num_workers=1)
+    lines = TextDataset(f"{folder}/*.txt", shuffle=True).map(int)
+    yield "stream", DataLoader(lines, BATCH)
+    yield "in turns", DataLoader(lines.readers(4), BATCH)
+    for name, make in (("sampler", DataLoader), ("torch", TorchLoader)):
+        sampler = DistributedSampler(Numbers(), seed=4)  # type: ignore[arg-type, var-annotated]
+        yield name, make(Numbers(), BATCH, sampler=sampler)  # type: ignore[arg-type]
+    yield "alone", DataLoader(Numbers(), BATCH, rank=0, world_size=1)
+
+
+def read(loader: Any) -> list[list[int]]:
+    """Return the numbers of all epochs, but for those that only stand in."""
+    epochs = []
+    for epoch in range(EPOCHS):
+        if isinstance(getattr(loader, "sampler", None), DistributedSampler):
+            loader.sampler.set_epoch(epoch)
+        found: list[int] = []
+        for batch in loader:
+            numbers = batch[0][batch[1]] if isinstance(batch, tuple) else batch
+            found += numbers.tolist()
+        epochs.append(found)
+    return epochs
+
+
+def be_rank(folder: Path) -> None:
+    """Read everything as one rank."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())  # ranks agree, however each is seeded
+    found = {name: read(loader) for name, loader in loaders(folder)}
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+# -- the tests ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Delivered]:
+    """Run two ranks; return what each was delivered."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for shard in range(SHARDS):
+        numbers = range(shard, SAMPLES, SHARDS)
+        (folder / f"{shard}.txt").write_text("".join(f"{n}\n" for n in numbers))
+    done = subprocess.run(
+        [*TORCHRUN, __file__, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+TORCHRUN = [
+    *(sys.executable, "-m", "torch.distributed.run"),
+    *("--standalone", "--nproc-per-node", "2"),
+]
+
+
+def of_both(ranks: list[Delivered], name: str) -> list[list[int]]:
+    """Return the sorted numbers of each epoch, of both ranks."""
+    one, other = (rank[name] for rank in ranks)
+    return [sorted(a + b) for a, b in zip(one, other, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pad", "uneven", "stream", "in turns"])
+def test_every_sample_once(ranks: list[Delivered], name: str) -> None:
+    """In each epoch, in an order of its own; no rank is idle."""
+    assert of_both(ranks, name) == [list(range(SAMPLES))] * EPOCHS
+    for rank in ranks:
+        first, second = rank[name]
+        assert first
+        assert first != second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wrap", "async", "workers"])
+def test_one_stands_in(ranks: list[Delivered], name: str) -> None:
+    """The first of the order, where nothing else is asked for; wherever it is read."""
+    for epoch, found in enumerate(of_both(ranks, name)):
+        first = ranks[0][name][epoch][0]
+        assert found == sorted([*range(SAMPLES), first])
+    assert [rank[name] for rank in ranks] == [rank["wrap"] for rank in ranks]
+
+
+@pytest.mark.slow
+def test_the_tail_is_dropped(ranks: list[Delivered]) -> None:
+    """What is left over, on both ranks alike."""
+    for found in of_both(ranks, "drop"):
+        assert len(found) == len({*found}) == SAMPLES - 1
+
+
+@pytest.mark.slow
+def test_a_distributed_sampler_is_left_alone(ranks: list[Delivered]) -> None:
+    """It deals as it does for torch's loader: nothing is dealt twice."""
+    for rank in ranks:
+        assert rank["sampler"] == rank["torch"]
+
+
+@pytest.mark.slow
+def test_a_loader_that_is_told_otherwise(ranks: list[Delivered]) -> None:
+    """All is for each rank."""
+    for rank in ranks:
+        assert rank["alone"] == [list(range(SAMPLES))] * EPOCHS
+
+
+if __name__ == "__main__":
+    be_rank(Path(sys.argv[1]))

@@ -1,0 +1,261 @@
+"""Ranks: global batches are the same sets on any number of them."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset
+
+from aioloader import DataLoader, ShuffledIndices
+from samples import AsyncMap
+from working import AsyncNumbers, Numbers
+
+GLOBAL = 24
+WORLDS = [1, 2, 3, 4, 8]
+Loader: Any = DataLoader  # options are tables here
+
+
+class Lines(IterableDataset[int]):
+    """Iterable, without a state."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.n))
+
+
+class AsyncLines(AsyncMap):
+    """The same for a loop."""
+
+    async def __aiter__(self) -> Any:
+        for index in range(self.n):
+            yield index
+
+
+class Cursors(Lines):
+    """Iterators with a state."""
+
+    def __iter__(self) -> Iterator[int]:
+        return Cursor(self.n)
+
+
+class Cursor:
+    """Counts."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.place = n, 0
+
+    def __iter__(self) -> "Cursor":
+        return self
+
+    def __next__(self) -> int:
+        if self.place == self.n:
+            raise StopIteration
+        self.place += 1
+        return self.place - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+KINDS: dict[str, Callable[[int], Any]] = {
+    "map": Numbers,
+    "async map": AsyncNumbers,
+    "tensors": lambda n: TensorDataset(torch.arange(n)),
+    "iterable": Lines,
+    "async iterable": AsyncLines,
+    "stateful": Cursors,
+}
+ORDERS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "plain": lambda _: {},
+    "shuffle": lambda _: {
+        "shuffle": True,
+        "generator": torch.Generator().manual_seed(5),
+    },
+    "sampler": lambda n: {"sampler": ShuffledIndices(n, 3)},
+    "list": lambda n: {"sampler": list(range(n))[::-1]},
+}
+
+
+def loaders(
+    kind: str, n: int, world_size: int, order: str = "plain", **options: Any
+) -> list[DataLoader[Any]]:
+    """Return the loaders of all ranks."""
+    return [
+        Loader(
+            KINDS[kind](n),
+            batch_size=GLOBAL // world_size,
+            rank=rank,
+            world_size=world_size,
+            **ORDERS[order](n),
+            **options,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def listed(batch: Any) -> list[int]:
+    """Return the samples of a batch that do not stand in."""
+    if isinstance(batch, (list, tuple)) and len(batch) == 2:
+        batch, mask = batch
+        batch = batch[0] if isinstance(batch, list) else batch
+        return list(batch[mask].tolist())
+    batch = batch[0] if isinstance(batch, list) else batch
+    return list(batch.tolist())
+
+
+def batches(ranks: list[Any]) -> list[list[int]]:
+    """Return global batches, sorted: what all ranks deliver, one after the other."""
+    found = [[listed(batch) for batch in loader] for loader in ranks]
+    return [
+        sorted(one for rank in found if number < len(rank) for one in rank[number])
+        for number in range(max(map(len, found)))
+    ]
+
+
+# -- the same sets ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@given(n=st.integers(1, 100), world_size=st.sampled_from(WORLDS))
+def test_map_style(order: str, n: int, world_size: int) -> None:
+    """Nothing is lost or repeated where ranks may differ, or a mask tells."""
+    whole = batches(loaders("map", n, 1, order, tail="uneven"))
+    assert sorted(sum(whole, [])) == list(range(n))  # noqa: RUF017
+    assert batches(loaders("map", n, world_size, order, tail="uneven")) == whole
+    assert batches(loaders("map", n, world_size, order, tail="pad")) == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_kinds(kind: str, world_size: int) -> None:
+    """So it is for all kinds of datasets."""
+    for n in (0, 5, 48, 53):
+        whole = batches(loaders(kind, n, 1, tail="uneven"))
+        assert [len(batch) for batch in whole] == [24] * (n // 24) + [n % 24] * (
+            n % 24 > 0
+        )
+        assert batches(loaders(kind, n, world_size, tail="uneven")) == whole
+        if kind != "stateful":
+            assert batches(loaders(kind, n, world_size, tail="pad")) == whole
+
+
+@given(n=st.integers(0, 100), world_size=st.sampled_from(WORLDS), drop=st.booleans())
+def test_tails(n: int, world_size: int, drop: bool) -> None:
+    """How many samples each rank gets, and how long it says that it is."""
+    sizes = {}
+    for tail in ("wrap", "pad", "drop", "uneven"):
+        ranks = loaders("map", n, world_size, tail=tail, drop_last=drop)
+        found = [list(loader) for loader in ranks]
+        assert [len(rank) for rank in found] == [len(loader) for loader in ranks]
+        sizes[tail] = [
+            sum(len(batch[0] if tail == "pad" else batch) for batch in rank)
+            for rank in found
+        ]
+    n = n - n % GLOBAL if drop else n
+    most, least = -(-n // world_size), n // world_size
+    assert sizes["wrap"] == sizes["pad"] == [most] * world_size
+    assert sizes["drop"] == [least] * world_size
+    left_over = n % world_size
+    assert sizes["uneven"] == [least + (rank < left_over) for rank in range(world_size)]
+
+
+@given(n=st.integers(1, 100), world_size=st.sampled_from(WORLDS))
+def test_wraps_as_torch_does(n: int, world_size: int) -> None:
+    """In order, each rank's samples are those of DistributedSampler."""
+    data: Any = range(n)
+    for rank, loader in enumerate(loaders("map", n, world_size)):
+        theirs: Any = DistributedSampler(data, world_size, rank, shuffle=False)
+        found = [one for batch in loader for one in listed(batch)]
+        assert found == list(theirs)
+
+
+def test_torchs_sampler_is_left_alone() -> None:
+    """It has dealt already."""
+    data: Any = range(10)
+    loader: Any = DataLoader(
+        Numbers(10), 2, sampler=DistributedSampler(data, 2, 1, shuffle=False)
+    )
+    assert [batch.tolist() for batch in loader] == [[1, 3], [5, 7], [9]]
+
+
+# -- on other ranks ---------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
+@pytest.mark.parametrize("tail", ["uneven", "pad"])
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    [
+        ("map", "plain"),
+        ("map", "shuffle"),
+        ("map", "list"),
+        ("async map", "sampler"),
+        ("tensors", "shuffle"),
+        ("iterable", "plain"),
+        ("async iterable", "plain"),
+        ("stateful", "plain"),
+    ],
+)
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 4])
+def test_from_four_onto_three(kind: str, order: str, tail: str, k: int) -> None:
+    """Whatever rank's state it is: nothing is lost, nothing repeated."""
+    whole = batches(loaders(kind, 101, 1, order, tail="uneven"))
+    assert len(whole) == 5
+    four = loaders(kind, 101, 4, order, tail=tail)
+    states = []
+    for loader in four:
+        iterator = iter(loader)
+        for _ in range(k):
+            next(iterator)
+        states.append(json.loads(json.dumps(loader.state_dict())))
+        iterator.close()
+    for state in states:
+        three = loaders(kind, 101, 3, order, tail=tail)
+        for loader in three:
+            loader.load_state_dict(state)
+        assert batches(three) == whole[k:]
+
+
+# -- which rank -------------------------------------------------------------------
+
+
+def test_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only when it is asked for."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert len(list(Loader(Numbers(9), 3))) == 3
+    (batch,) = Loader(Numbers(9), 3, rank="env")
+    assert batch.tolist() == [1, 4, 7]
+    with pytest.raises(ValueError, match="excludes world_size"):
+        Loader(Numbers(9), 3, rank="env", world_size=3)
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(ValueError, match="needs the numbers RANK and WORLD_SIZE"):
+        Loader(Numbers(9), 3, rank="env")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "what"),
+    [
+        ({"rank": 3, "world_size": 3}, ValueError, r"in range\(3\), got 3"),
+        ({"rank": -1, "world_size": 3}, ValueError, r"in range\(3\), got -1"),
+        ({"rank": 1}, ValueError, "go together, got rank=1 and world_size=None"),
+        ({"world_size": 2}, ValueError, "go together, got rank=None"),
+        ({"rank": 0.5, "world_size": 2}, TypeError, "must be an integer or 'env'"),
+        ({"rank": "me", "world_size": 2}, TypeError, "got 'me' and 2"),
+        ({"tail": "head"}, ValueError, "tail must be .*, got 'head'"),
+    ],
+    ids=str,
+)
+def test_arguments(options: dict[str, Any], error: type[Exception], what: str) -> None:
+    """They are checked at once."""
+    with pytest.raises(error, match=what):
+        Loader(Numbers(9), 3, **options)

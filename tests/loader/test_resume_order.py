@@ -1,0 +1,330 @@
+"""A loader's state under samplers of every kind: the order of the rest is the same."""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from aioloader import DataLoader, ShuffledIndices
+from aioloader.testing import assert_resumes_exactly
+from samples import AsyncMap
+from working import Drawing, Numbers
+
+N = 11
+DATA: Any = range(N)
+REPEATED = "ignore:.* has no state_dict:UserWarning"
+
+
+def seeded(seed: int = 7) -> torch.Generator:
+    """Return a generator of the user's."""
+    return torch.Generator().manual_seed(seed)
+
+
+class Own(BatchSampler):
+    """A subclass: it may do anything."""
+
+
+class Fixed(Sampler[int]):
+    """Has no state."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([3, 1, 2, 0, 5, 4, 7])
+
+    def __len__(self) -> int:
+        return 7
+
+
+class Kept(Sampler[int]):
+    """Has a state, and goes on from it."""
+
+    def __init__(self) -> None:
+        self.place = 0
+        self.given: list[int] = []
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        while self.place < N:
+            self.place += 1
+            self.given.append(self.place - 1)
+            yield 3 * self.place % N
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class KeptIterator:
+    """An iterator with a state."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> "KeptIterator":
+        return self
+
+    def __next__(self) -> int:
+        if self.place == N:
+            raise StopIteration
+        self.place += 1
+        return 4 * self.place % N
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class KeptByIterator(Sampler[int]):
+    """Its iterators have states."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        return KeptIterator()
+
+
+class Moving(Fixed):
+    """Has another order each epoch, which is set."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(one + self.epoch) % N for one in range(7)])
+
+
+def sampled(make: Callable[[], Any], **options: Any) -> Callable[[], DataLoader[Any]]:
+    """Return what makes a loader with such a sampler."""
+    arguments: Any = {"batch_size": 3, "rng": "batch", **options}
+    return lambda: DataLoader(Drawing(N), sampler=make(), **arguments)
+
+
+def batched(make: Callable[[], Any]) -> Callable[[], DataLoader[Any]]:
+    """Return what makes a loader with such a batch sampler."""
+    return lambda: DataLoader(Drawing(N), batch_sampler=make(), rng="sample")
+
+
+SAMPLERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "random": sampled(lambda: RandomSampler(DATA)),
+    "generator": sampled(lambda: RandomSampler(DATA, generator=seeded())),
+    "two generators": lambda: DataLoader(
+        Drawing(N),
+        2,
+        sampler=RandomSampler(DATA, generator=seeded()),
+        generator=seeded(3),
+        rng="batch",
+    ),
+    "replacement": sampled(lambda: RandomSampler(DATA, replacement=True)),
+    "replacement, generator": sampled(
+        lambda: RandomSampler(
+            DATA, replacement=True, num_samples=17, generator=seeded()
+        )
+    ),
+    "longer": sampled(lambda: RandomSampler(DATA, num_samples=25)),
+    "longer, generator": sampled(
+        lambda: RandomSampler(DATA, num_samples=25, generator=seeded())
+    ),
+    "shorter": sampled(
+        lambda: RandomSampler(DATA, num_samples=7, generator=seeded()), drop_last=True
+    ),
+    "subset": sampled(lambda: SubsetRandomSampler(DATA[2:])),
+    "subset, generator": sampled(
+        lambda: SubsetRandomSampler(DATA[2:], generator=seeded())
+    ),
+    "weighted": sampled(lambda: WeightedRandomSampler([0.1] * N, 13)),
+    "weighted, generator": sampled(
+        lambda: WeightedRandomSampler([0.1] * N, 13, generator=seeded())
+    ),
+    "shuffled indices": sampled(lambda: ShuffledIndices(N, 5)),
+    "distributed": sampled(lambda: DistributedSampler(DATA, 3, 1), batch_size=2),
+    "state": sampled(Kept),
+    "state, short": sampled(Kept, drop_last=True, batch_size=4),
+    "iterator with a state": sampled(KeptByIterator),
+    "batches of a state": batched(lambda: BatchSampler(Kept(), 3, drop_last=False)),
+    "batches": batched(lambda: BatchSampler(RandomSampler(DATA), 3, drop_last=True)),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_k(name: str) -> None:
+    """Quietly: twice in a row, and the epoch that follows."""
+    assert_resumes_exactly(SAMPLERS[name])
+
+
+@pytest.mark.filterwarnings(REPEATED)
+@pytest.mark.parametrize(
+    "make",
+    [
+        sampled(Fixed),
+        sampled(lambda: [5, 3, 3, 9]),
+        batched(lambda: [[1, 2], [3], [5, 4, 6]]),
+        batched(lambda: Own(SequentialSampler(DATA), 3, drop_last=False)),
+        sampled(Moving),
+    ],
+    ids=["fixed", "list", "list of batches", "own batches", "moving"],
+)
+def test_every_k_without_a_state(make: Callable[[], DataLoader[Any]]) -> None:
+    """Samplers that give the same order each time are iterated anew."""
+    assert_resumes_exactly(make)
+
+
+def test_one_warning_without_a_state() -> None:
+    """It tells how many batches of the sampler are dropped."""
+    make = sampled(Fixed)
+    loader = make()
+    iterator = iter(loader)
+    next(iterator)
+    next(iterator)
+    state = loader.state_dict()
+    resumed = make()
+    resumed.load_state_dict(state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert len(list(resumed)) == 1
+        list(resumed)
+    (warning,) = caught
+    what = "Fixed has no state_dict(): it is iterated anew and its first 2 batches"
+    assert str(warning.message).startswith(what)
+
+
+def test_a_sampler_with_a_state_is_not_iterated_anew() -> None:
+    """It goes on behind what was delivered, though more had been asked of it."""
+    loader: Any = DataLoader(Numbers(N), 2, sampler=Kept(), prefetch_factor=4)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    assert state["states"]["0"]["sampler"] == {"place": 2}
+    rest = [batch.tolist() for batch in iterator]
+    sampler = Kept()
+    resumed: Any = DataLoader(Numbers(N), 2, sampler=sampler)
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == rest
+    assert sampler.given == list(range(2, N))
+
+
+def test_the_epoch_of_a_sampler() -> None:
+    """It is set again where its order is, as DistributedSampler wants it."""
+    loader: Any = DataLoader(
+        Numbers(N), 2, sampler=DistributedSampler(DATA, 2, 1, seed=3)
+    )
+    loader.set_epoch(5)
+    iterator = iter(loader)
+    next(iterator)
+    state = json.loads(json.dumps(loader.state_dict()))
+    sampler: Any = DistributedSampler(DATA, 2, 1, seed=3)
+    resumed: Any = DataLoader(Numbers(N), 2, sampler=sampler)
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == [
+        batch.tolist() for batch in iterator
+    ]
+    assert sampler.epoch == 5
+
+
+class Recorded(Numbers):
+    """Remembers what it was asked for."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.asked: list[int] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked.append(index)
+        return index
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_billion(shuffle: bool) -> None:
+    """The middle is found at once; only the rest is read; the state stays small."""
+    n, half = 10**9, 10**8 // 2
+
+    def loader_of(dataset: Any) -> Any:
+        sampler = ShuffledIndices(n, 5) if shuffle else None
+        return DataLoader(dataset, 10, sampler=sampler)
+
+    loader = loader_of(Recorded(n))
+    next(iter(loader))
+    state = loader.state_dict()
+    assert len(json.dumps(state)) < 1024
+    dataset = Recorded(n)
+    resumed = loader_of(dataset)
+    resumed.load_state_dict(state | {"done": half})
+    iterator = iter(resumed)
+    next(iterator)
+    expected = ShuffledIndices(n, 5).take(n // 2, n // 2 + 10).tolist()
+    assert dataset.asked == (expected if shuffle else list(range(n // 2, n // 2 + 10)))
+    assert len(json.dumps(resumed.state_dict())) < 1024
+    assert resumed.state_dict()["done"] == half + 1
+
+
+@settings(max_examples=60)
+@given(
+    n=st.integers(0, 30),
+    size=st.one_of(st.none(), st.integers(1, 9)),
+    kind=st.sampled_from(["map", "async", "tensors"]),
+    drop_last=st.booleans(),
+    order=st.sampled_from(["", "random", "generator", "shuffled"]),
+    in_order=st.booleans(),
+    stops=st.sets(st.integers(0, 31), max_size=3),
+)
+def test_any_k(
+    n: int,
+    size: int | None,
+    kind: str,
+    drop_last: bool,
+    order: str,
+    in_order: bool,
+    stops: set[int],
+) -> None:
+    """Whatever the sizes and the generators."""
+    datasets: dict[str, Callable[[], Any]] = {
+        "map": lambda: Drawing(n),
+        "async": lambda: AsyncMap(n),
+        "tensors": lambda: TensorDataset(torch.arange(n)),
+    }
+
+    def make() -> DataLoader[Any]:
+        options: Any = {"shuffle": bool(n) and order in {"random", "generator"}}
+        if order == "shuffled":
+            options = {"sampler": ShuffledIndices(n, 3)}
+        return DataLoader(
+            datasets[kind](),
+            batch_size=size,
+            drop_last=drop_last and size is not None,
+            generator=seeded() if order == "generator" else None,
+            in_order=in_order,
+            rng="batch" if kind == "map" else None,
+            **options,
+        )
+
+    assert_resumes_exactly(make, stops=stops)

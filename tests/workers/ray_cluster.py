@@ -1,0 +1,94 @@
+"""A small Ray cluster on this machine, for the tests of one file."""
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioloader.testing import Resources
+from faulty import parent_of
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Start a cluster with four logical CPUs; return the module ``ray``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        ray = pytest.importorskip("ray")
+        ray.init(
+            address="local",
+            num_cpus=4,
+            object_store_memory=200 << 20,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+        )
+        yield ray
+        ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(cluster: Any) -> Iterator[None]:
+    """Fail a test that leaves an actor, or anything that is not Ray's own.
+
+    Ray's threads, sockets and processes come and go while a cluster is up, so this
+    stands in for the fixture of all tests.
+    """
+    before = _ours()
+    yield
+    for _ in range(4):
+        gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("aioloader"):
+            thread.join(10)
+    assert _ours() - before == set()
+    assert _actors(cluster) == []
+
+
+def _ours() -> set[str]:
+    """Return what of this process is not Ray's: threads, files, own children."""
+    now = Resources.now()
+    mine = [pid for pid in now.children if _is_own(pid)]
+    return {
+        *(one.name for one in now.threads if one.name.startswith("aioloader")),
+        *(target for _, target in now.descriptors if "aioloader" in target),
+        *(target for _, target in now.descriptors if target.startswith("pipe:")),
+        *map(str, mine),
+    }
+
+
+def _is_own(pid: int) -> bool:
+    """Tell whether a process was started by this one; Ray's workers come and go."""
+    try:
+        return parent_of(pid) == os.getpid()
+    except FileNotFoundError:
+        return False
+
+
+def _actors(ray: Any) -> list[Any]:
+    """Return the actors that are not dead."""
+    table = ray._private.state.actors()
+    return [one for one in table.values() if one["State"] != "DEAD"]
+
+
+def begun(loader: Any) -> int:
+    """Return how many of the actors that a loader keeps have begun."""
+    kept = loader._live.pools._kept
+    seats = kept[0]._ledger.seats if kept else ()
+    return sum(seat.begun is not None for seat in seats)
+
+
+def wait_for(fifo: Path) -> None:
+    """Block until somebody opens the other end of a FIFO."""
+    with fifo.open("rb"):
+        pass
+
+
+def let_go(fifo: Path) -> None:
+    """Let who waits for a FIFO go on; block until somebody does."""
+    with fifo.open("wb"):
+        pass

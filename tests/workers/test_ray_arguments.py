@@ -1,0 +1,63 @@
+"""What ``RayWorkers`` is told, and what it refuses: without a cluster."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from aioloader import DataLoader, RayWorkers
+from samples import AsyncStream
+from working import Numbers
+
+pytest.importorskip("ray")
+
+
+def make(dataset: Any, actors: int = 1, **options: Any) -> Any:
+    """Return a loader with actors."""
+    return DataLoader(dataset, workers=RayWorkers(actors), **options)
+
+
+def test_the_number_of_workers_is_said_once() -> None:
+    """By either, or alike."""
+    assert make(Numbers(), actors=3).num_workers == 3
+    assert make(Numbers(), actors=3, num_workers=3).num_workers == 3
+    with pytest.raises(ValueError, match="leave num_workers out"):
+        make(Numbers(), actors=3, num_workers=2)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        RayWorkers(0)
+    with pytest.raises(ValueError, match="must not be negative"):
+        RayWorkers(1, resources={"CPU": -1})
+
+
+def test_wrong_combinations() -> None:
+    """Said by the constructor."""
+    with pytest.raises(ValueError, match="the loader reads an iterable, once"):
+        make(AsyncStream(), fetch="workers")
+    with pytest.raises(ValueError, match="only be used with workers='process'"):
+        make(Numbers(), multiprocessing_context="fork")
+    with pytest.raises(ValueError, match="Ray Client"):
+        RayWorkers(1, address="ray://localhost:10001")
+
+
+def test_what_each_actor_needs() -> None:
+    """By the names of ``ray.cluster_resources()``."""
+    workers = RayWorkers(2, resources={"CPU": 2, "memory": 1 << 20, "loader": 0.5})
+    options = workers.options()
+    assert (options["num_cpus"], options["memory"]) == (2, 1 << 20)
+    assert options["resources"] == {"loader": 0.5}
+    assert "CPU': 2" in repr(workers)
+
+
+def test_ray_is_asked_for_by_its_extra() -> None:
+    """Importing the package does not need it."""
+    script = (
+        "import sys; sys.modules['ray'] = None\n"
+        "import aioloader\n"
+        "try: aioloader.RayWorkers(1)\n"
+        "except ImportError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "RayWorkers needs Ray: pip install 'aioloader[ray]'\n"

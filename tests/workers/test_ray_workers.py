@@ -1,0 +1,375 @@
+"""Workers on a Ray cluster: the same batches as anywhere, and what goes wrong."""
+
+import asyncio
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import get_worker_info as torch_worker_info
+
+from aioloader import DataLoader, RayWorkers, get_worker_info
+from aioloader.errors import (
+    BatchTimeoutError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerStartError,
+)
+from faulty import AsyncFaulty, Faulty, kill_and_wait, kill_itself, outcomes
+from samples import AsyncStream, collect, labels
+from workers.ray_cluster import (
+    begun,
+    cluster,
+    let_go,
+    nothing_is_left,
+    wait_for,
+)
+from working import AsyncDrawing, Drawing, Numbers, draw, draw_own, first, pid
+
+__all__ = ["cluster", "nothing_is_left"]
+
+pytestmark = [
+    pytest.mark.slow,  # an actor imports torch
+    pytest.mark.usefixtures("cluster"),
+]
+BATCH: dict[str, Any] = {"num_workers": 0, "rng": "batch"}
+
+
+def make(dataset: Any, size: int = 4, actors: int = 1, **options: Any) -> Any:
+    """Return a loader with actors; its base seed is of a generator of its own."""
+    generator = torch.Generator().manual_seed(3)
+    options = {"workers": RayWorkers(actors), "generator": generator, **options}
+    return DataLoader(dataset, size, **options)
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Tell whether batches are alike, to the bit."""
+    if isinstance(found, torch.Tensor):
+        return torch.equal(found, expected)
+    if not isinstance(found, (list, tuple)):
+        return bool(found == expected)
+    return len(found) == len(expected) and all(map(same, found, expected))
+
+
+# -- the same as anywhere -----------------------------------------------------------
+
+
+class Asking(Drawing):
+    """Draws; and tells what a worker knows of itself."""
+
+    def __getitem__(self, index: int) -> Any:
+        ours: Any = get_worker_info()
+        theirs: Any = torch_worker_info()
+        if ours is not None:
+            assert ours.dataset is theirs.dataset
+            assert (ours.id, ours.num_workers, ours.seed) == (
+                (theirs.id, theirs.num_workers, theirs.seed)
+            )
+            assert (ours.num_workers, torch.get_num_threads()) == (2, 1)
+        return super().__getitem__(index)
+
+
+def test_batches_are_those_of_any_workers() -> None:
+    """Order and augmentations, epoch by epoch, by lambdas and local functions."""
+    options: dict[str, Any] = {
+        "shuffle": True,
+        "transform": lambda sample: (*sample, draw()),
+        "collate_fn": lambda samples: [*samples, draw()],
+    }
+    found: list[Any] = []
+    for workers in ({"num_workers": 2, "workers": "process"}, {}):
+        options["persistent_workers"] = True
+        with make(Asking(30), actors=2, **{**options, **workers}) as loader:
+            found.append([list(loader) for _ in range(2)])
+    assert same(found[1], found[0])
+    options["persistent_workers"] = False
+    alone = make(Drawing(30), workers="process", **options, **BATCH)
+    assert same(found[1][0], list(alone))
+
+
+async def test_coroutines_in_actors() -> None:
+    """Many samples at once on a loop there, each with its own generators."""
+
+    async def augment(sample: Any) -> Any:
+        return *sample, draw_own()
+
+    options: dict[str, Any] = {"transform": augment, "rng": "sample"}
+    found = await collect(make(AsyncDrawing(24), in_order=False, **options))
+    options.update(workers="process", num_workers=2)
+    expected = await collect(make(AsyncDrawing(24), **options))
+    assert same(sorted(found, key=lambda batch: batch[0][0].item()), expected)
+
+
+async def test_streams_are_read_here() -> None:
+    """Once; samples travel, and are transformed and collated there."""
+    here = os.getpid()
+
+    def check(sample: Any) -> Any:
+        assert os.getpid() != here
+        sample[0].add_(0)
+        return sample
+
+    loader = make(AsyncStream(), 6, transform=check)
+    expected = labels(list(TorchLoader(range_of_samples(), 6)))
+    assert labels(await collect(loader)) == expected
+
+
+def range_of_samples() -> Any:
+    """Return what the streams hold."""
+    return [(torch.full((3,), float(index)), index) for index in range(20)]
+
+
+def test_a_saved_state_is_continued_by_actors() -> None:
+    """Taken with worker processes; the rest is theirs to the bit, with a mask too."""
+    options: dict[str, Any] = {"shuffle": True, "rank": 1, "world_size": 2}
+    options.update(tail="pad", transform=lambda sample: (*sample, draw()))
+    first_half = make(Drawing(26), workers="process", num_workers=1, **options)
+    iterator = iter(first_half)
+    next(iterator)
+    state = first_half.state_dict()
+    expected = list(iterator)
+    loader = make(Drawing(26), **options)
+    loader.load_state_dict(state)
+    assert same(list(loader), expected)
+
+
+def seed_everything(worker: int) -> None:
+    """Seed all, as recipes on the web do."""
+    torch.manual_seed(1000 + worker)
+    np.random.seed(1000 + worker)
+    random.seed(1000 + worker)
+
+
+def test_an_init_function_that_seeds_is_in_charge() -> None:
+    """Each sample finds what torch's workers find there."""
+    found = []
+    for make_loader in (TorchLoader, DataLoader):
+        workers: dict[str, Any] = {"num_workers": 2}
+        if make_loader is DataLoader:
+            workers["workers"] = RayWorkers(2)
+        loader: Any = make_loader(
+            Drawing(), 2, worker_init_fn=seed_everything, collate_fn=list, **workers
+        )
+        found.append(list(loader))
+    assert same(found[0], found[1])
+
+
+def test_big_batches_are_the_consumers_own() -> None:
+    """Copied out of Ray's store: they can be written to, and kept."""
+    pixels = np.arange(8 * 300_000, dtype=np.uint8).reshape(8, -1)
+
+    class Images(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            with pytest.raises(ValueError, match="read-only"):
+                pixels[index, 0] = 1
+            return torch.from_numpy(pixels[index].copy()), weights.sum()
+
+    weights = torch.ones(100_000)
+    batches = list(make(Images(8), 2))
+    for number, (batch, total) in enumerate(batches):
+        batch.add_(1)
+        assert torch.equal(batch[1], torch.from_numpy(pixels[2 * number + 1]) + 1)
+        assert total.tolist() == [100_000] * 2
+
+
+# -- the user's errors --------------------------------------------------------------
+
+
+class Bad(Numbers):
+    """Fails at index 5."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise LookupError("at 5")
+        return index
+
+
+class Fragile:
+    """Can be pickled, and not be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return _refuse, ()
+
+
+def _refuse() -> Any:
+    raise LookupError("not here")
+
+
+class Stubborn(int):
+    """An index that cannot be pickled."""
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise TypeError("cannot pickle me")
+
+
+def odd(samples: list[Any]) -> Any:
+    """Return what cannot be sent, or not be received, from some batches."""
+    if samples[0] == 8:
+        return (x for x in samples)
+    return Fragile() if samples[0] == 12 else samples
+
+
+def test_errors_keep_their_type_and_gain_notes() -> None:
+    """Stage, batch, index, worker, remote traceback; the iteration goes on."""
+    sampler: Any = [*range(16), Stubborn(16), 17]
+    found = outcomes(make(Bad(20), collate_fn=odd, sampler=sampler))
+    assert found[0] == [0, 1, 2, 3]
+    assert (type(found[1]), found[1].args) == (LookupError, ("at 5",))
+    text = "\n".join(found[1].__notes__)
+    assert "stage 'fetch' of epoch 0, batch 1, sample index 5" in text
+    assert "Caught LookupError in DataLoader worker process 0" in text
+    assert "in __getitem__" in text
+    assert type(found[2]) is TypeError
+    assert "stage 'send' of epoch 0, batch 2" in found[2].__notes__[0]
+    assert type(found[3]) is WorkerError
+    assert isinstance(found[3].__cause__, LookupError)
+    assert str(found[4]) == "cannot pickle me"
+    assert len(found) == 5
+
+
+def test_failures_are_skipped_and_listed() -> None:
+    """The budget is the loader's."""
+    loader = make(Bad(12), on_error="skip", max_failures=1)
+    assert [batch.tolist() for batch in loader] == [
+        [0, 1, 2, 3],
+        [4, 6, 7],
+        [8, 9, 10, 11],
+    ]
+    assert [failure.index for failure in loader.skipped] == [5]
+
+
+def test_an_init_function_that_fails() -> None:
+    """Its error is raised, as it is."""
+
+    def init(worker: int) -> None:
+        raise LookupError(f"worker {worker}")
+
+    with pytest.raises(LookupError, match="worker 0"):
+        list(make(Numbers(), worker_init_fn=init))
+
+
+def test_what_cannot_be_pickled_is_named() -> None:
+    """In the words that worker processes have."""
+    lock = asyncio.new_event_loop
+    frame = sys._getframe()
+    with pytest.raises(WorkerStartError, match=r"transform\.<frame> cannot be"):
+        list(make(Numbers(), transform=lambda value: (frame, lock)))
+
+
+# -- deaths -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make_dataset", [Faulty, AsyncFaulty])
+def test_the_batches_of_a_dead_actor_are_made_again(
+    make_dataset: Any, tmp_path: Path
+) -> None:
+    """Once each, in order, with the same augmentations."""
+    loader = make(make_dataset(24, (9,), kill_itself, tmp_path), actors=2)
+    expected = make(make_dataset(24), workers="process", num_workers=2)
+    assert same(list(loader), list(expected))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_batch_that_kills_is_named_and_the_rest_comes() -> None:
+    """After two actors; the other batches are whole."""
+    found = outcomes(make(Faulty(20, (13,))))
+    error = found[3]
+    assert isinstance(error, WorkerDiedError)
+    assert isinstance(error, RuntimeError)
+    assert (error.batch, error.worker) == (3, 0)
+    assert f"(pid(s) {error.pid} on " in str(error)
+    assert "batch 3 in hand, sample indices [12, 13, 14, 15]" in str(error)
+    assert "Ray says: The actor died" in str(error)
+    kept = [i for batch in found if batch is not error for i in batch[-1].tolist()]
+    assert kept == [*range(12), *range(16, 20)]
+
+
+def test_persistent_actors_are_kept_and_mended() -> None:
+    """The same process in each epoch; one killed in between is replaced."""
+    loader = make(Numbers(), persistent_workers=True, transform=pid, collate_fn=first)
+    with loader:
+        (one,), (same_one,) = [set(loader) for _ in range(2)]
+        assert one == same_one
+        kill_and_wait(one)
+        (other,) = set(loader)
+    assert other != one
+
+
+def test_a_stuck_actor_is_restarted(tmp_path: Path) -> None:
+    """It is killed after ``timeout``, and its batch is made by another one."""
+    os.mkfifo(tmp_path / "fifo")
+    mark = tmp_path / "mark"
+    mark.touch()
+
+    def stick(value: int) -> int:
+        if value == 3 and not mark.exists():
+            mark.touch()
+            wait_for(tmp_path / "fifo")
+        return value
+
+    loader = make(Numbers(), 2, 2, transform=stick, persistent_workers=True)
+    with loader:
+        while begun(loader) < 2:
+            assert len(list(loader)) == 6
+        mark.unlink()
+        loader.timeout, loader.on_timeout = 1, "restart"
+        assert [batch.tolist() for batch in loader][1] == [2, 3]
+
+
+# -- work goes to whoever is free ---------------------------------------------------
+
+
+def test_a_slow_batch_strands_nothing(tmp_path: Path) -> None:
+    """What is queued behind it is given to another actor."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+
+    def stick(value: int) -> int:
+        if value == 0:
+            wait_for(fifo)
+        return value
+
+    loader = make(Numbers(8), 1, 2, transform=stick, in_order=False, prefetch_factor=4)
+    iterator = iter(loader)
+    rest = [next(iterator).item() for _ in range(7)]
+    let_go(fifo)
+    assert sorted(rest) == list(range(1, 8))
+    assert [batch.item() for batch in iterator] == [0]
+
+
+def test_those_that_have_room_do_the_work() -> None:
+    """The cluster has room for one of two actors."""
+    loader = make(Numbers(), workers=RayWorkers(2, resources={"CPU": 3}))
+    assert torch.cat(list(loader)).tolist() == list(range(12))
+
+
+def test_without_any_room_the_deadline_tells_why(cluster: Any) -> None:
+    """What each needs, and what there is."""
+    workers = RayWorkers(2, resources={"nowhere": 1})
+    loader = make(Numbers(), workers=workers, timeout=0.5)
+    iterator = iter(loader)
+    with pytest.raises(BatchTimeoutError) as caught:
+        next(iterator)
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert "0 of 2 are placed" in text
+    assert "1 nowhere (0 of 0 free)" in text
+    iterator.close()
+    assert cluster.is_initialized()
+
+
+async def test_whoever_leaves_leaves_nothing() -> None:
+    """By ``break``, in the middle of batches; the fixture looks."""
+    async for batch in make(Numbers(1000), 1, prefetch_factor=8):
+        assert batch.item() == 0
+        break
+
+
+def test_a_process_has_one_cluster() -> None:
+    """Another address is refused."""
+    with pytest.raises(ValueError, match="is connected to the Ray cluster at"):
+        list(make(Numbers(), workers=RayWorkers(1, address="10.0.0.1:6379")))

@@ -1,0 +1,179 @@
+"""A loader's state with worker processes: it tells nothing of who made the batches."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from aioloader import DataLoader, ShuffledIndices
+from aioloader.datasets import from_iterable
+from aioloader.errors import StateMismatchError
+from aioloader.testing import assert_resumes_exactly, assert_resumes_exactly_async
+from samples import AsyncMap, AsyncStream
+from working import AsyncDrawing, Drawing, Numbers, Sharded, draw, share
+
+Loader: Any = DataLoader  # options are tables here
+READ_AGAIN = "ignore:.* has no state_dict:UserWarning"
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create:UserWarning"
+)
+
+
+def seeded() -> torch.Generator:
+    """Return a generator of the user's."""
+    return torch.Generator().manual_seed(7)
+
+
+def drawing(**options: Any) -> DataLoader[Any]:
+    """Return a loader that shuffles, and draws for each sample."""
+    arguments: dict[str, Any] = {"shuffle": True, "rng": "batch"}
+    loader: DataLoader[Any] = Loader(
+        Drawing(10), 3, generator=seeded(), **arguments | options
+    )
+    return loader
+
+
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        ({}, {"num_workers": 3}),
+        ({"num_workers": 3}, {"num_workers": 1}),
+        ({"num_workers": 1, "prefetch_factor": 4}, {}),
+        ({"num_workers": 3}, {"num_workers": 2, "in_order": False}),
+        (
+            {"num_workers": 2, "persistent_workers": True},
+            {"num_workers": 1, "persistent_workers": True},
+        ),
+    ],
+    ids=str,
+)
+def test_other_workers(options: dict[str, Any], others: dict[str, Any]) -> None:
+    """With other workers the rest is the same, random draws included."""
+    assert_resumes_exactly(
+        lambda: drawing(**options), resume_in=lambda: drawing(**others), stops=[1, 3]
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Loader(AsyncDrawing(8), 3, num_workers=1),
+        lambda: Loader(
+            AsyncMap(9), 3, num_workers=2, fetch="loader", transform=draw, rng="sample"
+        ),
+        lambda: Loader(from_iterable(range(12)).shuffle(5), 3, num_workers=2),
+        lambda: Loader(
+            Numbers(9),
+            3,
+            sampler=ShuffledIndices(9, 4),
+            num_workers=2,
+            persistent_workers=True,
+        ),
+        lambda: Loader(Numbers(10), 2, num_workers=3, in_order=False),
+    ],
+    ids=["async", "read by the loader", "stream", "persistent", "any order"],
+)
+async def test_for_tasks(make: Callable[[], Any]) -> None:
+    """By ``async for``: what is read where, and by whom."""
+    await assert_resumes_exactly_async(make, stops=[1])
+
+
+def test_threads_and_processes() -> None:
+    """Left by threads, resumed by processes."""
+    assert_resumes_exactly(
+        lambda: Loader(Numbers(9), 2, num_workers=2, workers="thread", shuffle=True),
+        resume_in=lambda: Loader(Numbers(9), 2, num_workers=2, shuffle=True),
+        stops=[2],
+    )
+
+
+def test_an_epoch_begun_ahead_is_forgotten() -> None:
+    """Persistent workers have begun the next epoch when a state is loaded."""
+    loader = drawing(num_workers=2, persistent_workers=True)
+    with loader:
+        iterator = iter(loader)
+        next(iterator)
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = repr(list(iterator))
+        following = repr(list(loader))
+        loader.load_state_dict(state)
+        assert repr(list(loader)) == rest
+        assert repr(list(loader)) == following
+
+
+# -- iterables that each worker reads ---------------------------------------------
+
+
+class Cursor:
+    """An iterator with a state."""
+
+    def __init__(self, numbers: range) -> None:
+        self.numbers, self.place = numbers, 0
+
+    def __iter__(self) -> "Cursor":
+        return self
+
+    def __next__(self) -> int:
+        if self.place == len(self.numbers):
+            raise StopIteration
+        self.place += 1
+        return self.numbers[self.place - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class Cursors(IterableDataset[int]):
+    """Each worker's iterator has a state."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        return Cursor(share(self.n))
+
+
+@pytest.mark.parametrize("options", [{}, {"snapshot_every_n_steps": 3}], ids=str)
+def test_states(options: dict[str, Any]) -> None:
+    """Each worker goes on from its own, quietly."""
+    assert_resumes_exactly(
+        lambda: Loader(Cursors(17), 2, num_workers=3, **options), stops=[0, 2, 5]
+    )
+
+
+@pytest.mark.filterwarnings(READ_AGAIN)
+@pytest.mark.parametrize("in_order", [True, False])
+def test_without_states(in_order: bool) -> None:
+    """Each worker reads its own again; it may draw."""
+    assert_resumes_exactly(
+        lambda: Loader(
+            Sharded(17), 2, num_workers=2, transform=draw, in_order=in_order
+        ),
+        stops=[1, 4],
+    )
+
+
+@pytest.mark.filterwarnings(READ_AGAIN)
+async def test_async_iterables_in_workers() -> None:
+    """With ``fetch="workers"`` each reads all of it."""
+    await assert_resumes_exactly_async(
+        lambda: Loader(AsyncStream(7), 2, num_workers=2, fetch="workers"), stops=[3]
+    )
+
+
+def test_other_readers() -> None:
+    """How the samples are dealt depends on the number of workers that read."""
+    loader = Loader(Cursors(17), 2, num_workers=3)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    iterator.close()
+    with pytest.raises(StateMismatchError, match=r"with 3 readers .* has 2"):
+        Loader(Cursors(17), 2, num_workers=2).load_state_dict(state)
