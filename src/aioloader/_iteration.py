@@ -35,6 +35,7 @@ from aioloader._transport.slots import SlotPool
 from aioloader._workers.executors import ExecutorWorkers
 from aioloader._workers.info import be_at_sample
 from aioloader._workers.lease import Pools
+from aioloader._workers.process_lease import ProcessLease
 from aioloader._workers.ray_lease import lease_actors
 from aioloader._workers.ray_workers import RayWorkers
 from aioloader._workers.seeds import BatchKeys, SampleKeys, seed_sample, swapped_in
@@ -342,7 +343,7 @@ def _pool(
         return lease_actors(live.pools, loader.workers, shipment, keep=keep)
     surroundings, context = Surroundings(), loader.multiprocessing_context
     start = partial(start_pool, shipment, surroundings, context, locker)
-    return live.pools.lease(start, reads=reads, keep=loader.persistent_workers)
+    return ProcessLease(live.pools, start, reads=reads, keep=loader.persistent_workers)
 
 
 def _shipment(

@@ -1,26 +1,27 @@
-"""Leases on worker processes: one per iteration, or one pool for all that follow.
+"""Leases on workers: one per iteration, of its own pool or of one for all that follow.
 
-The processes start with the first request, so that an iterator that is never used
-costs nothing. With ``persistent_workers`` they stay when the iteration ends.
+Workers start with the first request, so that an iterator that is never used costs
+nothing. With ``persistent_workers`` they stay when the iteration ends.
 """
 
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeAlias, TypeVar, cast
+from typing import Generic, Literal, Protocol, TypeVar, cast
 
 from aioloader._pipeline.cpu import beside
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.work import Work
-from aioloader._workers.messages import STAGES
-from aioloader._workers.pool import ProcessPool
-from aioloader._workers.stacks import stack_of
-
-Open: TypeAlias = Callable[[], ProcessPool]
 
 
 class Keepable(Protocol):
     """Workers that may outlive an iteration."""
+
+    def submit(self, run: Run, work: Work) -> None:
+        """Take a work; its outcome is delivered to ``run``."""
+
+    def forget(self, run: Run) -> None:
+        """Drop what ``run`` still waits for."""
 
     def is_open(self) -> bool:
         """Tell whether they take works."""
@@ -45,17 +46,6 @@ class Pools:
         self._kept: list[Keepable] = []
         self._lock = threading.Lock()
         weakref.finalize(self, _end_all, self._kept)
-
-    def lease(self, start: Open, *, reads: bool, keep: bool) -> "ProcessLease":
-        """Return a lease for one iteration.
-
-        Args:
-            start: Ships what is needed and starts workers; called with the first
-                request.
-            reads: Whether workers read the samples too.
-            keep: Whether the workers outlive the iteration, and serve the next ones.
-        """
-        return ProcessLease(self, start, reads=reads, keep=keep)
 
     def has_kept(self) -> bool:
         """Tell whether workers are there that another iteration left."""
@@ -94,24 +84,28 @@ def _end_all(kept: Sequence[Keepable]) -> None:
         pool.close()
 
 
-class ProcessLease:
-    """Worker processes, as one iteration sees them; made by ``Pools``."""
+class Lease(Generic[AnyPool]):
+    """Workers, as one iteration sees them.
+
+    Args:
+        pools: Where workers are kept that outlive it.
+        start: Ships what is needed and starts workers; called with the first request.
+        reads: Whether workers read the samples too.
+        keep: Whether the workers outlive the iteration, and serve the next ones.
+    """
 
     place: Literal["pool"] = "pool"
 
-    def __init__(self, pools: Pools, start: Open, *, reads: bool, keep: bool) -> None:
+    def __init__(
+        self, pools: Pools, start: Callable[[], AnyPool], *, reads: bool, keep: bool
+    ) -> None:
         self.reads = reads
         self._pools = pools
         self._start = start
         self._keep = keep
-        self._pool: ProcessPool | None = None
+        self._pool: AnyPool | None = None
         self._is_over = False
         self._lock = threading.RLock()
-
-    @property
-    def pump(self) -> "ProcessLease":
-        """What the consumer works while it waits."""
-        return self
 
     def open(self, run: Run) -> None:
         """Start the workers, or find those that are kept; it may take long."""
@@ -133,15 +127,6 @@ class ProcessLease:
         if self._pool is not None:
             self._pool.submit(run, work)
 
-    def descriptors(self) -> Sequence[int]:
-        """Return what becomes readable when ``collect`` has something to do."""
-        return () if self._pool is None else self._pool.descriptors()
-
-    def collect(self) -> None:
-        """Deliver what workers have sent."""
-        if self._pool is not None:
-            self._pool.collect()
-
     def forget(self, run: Run) -> None:
         """End the lease."""
         with self._lock:
@@ -155,26 +140,3 @@ class ProcessLease:
     def join(self) -> bool:
         """Wait until the workers are gone, if they are not kept."""
         return self._keep or self._pool is None or self._pool.join()
-
-    def explain(self, work: Work) -> str:
-        """Say which worker has ``work``, since when, and where it is stuck."""
-        holders = self._pool.holders(work) if self._pool is not None else []
-        if not holders:
-            return "waits for a worker process that is free"
-        parts = []
-        for number, pid, held in holders:
-            parts.append(
-                f"has been in stage {STAGES[held.stage]!r} of worker {number} (pid "
-                f"{pid}) for {held.seconds:.2f} s"
-            )
-            if pid is not None and self._pool is not None:
-                parts.append(stack_of(pid, self._pool.stack))
-        return "\n".join(parts)
-
-    def restart(self, work: Work) -> bool:
-        """Kill the worker that has ``work`` in hand; it is replaced, and made again."""
-        holders = self._pool.holders(work) if self._pool is not None else []
-        for number, _, _ in holders:
-            assert self._pool is not None
-            self._pool.kill(number)
-        return bool(holders)

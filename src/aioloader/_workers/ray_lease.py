@@ -1,17 +1,12 @@
 """Ray actors as one iteration sees them: placed with its first request."""
 
 import sys
-import threading
-import weakref
-from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 import torch
 
-from aioloader._pipeline.run import Run
 from aioloader._pipeline.work import Work
-from aioloader._workers.lease import Pools
+from aioloader._workers.lease import Lease, Pools
 from aioloader._workers.ray_actor import Ground
 from aioloader._workers.ray_pool import RayPool
 from aioloader._workers.ray_workers import RayWorkers
@@ -39,62 +34,10 @@ def _start(workers: RayWorkers, shipment: Shipment, ground: Ground) -> RayPool:
     return RayPool(ray, connection, shipment, ground, workers.options())
 
 
-class RayLease:
-    """Ray actors, as one iteration sees them.
+class RayLease(Lease[RayPool]):
+    """Ray actors, as one iteration sees them."""
 
-    Args:
-        pools: Where actors are kept that outlive it.
-        start: Connects, and has actors placed.
-        reads: Whether they read the samples too.
-        keep: Whether they outlive the iteration.
-    """
-
-    place: Literal["pool"] = "pool"
     pump = None
-
-    def __init__(
-        self, pools: Pools, start: Callable[[], RayPool], *, reads: bool, keep: bool
-    ) -> None:
-        self.reads = reads
-        self._pools = pools
-        self._start = start
-        self._keep = keep
-        self._pool: RayPool | None = None
-        self._is_over = False
-        self._lock = threading.RLock()
-
-    def open(self, run: Run) -> None:
-        """Have the actors placed, or find those that are kept; it may take long."""
-        try:
-            pool = self._pools.open(self._start, keep=self._keep)
-        except Exception as error:  # no cluster, or what cannot be shipped
-            run.fail(error)
-            return
-        with self._lock:
-            self._pool = pool
-            if not self._keep:
-                weakref.finalize(self, pool.end)
-                if self._is_over:
-                    pool.end()
-
-    def submit(self, run: Run, work: Work) -> None:
-        """Have the rest of ``work`` made."""
-        if self._pool is not None:
-            self._pool.submit(run, work)
-
-    def forget(self, run: Run) -> None:
-        """End the lease."""
-        with self._lock:
-            self._is_over = True
-            pool = self._pool
-        if pool is not None:
-            pool.forget(run)
-            if not self._keep:
-                pool.end()
-
-    def join(self) -> bool:
-        """Wait until the actors are gone, if they are not kept."""
-        return self._keep or self._pool is None or self._pool.join()
 
     def explain(self, work: Work) -> str:
         """Say which actor has ``work``, since when, and where it is stuck."""
