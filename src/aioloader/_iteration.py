@@ -29,7 +29,14 @@ from aioloader._pipeline.recipe import Recipe, nothing_around
 from aioloader._pipeline.roles import Pool
 from aioloader._pipeline.source import HostedSource, Patience
 from aioloader._pipeline.work import Work
-from aioloader._state import Draft, Passage, readers_of, reads_in_workers, resumed
+from aioloader._state import (
+    Draft,
+    Passage,
+    own_state,
+    readers_of,
+    reads_in_workers,
+    resumed,
+)
 from aioloader._transport.locked import Locker
 from aioloader._transport.slots import SlotPool
 from aioloader._workers.executors import ExecutorWorkers
@@ -53,7 +60,7 @@ if TYPE_CHECKING:
 class Live:
     """What a loader has in its own process, and is never copied."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, loaded: dict[str, Any] | None = None) -> None:
         self.homes = Homes(dataset)
         self.slots = SlotPool()
         self.pools = Pools()
@@ -62,7 +69,7 @@ class Live:
         self.policy = FailurePolicy()
         self.counters = Counters()
         self.passage: Passage | None = None  # the latest
-        self.loaded: dict[str, Any] | None = None  # a state for the next iteration
+        self.loaded = loaded  # a state for the next iteration
         self.drafted: Callable[[], Draft | None] = _nothing
         self._base_seed: int | None = None  # of workers that persist
         self._ahead: Ahead | None = None
@@ -70,13 +77,16 @@ class Live:
 
     def draft(self, loader: "DataLoader[Any]") -> Draft:
         """Draw where torch draws: later draws must find the same generator."""
+        order = loader._sampling.order({})
         if self._base_seed is None or not self.pools.has_kept():
             # Persistent workers keep theirs, as in torch.
             drawn = torch.empty((), dtype=torch.int64).random_(
                 generator=loader.generator
             )
             self._base_seed = int(drawn.item())
-        draft = Draft(self._base_seed, loader._sampling.order({}), _own_state(loader))
+            if loader.num_workers:  # torch begins a sampler a second time for workers
+                order = loader._sampling.order({})
+        draft = Draft(self._base_seed, order, own_state(loader))
         # It lives as long as the iterator that has not begun.
         self.drafted = weakref.ref(draft)
         return draft
@@ -97,20 +107,32 @@ class Live:
             counters: Of this iteration.
             is_async: Whether the consumer is a task.
         """
-        saved, self.loaded = self.loaded, None
-        if saved is None:
-            ahead = self.claim_ahead(counters)
-            if ahead is not None:
-                return ahead
-            draft = draft or self.draft(loader)
-            epoch = loader._epochs.begin()
-            passage = Passage.begun(epoch, draft, BEGINNING, readers_of(loader))
-        else:
+        ahead = self.claim_ahead(counters) if self.loaded is None else None
+        if ahead is not None:
+            return ahead
+        before = loader._epochs.state()
+        try:
+            passage = self._passage(loader, draft)
+            counters.epoch = passage.epoch
+            source = self.begin(loader, passage, counters, is_async=is_async)
+        except BaseException:
+            loader._epochs.restore(before)  # it is not begun, and may be tried again
+            raise
+        self.passage, self.counters, self.loaded = passage, counters, None
+        return source
+
+    def _passage(self, loader: "DataLoader[Any]", draft: Draft | None) -> Passage:
+        """Return the pass that is to begin, or to go on."""
+        saved = self.loaded
+        if saved is None and self.passage is not None and self.passage.is_untouched():
+            saved = self.passage.saved  # nothing came of it
+        if saved is not None:
             passage = resumed(loader, saved, self.draft)
             self._base_seed = passage.base_seed
-        self.passage, self.counters = passage, counters
-        counters.epoch = passage.epoch
-        return self.begin(loader, passage, counters, is_async=is_async)
+            return passage
+        draft = draft or self.draft(loader)
+        epoch = loader._epochs.begin()
+        return Passage.begun(epoch, draft, BEGINNING, readers_of(loader))
 
     def begin(
         self,
@@ -166,16 +188,17 @@ class Live:
 
         def make(counters: Counters) -> tuple[HostedSource, Passage]:
             policy = self.policy
-            draft = Draft(
-                self._base_seed or 0, loader._sampling.order({}), _own_state(loader)
-            )
-            passage = Passage.begun(counters.epoch, draft, BEGINNING, 1)
+            order, seed = loader._sampling.order({}), self._base_seed or 0
+            draft = Draft(seed, order, own_state(loader))
+            epoch, readers = counters.epoch, readers_of(loader)
+            passage = Passage.begun(epoch, draft, BEGINNING, readers)
             source = self.begin(loader, passage, counters, is_async=False)
             self.policy = policy
             assert isinstance(source, HostedSource)
             return source, passage
 
-        self._ahead = Ahead(loader.sampler, loader._epochs, make)
+        sampler = loader._sampling.index_sampler
+        self._ahead = Ahead(sampler, loader._epochs, make)
 
     def forget_ahead(self) -> None:
         """Drop the epoch that was begun ahead, if one was."""
@@ -189,7 +212,7 @@ class Live:
             is_kept
             and not self._guesses_wrong
             and reads_in_workers(loader)
-            and is_foreseeable(loader.sampler, loader.batch_sampler)
+            and is_foreseeable(loader._sampling.index_sampler, loader.batch_sampler)
         )
 
 
@@ -211,16 +234,6 @@ def _device_side(loader: "DataLoader[Any]", devices: Devices) -> DeviceSide | No
 
 def _nothing() -> None:
     """Stand for a reference to nothing."""
-
-
-def _own_state(loader: "DataLoader[Any]") -> torch.Tensor | None:
-    """Return the state of the user's generator, if the order does not draw from it."""
-    generator = loader.generator
-    if generator is None or generator is getattr(
-        loader._sampling.index_sampler, "generator", None
-    ):
-        return None
-    return generator.get_state()
 
 
 def _pins(loader: "DataLoader[Any]") -> bool:
@@ -282,6 +295,7 @@ def _recipe(loader: "DataLoader[Any]", live: Live, passage: Passage) -> Recipe:
     make_keys = SampleKeys if loader.rng == "sample" else BatchKeys
     is_keyed = arguments.draws_by_key(loader.rng, loader.num_workers)
     keys = make_keys(passage.base_seed, passage.epoch, loader._sampling.part)
+    is_ours = isinstance(loader.dataset, Stream)
     return Recipe(
         _dealt(loader),
         loader.transform,
@@ -295,7 +309,9 @@ def _recipe(loader: "DataLoader[Any]", live: Live, passage: Passage) -> Recipe:
         seed=be_at_sample if loader.num_workers else seed_sample,
         keys=keys if is_keyed else None,
         part=_part_of_stream(loader),
-        snapshot_every=loader.snapshot_every_n_steps,
+        # Of a stream it costs little, and could not be moved to other ranks else.
+        snapshot_every=1 if is_ours else loader.snapshot_every_n_steps,
+        keeps_step=loader._sampling.part.world_size > 1,
     )
 
 
@@ -376,4 +392,5 @@ def _shipment(
         in_flight=per_worker * loader.num_workers,
         part=recipe.part,
         snapshot_every=recipe.snapshot_every,
+        keeps_step=recipe.keeps_step,
     )

@@ -238,7 +238,7 @@ class DataLoader(Generic[Batch]):
         if fetch == "workers" and workers != "process":
             arguments.check_fetch(workers, dataset, transform, collate_fn)
 
-        self._epochs = Epochs(self.sampler)
+        self._epochs = Epochs(self._sampling.index_sampler)
         self._reported_length: int | None = None
         self._live = Live(dataset)
         if num_workers and workers == "process" and multiprocessing_context is None:
@@ -246,11 +246,11 @@ class DataLoader(Generic[Batch]):
         self._initialized = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_live"}
+        return {**vars(self), "_live": self._live.loaded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._live = Live(self.dataset)
+        self._live = Live(self.dataset, loaded=state["_live"])
 
     # -- iteration ----------------------------------------------------------------
 
@@ -279,7 +279,8 @@ class DataLoader(Generic[Batch]):
         self._epochs.choose(epoch)
         for part in (self.sampler, self.batch_sampler, self.dataset):
             hook = getattr(part, "set_epoch", None)
-            if callable(hook):
+            # Who learns of each epoch as it begins would be bound to this one.
+            if callable(hook) and not hasattr(part, "begin_epoch"):
                 hook(epoch)
 
     def _iterate(self, *, is_async: bool) -> BatchIterator[Batch]:
@@ -322,8 +323,7 @@ class DataLoader(Generic[Batch]):
         if not state:
             return
         check(self, state)
-        passage = self._live.passage
-        if passage is not None and not passage.progress.is_over() and self._live.open:
+        if any(iterator.is_under_way() for iterator in self._live.open):
             warnings.warn(
                 "an iteration is under way: the state takes effect with the next one",
                 stacklevel=2,

@@ -1,7 +1,7 @@
 """The states of all ranks as one, which any number of ranks can load.
 
-Over a map-style dataset every rank has the same state, and any of them will do. Streams
-are shared out, so each rank has a part of their state.
+Over a map-style dataset all ranks that have not come to their end have the same state,
+and any of them will do. Streams are shared out, so each rank has a part of their state.
 """
 
 from collections.abc import Iterable, Sequence
@@ -62,7 +62,7 @@ def _merged(reader: str, going: Sequence[State], over: Sequence[State]) -> Any:
     streams = [part["dataset"] for part in parts]
     for state in over:
         last = (state.get("last") or {}).get(reader)
-        if last is not None:
+        if last is not None and "dataset" in last:
             streams.append({**last["dataset"], "ended": True})
     return {**first, "dataset": merge_streams(streams)}
 

@@ -88,8 +88,18 @@ class Sampling:
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples of a batch of all ranks together."""
-        return self.batch_size and self.batch_size * self.part.world_size
+        """Samples of a batch of all ranks together; None if batches are given."""
+        size = self.batch_size or 1
+        if type(self.batch_sampler) is BatchSampler:
+            size = self.batch_sampler.batch_size
+        elif self.batch_sampler is not None:
+            return None
+        return size * self.part.world_size
+
+    @property
+    def ranks_of_state(self) -> int | None:
+        """How many ranks can load a state, if only so many can."""
+        return self.part.world_size if self.global_batch_size is None else None
 
     def order(self, saved: State) -> IndexOrder | IteratedOrder | StreamOrder:
         """Return the order of an epoch: a new one, or the one that was saved."""
@@ -104,8 +114,11 @@ class Sampling:
             TypeError: If the dataset or the sampler has no length.
         """
         if self.kind is not Kind.MAP:
-            whole = len(dataset) / (self.global_batch_size or self.part.world_size)
-            return math.floor(whole) if self.drop_last else math.ceil(whole)
+            size, drop_last = self.batch_size or 1, self.drop_last
+            if self.part.world_size == 1:
+                whole = len(dataset) / size
+                return math.floor(whole) if drop_last else math.ceil(whole)
+            return self.part.batches(len(dataset), size, drop_last=drop_last)
         if self.part.world_size == 1:
             batches = self.batch_sampler
             return len(self.sampler if batches is None else batches)

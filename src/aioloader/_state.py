@@ -4,7 +4,9 @@ A state is a dict of a few numbers, ready for JSON where the dataset's own state
 tells nothing of workers, prefetch, places or hosts, so it can be loaded with others.
 """
 
+import copy
 import warnings
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,7 +18,7 @@ from aioloader import _arguments as arguments
 from aioloader._order.draws import packed, unpacked
 from aioloader._order.orders import Order, described, drawing_part_of
 from aioloader._order.progress import Bookmark, Progress
-from aioloader._pipeline.position import is_read_again
+from aioloader._pipeline.position import STATES, is_read_again
 from aioloader.errors import StateMismatchError
 from aioloader.protocols import Kind, is_stateful
 
@@ -55,6 +57,7 @@ class Passage:
         progress: How far it is.
         generator: The user's generator behind the draw of the base seed, if it is not
             the order's too.
+        saved: The state that it goes on from, if there was one.
     """
 
     epoch: int
@@ -63,15 +66,22 @@ class Passage:
     bookmark: Bookmark
     progress: Progress
     generator: torch.Tensor | State | None = None
+    saved: State | None = None
 
     @classmethod
     def begun(
         cls, epoch: int, draft: Draft, bookmark: Bookmark, readers: int
     ) -> "Passage":
-        """Return a pass that begins at ``bookmark``."""
+        """Return a pass that begins at ``bookmark``; its order is drawn from now on."""
+        draft.order.prepare()
         progress = Progress(bookmark, readers=readers)
         seed, order, generator = draft.base_seed, draft.order, draft.generator
         return cls(epoch, seed, order, bookmark, progress, generator)
+
+    def is_untouched(self) -> bool:
+        """Tell whether nothing was delivered yet."""
+        is_there = self.progress.bookmark() == self.bookmark
+        return is_there and not self.progress.is_over()
 
     def drawn(self) -> State | None:
         """Return the state of the user's generator, ready for JSON."""
@@ -104,27 +114,38 @@ def state_of(loader: "DataLoader[Any]", passage: Passage | None) -> State:
         if drawn is not None:
             state["generator"] = drawn
     if loader._kind is Kind.MAP and is_stateful(loader.dataset):
-        state["dataset"] = loader.dataset.state_dict()
+        state["dataset"] = copy.deepcopy(loader.dataset.state_dict())
+    if loader.generator is None:
+        state["default"] = _fingerprint()
     return state
+
+
+def _fingerprint() -> int:
+    """Return what tells whether torch's default generator is as it was."""
+    return zlib.crc32(torch.default_generator.get_state().numpy().tobytes())
 
 
 def _between(loader: "DataLoader[Any]", passage: Passage | None) -> State:
     """Return the state before an epoch: nothing of it was drawn yet."""
     epochs = loader._epochs
-    epoch = epochs.next if passage is None else passage.epoch + 1
-    state: State = {"epoch": epoch, "done": 0, "beyond": [], "states": {}}
+    state: State = {"epoch": epochs.next, "done": 0, "beyond": [], "states": {}}
     drafted = loader._live.drafted()
     if drafted is not None:  # an iterator was made, and has not begun
         state["seed"] = drafted.base_seed
     elif passage is not None and loader._live.pools.has_kept():
         state["seed"] = passage.base_seed
-    is_dealt = loader._kind is not Kind.MAP and loader._sampling.part.world_size > 1
-    if passage is not None and is_dealt:
-        # Other ranks may have more of this epoch: see ``merge_states``.
-        last = passage.progress.bookmark().states
+    if passage is not None:
+        # Who has a state may know of epochs; of streams, other ranks may have more of
+        # this one: see ``merge_states``.
+        last = dict(passage.progress.bookmark().states)
+        end = getattr(passage.order, "end", None)
+        if end is not None:
+            last[0] = end
         state["last"] = {str(k): one for k, one in last.items()}
     if loader._kind is Kind.MAP:
         state["order"] = described(loader._sampling.index_sampler)
+        if drafted is not None:
+            state["order"] |= drafted.order.state()
         upcoming = epochs.upcoming()
         if upcoming is not None:
             state["order"]["epoch"] = upcoming
@@ -176,19 +197,48 @@ def resumed(
     order = state.get("order") or {}
     loader._epochs.begin_again(state["epoch"], order.get("epoch"))
     restore_generators(loader, state)
+    is_between = not (state["done"] or state["beyond"])
+    if not is_between and state.get("default") != _fingerprint():
+        _draw_as_before(loader, state)
     if "dataset" in state:
         loader.dataset.load_state_dict(state["dataset"])
     bookmark = bookmark_of(state)
     if "seed" not in state:
         draft = draw(loader)
     else:
-        own = state.get("generator")
-        draft = Draft(
-            state["seed"], loader._sampling.order(order), own and unpacked(own)
-        )
+        saved = loader._sampling.order(order)
+        draft = Draft(state["seed"], saved, own_state(loader))
     if loader._kind is not Kind.MAP:
         _warn_of_reading_again(loader, bookmark)
-    return Passage.begun(state["epoch"], draft, bookmark, readers_of(loader))
+    passage = Passage.begun(state["epoch"], draft, bookmark, readers_of(loader))
+    passage.saved = state
+    return passage
+
+
+def own_state(loader: "DataLoader[Any]") -> torch.Tensor | None:
+    """Return the state of the user's generator, if the order does not draw from it."""
+    generator = loader.generator
+    part = drawing_part_of(loader._sampling.index_sampler)
+    is_shared = part is not None and part.generator is generator
+    return None if generator is None or is_shared else generator.get_state()
+
+
+def _draw_as_before(loader: "DataLoader[Any]", state: State) -> None:
+    """Draw from torch's default generator what was drawn before the state was saved.
+
+    A script that is run again seeds it again, and the epochs to come would be drawn
+    like those that were. Whoever has restored it is left alone. (Between epochs whoever
+    seeds for each of them must be.)
+    """
+    if loader.generator is not None:
+        return
+    epochs = state["epoch"] + 1
+    draws = 1 if loader.persistent_workers else epochs  # they keep their base seed
+    sampler = loader._sampling.index_sampler
+    if isinstance(sampler, RandomSampler) and sampler.generator is None:
+        draws += epochs
+    for _ in range(draws):
+        torch.empty((), dtype=torch.int64).random_()
 
 
 def _warn_of_reading_again(loader: "DataLoader[Any]", bookmark: Bookmark) -> None:
@@ -206,7 +256,19 @@ def _warn_of_reading_again(loader: "DataLoader[Any]", bookmark: Bookmark) -> Non
 def bookmark_of(state: State) -> Bookmark:
     """Return where the epoch of a state begins."""
     states = {int(reader): one for reader, one in state["states"].items()}
+    for reader, one in (state.get("last") or {}).items():
+        if _knows_of_epochs(one):
+            states[int(reader)] = {**one, "is_over": True}
     return Bookmark(state["done"], frozenset(state["beyond"]), states)
+
+
+def _knows_of_epochs(last: Any) -> bool:
+    """Tell whether the state behind an epoch is to be given to what begins the next.
+
+    Streams of ours are told which epoch it is.
+    """
+    is_ours = "streams" in (last.get("dataset") or ())
+    return not is_ours and any(name in last for name in ("sampler", *STATES))
 
 
 # -- does it fit ------------------------------------------------------------------
@@ -241,13 +303,14 @@ def _identity(loader: "DataLoader[Any]") -> State:
     """Return what of a loader must be the same where its state is loaded."""
     try:
         length = len(loader.dataset)
-    except (TypeError, NotImplementedError):
+    except Exception:  # noqa: BLE001  (of the user's; then it is not known)
         length = None
     return {
         "kind": loader._kind.value,
         "length": length,
         "batch_size": loader._sampling.global_batch_size,
         "readers": readers_of(loader),
+        "ranks": loader._sampling.ranks_of_state,
     }
 
 
@@ -259,6 +322,8 @@ _WORDS = {
     "batch_size": "the state was saved with batches of {saved} samples (of all ranks "
     "together), but the loader makes {found}; load it with the same batch_size x "
     "world_size",
+    "ranks": "the state was saved on {saved} ranks, but there are {found}; with a "
+    "batch_sampler of its own a run cannot go on with others",
     "readers": "the state was saved with {saved} readers of the iterable (workers that "
     "each read a part of their own), but the loader has {found}; load it with the same "
     "num_workers and fetch",
@@ -287,7 +352,8 @@ def _check_generator(loader: "DataLoader[Any]", state: State, saved: State) -> N
     between = state.get("generators") or {}
     for name in set(between) - set(generators_of(loader)):
         _refuse("a generator of seed {!r} for the order", between[name]["seed"], None)
-    generator = getattr(loader._sampling.index_sampler, "generator", None)
+    part = drawing_part_of(loader._sampling.index_sampler)
+    generator = None if part is None else part.generator
     is_random = isinstance(loader._sampling.index_sampler, RandomSampler)
     if generator is None and not (is_random and "generator" in saved):
         return

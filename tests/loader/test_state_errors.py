@@ -39,8 +39,8 @@ CASES: dict[str, Case] = {
         numbers,
         lambda: numbers(size=None),
         32,
-        None,
-        "of 32 .* makes None",
+        1,
+        "of 32 .* makes 1",
     ),
     "world size": (
         lambda: numbers(size=8, rank=0, world_size=4),

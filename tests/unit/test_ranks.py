@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader._order.indices import Ascending, cut
+from aioloader._order.indices import Ascending, Cutting, cut
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.ranks import WHOLE, Part
 
@@ -23,7 +23,8 @@ TAILS = ["wrap", "pad", "drop", "uneven"]
 def test_cut(n: int, size: int, world_size: int, tail: Any, drop_last: bool) -> None:
     """Parts are disjoint and cover; what stands in comes last and is counted."""
     parts = [Part(rank, world_size, tail) for rank in range(world_size)]
-    found = [list(cut(Ascending(n), size, part, drop_last=drop_last)) for part in parts]
+    cuttings = [Cutting(size, part, drop_last) for part in parts]
+    found = [list(cut(Ascending(n), cutting)) for cutting in cuttings]
     for part, batches in zip(parts, found, strict=True):
         assert len(batches) == part.batches(n, size, drop_last=drop_last)
         assert all(len(batch.indices) <= size for batch in batches)
@@ -51,7 +52,7 @@ def test_cut(n: int, size: int, world_size: int, tail: Any, drop_last: bool) -> 
 def test_only_the_rest_is_computed(start: int, size: int) -> None:
     """The middle of a long order is found by its place."""
     order = ShuffledIndices(10**12, 3)
-    batch = next(cut(order, size, start=start))
+    batch = next(cut(order, Cutting(size), start))
     assert isinstance(batch.indices, torch.Tensor)
     expected = order.take(start * size, (start + 1) * size)
     assert batch.indices.tolist() == expected.tolist()

@@ -6,6 +6,7 @@ The exact torch classes are recognised here and cut from one index tensor instea
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -84,36 +85,48 @@ def is_known_by_place(sampler: Any) -> bool:
     return type(sampler) in {SequentialSampler, ShuffledIndices}
 
 
-def cut(
-    indices: Indices,
-    size: int,
-    part: Part = WHOLE,
-    *,
-    drop_last: bool = False,
-    start: int = 0,
-) -> Iterator[IndexBatch]:
+@dataclass(frozen=True)
+class Cutting:
+    """How an order is cut into one rank's batches.
+
+    Attributes:
+        size: Samples of a batch of one rank.
+        part: Which rank, of how many, and what becomes of the tail.
+        drop_last: Whether a last global batch that is not whole is left out.
+        as_lists: Whether indices are lists of Python integers, or tensors and ranges.
+    """
+
+    size: int
+    part: Part = WHOLE
+    drop_last: bool = False
+    as_lists: bool = False
+
+
+def cut(indices: Indices, cutting: Cutting, start: int = 0) -> Iterator[IndexBatch]:
     """Yield one rank's batches.
 
     Args:
         indices: The order of all ranks.
-        size: Samples of a batch of one rank.
-        part: Which rank, of how many, and what becomes of the tail.
-        drop_last: Whether a last global batch that is not whole is left out.
+        cutting: How it is cut.
         start: Number of the first batch.
     """
+    part, size, as_lists = cutting.part, cutting.size, cutting.as_lists
     n, whole = len(indices), size * part.world_size
-    stop = n - n % whole if drop_last else n
+    stop = n - n % whole if cutting.drop_last else n
     step = max(1, _BLOCK // whole) * whole
     for at in range(start * whole, stop, step):
         end = min(at + step, stop)
         block = _as_chunk(indices.take(at, end))
         for first in range(at, end, whole):
+            found: Any = block[first - at : first - at + whole]
+            number = first // whole
             if part.world_size == 1:
-                chunk = block[first - at : first - at + size]
-                yield IndexBatch(first // whole, first, chunk)
-            else:
-                global_batch = block[first - at : first - at + whole]
-                yield from _dealt(indices, global_batch, first // whole, first, part)
+                found = _listed(found) if as_lists else found
+                yield IndexBatch(number, first, found)
+                continue
+            for batch in _dealt(indices, found, number, first, part):
+                dealt = _listed(batch.indices) if as_lists else batch.indices
+                yield batch._replace(indices=dealt)
 
 
 def _dealt(
@@ -138,11 +151,3 @@ def _as_chunk(taken: Any) -> Chunk:
 
 def _listed(chunk: Chunk) -> list[int]:
     return list(chunk) if type(chunk) is range else chunk.tolist()
-
-
-def with_lists(batches: Iterator[IndexBatch]) -> Iterator[IndexBatch]:
-    """Yield the same batches with lists of Python integers."""
-    return (
-        IndexBatch(number, first, _listed(indices), padding)
-        for number, first, indices, padding, _ in batches
-    )

@@ -24,12 +24,12 @@ from torch.utils.data import (
 from aioloader._order.draws import Draws
 from aioloader._order.indices import (
     Ascending,
+    Cutting,
     IndexBatch,
     Indices,
     Permuted,
     cut,
     is_known_by_place,
-    with_lists,
 )
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.ranks import WHOLE, Part
@@ -41,6 +41,9 @@ _WITH_GENERATOR = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
 
 class Order(Protocol):
     """The index batches of one epoch."""
+
+    def prepare(self) -> None:
+        """Draw what the state holds, once: a seed, but no permutation yet."""
 
     def batches(self, start: int = 0, behind: Any = None, /) -> Iterator[IndexBatch]:
         """Yield the batches from number ``start`` on; called once.
@@ -65,6 +68,9 @@ class StreamOrder:
     def __init__(self, size: int | None, part: Part) -> None:
         self._size = size or 1
         self._part = part
+
+    def prepare(self) -> None:
+        """Draw nothing."""
 
     def batches(self, start: int = 0, _behind: Any = None) -> Iterator[IndexBatch]:
         """Yield the batches from number ``start`` on."""
@@ -101,27 +107,34 @@ class IndexOrder:
         self._draws = None
         if isinstance(sampler, RandomSampler):
             self._draws = Draws(sampler, saved)
+        self._generator: torch.Generator | None = None
+
+    def prepare(self) -> None:
+        """Draw a seed, or note the state of the user's generator."""
+        if self._draws is not None and self._generator is None:
+            self._generator = self._draws.begin()
 
     def batches(self, start: int = 0, _behind: Any = None) -> Iterator[IndexBatch]:
         """Yield lists of indices, from batch ``start`` on."""
-        return with_lists(self.chunks(start))
+        return self._cut(start, as_lists=True)
 
     def chunks(self, start: int = 0) -> Iterator[IndexBatch]:
         """Yield index tensors, or ranges, from batch ``start`` on."""
+        return self._cut(start, as_lists=False)
+
+    def _cut(self, start: int, *, as_lists: bool) -> Iterator[IndexBatch]:
         n = len(self._sampler)
         indices: Indices = Ascending(n)
-        generator = None
+        self.prepare()
+        generator = self._generator
         if isinstance(self._sampler, ShuffledIndices):
             # Of the epoch when the first batch is asked for, whatever is set meanwhile.
             indices = self._sampler.copy()
             self._name = described(indices)
-        elif self._draws is not None:
-            generator = self._draws.begin()
+        elif generator is not None:
             indices = Permuted(torch.randperm(n, generator=generator))
-        cutting = cut(
-            indices, self._size, self._part, drop_last=self._drop_last, start=start
-        )
-        yield from cutting
+        cutting = Cutting(self._size, self._part, self._drop_last, as_lists)
+        yield from cut(indices, cutting, start)
         if generator is not None and generator is self._sampler.generator:
             # As torch does, for a permutation of which nothing is used.
             torch.randperm(n, generator=generator)
@@ -141,6 +154,7 @@ class IteratedOrder:
         drop_last: Whether a short last batch is left out.
         part: Which rank's.
         saved: What ``state`` returned; or empty.
+        begins: Whether torch iterates it with the loader, and not with the first batch.
     """
 
     def __init__(
@@ -151,6 +165,7 @@ class IteratedOrder:
         saved: State,
         *,
         drop_last: bool,
+        begins: bool,
     ) -> None:
         self._sampler = sampler
         self._size = size
@@ -163,31 +178,46 @@ class IteratedOrder:
         owner = drawing_part_of(sampler)
         if type(sampler) in _WITH_GENERATOR or owner is not None:
             self._draws = Draws(owner or sampler, saved)
-        # Torch begins here too, if the sampler is no generator function.
-        self._iterator = None if saved or self._draws else iter(sampler)
+        self.end: State | None = None  # of the sampler, at its end
+        self._generator: torch.Generator | None = None
+        self._iterator: Iterator[Any] | None = None
+        if begins and not saved and type(sampler) not in _WITH_GENERATOR:
+            self._iterator = self._begin(None)
+
+    def prepare(self) -> None:
+        """Draw a seed, or note the state of the generator."""
+        if self._draws is not None and self._generator is None:
+            self._generator = self._draws.begin()
 
     def batches(self, start: int = 0, behind: Any = None) -> Iterator[IndexBatch]:
         """Yield the batches from number ``start`` on."""
         iterator = self._iterator or self._begin(behind)
         number = first = 0
-        if behind is not None:
+        beginning: list[Any] = []
+        if behind is not None and "is_over" not in behind:
             number, first = start, behind["first"]
+            beginning = behind.get("beginning", beginning)
         elif start:
             self._warn(start)
         per_rank, ranks = self._size or 1, self._part.world_size
-        beginning: list[Any] = []
         steps = _stepped(iterator)
         while found := list(itertools.islice(steps, per_rank * ranks)):
             if self._drop_last and len(found) < per_rank * ranks:
-                return
+                break
             if self._size is None:
                 found = [_as_sequence(indices) for indices in found]
-            beginning = beginning or found
+            beginning = beginning or found[:ranks]
             end = first + (len(found) if self._size else sum(map(len, found)))
             if number >= start:
                 for batch in self._dealt(found, beginning, number, first):
-                    yield batch._replace(state=self._state_of(iterator, end))
+                    state = self._state_of(iterator, end)
+                    if state is not None and ranks > 1:
+                        state["beginning"] = beginning
+                    yield batch if state is None else batch._replace(state=state)
             number, first = number + 1, end
+        self.end = self._state_of(iterator, first)
+        if self.end is not None and iterator is self._sampler:
+            self.end["sampler"] = self.end.pop("iterator")
 
     def _dealt(
         self, found: list[Any], beginning: list[Any], number: int, first: int
@@ -221,12 +251,11 @@ class IteratedOrder:
     def _begin(self, behind: Any) -> Iterator[Any]:
         """Return an iterator, that of the saved order where there is one."""
         sampler = self._sampler
-        if self._draws is not None:
-            generator = self._draws.begin()
-            is_known = type(sampler) in _WITH_GENERATOR
-            if is_known and (self._is_again or type(sampler) is RandomSampler):
-                sampler = copy.copy(sampler)
-                sampler.generator = generator
+        self.prepare()
+        is_known = type(sampler) in _WITH_GENERATOR
+        if is_known and (self._is_again or type(sampler) is RandomSampler):
+            sampler = copy.copy(sampler)
+            sampler.generator = self._generator
         if self._is_again and type(self._epoch) is int:
             set_epoch = getattr(sampler, "set_epoch", None)
             if callable(set_epoch):
@@ -234,7 +263,8 @@ class IteratedOrder:
         if behind is not None and "sampler" in behind:
             sampler.load_state_dict(behind["sampler"])
         iterator: Any = iter(sampler)
-        if behind is not None and "iterator" in behind:
+        # That of an epoch that is over is nothing to the next one.
+        if behind is not None and "iterator" in behind and "is_over" not in behind:
             iterator.load_state_dict(behind["iterator"])
         begun: Iterator[Any] = iterator
         return begun
@@ -243,7 +273,7 @@ class IteratedOrder:
         """Return the state behind the latest batch, of a sampler that has one."""
         for name, part in (("iterator", iterator), ("sampler", self._sampler)):
             if is_stateful(part):
-                return {name: part.state_dict(), "first": first}
+                return {name: copy.deepcopy(part.state_dict()), "first": first}
         return None
 
     def _warn(self, start: int) -> None:
@@ -311,15 +341,18 @@ def order_of(
     """
     saved = saved or {}
     size, drop_last = 1, False
+    begins = batch_sampler is None
     if type(batch_sampler) is BatchSampler:
         sampler = batch_sampler.sampler
         size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
     elif batch_sampler is not None:
-        return IteratedOrder(batch_sampler, None, part, saved, drop_last=False)
+        return IteratedOrder(
+            batch_sampler, None, part, saved, drop_last=False, begins=True
+        )
     sampler = () if sampler is None else sampler
     if is_known_by_place(sampler):
         return IndexOrder(sampler, size, part, saved, drop_last=drop_last)
-    return IteratedOrder(sampler, size, part, saved, drop_last=drop_last)
+    return IteratedOrder(sampler, size, part, saved, drop_last=drop_last, begins=begins)
 
 
 def _as_sequence(indices: Any) -> Any:

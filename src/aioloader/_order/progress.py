@@ -61,18 +61,23 @@ class Progress:
             if self._failed:
                 self._beyond.update(self._failed)
                 self._failed.clear()
-            self._before.discard(number)
-            if number == self._done and not self._beyond:
-                self._pass(state)
-                return
-            self._beyond[number] = state
-            while self._done in self._beyond:
-                self._pass(self._beyond.pop(self._done))
+            self._note(number, state)
+
+    def pass_over(self, number: int, state: Any = None) -> None:
+        """Note what a batch that was delivered before has left its reader in."""
+        with self._lock:
+            self._note(number, state)
 
     def fail(self, number: int, state: Any = None) -> None:
         """Note that a batch raised."""
         with self._lock:
             self._failed[number] = state
+
+    def end(self, number: int, state: Any = None) -> None:
+        """Note that a reader was at its end, instead of batch ``number``."""
+        with self._lock:
+            if state is not None:
+                self._states[number % self._readers] = state
 
     def finish(self) -> None:
         """Note that the epoch is over."""
@@ -87,6 +92,15 @@ class Progress:
         with self._lock:
             beyond = self._before.union(self._beyond)
             return Bookmark(self._done, frozenset(beyond), dict(self._states))
+
+    def _note(self, number: int, state: Any) -> None:
+        self._before.discard(number)
+        if number == self._done and not self._beyond:
+            self._pass(state)
+            return
+        self._beyond[number] = state
+        while self._done in self._beyond:
+            self._pass(self._beyond.pop(self._done))
 
     def _pass(self, state: Any) -> None:
         if state is not None:

@@ -37,7 +37,7 @@ class _LocalSource(abc.ABC):
     def __init__(self, counters: Counters, plan: Plan) -> None:
         self._counters = counters
         self._progress = plan.progress
-        self._expected = plan.expected
+        self._plan = plan
         self._is_closed = False
         self._breathed = time.monotonic()
 
@@ -56,6 +56,25 @@ class _LocalSource(abc.ABC):
     def must_close(self) -> bool:
         """Tell whether something must be released when the iterator is dropped."""
         return False
+
+    def is_finished(self) -> bool:
+        """Tell whether there is no more to come."""
+        return self._is_closed or self._progress.is_over()
+
+    def _next(self, requests: Iterator[IndexBatch]) -> IndexBatch:
+        """Return the next request.
+
+        Raises:
+            StopIteration: At the end of the epoch.
+        """
+        try:
+            return next(requests)
+        except StopIteration:
+            self._end()
+            raise
+        except BaseException:  # of the sampler: there is no more, but that is no end
+            self._is_closed = True
+            raise
 
     def _end(self) -> None:
         """Note that the epoch is over, unless it was only closed; close."""
@@ -138,18 +157,15 @@ class InlineSource(_LocalSource):
             StopIteration: At the end.
         """
         while True:
-            try:
-                work = self._recipe.work(next(self._requests))
-            except StopIteration:
-                self._end()
-                raise
+            work = self._recipe.work(self._next(self._requests))
             with self._recipe.around(work):
                 outcome = self._made(work)
             if outcome.is_end:
+                self._progress.end(work.number, work.state)
                 self._end()
                 raise StopIteration
             self._progress.take(work.number, work.state)
-            if work.number + 1 == self._expected:
+            if self._plan.is_last(work.number):
                 self._requests = self._left(self._requests)
             if not outcome.is_empty and work.number not in self._dropped:
                 self._counters.batches += 1
@@ -215,18 +231,18 @@ class GatherSource(_LocalSource):
         Raises:
             StopIteration: At the end.
         """
+        number, _, chunk, _, _ = self._next(self._batches)
         try:
-            number, _, chunk, _, _ = next(self._batches)
-        except StopIteration:
-            self._end()
+            if type(chunk) is range:
+                batch = [self._copy(tensor, chunk) for tensor in self._tensors]
+            else:
+                batch = [tensor.index_select(0, chunk) for tensor in self._tensors]
+        except BaseException:
+            self._progress.fail(number)
             raise
-        if type(chunk) is range:
-            batch = [self._copy(tensor, chunk) for tensor in self._tensors]
-        else:
-            batch = [tensor.index_select(0, chunk) for tensor in self._tensors]
         self._counters.batches += 1
         self._progress.take(number)
-        if number + 1 == self._expected:
+        if self._plan.is_last(number):
             self._batches = self._left(self._batches)
         return batch
 

@@ -98,6 +98,10 @@ class BatchIterator(Generic[Batch]):
         if self._source is not None:
             await self._source.aclose()
 
+    def is_under_way(self) -> bool:
+        """Tell whether it has begun, and is neither at its end nor closed."""
+        return self._source is not None and not self._source.is_finished()
+
     def _begin(self) -> "Source":
         with self._lock:
             if self._source is None:

@@ -32,9 +32,16 @@ class Plan:
         beyond = frozenset() if self.is_stream else self.bookmark.beyond
         for batch in self.batches:
             if batch.number in beyond:
-                self.progress.take(batch.number, batch.state)
+                self.progress.pass_over(batch.number, batch.state)
             else:
                 yield batch
+
+    def is_last(self, number: int) -> bool:
+        """Tell whether nothing should be left to deliver behind a batch."""
+        if self.expected is None:
+            return False
+        beyond = sum(one > number for one in self.bookmark.beyond)
+        return number + 1 + beyond == self.expected
 
     def dropped(self) -> frozenset[int]:
         """Return the batches that are made, and not delivered again."""

@@ -11,8 +11,10 @@ from typing import Any, TypeAlias
 from aioloader.protocols import is_stateful
 
 # "read": samples read in all; "skip": those of them behind the state below;
-# "iterator", "dataset": their states, where they have one.
+# "iterator", "dataset": their states, where they have one; "is_dataset": the iterator
+# is the dataset; "is_over": they are those behind the epoch before.
 StreamState: TypeAlias = dict[str, Any]
+STATES = ("dataset", "iterator")
 
 
 class Position:
@@ -32,12 +34,17 @@ class Position:
         self._dataset = dataset
         self._every = every
         self._resume: StreamState = resume or {}
+        if self._resume.get("is_over"):
+            # Only what outlives an epoch is for the next one.
+            name = "iterator" if "is_dataset" in self._resume else "dataset"
+            kept = name in self._resume
+            self._resume = {"dataset": self._resume[name]} if kept else {}
         self.read: int = self._resume.get("read", 0)
         self.to_skip: int = self._resume.get("skip", 0)
         self._iterator: Any = None
         self._latest: StreamState = {
             name: self._resume[name]
-            for name in ("dataset", "iterator")
+            for name in (*STATES, "is_dataset")
             if name in self._resume
         }
         self._at = self.read - self.to_skip
@@ -61,6 +68,10 @@ class Position:
                 self._latest, self._at = latest, self.read
         return {"read": self.read, "skip": self.read - self._at, **self._latest}
 
+    def end(self) -> StreamState:
+        """Return where the stream is at its end."""
+        return {"read": self.read, "skip": 0, **self._states()}
+
     def _states(self) -> dict[str, Any]:
         """Return the states of what has one, by who is to be given it."""
         iterator, dataset = self._iterator, self._dataset
@@ -70,6 +81,8 @@ class Position:
         found: StreamState = {}
         if is_stateful(iterator):
             found["iterator"] = copy.deepcopy(iterator.state_dict())
+            if iterator is dataset:
+                found["is_dataset"] = True
         if dataset is not iterator and is_stateful(dataset):
             found["dataset"] = copy.deepcopy(dataset.state_dict())
         return found
@@ -77,7 +90,7 @@ class Position:
 
 def has_state(position: StreamState) -> bool:
     """Tell whether a position holds the stream's own state."""
-    return "iterator" in position or "dataset" in position
+    return any(name in position for name in STATES)
 
 
 def is_read_again(position: StreamState) -> bool:

@@ -94,6 +94,8 @@ class Recipe:
         part: Which samples of an iterable are this rank's, and whether batches come
             with a mask.
         snapshot_every: Batches from one state of a stateful stream to the next.
+        keeps_step: Whether other ranks read the same batches: one that raises must not
+            put them out of step.
     """
 
     dataset: Any
@@ -111,6 +113,7 @@ class Recipe:
     keys: Keys | None = None
     part: Part = WHOLE
     snapshot_every: int = 1
+    keeps_step: bool = False
     # Derived, and looked up once: a look-up per sample is 5 % of a small one.
     kind: Kind = field(init=False)
     get: Callable[[Any], Any] = field(init=False)

@@ -79,7 +79,8 @@ class HostedSource:
         self._dropped = plan.dropped()
         self._numbers: deque[int] = deque()  # issued, and not yet taken
         self._next = plan.bookmark.done
-        self._expected = plan.expected
+        self._plan = plan
+        self._is_cut = False
         self._window_for = window.size
         self._window = 0
         self._is_lazy = window.is_lazy
@@ -146,6 +147,10 @@ class HostedSource:
             elif not came:
                 self._time_out(waited)
 
+    def is_finished(self) -> bool:
+        """Tell whether there is no more to come."""
+        return self._is_finished
+
     def issue(self) -> None:
         """Issue one request, before anybody has asked for a batch."""
         with self._lock:
@@ -199,7 +204,7 @@ class HostedSource:
             self._is_exhausted = True
             return
         except Exception as error:  # delivered in its turn
-            self._is_exhausted = True
+            self._is_exhausted = self._is_cut = True
             self._note(self._next)
             where = f"in the sampler, at batch {self._next}"
             self.run.ready.put(self._next, Outcome(error=noted(error, where)))
@@ -266,7 +271,9 @@ class HostedSource:
         self._numbers.remove(number)
         if outcome.error is not None:
             self._progress.fail(number, outcome.state)
-        elif not outcome.is_end:
+        elif outcome.is_end:
+            self._progress.end(number, outcome.state)
+        else:
             self._progress.take(number, outcome.state)
         if number in self._dropped:
             return Outcome(is_empty=True, is_end=outcome.is_end)
@@ -274,13 +281,14 @@ class HostedSource:
 
     def _finish(self) -> None:
         """Note that the epoch is over, unless it was only closed."""
-        if self._is_exhausted and self._taken == self._issued:
+        is_over = self._is_exhausted and self._taken == self._issued
+        if is_over and not self._is_cut:
             self._progress.finish()
 
     def _go_on(self) -> None:
         """Put something else in flight, in place of what has been taken."""
         # Not even a lazy one may leave open whether the epoch is over.
-        if not self._is_lazy or self._next == self._expected:
+        if not self._is_lazy or self._plan.is_last(self._next - 1):
             self._fill()
         if self._is_exhausted and self.when_exhausted is not None:
             self.when_exhausted()

@@ -40,12 +40,16 @@ class _Stream:
         self._rank, self._ranks = recipe.part.rank, recipe.part.world_size
         self._found = 0  # of the global batch under way
         self._latest: Any = MISSING
+        self._any: Any = MISSING
+        self._wanted = 0
+        self._debt = 0  # of a batch that raised, what other ranks still read of it
 
     def _begin(self, work: Work) -> int:
         """Begin a batch; return how many samples of the stream it comes from."""
         self._recipe.policy.begin(len(work.indices))
         self._found = 0
-        return len(work.indices) * self._ranks
+        self._wanted = len(work.indices) * self._ranks
+        return self._wanted
 
     def _is_mine(self) -> bool:
         """Tell whether the next sample is this rank's."""
@@ -56,6 +60,7 @@ class _Stream:
         if self._is_mine():
             work.samples.append(sample)
             self._latest = sample
+        self._any = sample
         self._found += 1
 
     def _close_batch(self, work: Work, wanted: int) -> None:
@@ -64,6 +69,7 @@ class _Stream:
         self._position.read += found
         if not found or (self._drop_last and found < wanted):
             work.outcome = Outcome(is_end=True)
+            work.state = self._position.end()
             return
         if found < wanted and self._ranks > 1:
             self._deal_tail(work)
@@ -73,8 +79,9 @@ class _Stream:
         """Make our part of the last global batch what the tail's mode says."""
         mine, padding = self._recipe.part.share(self._found)
         del work.samples[mine:]
-        if padding and self._latest is not MISSING:
-            work.samples += [self._latest] * padding
+        if padding:
+            stand_in = self._any if self._latest is MISSING else self._latest
+            work.samples += [stand_in] * padding
             work.padding = padding
         if not work.samples:
             work.outcome = Outcome(is_end=True)
@@ -96,6 +103,8 @@ class _Stream:
         except BaseException:
             # They are behind us, though nothing comes of them.
             self._position.read += self._found + 1
+            if self._recipe.keeps_step:
+                self._debt = self._wanted - self._found - 1
             raise
 
 
@@ -118,6 +127,7 @@ class SyncStream(_Stream):
     def pull(self, work: Work) -> None:
         """Read the samples of ``work``, or set the end as its outcome."""
         wanted = self._begin(work)
+        self._pay()
         while not self._ended and self._found < wanted:
             try:
                 self._take(work, wanted)
@@ -127,6 +137,14 @@ class SyncStream(_Stream):
                 sample = self._recover(work, error, can_go_on=self._can_go_on())
                 self._add(work, sample)
         self._close_batch(work, wanted)
+
+    def _pay(self) -> None:
+        """Read what is left of a batch that raised, as the other ranks do."""
+        debt, self._debt = self._debt, 0
+        self._position.read += debt
+        with contextlib.suppress(StopIteration):  # it will be found again
+            if self._iterator is not None:
+                self._skip(self._iterator, debt)
 
     def _take(self, work: Work, wanted: int) -> None:
         """Take the next sample; where all of them are ours, those up to ``wanted``."""
@@ -165,7 +183,9 @@ class SyncStream(_Stream):
                 seeded.key, seeded.sample_keys = self._keys(number, whole)
             with self._recipe.around(seeded):
                 iterator = self._iterator or self._open()
-                self._skip(iterator, min(whole, self._position.to_skip))
+                count = min(whole, self._position.to_skip)
+                self._position.to_skip -= count
+                self._skip(iterator, count)
         with self._recipe.around(work):
             pass  # its own seeds again
         return self._iterator or self._open()
@@ -184,16 +204,13 @@ class SyncStream(_Stream):
         return opened
 
     def _skip(self, iterator: Iterator[Any], count: int) -> None:
-        self._position.to_skip -= count
         for _ in range(count):
             try:
                 next(iterator)
             except StopIteration:
-                self._position.to_skip = 0
                 raise
             except Exception:  # it was dealt with when it was first read
                 if not self._can_go_on():
-                    self._position.to_skip = 0
                     raise StopIteration from None
 
 
@@ -215,6 +232,7 @@ class AsyncStream(_Stream):
         while not self._ended and self._found < wanted:
             try:
                 iterator = await self._open(stack)
+                await self._pay(iterator)
                 if self._pulls:
                     await self._pull_block(work, iterator, wanted)
                     continue
@@ -236,6 +254,17 @@ class AsyncStream(_Stream):
         least = len(work.indices) if self._drop_last else 1
         if not self._fills and work.outcome is None and len(work.samples) < least:
             work.outcome = Outcome(is_empty=True)
+
+    async def _pay(self, iterator: Any) -> None:
+        """Read what is left of a batch that raised, as the other ranks do."""
+        debt, self._debt = self._debt, 0
+        if not debt:
+            return
+        self._position.read += debt
+        held, self._rest = len(self._rest), []
+        # Where a pull is a batch, no more of it is to come.
+        self._position.to_skip = debt - held if self._fills else 0
+        await self._skip(iterator)
 
     async def _pull_block(self, work: Work, iterator: Any, wanted: int) -> None:
         """Add a block to the samples of ``work``; what failed is for the policy."""
@@ -269,14 +298,20 @@ class AsyncStream(_Stream):
         is_default = recipe.batched and recipe.collate_fn is default_collate
         return is_default and recipe.transform is None
 
-    async def _open(self, stack: contextlib.AsyncExitStack) -> AsyncIterator[Any]:
+    async def _open(self, stack: contextlib.AsyncExitStack) -> Any:
+        iterator = await self._opened(stack)
+        if self._position.to_skip:
+            await self._skip(iterator)
+        return iterator
+
+    async def _opened(self, stack: contextlib.AsyncExitStack) -> Any:
         if self._iterator is None:
             dataset = self._recipe.dataset
             begin_epoch = getattr(dataset, "begin_epoch", None)
             if begin_epoch is not None:
                 begin_epoch(self._recipe.epoch)
             self._position.load_dataset()
-            iterator = _aiter(dataset)
+            iterator: Any = _aiter(dataset)
             self._position.load_iterator(iterator)
             self._pulls = hasattr(iterator, "pull")
             self._fills = getattr(iterator, "fills", True)
@@ -285,7 +320,6 @@ class AsyncStream(_Stream):
             if inspect.isasyncgen(iterator):
                 stack.push_async_callback(iterator.aclose)
             self._iterator = iterator
-            await self._skip(iterator)
         return self._iterator
 
     async def _skip(self, iterator: Any) -> None:

@@ -97,10 +97,11 @@ def _is_last_straw(ledger: Ledger, held: list[InHand]) -> bool:
 def _restart_streams(ledger: Ledger, dead: Worker) -> None:
     """Have the successor read on where the dead worker's streams were left."""
     for run in {ticket.run for ticket in ledger.tickets.values()}:
-        state = ledger.replicas.restart(run, dead.number)
-        if state is None:
+        if not ledger.replicas.restart(run, dead.number):
             continue
+        state = ledger.replicas.resume_of(run, dead.number)
         for ticket in ledger.tickets.values():
             if ticket.run is run and ticket.worker is dead:
                 seeds = run.recipe.seeds(dead.number, len(ledger.workers))
-                ticket.request = ticket.request._replace(resume=(state, seeds))
+                resume = None if state is None else (state, seeds)
+                ticket.request = ticket.request._replace(resume=resume)

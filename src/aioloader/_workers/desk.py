@@ -97,6 +97,7 @@ class Desk:
             at=be_at_sample,
             part=shipment.part,
             snapshot_every=shipment.snapshot_every,
+            keeps_step=shipment.keeps_step,
         )
 
     def receive(self, requests: Channel) -> Request:

@@ -20,6 +20,7 @@ from aioloader._workers.messages import FORGET, Request
 from aioloader._workers.parcel import Packer, slot_of
 from aioloader._workers.replicas import Replicas
 from aioloader._workers.shipment import Shipment
+from aioloader.protocols import is_stateful
 
 # Samples of up to this size travel inside the request.
 _INLINE_BYTES = 1 << 15
@@ -122,7 +123,10 @@ class Ledger:
         self._next = 0
         number, is_addressed = shipment.num_workers, shipment.is_addressed()
         self.is_replicated = shipment.is_replicated()
-        self.replicas = Replicas(number if self.is_replicated else 0)
+        self.replicas = Replicas(
+            number if self.is_replicated else 0,
+            has_state=is_stateful(shipment.dataset),
+        )
         # None: the first worker tells, once the user's init function has run.
         self.is_addressed = None if shipment.worker_init_fn else is_addressed
         self.requests = self._queue(stack)

@@ -20,10 +20,12 @@ class Replicas:
 
     Args:
         number: How many workers read; 0 if workers do not read streams.
+        has_state: Whether their dataset has a state of its own.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, has_state: bool = False) -> None:
         self._number = number
+        self._has_state = has_state
         self._begun: dict[Run, set[int]] = {}
         self._ended: dict[Run, set[int]] = {}
         self._lost: dict[tuple[Run, int], WorkerDiedError] = {}
@@ -50,9 +52,16 @@ class Replicas:
             worker: Who is asked; its first request has the lowest number.
             number: Place of the batch in the worker's own stream.
         """
-        self._read.setdefault((run, worker), Progress(Bookmark(number)))
+        if (run, worker) not in self._read:
+            first = run.bookmark.states.get(worker)
+            states = {} if first is None else {0: first}
+            self._read[run, worker] = Progress(Bookmark(number, states=states))
         if worker in self._begun.get(run, ()):
             return None
+        return self.resume_of(run, worker)
+
+    def resume_of(self, run: Run, worker: int) -> Any:
+        """Return where a stream was left, or where the epoch is resumed, or None."""
         return self._resumed.get((run, worker)) or run.bookmark.states.get(worker)
 
     def begin(self, run: Run, worker: int) -> None:
@@ -83,21 +92,23 @@ class Replicas:
         self._ended.setdefault(run, set()).add(worker)
         return Outcome(is_empty=True, state=outcome.state)
 
-    def restart(self, run: Run, worker: int) -> Any:
-        """Let a dead worker's stream go on where it was left; return where, or None.
+    def restart(self, run: Run, worker: int) -> bool:
+        """Let a dead worker's stream go on where it was left; tell whether it can.
 
         That is possible if it has a state of its own, behind all that it has sent.
         """
         progress = self._read.get((run, worker))
         if progress is None or worker in self._ended.get(run, ()):
-            return None
+            return False
         bookmark = progress.bookmark()
         state = bookmark.states.get(0)
-        if state is None or bookmark.beyond or not has_state(state):
-            return None
-        self._begun[run].discard(worker)
-        self._resumed[run, worker] = state
-        return state
+        can = self._has_state if state is None else has_state(state)
+        if bookmark.beyond or not can:
+            return False
+        self._begun.setdefault(run, set()).discard(worker)
+        if state is not None:
+            self._resumed[run, worker] = state
+        return True
 
     def lose(self, worker: int, error: WorkerDiedError) -> list[Run]:
         """End the streams that a worker had begun when it died; return whose they are.

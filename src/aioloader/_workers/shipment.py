@@ -52,6 +52,7 @@ class Shipment:
         in_flight: Batches in flight in all.
         part: Which rank's samples are made.
         snapshot_every: Batches from one state of a stateful stream to the next.
+        keeps_step: Whether other ranks read the same batches.
     """
 
     dataset: Any
@@ -71,6 +72,7 @@ class Shipment:
     in_flight: int
     part: Part = WHOLE
     snapshot_every: int = 1
+    keeps_step: bool = False
 
     def is_replicated(self) -> bool:
         """Tell whether each worker reads a stream of its own."""
