@@ -29,14 +29,8 @@ from aioloader._pipeline.recipe import Recipe, nothing_around
 from aioloader._pipeline.roles import Pool
 from aioloader._pipeline.source import HostedSource, Patience
 from aioloader._pipeline.work import Work
-from aioloader._state import (
-    Draft,
-    Passage,
-    own_state,
-    readers_of,
-    reads_in_workers,
-    resumed,
-)
+from aioloader._state import Draft, Passage, own_state, resumed
+from aioloader._state_fit import readers_of, reads_in_workers
 from aioloader._transport.locked import Locker
 from aioloader._transport.slots import SlotPool
 from aioloader._workers.executors import ExecutorWorkers

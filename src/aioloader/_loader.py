@@ -29,7 +29,8 @@ from aioloader._order.retry import Retry
 from aioloader._pipeline.iterator import BatchIterator
 from aioloader._ranks import Rank, part_of
 from aioloader._sampling import Sampling
-from aioloader._state import State, check, state_of
+from aioloader._state import state_of
+from aioloader._state_fit import State, check
 from aioloader._workers.seeds import Rng
 from aioloader._workers.template import warm_template
 from aioloader.protocols import Kind, kind_of
@@ -302,9 +303,8 @@ class DataLoader(Generic[Batch]):
         """Return the position behind the last batch that was delivered.
 
         It is small whatever the dataset's length, takes microseconds, and may be asked
-        for at any time and from any thread. It does not depend on workers, prefetching
-        or hosts. It is ready for JSON where the states of the user's own sampler and
-        dataset are. A batch that raised counts as delivered once another one is.
+        for at any time and from any thread. It is ready for JSON where the states of a
+        sampler and a dataset of the user's own are.
         """
         if self._live.loaded is not None:
             return copy.deepcopy(self._live.loaded)
@@ -320,7 +320,7 @@ class DataLoader(Generic[Batch]):
             StateMismatchError: If the loader that was saved was another one: its
                 dataset's length, its batch size, sampler or seed; names both.
         """
-        if not state:
+        if state == {}:
             return
         check(self, state)
         if any(iterator.is_under_way() for iterator in self._live.open):

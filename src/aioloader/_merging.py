@@ -7,7 +7,8 @@ and any of them will do. Streams are shared out, so each rank has a part of thei
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from aioloader._state import VERSION, State
+from aioloader._state_fit import VERSION, State
+from aioloader._state_shape import check_shape
 from aioloader.datasets._streams.states import merge_states as merge_streams
 from aioloader.errors import StateMismatchError
 
@@ -31,7 +32,8 @@ def merge_states(states: Iterable[State]) -> State:
     states = list(states)
     if not states:
         raise ValueError("there are no states to merge")
-    _check_alike(states, "version", VERSION)
+    for state in states:
+        check_shape(state, VERSION)
     for key in _ALIKE:
         _check_alike(states, key, states[0][key])
     epoch = min(state["epoch"] for state in states)

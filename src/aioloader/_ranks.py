@@ -50,10 +50,11 @@ def _from_environment(world_size: Any) -> tuple[int, int]:
         raise ValueError("rank='env' excludes world_size: both come from there")
     try:
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError):
+        found = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
         raise ValueError(
             "rank='env' needs the numbers RANK and WORLD_SIZE in the environment, as "
-            f"torchrun sets them: {error}"
+            f"torchrun sets them; they are {found}"
         ) from None
 
 
@@ -70,6 +71,8 @@ def _checked(rank: Any, world_size: Any, tail: Tail) -> Part:
             "rank must be an integer or 'env', and world_size an integer, got "
             f"{rank!r} and {world_size!r}"
         ) from None
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in range({world_size}), got {rank}")
     return Part(rank, world_size, tail)

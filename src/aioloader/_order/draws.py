@@ -77,6 +77,19 @@ def packed(state: torch.Tensor) -> State:
     return {"seed": seed, "state": base64.b64encode(data).decode()}
 
 
+def is_packed(saved: Any) -> bool:
+    """Tell whether ``saved`` is what ``packed`` returns."""
+    if not isinstance(saved, dict) or type(saved.get("seed")) is not int:
+        return False
+    if "state" not in saved:
+        return saved.get("draws") in range(_FEW)
+    try:
+        torch.Generator().set_state(unpacked(saved))
+    except Exception:  # noqa: BLE001  (whatever is wrong with it)
+        return False
+    return True
+
+
 def unpacked(saved: State) -> torch.Tensor:
     """Return what ``packed`` was given."""
     if "state" in saved:

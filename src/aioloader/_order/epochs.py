@@ -1,5 +1,6 @@
 """Which epoch is next, and with which order: counted here, not by the samplers."""
 
+import operator
 from typing import Any, TypeAlias
 
 from aioloader._order.permutation import ShuffledIndices
@@ -42,7 +43,15 @@ class Epochs:
             self._shuffled = order
 
     def choose(self, epoch: int) -> None:
-        """Make ``epoch`` the next; the user has seen to the sampler."""
+        """Make ``epoch`` the next; the user has seen to the sampler.
+
+        Raises:
+            TypeError: If it is no integer.
+            ValueError: If it is negative.
+        """
+        epoch = operator.index(epoch)
+        if epoch < 0:
+            raise ValueError(f"epoch must not be negative, got {epoch}")
         self.next = epoch
         self._shuffled = None
 

@@ -6,6 +6,7 @@ knows the connection to the cluster, and ends what it had to start.
 
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -38,8 +39,9 @@ class RayWorkers:
             CPU, unless said otherwise: ``{"CPU": 2, "loader": 1}``.
         address: The cluster (``"auto"``, ``"host:port"``). ``None``: the one that this
             process is connected to, or ``RAY_ADDRESS`` names; else one is started
-            here, with room for the workers, and shut down again with the last
-            ``RayWorkers`` of this process. One that was there is left alone.
+            here, with room for these workers (others wait until they end), and shut
+            down again with the last ``RayWorkers`` of this process. One that was there
+            is left alone.
 
     Raises:
         ImportError: If Ray is not installed.
@@ -57,8 +59,14 @@ class RayWorkers:
             raise TypeError(f"num_workers must be an integer, got {num_workers!r}")
         if num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, got {num_workers}")
+        if not isinstance(resources, (Mapping, type(None))):
+            raise TypeError(f"resources must be a mapping, got {resources!r}")
+        if not isinstance(address, (str, type(None))):
+            raise TypeError(f"address must be a string or None, got {address!r}")
         needs = {"CPU": 1.0, **(resources or {})}
         for name, amount in needs.items():
+            if not isinstance(amount, (int, float)):
+                raise TypeError(f"resources: {name!r} must be a number: {amount!r}")
             if not amount >= 0:
                 raise ValueError(f"resources: {name!r} must not be negative: {amount}")
         if address is not None and address.startswith("ray://"):
@@ -123,7 +131,10 @@ def _connected(ray: Any, workers: RayWorkers) -> _Connection | None:
     global _ours  # noqa: PLW0603  (so is Ray's own state)
     if ray.is_initialized():
         _check_address(ray, workers.address)
-        return None if _ours is None else _ours()
+        connection = None if _ours is None else _ours()
+        if connection is not None:
+            _warn_of_no_room(ray, workers)
+        return connection
     options: dict[str, Any] = {}
     address = workers.address or os.environ.get("RAY_ADDRESS")
     if address is None:
@@ -134,6 +145,19 @@ def _connected(ray: Any, workers: RayWorkers) -> _Connection | None:
     _ours = weakref.ref(connection)
     weakref.finalize(connection, _disconnect, ray, _session(ray)).atexit = False
     return connection
+
+
+def _warn_of_no_room(ray: Any, workers: RayWorkers) -> None:
+    """Say that a cluster of ours, made for other workers, is too small for these."""
+    free = ray.available_resources().get("CPU", 0)
+    needed = workers.num_workers * workers.resources["CPU"]
+    if free < needed:
+        warnings.warn(
+            f"the Ray cluster that was started here has {free:g} CPUs free, and "
+            f"{workers!r} needs {needed:g}: actors that find no room wait until others "
+            "end; start a larger one before, by ray.init(num_cpus=...)",
+            stacklevel=2,
+        )
 
 
 def _room(workers: RayWorkers) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from aioloader.datasets._streams.shares import Deal
 from aioloader.errors import StateMismatchError
 
 VERSION = 2
+_KEYS = {"epoch", "position", "readers", "streams"}
 
 
 def check_version(state: State) -> None:
@@ -21,7 +22,14 @@ def check_version(state: State) -> None:
     Raises:
         StateMismatchError: If it is not.
     """
-    version = state.get("version")
+    version = state.get("version") if isinstance(state, dict) else None
+    missing = [] if version != VERSION else sorted(_KEYS - state.keys())
+    if missing:
+        raise StateMismatchError(
+            f"the state is only a part of one: {', '.join(missing)} missing",
+            expected=sorted(_KEYS),
+            found=sorted(state),
+        )
     if version != VERSION:
         raise StateMismatchError(
             f"state of version {version!r}, expected {VERSION}",
