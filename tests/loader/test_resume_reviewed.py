@@ -325,6 +325,33 @@ def test_lengths_of_iterables(n: int, tail: Any, ranks: int) -> None:
     assert tail == "uneven" or len(set(found)) == 1
 
 
+def test_an_iterator_that_is_false() -> None:
+    """It has a length, which may be zero; it is opened once all the same."""
+
+    class Falsy:
+        def __init__(self) -> None:
+            self.left = [3, 2, 1]
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __len__(self) -> int:
+            return 0
+
+        def __next__(self) -> int:
+            if not self.left:
+                raise StopIteration
+            return self.left.pop()
+
+    class Opens(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return Falsy()
+
+    assert flat(DataLoader(Opens(), 2)) == [1, 2, 3]
+    sampler: Any = Falsy()
+    assert flat(DataLoader(list(range(4)), 2, sampler=sampler)) == [1, 2, 3]
+
+
 def test_ranks_stay_in_step_behind_an_error() -> None:
     """A batch that raises on one rank is read by the others too."""
 

@@ -191,7 +191,7 @@ class IteratedOrder:
 
     def batches(self, start: int = 0, behind: Any = None) -> Iterator[IndexBatch]:
         """Yield the batches from number ``start`` on."""
-        iterator = self._iterator or self._begin(behind)
+        iterator = self._begin(behind) if self._iterator is None else self._iterator
         number = first = 0
         beginning: list[Any] = []
         if behind is not None and "is_over" not in behind:

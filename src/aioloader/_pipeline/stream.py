@@ -148,7 +148,8 @@ class SyncStream(_Stream):
 
     def _take(self, work: Work, wanted: int) -> None:
         """Take the next sample; where all of them are ours, those up to ``wanted``."""
-        iterator = self._iterator or self._begun(work)
+        # An iterator may be false: one that has a length, say.
+        iterator = self._begun(work) if self._iterator is None else self._iterator
         # To be sliced it is iterated: one of the user's might begin anew.
         is_own = type(iterator).__module__ not in {"builtins", "itertools"}
         if self._ranks > 1 or is_own:
@@ -182,15 +183,18 @@ class SyncStream(_Stream):
             if self._keys is not None:
                 seeded.key, seeded.sample_keys = self._keys(number, whole)
             with self._recipe.around(seeded):
-                iterator = self._iterator or self._open()
+                iterator = self._open()
                 count = min(whole, self._position.to_skip)
                 self._position.to_skip -= count
                 self._skip(iterator, count)
         with self._recipe.around(work):
             pass  # its own seeds again
-        return self._iterator or self._open()
+        return self._open()
 
     def _open(self) -> Iterator[Any]:
+        """Return the iterator, opened once."""
+        if self._iterator is not None:
+            return self._iterator
         dataset = self._recipe.dataset
         self._position.load_dataset()
         iterator: Any = iter(dataset)
