@@ -67,8 +67,9 @@ class Passage:
     order: Order
     bookmark: Bookmark
     progress: Progress
-    generator: torch.Tensor | State | None = None
+    generator: torch.Tensor | None = None
     saved: State | None = None
+    _head: State | None = None
 
     @classmethod
     def begun(
@@ -85,11 +86,20 @@ class Passage:
         is_there = self.progress.bookmark() == self.bookmark
         return is_there and not self.progress.is_over()
 
-    def drawn(self) -> State | None:
-        """Return the state of the user's generator, ready for JSON."""
-        if isinstance(self.generator, torch.Tensor):
-            self.generator = packed(self.generator)
-        return self.generator
+    def head(self, loader: "DataLoader[Any]") -> State:
+        """Return what of its state does not change as it goes on."""
+        if self._head is None:
+            order = copy.deepcopy(self.order.state())
+            self._head = {
+                "version": VERSION,
+                **identity(loader),
+                "epoch": self.epoch,
+                "seed": self.base_seed,
+                "order": order,
+            }
+            if self.generator is not None:
+                self._head["generator"] = packed(self.generator)
+        return self._head
 
 
 def state_of(loader: "DataLoader[Any]", passage: Passage | None) -> State:
@@ -99,22 +109,18 @@ def state_of(loader: "DataLoader[Any]", passage: Passage | None) -> State:
         loader: Whose state.
         passage: Its latest pass; None if it has begun none.
     """
-    state: State = {"version": VERSION, **identity(loader)}
     if passage is None or passage.progress.is_over():
-        state |= _between(loader, passage)
+        state = {"version": VERSION, **identity(loader), **_between(loader, passage)}
     else:
         bookmark = passage.progress.bookmark()
-        state |= {
-            "epoch": passage.epoch,
-            "seed": passage.base_seed,
-            "order": passage.order.state(),
+        head = passage.head(loader)
+        state = {
+            **head,
+            "order": {**head["order"]},
             "done": bookmark.done,
-            "beyond": sorted(bookmark.beyond),
+            "beyond": sorted(bookmark.beyond) if bookmark.beyond else [],
             "states": {str(k): one for k, one in bookmark.states.items()},
         }
-        drawn = passage.drawn()
-        if drawn is not None:
-            state["generator"] = drawn
     if loader._kind is Kind.MAP and is_stateful(loader.dataset):
         state["dataset"] = copy.deepcopy(loader.dataset.state_dict())
     if loader.generator is None:
@@ -123,8 +129,12 @@ def state_of(loader: "DataLoader[Any]", passage: Passage | None) -> State:
 
 
 def _fingerprint() -> int:
-    """Return what tells whether torch's default generator is as it was."""
-    return zlib.crc32(torch.default_generator.get_state().numpy().tobytes())
+    """Return what tells whether torch's default generator is as it was.
+
+    Its seed, its place in a block of numbers and the first of them come first: enough.
+    """
+    state = torch.default_generator.get_state().numpy()
+    return zlib.crc32(state[:64].tobytes())
 
 
 def _between(loader: "DataLoader[Any]", passage: Passage | None) -> State:

@@ -27,6 +27,7 @@ class Bookmark:
 
 
 BEGINNING = Bookmark()
+_NOTHING: frozenset[int] = frozenset()
 
 
 class Progress:
@@ -90,8 +91,10 @@ class Progress:
     def bookmark(self) -> Bookmark:
         """Return the position now; from any thread."""
         with self._lock:
-            beyond = self._before.union(self._beyond)
-            return Bookmark(self._done, frozenset(beyond), dict(self._states))
+            beyond = _NOTHING
+            if self._before or self._beyond:
+                beyond = frozenset(self._before.union(self._beyond))
+            return Bookmark(self._done, beyond, dict(self._states))
 
     def _note(self, number: int, state: Any) -> None:
         self._before.discard(number)
