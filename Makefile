@@ -22,9 +22,9 @@ types: $(VENV)/.dev
 imports: $(VENV)/.dev
 	$(BIN)/lint-imports
 
-# a second process halves the time: the tests mostly wait
+# three processes for two cores: many tests mostly wait
 pytest: $(VENV)/.dev
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py
