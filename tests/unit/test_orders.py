@@ -1,5 +1,6 @@
 """The order of one epoch, from any batch on, and made again from its state."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler
 
-from aioloader import ShuffledIndices
+from aioloader import DataLoader, ShuffledIndices
 from aioloader._order.orders import StreamOrder, described, index_sampler_of, order_of
 from aioloader._order.ranks import Part
 
@@ -96,3 +97,22 @@ def test_what_is_described() -> None:
     assert index_sampler_of(order, None) is order
     batches = [[1]]
     assert index_sampler_of(None, batches) is batches
+
+
+async def test_the_epoch_of_a_state_during_the_first_step() -> None:
+    """It is that of the order that is about to be delivered, then and ever after."""
+    loader = DataLoader(list(range(12)), 4, sampler=ShuffledIndices(12), num_workers=1)
+    async for _ in loader:
+        pass
+    iterator = aiter(loader)
+    step = asyncio.ensure_future(anext(iterator))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    early = loader.state_dict()
+    first = await step
+    late = loader.state_dict()
+    assert early["order"] == late["order"]
+    resumed = DataLoader(list(range(12)), 4, sampler=ShuffledIndices(12))
+    resumed.load_state_dict(early)
+    assert next(iter(resumed)).tolist() == first.tolist()
+    await iterator.aclose()

@@ -108,11 +108,16 @@ class IndexOrder:
         if isinstance(sampler, RandomSampler):
             self._draws = Draws(sampler, saved)
         self._generator: torch.Generator | None = None
+        self._shuffled: ShuffledIndices | None = None
 
     def prepare(self) -> None:
-        """Draw a seed, or note the state of the user's generator."""
+        """Draw a seed, or note the state of the user's generator, or the epoch."""
         if self._draws is not None and self._generator is None:
             self._generator = self._draws.begin()
+        if isinstance(self._sampler, ShuffledIndices) and self._shuffled is None:
+            # Of this epoch, whatever is set meanwhile.
+            self._shuffled = self._sampler.copy()
+            self._name = described(self._shuffled)
 
     def batches(self, start: int = 0, _behind: Any = None) -> Iterator[IndexBatch]:
         """Yield lists of indices, from batch ``start`` on."""
@@ -127,10 +132,8 @@ class IndexOrder:
         indices: Indices = Ascending(n)
         self.prepare()
         generator = self._generator
-        if isinstance(self._sampler, ShuffledIndices):
-            # Of the epoch when the first batch is asked for, whatever is set meanwhile.
-            indices = self._sampler.copy()
-            self._name = described(indices)
+        if self._shuffled is not None:
+            indices = self._shuffled
         elif generator is not None:
             indices = Permuted(torch.randperm(n, generator=generator))
         cutting = Cutting(self._size, self._part, self._drop_last, as_lists)
