@@ -3,6 +3,8 @@
 The loader deals every batch to the ranks by itself, and a mask tells what stands in.
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
@@ -50,4 +52,5 @@ if __name__ == "__main__":
     try:
         train()
     finally:
+        gc.collect()  # the model is in cycles, and would keep the group's threads
         dist.destroy_process_group()
