@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, SubsetRandomSampler
 
 from aioloader._order.draws import Draws, packed, unpacked
@@ -15,19 +17,50 @@ def drawn_from(generator: torch.Generator) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
-@pytest.mark.parametrize(("draws", "size"), [(0, 40), (1, 40), (2, 6000), (9, 6000)])
-def test_packed(draws: int, size: int) -> None:
-    """One that was only just seeded is told by its seed; JSON brings all of them."""
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(draws):
-        drawn_from(generator)
+def drawn_words(generator: torch.Generator, words: int) -> None:
+    """Draw as randperm does: a word for each but one."""
+    torch.randperm(words + 1, generator=generator)
+
+
+def assert_packs(generator: torch.Generator, size: int) -> None:
+    """JSON brings it, in fewer characters."""
     state = json.dumps(packed(generator.get_state()))
     assert len(state) < size
     again = torch.Generator()
     again.set_state(unpacked(json.loads(state)))
     assert torch.equal(again.get_state(), generator.get_state())
-    assert again.initial_seed() == 5
+    assert again.initial_seed() == generator.initial_seed()
     assert drawn_from(again) == drawn_from(generator)
+
+
+@given(
+    seed=st.integers(0, 2**63),
+    words=st.lists(st.integers(0, 2000) | st.sampled_from([32, 256, 1 << 14])),
+)
+def test_words(seed: int, words: list[int]) -> None:
+    """A state is told by the words that were drawn, whoever drew them."""
+    generator = torch.Generator().manual_seed(seed)
+    for count in words:
+        drawn_words(generator, count)
+        assert_packs(generator, 60)  # which draws two
+    if words:
+        generator.manual_seed(seed)  # behind what is known of it
+        assert_packs(generator, 60)
+
+
+def test_many_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that is far away is packed whole; so is one that is not drawn."""
+    generator = torch.Generator().manual_seed(5)
+    torch.randn(3, generator=generator)
+    assert_packs(generator, 6000)
+    generator.manual_seed(5)
+    drawn_words(generator, 1 << 20)
+    monkeypatch.setattr("aioloader._order.draws._MANY", 1 << 19)
+    assert_packs(generator, 6000)
+    monkeypatch.undo()
+    assert_packs(generator, 60)
+    monkeypatch.setattr("aioloader._order.draws._MOST", 1 << 19)
+    assert_packs(generator, 6000)
 
 
 def again_from(sampler: Any, draws: Draws) -> Draws:

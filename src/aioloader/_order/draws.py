@@ -1,8 +1,8 @@
 """What the random draws of an order began with, saved in a few bytes, to draw again.
 
 Torch's samplers draw from a generator of the user's, or else from a seed that they draw
-from the default one. The seed is a number. A generator's state is 3.4 KB of text, but
-for one that was only just seeded.
+from the default one. The seed is a number. A generator's state is its seed and how many
+words were drawn since; that of one that has drawn too many is 3.4 KB of text.
 """
 
 import base64
@@ -14,8 +14,15 @@ import torch
 from torch.utils.data import RandomSampler
 
 State: TypeAlias = dict[str, Any]
-# Draws since it was seeded, of a generator that is told by its seed: a base seed's.
-_FEW = 2
+# Words behind its seed that a generator is told by: drawn again in half a second.
+_MOST = 1 << 27
+# Words that are searched for a state, in about a millisecond and a tenth of a second.
+_FEW, _MANY = 1 << 17, 1 << 24
+# Words of a match, and words that are drawn at once.
+_PATTERN, _CHUNK = 4, 1 << 17
+# Where the generators of the latest seeds were: the next search begins there.
+_KNOWN: dict[int, tuple[int, torch.Tensor]] = {}
+_SEEDS = 16
 
 
 class Draws:
@@ -62,18 +69,23 @@ class Draws:
 
 
 def packed(state: torch.Tensor) -> State:
-    """Return the state of a CPU generator, ready for JSON."""
+    """Return the state of a CPU generator, ready for JSON.
+
+    That is its seed and how many words were drawn since, if they are not too many.
+    """
     generator = torch.Generator()
     generator.set_state(state)
     seed = generator.initial_seed()
-    generator.manual_seed(seed)
-    for draws in range(_FEW):
-        if torch.equal(generator.get_state(), state):
-            return {"seed": seed, "draws": draws}
-        torch.empty((), dtype=torch.int64).random_(generator=generator)
+    fresh = 0, generator.manual_seed(seed).get_state()
+    latest = _KNOWN.get(seed, fresh)
+    for (drawn, known), most in ((fresh, _FEW), (latest, _MANY), (fresh, _MANY)):
+        words = _words_between(known, state, most)
+        if words is not None and drawn + words <= _MOST:
+            _remember(seed, drawn + words, state)
+            return {"seed": seed, "words": drawn + words}
     # Each 32 bits of it are followed by 32 zeros: apart, these take no room.
-    words = state.numpy().view(np.uint32).reshape(-1, 2).T
-    data = zlib.compress(words.tobytes())
+    halves = state.numpy().view(np.uint32).reshape(-1, 2).T
+    data = zlib.compress(halves.tobytes())
     return {"seed": seed, "state": base64.b64encode(data).decode()}
 
 
@@ -82,7 +94,8 @@ def is_packed(saved: Any) -> bool:
     if not isinstance(saved, dict) or type(saved.get("seed")) is not int:
         return False
     if "state" not in saved:
-        return saved.get("draws") in range(_FEW)
+        words = saved.get("words")
+        return type(words) is int and 0 <= words <= _MOST
     try:
         torch.Generator().set_state(unpacked(saved))
     except Exception:  # noqa: BLE001  (whatever is wrong with it)
@@ -94,9 +107,49 @@ def unpacked(saved: State) -> torch.Tensor:
     """Return what ``packed`` was given."""
     if "state" in saved:
         data = zlib.decompress(base64.b64decode(saved["state"]))
-        words = np.frombuffer(data, np.uint32).reshape(2, -1).T
-        return torch.from_numpy(np.ascontiguousarray(words).view(np.uint8).reshape(-1))
-    generator = torch.Generator().manual_seed(saved["seed"])
-    for _ in range(saved["draws"]):
-        torch.empty((), dtype=torch.int64).random_(generator=generator)
-    return generator.get_state()
+        halves = np.frombuffer(data, np.uint32).reshape(2, -1).T
+        return torch.from_numpy(np.ascontiguousarray(halves).view(np.uint8).reshape(-1))
+    seed, left = saved["seed"], saved["words"]
+    generator = torch.Generator().manual_seed(seed)
+    while left:
+        left -= len(_drawn(generator, min(left, _CHUNK)))
+    state = generator.get_state()
+    _remember(seed, saved["words"], state)
+    return state
+
+
+def _drawn(generator: torch.Generator, words: int) -> np.ndarray:
+    """Draw words, of which torch makes all it draws; return 31 bits of each."""
+    return torch.empty(words, dtype=torch.int32).random_(generator=generator).numpy()
+
+
+def _words_between(known: torch.Tensor, state: torch.Tensor, most: int) -> int | None:
+    """Return how many words after ``known`` a state is, or None if it is not near.
+
+    What comes next in ``state`` is looked for in what is drawn from ``known``.
+    """
+    if torch.equal(known, state):
+        return 0
+    generator, sought = torch.Generator(), torch.Generator()
+    generator.set_state(known)
+    sought.set_state(state)
+    pattern = _drawn(sought, _PATTERN)
+    words, before, chunk = pattern[:0], 0, _PATTERN
+    while before < most:
+        chunk = min(chunk * 8, _CHUNK)  # short at first: mostly few were drawn
+        words = np.concatenate((words, _drawn(generator, chunk)))
+        ends = len(words) - _PATTERN
+        for place in np.flatnonzero(words[: ends + 1] == pattern[0]).tolist():
+            if np.array_equal(words[place : place + _PATTERN], pattern):
+                _drawn(sought, ends - place)
+                is_same = torch.equal(sought.get_state(), generator.get_state())
+                return before + place if is_same else None
+        words, before = words[ends + 1 :], before + ends + 1
+    return None
+
+
+def _remember(seed: int, words: int, state: torch.Tensor) -> None:
+    """Keep the state behind so many words of a seed."""
+    if len(_KNOWN) >= _SEEDS:
+        _KNOWN.clear()
+    _KNOWN[seed] = words, state
