@@ -8,7 +8,6 @@ import multiprocessing
 import multiprocessing.context
 import operator
 import os
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, Literal, TypeAlias
@@ -18,6 +17,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 from torch.utils.data._utils import pin_memory as torch_pin
 
 from aioloader._order.retry import Retry
+from aioloader._warnings import warn
 from aioloader._workers.ray_workers import RayWorkers
 from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
 
@@ -142,14 +142,13 @@ def _warn_of_many(num_workers: int) -> None:
     """Warn, in torch's words, of more workers than there are processors."""
     available = len(os.sched_getaffinity(0))
     if num_workers > available:
-        warnings.warn(
+        warn(
             f"This DataLoader will create {num_workers} worker processes in total. Our "
             f"suggested max number of worker in current system is {available}, which "
             "is smaller than what this DataLoader is going to create. Please be aware "
             "that excessive worker creation might get DataLoader running slow or even "
             "freeze, lower the worker number to avoid potential slowness/freeze if "
-            "necessary.",
-            stacklevel=4,
+            "necessary."
         )
 
 
@@ -282,24 +281,21 @@ def can_pin(*, pin_memory: bool, pin_memory_device: str) -> bool:
     if not pin_memory:
         return False
     if pin_memory_device:
-        warnings.warn(
+        warn(
             "pin_memory_device is deprecated, the current accelerator will be used as "
-            f"the device, ignore pin_memory_device='{pin_memory_device}'.",
-            stacklevel=4,
+            f"the device, ignore pin_memory_device='{pin_memory_device}'."
         )
     found = torch.accelerator.is_available()
     accelerator = torch.accelerator.current_accelerator() if found else None
     if accelerator is None:
-        warnings.warn(
+        warn(
             "'pin_memory' argument is set as true but no accelerator is found, then "
-            "device pinned memory won't be used.",
-            stacklevel=4,
+            "device pinned memory won't be used."
         )
     elif accelerator.type == "mps":
-        warnings.warn(
+        warn(
             "'pin_memory' argument is set as true but not supported on MPS now, device "
-            "pinned memory won't be used.",
-            stacklevel=4,
+            "pinned memory won't be used."
         )
     return accelerator is not None and accelerator.type != "mps"
 

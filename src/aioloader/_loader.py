@@ -5,7 +5,6 @@ schedules nothing itself.
 """
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar, Generic, Literal
@@ -31,6 +30,7 @@ from aioloader._ranks import Rank, part_of
 from aioloader._sampling import Sampling
 from aioloader._state import state_of
 from aioloader._state_fit import State, check
+from aioloader._warnings import warn
 from aioloader._workers.seeds import Rng
 from aioloader._workers.template import warm_template
 from aioloader.protocols import Kind, kind_of
@@ -324,10 +324,7 @@ class DataLoader(Generic[Batch]):
             return
         check(self, state)
         if any(iterator.is_under_way() for iterator in self._live.open):
-            warnings.warn(
-                "an iteration is under way: the state takes effect with the next one",
-                stacklevel=2,
-            )
+            warn("an iteration is under way: the state takes effect with the next one")
         self._live.forget_ahead()
         self._live.loaded = copy.deepcopy(state)
 

@@ -5,7 +5,6 @@ tells nothing of workers, prefetch, places or hosts, so it can be loaded with ot
 """
 
 import copy
-import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from aioloader._state_fit import (
     identity,
     readers_of,
 )
+from aioloader._warnings import warn
 from aioloader.protocols import Kind, is_stateful
 
 if TYPE_CHECKING:
@@ -244,11 +244,10 @@ def _warn_of_reading_again(loader: "DataLoader[Any]", bookmark: Bookmark) -> Non
     """Say what it costs to resume a stream that has no state of its own."""
     again = sum(one["read"] for one in bookmark.states.values() if is_read_again(one))
     if again:
-        warnings.warn(
+        warn(
             f"{type(loader.dataset).__name__} has no state_dict(): its first {again:,} "
             "samples are read again and dropped, which takes as long as reading them "
-            "took, and is right only if they come in the same order",
-            stacklevel=2,
+            "took, and is right only if they come in the same order"
         )
 
 

@@ -61,3 +61,25 @@ def test_ray_is_asked_for_by_its_extra() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout == "RayWorkers needs Ray: pip install 'aioloader[ray]'\n"
+
+
+def test_nobody_is_at_the_address() -> None:
+    """Said at once, where Ray tries for minutes."""
+    script = (
+        "import os, aioloader\n"
+        "def attempt(address):\n"
+        "    try: list(aioloader.DataLoader(range(3), workers=address))\n"
+        "    except (OSError, ValueError) as error: print(error)\n"
+        "if __name__ == '__main__':\n"
+        "    attempt(aioloader.RayWorkers(1, address='127.0.0.1:1'))\n"
+        "    attempt(aioloader.RayWorkers(1, address='127.0.0.1:x'))\n"
+        "    os.environ['RAY_ADDRESS'] = 'ray://127.0.0.1:1'\n"
+        "    attempt(aioloader.RayWorkers(1))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("no Ray cluster at '127.0.0.1:1'")
+    assert lines[1].startswith("no Ray cluster at '127.0.0.1:x'")
+    assert "is Ray Client's" in lines[2]

@@ -8,7 +8,6 @@ is asked for it behind each batch; any other is iterated, and what came before d
 
 import copy
 import itertools
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -33,6 +32,7 @@ from aioloader._order.indices import (
 )
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.ranks import WHOLE, Part
+from aioloader._warnings import warn
 from aioloader.protocols import is_stateful
 
 State: TypeAlias = dict[str, Any]
@@ -283,11 +283,10 @@ class IteratedOrder:
         """Say what it costs that the sampler has no state."""
         module = type(self._sampler).__module__
         if self._is_again and not module.startswith("torch.utils.data"):
-            warnings.warn(
+            warn(
                 f"{type(self._sampler).__name__} has no state_dict(): it is iterated "
                 f"anew and its first {start} batches are dropped, which is right only "
-                "if it gives the same order again",
-                stacklevel=2,
+                "if it gives the same order again"
             )
 
 

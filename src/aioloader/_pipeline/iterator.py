@@ -6,7 +6,6 @@ that dropping it (``break``, an exception) releases the pipeline at once.
 
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeAlias, cast
@@ -21,6 +20,7 @@ from aioloader._pipeline.inline import GatherSource, InlineSource
 from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.source import HostedSource
+from aioloader._warnings import warn
 
 Batch = TypeVar("Batch", default=Any)
 Source: TypeAlias = InlineSource | GatherSource | HostedSource
@@ -120,11 +120,10 @@ class BatchIterator(Generic[Batch]):
 
     def _check_length(self) -> None:
         if self._expected is not None and self._counters.batches > self._expected:
-            warnings.warn(
+            warn(
                 "the iterable dataset's length was reported to be "
                 f"{self._expected} batches (when len(loader) was called), but "
-                f"{self._counters.batches} have been delivered",
-                stacklevel=3,
+                f"{self._counters.batches} have been delivered"
             )
             self._expected = None
 
@@ -139,11 +138,10 @@ def _abandon(run: Run) -> None:
     # The main thread is gone: the interpreter is exiting, and its threads must end
     # first, or requests in flight would run into a dismantled process.
     if not hasattr(sys, "last_value"):  # an uncaught exception may hold the iterator
-        warnings.warn(
+        warn(
             "a DataLoader was left open until the interpreter's exit; close its "
             "iterator, or iterate inside `with loader:` or `async with loader:`",
             ResourceWarning,
-            stacklevel=1,
         )
     run.ended.wait(GRACE)
     if run.home.is_closing and run.home.closed.wait(GRACE):

@@ -1,9 +1,8 @@
 """Waiting for the end of an iteration, bounded, by whoever closes it."""
 
-import warnings
-
 from aioloader._pipeline.cpu import beside
 from aioloader._pipeline.home import GRACE, Guest, Home
+from aioloader._warnings import warn
 
 
 def wait_released(home: Home, guest: Guest) -> None:
@@ -40,11 +39,10 @@ async def wait_released_async(home: Home, guest: Guest) -> None:
 
 
 def _warn_stuck() -> None:
-    warnings.warn(
+    warn(
         f"a DataLoader was closed, but code of its dataset or of its functions has not "
         f"returned for {GRACE:g} seconds; its thread is left behind",
         ResourceWarning,
-        stacklevel=4,
     )
 
 

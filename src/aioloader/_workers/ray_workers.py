@@ -5,13 +5,14 @@ knows the connection to the cluster, and ends what it had to start.
 """
 
 import os
+import socket
 import threading
-import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
 from aioloader._pipeline.cpu import CpuThread
+from aioloader._warnings import warn
 from aioloader._workers.ray_words import import_ray
 
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
@@ -22,7 +23,9 @@ class RayWorkers:
 
     As worker processes do, actors read, transform and collate; samples, order, random
     draws and errors are the same. An actor that dies, alone or with its node, is placed
-    anew, and its batches are made again. Iterables are read by the loader, once.
+    anew, and its batches are made again; ``on_timeout="restart"`` ends the one that is
+    stuck. Iterables are read by the loader, once. (With ``rng="worker"`` draws depend
+    on which actor makes a batch, as with processes.)
 
     The dataset and the functions are put into Ray's store once. Its big arrays are one
     copy per node, read-only (a tensor cannot be: do not write to it in place). Batches
@@ -46,6 +49,7 @@ class RayWorkers:
     Raises:
         ImportError: If Ray is not installed.
         ValueError: If a number is out of range, or the address is of Ray Client.
+        ConnectionError: From the first iteration, if no cluster is at the address.
     """
 
     def __init__(
@@ -69,11 +73,7 @@ class RayWorkers:
                 raise TypeError(f"resources: {name!r} must be a number: {amount!r}")
             if not amount >= 0:
                 raise ValueError(f"resources: {name!r} must not be negative: {amount}")
-        if address is not None and address.startswith("ray://"):
-            raise ValueError(
-                f"address={address!r} is Ray Client's, through which batches cannot "
-                "travel: run this process on a node of the cluster, with 'auto'"
-            )
+        _check_client(address)
         import_ray()
         self.num_workers = num_workers
         self.resources = needs
@@ -121,6 +121,8 @@ class _Connection:
     __slots__ = ("__weakref__",)
 
 
+# Seconds that a cluster has to answer.
+_PROBED = 5.0
 # One process has one connection to Ray.
 _LOCK = threading.Lock()
 _ours: "weakref.ref[_Connection] | None" = None
@@ -137,9 +139,11 @@ def _connected(ray: Any, workers: RayWorkers) -> _Connection | None:
         return connection
     options: dict[str, Any] = {}
     address = workers.address or os.environ.get("RAY_ADDRESS")
+    _check_client(address)
     if address is None:
         address = "local"
         options = {"include_dashboard": False, **_room(workers)}
+    _probe(address)
     ray.init(address=address, logging_level="warning", **options)
     connection = _Connection()
     _ours = weakref.ref(connection)
@@ -147,16 +151,37 @@ def _connected(ray: Any, workers: RayWorkers) -> _Connection | None:
     return connection
 
 
+def _check_client(address: str | None) -> None:
+    if address is not None and address.startswith("ray://"):
+        raise ValueError(
+            f"address={address!r} is Ray Client's, through which batches cannot "
+            "travel: run this process on a node of the cluster, with 'auto'"
+        )
+
+
+def _probe(address: str) -> None:
+    """Check that somebody listens there: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host:  # "auto", "local"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _PROBED).close()
+    except (OSError, ValueError) as error:
+        raise ConnectionError(
+            f"no Ray cluster at {address!r}: {error}; give the address that "
+            "`ray start --head` prints, host:port, or 'auto' on a node of the cluster"
+        ) from error
+
+
 def _warn_of_no_room(ray: Any, workers: RayWorkers) -> None:
     """Say that a cluster of ours, made for other workers, is too small for these."""
     free = ray.available_resources().get("CPU", 0)
     needed = workers.num_workers * workers.resources["CPU"]
     if free < needed:
-        warnings.warn(
+        warn(
             f"the Ray cluster that was started here has {free:g} CPUs free, and "
             f"{workers!r} needs {needed:g}: actors that find no room wait until others "
-            "end; start a larger one before, by ray.init(num_cpus=...)",
-            stacklevel=2,
+            "end; start a larger one before, by ray.init(num_cpus=...)"
         )
 
 

@@ -1,10 +1,10 @@
 """How workers come to be: by the template, by ``multiprocessing``, by inheritance."""
 
 import multiprocessing
-import warnings
 from typing import Any
 
 from aioloader._transport.locked import Locker
+from aioloader._warnings import warn
 from aioloader._workers.contexts import ContextLauncher
 from aioloader._workers.launch import Launcher, NurseryLauncher
 from aioloader._workers.pool import ProcessPool
@@ -39,11 +39,10 @@ def start_pool(
         try:
             payload = ship(shipment)
         except OnlyInheritedError as reason:
-            warnings.warn(
+            warn(
                 "the dataset holds what only a forked child can share "
                 f"({reason}); its workers are forked from this process, threads, locks "
-                "and all; multiprocessing_context='fork' says that this is meant",
-                stacklevel=2,
+                "and all; multiprocessing_context='fork' says that this is meant"
             )
             context = multiprocessing.get_context("fork")
 

@@ -8,7 +8,6 @@ holds what is read ahead (``max_bytes``) and, per reader, two windows of each
 """
 
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 
@@ -16,6 +15,7 @@ import torch.distributed
 from torch.utils.data import Dataset, get_worker_info
 
 from aioloader._order.permutation import ShuffledIndices
+from aioloader._warnings import warn
 from aioloader.datasets._streams.cursors import (
     Batched,
     Cursor,
@@ -74,7 +74,7 @@ class Stream(Dataset[Sample_co]):
         deal = self._deal(None if state is None else state["readers"])
         cost = deal.cost()
         if cost is not None:
-            warnings.warn(cost, stacklevel=2)
+            warn(cost)
         iterator: StreamIterator[Sample_co]
         iterator = StreamIterator(self, epoch, deal, state)
         self._loaded = None

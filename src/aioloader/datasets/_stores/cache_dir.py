@@ -11,13 +11,13 @@ import hashlib
 import os
 import struct
 import time
-import warnings
 import zlib
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import Buffer
 
+from aioloader._warnings import warn
 from aioloader.datasets._stores.cache_bound import Bound, entry_path, temporary_path
 
 # Magic and format version, key's digest, length of the data; then the checksum of that
@@ -130,11 +130,10 @@ class CacheDir:
         if self._has_warned:
             return
         self._has_warned = True
-        warnings.warn(
+        warn(
             f"cannot {verb} the cache in {self.directory!r}: {exc.strerror}; going on "
             f"without what it would hold (said once)",
             RuntimeWarning,
-            stacklevel=3,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
