@@ -1,6 +1,7 @@
 """Parquet: what pyarrow itself reads, from any row on, and no wrong row in silence."""
 
 import asyncio
+import gc
 import pickle
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
 
+from aioloader.datasets import ParquetDataset
 from aioloader.datasets._arrow import parquet
 from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.parquet import ParquetFormat
@@ -281,6 +283,21 @@ async def test_a_reader_that_was_never_read_closes(numbered: str) -> None:
             await reader.pull(1)
         await reader.aclose()
         assert reader.is_draining()
+
+
+async def test_no_error_is_kept(tmp_path: Path) -> None:
+    """Not even one of those by which footers are checked: pyarrow would keep it."""
+    write(tmp_path / "a.parquet", pa.table({"row": range(9)}))
+
+    def errors() -> int:
+        gc.collect()
+        return sum(isinstance(one, BaseException) for one in gc.get_objects())
+
+    before = errors()
+    for _ in range(3):
+        stream: Any = ParquetDataset(str(tmp_path / "a.parquet"), ["row"])
+        assert [row["row"] async for row in stream] == [*range(9)]
+    assert errors() == before
 
 
 async def test_requests_stay_within_the_budget(tmp_path: Path) -> None:

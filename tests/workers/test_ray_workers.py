@@ -35,6 +35,7 @@ __all__ = ["cluster", "nothing_is_left"]
 
 pytestmark = [
     pytest.mark.slow,  # an actor imports torch
+    pytest.mark.one_loop,  # actors have their own
     pytest.mark.usefixtures("cluster"),
 ]
 BATCH: dict[str, Any] = {"num_workers": 0, "rng": "batch"}

@@ -130,10 +130,10 @@ def _children() -> Iterator[int]:
     """Yield all processes below this one, but those that serve all of it."""
     multiprocessing.active_children()  # reaps those that have ended
     below: dict[int, list[int]] = {}
-    for entry in _PROCESSES.glob("[0-9]*"):
-        state = _state(int(entry.name))
+    for pid in _processes():
+        state = _state(pid)
         if state is not None:
-            below.setdefault(state[1], []).append(int(entry.name))
+            below.setdefault(state[1], []).append(pid)
     template = template_in_use()
     shared = {
         template and template.pid,
@@ -148,6 +148,12 @@ def _children() -> Iterator[int]:
             found = [pid for pid in found if _name(pid) == NAME.decode()]
         to_visit += found
         yield from (pid for pid in found if pid not in shared)
+
+
+def _processes() -> Iterator[int]:
+    """Yield all processes of the machine."""
+    if _PROCESSES.exists():
+        yield from map(int, filter(str.isdecimal, os.listdir(_PROCESSES)))  # noqa: PTH208  (of many, often)
 
 
 def _await_end(known: frozenset[int]) -> None:
@@ -172,11 +178,12 @@ def _await_end(known: frozenset[int]) -> None:
 def _state(pid: int) -> tuple[str, int] | None:
     """Return the state of a process, as a letter, and its parent."""
     try:
-        text = (_PROCESSES / str(pid) / "stat").read_text("ascii", "replace")
+        with open(f"{_PROCESSES}/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123  (of many, often)
+            text = file.read()
     except OSError:
         return None
-    state, parent, *_ = text.rpartition(")")[2].split()
-    return state, int(parent)
+    state, parent = text[text.rindex(b")") + 2 :].split(None, 2)[:2]
+    return state.decode(), int(parent)
 
 
 def _is_dead(pid: int) -> bool:

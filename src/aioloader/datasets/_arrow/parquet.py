@@ -208,33 +208,30 @@ def _group_of(footer: Footer, number: int, names: list[str], place: Place) -> Gr
     return Group(spans, group.num_rows, _within(1, _BATCH // max(1, per_row), _ROWS))
 
 
-class _BegunError(Exception):
-    """Says that a read was about to begin."""
-
-
-def _refuse(_start: int, _stop: int) -> bytes:
-    raise _BegunError
-
-
 def _why_unsound(
     footer: Footer, number: int | None, names: list[str]
 ) -> Exception | None:
     """Begin to read columns of a row group, or of all, up to the first byte.
 
     Where a footer is damaged, this fails. What looks at its columns one by one does
-    not: there pyarrow lets an exception of C++ pass, which ends the process.
+    not: there pyarrow lets an exception of C++ pass, which ends the process. The byte
+    is missing, which pyarrow says itself: it would keep an exception of ours, for ever.
     """
     from pyarrow import parquet as pq  # noqa: PLC0415  (an optional dependency)
 
-    file = RangeFile(footer.size, _refuse)
+    begun: list[int] = []
+
+    def read(start: int, _stop: int) -> bytes:
+        begun.append(start)
+        return b""
+
+    file = RangeFile(footer.size, read)
     numbers = range(footer.metadata.num_row_groups) if number is None else [number]
     try:
         parquet = pq.ParquetFile(file, metadata=footer.metadata, pre_buffer=True)
         next(parquet.iter_batches(1, [*numbers], names, use_threads=False), None)
-    except _BegunError:
-        return None
     except Exception as error:  # noqa: BLE001  (a decoder may raise anything)
-        return error
+        return None if begun else error
     return None
 
 
