@@ -1,8 +1,11 @@
 """Where loaders work: any thread, any loop, nested, several at once; and what opens."""
 
 import asyncio
+import contextlib
 import contextvars
+import gc
 import threading
+import weakref
 from typing import Any, Self
 
 import pytest
@@ -261,6 +264,24 @@ async def test_a_dataset_that_does_not_open(loop: Any) -> None:
             with pytest.raises(ConnectionRefusedError, match=str(attempt)):
                 await collect(loader)
             assert loader.dataset.closed == 0
+
+
+@pytest.mark.parametrize("what", ["__aenter__", "__aexit__"])
+async def test_errors_of_a_dataset_keep_no_iterator(what: str) -> None:
+    """Neither that it does not open, nor that it does not close."""
+
+    async def refuse(*_: object) -> Any:
+        raise ConnectionRefusedError
+
+    loader = DataLoader(type("Refusing", (AsyncOpening,), {what: refuse})())
+    iterator = aiter(loader)
+    left = weakref.ref(iterator)
+    with contextlib.suppress(ConnectionRefusedError):
+        while True:
+            await anext(iterator)
+    del iterator, loader
+    gc.collect()
+    assert left() is None
 
 
 @pytest.mark.parametrize("loop", ["thread", "caller"])

@@ -113,15 +113,17 @@ class Home(abc.ABC):
         with self._lock:
             self._guests.add(guest)
             broken = self._broken
+            self._broken = broken and _again(broken)
         if broken is not None:
             guest.fail(broken)
         return broken is None
 
-    def _break(self, error: BaseException) -> None:
+    def _break(self, error: BaseException, *, is_told: bool = False) -> None:
         with self._lock:
-            self._broken = self._broken or error
-            self.is_closing = True
             guests = list(self._guests)
+            is_told = is_told or bool(guests)
+            self._broken = self._broken or (_again(error) if is_told else error)
+            self.is_closing = True
         for guest in guests:
             guest.fail(error)
 
@@ -132,6 +134,16 @@ class Home(abc.ABC):
             self._leases -= 1
             self.is_closing = self.is_closing or not self._leases
             return not self._leases
+
+
+def _again(error: BaseException) -> LoaderClosedError:
+    """Return what is raised by those who come later.
+
+    An error that was raised has frames, which hold an iterator, which holds this home.
+    """
+    if isinstance(error, LoaderClosedError):
+        return error
+    return LoaderClosedError(f"the loader's dataset has failed before: {error!r}")
 
 
 class InlineHome(Home):
@@ -292,9 +304,10 @@ class LoopHome(Home):
                         context.run(self._start, guest)
                     await self._stop.wait()
         except Exception as error:  # handed to the consumers
-            if self._stop.is_set():
+            is_exit = self._stop.is_set()
+            if is_exit:
                 self.exit_error = error
-            self._break(error)
+            self._break(error, is_told=is_exit)
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         if hasattr(self.dataset, "__aenter__"):
