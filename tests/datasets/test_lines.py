@@ -161,6 +161,7 @@ async def test_a_state_at_any_line(length: int, tmp_path: Path) -> None:
         assert found + (await read(rest))[0] == lines
 
 
+@pytest.mark.slow
 async def test_a_line_of_a_gigabyte(tmp_path: Path) -> None:
     """It is not held, and what follows comes."""
     path = tmp_path / "a.txt"
@@ -178,6 +179,7 @@ async def test_a_line_of_a_gigabyte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", PACKERS)
+@pytest.mark.slow
 async def test_a_bomb_is_unpacked_by_the_piece(ending: str, tmp_path: Path) -> None:
     """However much there is inside, little is held."""
     path = tmp_path / f"a.txt.{ending}"

@@ -78,6 +78,7 @@ def test_the_demo_says_what_it_fell_back_to(
     assert capsys.readouterr().out == ("" if torch.xpu.is_available() else said)
 
 
+@pytest.mark.slow
 def test_augmentations_do_not_depend_on_the_number_of_workers() -> None:
     """A script without a main guard, as a user runs it."""
     script = Path(train_digits.__file__).with_name("augment.py")

@@ -49,6 +49,7 @@ def test_what_each_actor_needs() -> None:
     assert "CPU': 2" in repr(workers)
 
 
+@pytest.mark.slow
 def test_ray_is_asked_for_by_its_extra() -> None:
     """Importing the package does not need it."""
     script = (
@@ -63,6 +64,7 @@ def test_ray_is_asked_for_by_its_extra() -> None:
     assert done.stdout == "RayWorkers needs Ray: pip install 'aioloader[ray]'\n"
 
 
+@pytest.mark.slow
 def test_nobody_is_at_the_address() -> None:
     """Said at once, where Ray tries for minutes."""
     script = (
