@@ -12,12 +12,16 @@ import pytest
 from aioloader.testing import Resources
 from faulty import parent_of
 
+# Its workers are as nice as the processes that run other tests meanwhile.
+ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Start a cluster with four logical CPUs; return the module ``ray``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
         ray = pytest.importorskip("ray")
         ray.init(
             address="local",

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import train_digits
 
+from workers.ray_cluster import ENVIRONMENT
+
 pytestmark = pytest.mark.slow
 pytest.importorskip("ray")
 
@@ -17,7 +19,7 @@ def ran(*command: str) -> Any:
     """Run Python in a process of its own."""
     return subprocess.run(
         [sys.executable, *command],
-        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
         check=False,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from aioloader import DataLoader, RayWorkers
-from workers.ray_cluster import begun, nothing_is_left
+from workers.ray_cluster import ENVIRONMENT, begun, nothing_is_left
 
 __all__ = ["nothing_is_left"]
 
@@ -26,7 +26,8 @@ MEMORY = 80 << 20
 def nodes() -> Iterator[Any]:
     """Start a head without room for workers, and two nodes with room for two each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
         ray = pytest.importorskip("ray")
         utils = pytest.importorskip("ray.cluster_utils")
         head = {

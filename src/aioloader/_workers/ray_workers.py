@@ -31,7 +31,9 @@ class RayWorkers:
     copy per node, read-only (a tensor cannot be: do not write to it in place). Batches
     come back through the store, and are copied once into memory of the loader's.
     An actor takes a second or two to begin, for it imports torch: with
-    ``persistent_workers=True`` they are kept between epochs.
+    ``persistent_workers=True`` they are kept between epochs. Ray runs its workers at
+    nice 15: on a node that is busy with other work they wait, unless its cluster was
+    started with ``RAY_worker_niceness=0`` in the environment.
 
     Modules that workers import must be installed on the nodes, aioloader too. Of a
     script and a notebook, functions and classes travel along.
