@@ -177,7 +177,7 @@ asyncio.run(main(sys.argv[1], json.loads(sys.argv[2])))
 
 
 @pytest.mark.slow
-def test_many_keys() -> None:
+def test_what_many_keys_take() -> None:
     """Memory holds the names twice at most, in their buffers, for a moment."""
     sizes = many(300_000)
     with serve(sizes) as server:

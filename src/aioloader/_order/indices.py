@@ -5,7 +5,7 @@ The exact torch classes are recognised here and cut from one index tensor instea
 ``ShuffledIndices`` is computed in blocks. Whatever comes first is not looked at.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -113,15 +113,18 @@ def cut(indices: Indices, cutting: Cutting, start: int = 0) -> Iterator[IndexBat
     part, size, as_lists = cutting.part, cutting.size, cutting.as_lists
     n, whole = len(indices), size * part.world_size
     stop = n - n % whole if cutting.drop_last else n
+    is_alone = part.world_size == 1
     step = max(1, _BLOCK // whole) * whole
     for at in range(start * whole, stop, step):
         end = min(at + step, stop)
-        block = _as_chunk(indices.take(at, end))
-        for first in range(at, end, whole):
-            found: Any = block[first - at : first - at + whole]
+        block: Any = _as_chunk(indices.take(at, end))
+        if as_lists and is_alone:
+            block = _listed(block)
+        for first, found in zip(
+            range(at, end, whole), _pieces(block, whole), strict=True
+        ):
             number = first // whole
-            if part.world_size == 1:
-                found = _listed(found) if as_lists else found
+            if is_alone:
                 yield IndexBatch(number, first, found)
                 continue
             for batch in _dealt(indices, found, number, first, part):
@@ -142,6 +145,14 @@ def _dealt(
         chunk = torch.tensor([*_listed(chunk), *_listed(stand_in)])
     if len(chunk):
         yield IndexBatch(number, first + part.rank, chunk, padding)
+
+
+def _pieces(block: Any, size: int) -> Iterable[Any]:
+    """Return parts of a block, one after the other; views, if it is a tensor."""
+    if isinstance(block, torch.Tensor):
+        views: tuple[Any, ...] = block.split(size)  # type: ignore[no-untyped-call]
+        return views
+    return (block[at : at + size] for at in range(0, len(block), size))
 
 
 def _as_chunk(taken: Any) -> Chunk:

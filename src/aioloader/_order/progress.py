@@ -59,6 +59,9 @@ class Progress:
             state: What its reader was left in behind it, if that is known.
         """
         with self._lock:
+            if number == self._done and state is None and not self._is_patchy():
+                self._done += 1  # as nearly always
+                return
             if self._failed:
                 self._beyond.update(self._failed)
                 self._failed.clear()
@@ -95,6 +98,10 @@ class Progress:
             if self._before or self._beyond:
                 beyond = frozenset(self._before.union(self._beyond))
             return Bookmark(self._done, beyond, dict(self._states))
+
+    def _is_patchy(self) -> bool:
+        """Tell whether batches beyond the position are not simply all to come."""
+        return bool(self._beyond or self._failed or self._before)
 
     def _note(self, number: int, state: Any) -> None:
         self._before.discard(number)

@@ -165,7 +165,7 @@ class InlineSource(_LocalSource):
                 self._end()
                 raise StopIteration
             self._progress.take(work.number, work.state)
-            if self._plan.is_last(work.number):
+            if work.number == self._plan.last:
                 self._requests = self._left(self._requests)
             if not outcome.is_empty and work.number not in self._dropped:
                 self._counters.batches += 1
@@ -242,7 +242,7 @@ class GatherSource(_LocalSource):
             raise
         self._counters.batches += 1
         self._progress.take(number)
-        if self._plan.is_last(number):
+        if number == self._plan.last:
             self._batches = self._left(self._batches)
         return batch
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from aioloader._order.indices import IndexBatch
 from aioloader._order.progress import Bookmark, Progress
@@ -36,12 +37,15 @@ class Plan:
             else:
                 yield batch
 
-    def is_last(self, number: int) -> bool:
-        """Tell whether nothing should be left to deliver behind a batch."""
+    @cached_property
+    def last(self) -> int | None:
+        """Number of the batch behind which none should be left to deliver, if known."""
         if self.expected is None:
-            return False
-        beyond = sum(one > number for one in self.bookmark.beyond)
-        return number + 1 + beyond == self.expected
+            return None
+        number = self.expected - 1
+        while number in self.bookmark.beyond:
+            number -= 1
+        return number
 
     def dropped(self) -> frozenset[int]:
         """Return the batches that are made, and not delivered again."""

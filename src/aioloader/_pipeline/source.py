@@ -288,7 +288,7 @@ class HostedSource:
     def _go_on(self) -> None:
         """Put something else in flight, in place of what has been taken."""
         # Not even a lazy one may leave open whether the epoch is over.
-        if not self._is_lazy or self._plan.is_last(self._next - 1):
+        if not self._is_lazy or self._next - 1 == self._plan.last:
             self._fill()
         if self._is_exhausted and self.when_exhausted is not None:
             self.when_exhausted()
