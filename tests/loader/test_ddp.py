@@ -97,7 +97,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Delivered]:
         [*TORCHRUN, __file__, str(folder)],
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=100,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )

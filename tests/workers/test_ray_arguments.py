@@ -49,6 +49,14 @@ def test_what_each_actor_needs() -> None:
     assert "CPU': 2" in repr(workers)
 
 
+def printed(script: str) -> str:
+    """Return what a script prints, run by itself."""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_ray_is_asked_for_by_its_extra() -> None:
     """Importing the package does not need it."""
@@ -58,10 +66,7 @@ def test_ray_is_asked_for_by_its_extra() -> None:
         "try: aioloader.RayWorkers(1)\n"
         "except ImportError as error: print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "RayWorkers needs Ray: pip install 'aioloader[ray]'\n"
+    assert printed(script) == "RayWorkers needs Ray: pip install 'aioloader[ray]'\n"
 
 
 @pytest.mark.slow
@@ -78,10 +83,7 @@ def test_nobody_is_at_the_address() -> None:
         "    os.environ['RAY_ADDRESS'] = 'ray://127.0.0.1:1'\n"
         "    attempt(aioloader.RayWorkers(1))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    lines = done.stdout.splitlines()
+    lines = printed(script).splitlines()
     assert lines[0].startswith("no Ray cluster at '127.0.0.1:1'")
     assert lines[1].startswith("no Ray cluster at '127.0.0.1:x'")
     assert "is Ray Client's" in lines[2]
