@@ -4,7 +4,10 @@ import inspect
 import warnings
 
 # What runs between the user's line and where a warning is issued.
-_BETWEEN = {"aioloader", "asyncio", "uvloop", "threading", "contextlib"}
+_BETWEEN = {
+    *("aioloader", "asyncio", "uvloop", "anyio"),
+    *("concurrent", "contextlib", "threading", "weakref"),
+}
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

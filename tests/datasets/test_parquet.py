@@ -297,7 +297,7 @@ async def test_no_error_is_kept(tmp_path: Path) -> None:
     for _ in range(3):
         stream: Any = ParquetDataset(str(tmp_path / "a.parquet"), ["row"])
         assert [row["row"] async for row in stream] == [*range(9)]
-    assert errors() == before
+    assert errors() <= before
 
 
 async def test_requests_stay_within_the_budget(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ words were drawn since; that of one that has drawn too many is 3.4 KB of text.
 """
 
 import base64
+import threading
 import zlib
 from typing import Any, TypeAlias
 
@@ -14,15 +15,15 @@ import torch
 from torch.utils.data import RandomSampler
 
 State: TypeAlias = dict[str, Any]
-# Words behind its seed that a generator is told by: drawn again in half a second.
+# Words behind its seed that a generator is told by: drawn again in a third of a second.
 _MOST = 1 << 27
-# Words that are searched for a state, in about a millisecond and a tenth of a second.
-_FEW, _MANY = 1 << 17, 1 << 24
-# Words of a match, and words that are drawn at once.
-_PATTERN, _CHUNK = 4, 1 << 17
-# Where the generators of the latest seeds were: the next search begins there.
-_KNOWN: dict[int, tuple[int, torch.Tensor]] = {}
-_SEEDS = 16
+# Words of a match, words that are drawn at once, and words that are searched: 50 ms.
+_PATTERN, _CHUNK, _SEARCHED = 4, 1 << 17, 1 << 24
+# States and the words that lie before them (None: too many), where the next searches
+# begin: the latest few of each of the latest seeds, for several may share one.
+_KNOWN: dict[int, list[tuple[int | None, torch.Tensor]]] = {}
+_STATES, _SEEDS = 4, 16
+_LOCK = threading.Lock()
 
 
 class Draws:
@@ -76,13 +77,10 @@ def packed(state: torch.Tensor) -> State:
     generator = torch.Generator()
     generator.set_state(state)
     seed = generator.initial_seed()
-    fresh = 0, generator.manual_seed(seed).get_state()
-    latest = _KNOWN.get(seed, fresh)
-    for (drawn, known), most in ((fresh, _FEW), (latest, _MANY), (fresh, _MANY)):
-        words = _words_between(known, state, most)
-        if words is not None and drawn + words <= _MOST:
-            _remember(seed, drawn + words, state)
-            return {"seed": seed, "words": drawn + words}
+    with _LOCK:
+        words = _words_before(seed, state)
+    if words is not None and words <= _MOST:
+        return {"seed": seed, "words": words}
     # Each 32 bits of it are followed by 32 zeros: apart, these take no room.
     halves = state.numpy().view(np.uint32).reshape(-1, 2).T
     data = zlib.compress(halves.tobytes())
@@ -91,16 +89,17 @@ def packed(state: torch.Tensor) -> State:
 
 def is_packed(saved: Any) -> bool:
     """Tell whether ``saved`` is what ``packed`` returns."""
-    if not isinstance(saved, dict) or type(saved.get("seed")) is not int:
+    if not isinstance(saved, dict) or type(seed := saved.get("seed")) is not int:
         return False
-    if "state" not in saved:
-        words = saved.get("words")
-        return type(words) is int and 0 <= words <= _MOST
     try:
-        torch.Generator().set_state(unpacked(saved))
+        generator = torch.Generator().manual_seed(seed)
+        if "state" in saved:
+            generator.set_state(unpacked(saved))
     except Exception:  # noqa: BLE001  (whatever is wrong with it)
         return False
-    return True
+    words = saved.get("words")
+    is_told = type(words) is int and 0 <= words <= _MOST
+    return generator.initial_seed() == seed and (is_told or "state" in saved)
 
 
 def unpacked(saved: State) -> torch.Tensor:
@@ -114,42 +113,88 @@ def unpacked(saved: State) -> torch.Tensor:
     while left:
         left -= len(_drawn(generator, min(left, _CHUNK)))
     state = generator.get_state()
-    _remember(seed, saved["words"], state)
+    with _LOCK:
+        _remember(seed, saved["words"], state)
     return state
 
 
 def _drawn(generator: torch.Generator, words: int) -> np.ndarray:
     """Draw words, of which torch makes all it draws; return 31 bits of each."""
-    return torch.empty(words, dtype=torch.int32).random_(generator=generator).numpy()
+    drawn = torch.empty(words, dtype=torch.int32, device="cpu")
+    return drawn.random_(generator=generator).numpy()
 
 
-def _words_between(known: torch.Tensor, state: torch.Tensor, most: int) -> int | None:
-    """Return how many words after ``known`` a state is, or None if it is not near.
+class _Trail:
+    """What is drawn from a state on, searched by the piece for another state.
 
-    What comes next in ``state`` is looked for in what is drawn from ``known``.
+    Args:
+        words: Drawn before the state.
+        state: Where it begins.
     """
-    if torch.equal(known, state):
-        return 0
-    generator, sought = torch.Generator(), torch.Generator()
-    generator.set_state(known)
-    sought.set_state(state)
-    pattern = _drawn(sought, _PATTERN)
-    words, before, chunk = pattern[:0], 0, _PATTERN
-    while before < most:
-        chunk = min(chunk * 8, _CHUNK)  # short at first: mostly few were drawn
-        words = np.concatenate((words, _drawn(generator, chunk)))
+
+    def __init__(self, words: int, state: torch.Tensor) -> None:
+        self._generator = torch.Generator()
+        self._generator.set_state(state)
+        self._before = words
+        self._words = np.empty(0, np.int32)
+
+    def search(self, state: torch.Tensor, chunk: int) -> int | None:
+        """Look at a piece more; return the words before ``state`` if it is there.
+
+        Its next words are looked for, and then the states behind both compared.
+        """
+        sought = torch.Generator()
+        sought.set_state(state)
+        pattern = _drawn(sought, _PATTERN)
+        words = np.concatenate((self._words, _drawn(self._generator, chunk)))
         ends = len(words) - _PATTERN
         for place in np.flatnonzero(words[: ends + 1] == pattern[0]).tolist():
             if np.array_equal(words[place : place + _PATTERN], pattern):
                 _drawn(sought, ends - place)
-                is_same = torch.equal(sought.get_state(), generator.get_state())
-                return before + place if is_same else None
-        words, before = words[ends + 1 :], before + ends + 1
+                if torch.equal(sought.get_state(), self._generator.get_state()):
+                    return self._before + place
+                sought.set_state(state)
+                _drawn(sought, _PATTERN)
+        self._words, self._before = words[ends + 1 :], self._before + ends + 1
+        return None
+
+
+def _words_before(seed: int, state: torch.Tensor) -> int | None:
+    """Return how many words lie between a seed and a state; None if it is far."""
+    known = _KNOWN.get(seed, [])
+    for words, one in known:
+        if torch.equal(one, state):
+            return words
+    fresh = torch.Generator().manual_seed(seed).get_state()
+    starts = [(words, one) for words, one in known if words is not None]
+    trails = [_Trail(words, one) for words, one in [*starts, (0, fresh)]]
+    chunk = searched = _PATTERN  # short at first: mostly few were drawn
+    while searched < _SEARCHED:
+        chunk = min(chunk * 8, _CHUNK)
+        searched += chunk
+        for at, trail in enumerate(trails):
+            found = trail.search(state, chunk)
+            if found is not None:
+                if at < len(starts):
+                    _forget(seed, starts[at][1])
+                _remember(seed, found, state)
+                return found
+    _remember(seed, None, state)
     return None
 
 
-def _remember(seed: int, words: int, state: torch.Tensor) -> None:
-    """Keep the state behind so many words of a seed."""
-    if len(_KNOWN) >= _SEEDS:
-        _KNOWN.clear()
-    _KNOWN[seed] = words, state
+def _remember(seed: int, words: int | None, state: torch.Tensor) -> None:
+    """Keep a state; of each seed the latest few, but one that is far, of few seeds."""
+    others = [
+        known
+        for known in _KNOWN.pop(seed, [])
+        if not (words is known[0] is None or torch.equal(known[1], state))
+    ]
+    _KNOWN[seed] = [*others, (words, state.clone())][-_STATES:]
+    if len(_KNOWN) > _SEEDS:
+        del _KNOWN[next(iter(_KNOWN))]
+
+
+def _forget(seed: int, state: torch.Tensor) -> None:
+    """Let go of a state that a generator has left behind."""
+    _KNOWN[seed] = [known for known in _KNOWN[seed] if known[1] is not state]

@@ -5,7 +5,7 @@ The exact torch classes are recognised here and cut from one index tensor instea
 ``ShuffledIndices`` is computed in blocks. Whatever comes first is not looked at.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -19,6 +19,8 @@ Chunk: TypeAlias = torch.Tensor | range
 
 # Indices of an order that are computed at a time.
 _BLOCK = 1 << 15
+# Views of a block that are made at a time: cheaper than one by one, and in 0.1 ms.
+_VIEWS = 256
 
 
 class IndexBatch(NamedTuple):
@@ -147,12 +149,13 @@ def _dealt(
         yield IndexBatch(number, first + part.rank, chunk, padding)
 
 
-def _pieces(block: Any, size: int) -> Iterable[Any]:
+def _pieces(block: Any, size: int) -> Iterator[Any]:
     """Return parts of a block, one after the other; views, if it is a tensor."""
-    if isinstance(block, torch.Tensor):
-        views: tuple[Any, ...] = block.split(size)  # type: ignore[no-untyped-call]
-        return views
-    return (block[at : at + size] for at in range(0, len(block), size))
+    if not isinstance(block, torch.Tensor):
+        yield from (block[at : at + size] for at in range(0, len(block), size))
+        return
+    for at in range(0, len(block), size * _VIEWS):
+        yield from block[at : at + size * _VIEWS].split(size)  # type: ignore[no-untyped-call]
 
 
 def _as_chunk(taken: Any) -> Chunk:

@@ -121,7 +121,7 @@ class Home(abc.ABC):
     def _break(self, error: BaseException, *, is_told: bool = False) -> None:
         with self._lock:
             guests = list(self._guests)
-            is_told = is_told or bool(guests)
+            is_told = is_told or any(not isinstance(one, Keeper) for one in guests)
             self._broken = self._broken or (_again(error) if is_told else error)
             self.is_closing = True
         for guest in guests:
@@ -137,7 +137,7 @@ class Home(abc.ABC):
 
 
 def _again(error: BaseException) -> LoaderClosedError:
-    """Return what is raised by those who come later.
+    """Return what is raised by those who come later: the error itself is told once.
 
     An error that was raised has frames, which hold an iterator, which holds this home.
     """

@@ -75,7 +75,7 @@ class RayWorkers:
                 raise TypeError(f"resources: {name!r} must be a number: {amount!r}")
             if not amount >= 0:
                 raise ValueError(f"resources: {name!r} must not be negative: {amount}")
-        _check_client(address)
+        _check_client("address", address)
         import_ray()
         self.num_workers = num_workers
         self.resources = needs
@@ -141,7 +141,7 @@ def _connected(ray: Any, workers: RayWorkers) -> _Connection | None:
         return connection
     options: dict[str, Any] = {}
     address = workers.address or os.environ.get("RAY_ADDRESS")
-    _check_client(address)
+    _check_client("RAY_ADDRESS", address)
     if address is None:
         address = "local"
         options = {"include_dashboard": False, **_room(workers)}
@@ -153,10 +153,10 @@ def _connected(ray: Any, workers: RayWorkers) -> _Connection | None:
     return connection
 
 
-def _check_client(address: str | None) -> None:
+def _check_client(name: str, address: str | None) -> None:
     if address is not None and address.startswith("ray://"):
         raise ValueError(
-            f"address={address!r} is Ray Client's, through which batches cannot "
+            f"{name}={address!r} is Ray Client's, through which batches cannot "
             "travel: run this process on a node of the cluster, with 'auto'"
         )
 
@@ -164,11 +164,11 @@ def _check_client(address: str | None) -> None:
 def _probe(address: str) -> None:
     """Check that somebody listens there: Ray would try for minutes."""
     host, _, port = address.rpartition(":")
-    if not host:  # "auto", "local"
+    if not host or not port.isdecimal():  # "auto", "local", what only Ray knows
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), _PROBED).close()
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ConnectionError(
             f"no Ray cluster at {address!r}: {error}; give the address that "
             "`ray start --head` prints, host:port, or 'auto' on a node of the cluster"
