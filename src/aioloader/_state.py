@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import RandomSampler
 
-from aioloader._order.draws import packed, unpacked
+from aioloader._order.generators import packed, unpacked
 from aioloader._order.orders import Order, described, drawing_part_of
 from aioloader._order.progress import Bookmark, Progress
 from aioloader._pipeline.position import STATES, is_read_again

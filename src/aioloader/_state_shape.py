@@ -7,7 +7,7 @@ it is refused, for with a part of it another run would go on, quietly.
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from aioloader._order.draws import is_packed
+from aioloader._order.generators import is_packed
 from aioloader.errors import StateMismatchError
 
 _KEYS = ("kind", "epoch", "done", "beyond", "states")
