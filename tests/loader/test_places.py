@@ -280,8 +280,16 @@ async def test_errors_of_a_dataset_keep_no_iterator(what: str) -> None:
         while True:
             await anext(iterator)
     del iterator, loader
+    join()  # the thread that met the error has it still
     gc.collect()
     assert left() is None
+
+
+def join() -> None:
+    """Wait for the threads of loaders."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("aioloader"):
+            thread.join(10)
 
 
 @pytest.mark.parametrize("loop", ["thread", "caller"])
