@@ -32,7 +32,7 @@ from aioloader._workers.parcel import REDUCERS
 from aioloader._workers.refusals import explain
 from aioloader._workers.seeds import Rng
 from aioloader.errors import WorkerStartError
-from aioloader.protocols import Kind, kind_of
+from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
 
 _HEAD = struct.Struct("<qq")  # bytes of the header, number of buffers
 _PLACE = struct.Struct("<qq")
@@ -73,6 +73,15 @@ class Shipment:
     part: Part = WHOLE
     snapshot_every: int = 1
     keeps_step: bool = False
+
+    def is_plain(self) -> bool:
+        """Tell whether no step needs an event loop in the worker."""
+        functions = (self.transform, self.collate_fn)
+        if self.reads and (
+            kind_of(self.dataset) is Kind.ASYNC_ITERABLE or reads_async(self.dataset)
+        ):
+            return False
+        return not any(map(is_async_function, functions))
 
     def is_replicated(self) -> bool:
         """Tell whether each worker reads a stream of its own."""

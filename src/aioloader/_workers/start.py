@@ -33,6 +33,8 @@ def start_pool(
     Raises:
         WorkerStartError: If it cannot be pickled, or no worker can be started.
     """
+    if context is None and forks_by_default() and shipment.is_plain():
+        context = multiprocessing.get_context("fork")
     is_fork = context is not None and context.get_start_method() == "fork"
     payload: Shipment | int = shipment
     if not is_fork:
@@ -53,3 +55,11 @@ def start_pool(
         return NurseryLauncher(surroundings, payload, ends)
 
     return ProcessPool(shipment, launch, locker)
+
+
+def forks_by_default() -> bool:
+    """Tell whether processes of this interpreter are forked unless told otherwise."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    if method is None:  # nobody has fixed it yet, and neither do we
+        method = multiprocessing.get_all_start_methods()[0]
+    return method == "fork"
