@@ -15,8 +15,8 @@ from typing_extensions import TypeVar
 from aioloader import _arguments as arguments
 from aioloader._collate import default_collate, default_convert
 from aioloader._device.accelerator import accelerator_for
-from aioloader._iteration import Live
-from aioloader._observe.stats import Counters, LoaderStats
+from aioloader._iteration import Live, method_of, starts_at_iter
+from aioloader._observe.stats import LoaderStats
 from aioloader._order.epochs import Epochs
 from aioloader._order.failures import (
     Failure,
@@ -26,13 +26,14 @@ from aioloader._order.failures import (
 from aioloader._order.ranks import Tail
 from aioloader._order.retry import Retry
 from aioloader._pipeline.iterator import BatchIterator
+from aioloader._pipeline.source import HostedSource
 from aioloader._ranks import Rank, part_of
 from aioloader._sampling import Sampling
 from aioloader._state import state_of
 from aioloader._state_fit import State, check
 from aioloader._warnings import warn
+from aioloader._workers.fork_server import warm_fork_server
 from aioloader._workers.seeds import Rng
-from aioloader._workers.template import warm_template
 from aioloader.protocols import Kind, kind_of
 
 Batch = TypeVar("Batch", default=Any)
@@ -242,8 +243,8 @@ class DataLoader(Generic[Batch]):
         self._epochs = Epochs(self._sampling.index_sampler)
         self._reported_length: int | None = None
         self._live = Live(dataset)
-        if num_workers and workers == "process" and multiprocessing_context is None:
-            warm_template()
+        if num_workers and workers == "process" and method_of(self) == "forkserver":
+            warm_fork_server()
         self._initialized = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -288,13 +289,19 @@ class DataLoader(Generic[Batch]):
         """Return a lazy iterator; only the random draws of torch's ``iter`` happen."""
         live = self._live
         draft = None if live.loaded is not None else live.draft(self)
-        counters = Counters()
-        # Not before it is begun: an iterator that is dropped unused is no epoch.
-        start = partial(live.start, self, draft, counters, is_async=is_async)
+        if not starts_at_iter(self, is_async=is_async):
+            # Not before it is begun: an iterator that is dropped unused is no epoch.
+            start = partial(live.start, self, draft, is_async=is_async)
+            prepared = None
+        else:
+            made = live.prepare(self, draft, is_async=is_async)
+            start, prepared = partial(live.commit, self, made), made.source
         iterator: BatchIterator[Batch] = BatchIterator(
-            start, counters, self.__len__, self._reported_length
+            start, self.__len__, self._reported_length, prepared
         )
         self._live.open.add(iterator)
+        if isinstance(prepared, HostedSource):
+            prepared.open(fills=not is_async)
         return iterator
 
     # -- its state ----------------------------------------------------------------
@@ -339,6 +346,8 @@ class DataLoader(Generic[Batch]):
             waited=counters.waited,
             in_flight=counters.in_flight,
             failures=self._live.policy.count,
+            worker_deaths=self._live.tally.deaths,
+            worker_restarts=self._live.tally.restarts,
         )
 
     @property
@@ -379,6 +388,7 @@ class DataLoader(Generic[Batch]):
         self._live.forget_ahead()
         self._live.homes.release()
         self._live.pools.close()
+        self._live.servers.close()
 
     async def aclose(self) -> None:
         """End all iterations and release what they hold, without blocking the loop."""
@@ -387,6 +397,7 @@ class DataLoader(Generic[Batch]):
         self._live.forget_ahead()
         await self._live.homes.release_async()
         await self._live.pools.aclose()
+        self._live.servers.close()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._initialized and name in self._fixed:

@@ -110,6 +110,8 @@ def state_of(loader: "DataLoader[Any]", passage: Passage | None) -> State:
         passage: Its latest pass; None if it has begun none.
     """
     if passage is None or passage.progress.is_over():
+        passage = loader._live.prepared() or passage
+    if passage is None or passage.progress.is_over():
         state = {"version": VERSION, **identity(loader), **_between(loader, passage)}
     else:
         bookmark = passage.progress.bookmark()

@@ -35,7 +35,7 @@ class _LocalSource(abc.ABC):
     """What both sources share: an async consumer is served in place."""
 
     def __init__(self, counters: Counters, plan: Plan) -> None:
-        self._counters = counters
+        self.counters = counters
         self._progress = plan.progress
         self._plan = plan
         self._is_closed = False
@@ -168,7 +168,7 @@ class InlineSource(_LocalSource):
             if work.number == self._plan.last:
                 self._requests = self._left(self._requests)
             if not outcome.is_empty and work.number not in self._dropped:
-                self._counters.batches += 1
+                self.counters.batches += 1
                 return outcome.batch
 
     def _made(self, work: Work) -> Outcome:
@@ -240,7 +240,7 @@ class GatherSource(_LocalSource):
         except BaseException:
             self._progress.fail(number)
             raise
-        self._counters.batches += 1
+        self.counters.batches += 1
         self._progress.take(number)
         if number == self._plan.last:
             self._batches = self._left(self._batches)
