@@ -260,7 +260,7 @@ def _plan(loader: "DataLoader[Any]", passage: Passage, batches: Any) -> Plan:
     expected = None
     if loader._kind is Kind.MAP:
         with contextlib.suppress(TypeError, NotImplementedError):
-            expected = len(loader)
+            expected = loader._sampling.length(loader.dataset)
     is_stream = loader._kind is not Kind.MAP
     return Plan(batches, passage.progress, passage.bookmark, is_stream, expected)
 
@@ -294,7 +294,7 @@ def _recipe(loader: "DataLoader[Any]", live: Live, passage: Passage) -> Recipe:
         _dealt(loader),
         loader.transform,
         arguments.pinning(collate_fn) if pins else collate_fn,
-        batched=loader._is_batched,
+        batched=loader._auto_collation,
         policy=live.policy,
         epoch=passage.epoch,
         retry=loader.retry,
@@ -372,7 +372,7 @@ def _shipment(
         dataset=recipe.dataset if reads else None,
         transform=transform,
         collate_fn=loader.collate_fn,
-        batched=loader._is_batched,
+        batched=loader._auto_collation,
         retry=loader.retry,
         on_error=loader.on_error,
         drop_last=loader.drop_last,

@@ -7,7 +7,7 @@ schedules nothing itself.
 import copy
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, ClassVar, Generic, Literal
+from typing import Any, Literal
 
 import torch
 from typing_extensions import TypeVar
@@ -23,13 +23,14 @@ from aioloader._order.failures import (
     OnError,
     check_failure_options,
 )
-from aioloader._order.ranks import Tail
+from aioloader._order.ranks import WHOLE, Tail
 from aioloader._order.retry import Retry
 from aioloader._pipeline.iterator import BatchIterator
 from aioloader._ranks import Rank, part_of
 from aioloader._sampling import Sampling
 from aioloader._state import state_of
 from aioloader._state_fit import State, check
+from aioloader._torch_face import TorchLoader, dataset_kind
 from aioloader._warnings import warn
 from aioloader._workers.seeds import Rng
 from aioloader._workers.template import warm_template
@@ -38,7 +39,7 @@ from aioloader.protocols import Kind, kind_of
 Batch = TypeVar("Batch", default=Any)
 
 
-class DataLoader(Generic[Batch]):
+class DataLoader(TorchLoader[Batch]):
     """Load batches from a dataset, for ``async for`` and for ``for``.
 
     A drop-in for ``torch.utils.data.DataLoader``: the same first seventeen arguments,
@@ -108,17 +109,7 @@ class DataLoader(Generic[Batch]):
         TypeError: If one is of the wrong type.
     """
 
-    _fixed: ClassVar[frozenset[str]] = frozenset(
-        {
-            "batch_size",
-            "batch_sampler",
-            "sampler",
-            "drop_last",
-            "dataset",
-            "persistent_workers",
-        }
-    )
-    _initialized = False
+    _live: Live
 
     def __init__(
         self,
@@ -216,11 +207,16 @@ class DataLoader(Generic[Batch]):
         self.retry = retry
         self.snapshot_every_n_steps = snapshot_every_n_steps
 
+        self.rank = rank
+        self.world_size = world_size
+        self.tail = tail
+
         has_sampler = sampler is not None or batch_sampler is not None
-        self._sampling = Sampling.make(
+        self._part = part_of(rank, world_size, tail, dataset, has_sampler=has_sampler)
+        sampling = Sampling.make(
             dataset,
             self._kind,
-            part_of(rank, world_size, tail, dataset, has_sampler=has_sampler),
+            self._part,
             generator,
             batch_size=batch_size,
             shuffle=shuffle,
@@ -228,23 +224,24 @@ class DataLoader(Generic[Batch]):
             batch_sampler=batch_sampler,
             drop_last=drop_last,
         )
-        self.sampler = self._sampling.sampler
-        self.batch_sampler = self._sampling.batch_sampler
-        self.batch_size = self._sampling.batch_size
+        self.sampler = sampling.sampler
+        self.batch_sampler = sampling.batch_sampler
+        self.batch_size = sampling.batch_size
         self.drop_last = drop_last
-        self._is_batched = self.batch_sampler is not None or batch_size is not None
         if collate_fn is None:
-            collate_fn = default_collate if self._is_batched else default_convert
+            collate_fn = default_collate if self._auto_collation else default_convert
         self.collate_fn = collate_fn
         if fetch == "workers" and workers != "process":
             arguments.check_fetch(workers, dataset, transform, collate_fn)
 
-        self._epochs = Epochs(self._sampling.index_sampler)
+        self._dataset_kind = dataset_kind(dataset, self._kind)
+        self._IterableDataset_len_called = None
+        self._epochs = Epochs(sampling.index_sampler)
         self._reported_length: int | None = None
         self._live = Live(dataset)
         if num_workers and workers == "process" and multiprocessing_context is None:
             warm_template()
-        self._initialized = True
+        self.__initialized = True  # from here on torch's __setattr__ guards samplers
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_live": self._live.loaded}
@@ -255,11 +252,18 @@ class DataLoader(Generic[Batch]):
 
     # -- iteration ----------------------------------------------------------------
 
-    def __iter__(self) -> BatchIterator[Batch]:
-        return self._iterate(is_async=False)
-
-    def __aiter__(self) -> BatchIterator[Batch]:
-        return self._iterate(is_async=True)
+    @property
+    def _sampling(self) -> Sampling:
+        """What decides about the order now: a sub-class may replace samplers."""
+        return Sampling(
+            self._kind,
+            self.sampler,
+            self.batch_sampler,
+            self.batch_size,
+            self.drop_last,
+            self._part or WHOLE,
+            is_ranked=self._part is not None,
+        )
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch.
@@ -270,6 +274,7 @@ class DataLoader(Generic[Batch]):
         length = self._sampling.length(self.dataset)
         if self._kind is not Kind.MAP:
             self._reported_length = length
+            self._IterableDataset_len_called = len(self.dataset)  # type: ignore[assignment]
         return length
 
     def set_epoch(self, epoch: int) -> None:
@@ -288,11 +293,12 @@ class DataLoader(Generic[Batch]):
         """Return a lazy iterator; only the random draws of torch's ``iter`` happen."""
         live = self._live
         draft = None if live.loaded is not None else live.draft(self)
+        seed = draft.base_seed if draft is not None else (live.loaded or {}).get("seed")
         counters = Counters()
         # Not before it is begun: an iterator that is dropped unused is no epoch.
         start = partial(live.start, self, draft, counters, is_async=is_async)
         iterator: BatchIterator[Batch] = BatchIterator(
-            start, counters, self.__len__, self._reported_length
+            start, counters, self.__len__, self._reported_length, seed
         )
         self._live.open.add(iterator)
         return iterator
@@ -387,11 +393,3 @@ class DataLoader(Generic[Batch]):
         self._live.forget_ahead()
         await self._live.homes.release_async()
         await self._live.pools.aclose()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self._initialized and name in self._fixed:
-            raise ValueError(
-                f"{name} attribute should not be set after {type(self).__name__} is "
-                "initialized"
-            )
-        super().__setattr__(name, value)

@@ -9,7 +9,9 @@ import os
 from typing import Any, Literal, TypeAlias
 
 import torch.distributed
+from torch.utils.data import DistributedSampler
 
+from aioloader._order.orders import nested
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.ranks import Part, Tail
 from aioloader.datasets.streams import Stream
@@ -87,6 +89,30 @@ def _by_default(tail: Tail, dataset: Any, *, has_sampler: bool) -> Part | None:
     if not is_stream and (has_sampler or kind_of(dataset) is not Kind.MAP):
         return None
     return Part(distributed.get_rank(), distributed.get_world_size(), tail)
+
+
+def check_dealt_once(part: Part, sampler: Any, batch_sampler: Any) -> None:
+    """Check that the samplers do not deal to ranks what is dealt here.
+
+    Raises:
+        ValueError: If one does: each rank would get a part of its part.
+    """
+    if part.world_size == 1:
+        return
+    for found in (*nested(batch_sampler), *nested(sampler)):
+        if isinstance(found, DistributedSampler) or _is_shard(found):
+            raise ValueError(
+                f"{type(found).__name__} deals to ranks already, and so does "
+                f"rank={part.rank} of {part.world_size}: each would get a part of its "
+                "part. Leave rank= and world_size= out, or have the framework put no "
+                "sampler in (Lightning: use_distributed_sampler=False)"
+            )
+
+
+def _is_shard(sampler: Any) -> bool:
+    """Tell whether it is like accelerate's ``BatchSamplerShard``."""
+    count = getattr(sampler, "num_processes", 1)
+    return hasattr(sampler, "process_index") and isinstance(count, int) and count > 1
 
 
 def shuffled(dataset: Any, generator: torch.Generator | None) -> ShuffledIndices:

@@ -17,7 +17,7 @@ from aioloader._order.orders import (
     order_of,
 )
 from aioloader._order.ranks import WHOLE, Part
-from aioloader._ranks import shuffled
+from aioloader._ranks import check_dealt_once, shuffled
 from aioloader.protocols import Kind
 
 
@@ -27,8 +27,8 @@ class Sampling:
 
     Attributes:
         kind: Of the dataset.
-        sampler: Gives indices; None for a stream, and where batches are given.
-        batch_sampler: Gives lists of indices; None where there are none.
+        sampler: Gives indices; of a stream, a stand-in, as in torch.
+        batch_sampler: Gives lists of indices; None where there are no batches.
         batch_size: Samples of a batch; None if there are no batches, or they are given.
         part: Which rank's part is delivered.
         is_ranked: Whether anybody has asked for ranks, if only one.
@@ -66,20 +66,23 @@ class Sampling:
         """
         sampler, batch_sampler = asked["sampler"], asked["batch_sampler"]
         size, drop_last = asked["batch_size"], asked["drop_last"]
-        if sampler is None and batch_sampler is None and kind is Kind.MAP:
-            if part is not None and asked["shuffle"]:
+        if sampler is None:
+            if part is not None and asked["shuffle"] and kind is Kind.MAP:
                 sampler = shuffled(dataset, generator)
             else:
                 sampler = arguments.default_sampler(
-                    dataset, asked["shuffle"], generator
+                    dataset, kind, asked["shuffle"], generator
                 )
-        if batch_sampler is None:
-            batch_sampler = arguments.default_batch_sampler(sampler, size, drop_last)
-        else:
+        if batch_sampler is not None:
             size = None
+        elif size is not None:
+            batch_sampler = BatchSampler(sampler, size, drop_last)
         is_ranked = part is not None
         part = part or WHOLE
         return cls(kind, sampler, batch_sampler, size, drop_last, part, is_ranked)
+
+    def __post_init__(self) -> None:
+        check_dealt_once(self.part, self.sampler, self.batch_sampler)
 
     @property
     def index_sampler(self) -> Any:

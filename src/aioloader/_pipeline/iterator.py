@@ -38,6 +38,7 @@ class BatchIterator(Generic[Batch]):
         counters: What the source counts.
         length: Returns the number of batches of an epoch.
         expected: Length that ``len(loader)`` reported for an iterable, or None.
+        base_seed: What random draws are keyed with; None if it is not drawn yet.
     """
 
     def __init__(
@@ -46,12 +47,14 @@ class BatchIterator(Generic[Batch]):
         counters: Counters,
         length: Callable[[], int],
         expected: int | None = None,
+        base_seed: int | None = None,
     ) -> None:
         self._length = length
         self._counters = counters
         self._start: Callable[[], Source] | None = start
         self._source: Source | None = None
         self._expected = expected
+        self._base_seed = base_seed  # torch's name
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._lock = threading.RLock()
 
@@ -97,6 +100,10 @@ class BatchIterator(Generic[Batch]):
         self._start = None
         if self._source is not None:
             await self._source.aclose()
+
+    def _shutdown_workers(self) -> None:
+        """Close, under torch's name."""
+        self.close()
 
     def is_under_way(self) -> bool:
         """Tell whether it has begun, and is neither at its end nor closed."""
