@@ -7,6 +7,7 @@ torch's ``__init__``, which knows nothing of async datasets, is not called.
 
 import functools
 import inspect
+import sys
 from typing import Any, Generic
 
 import torch.utils.data
@@ -15,7 +16,8 @@ from torch.utils.data.dataloader import _DatasetKind
 from typing_extensions import TypeVar
 
 from aioloader._pipeline.iterator import BatchIterator
-from aioloader.protocols import Kind
+from aioloader._warnings import warn
+from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
 
 Batch = TypeVar("Batch", default=Any)
 _VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
@@ -81,6 +83,23 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
     def _iterator(self) -> None:
         self._iterator = None
 
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Whether accelerate is to leave it as it is, which it asks before it takes it.
+
+        Raises:
+            ValueError: If torch's loader, which accelerate makes of it, would not give
+                the same batches; says why.
+        """
+        prepared: bool | None = vars(self).get("_accelerate_prepared")
+        if prepared is None and _is_asked_by("accelerate"):
+            check_torch_suffices(self)
+        return bool(prepared)
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, prepared: bool) -> None:
+        self._accelerate_prepared = prepared
+
     def close(self) -> None:
         """End all iterations and release what they hold."""
         raise NotImplementedError
@@ -99,6 +118,56 @@ def dataset_kind(dataset: Any, kind: Kind) -> int:
         if is_of_user and not hasattr(cls, "__getitem__"):
             IterableDataset.register(cls)
     return _DatasetKind.Map if kind is Kind.MAP else _DatasetKind.Iterable
+
+
+def check_torch_suffices(loader: TorchLoader[Any]) -> None:
+    """Check that torch's loader, made of the same arguments, gives the same batches.
+
+    Raises:
+        ValueError: If it cannot, because of an argument or of the dataset.
+    """
+    advice = (
+        "use aioloader.accelerate.prepare(accelerator, ...) in the place of "
+        "accelerator.prepare(...), or for transformers' Trainer the TrainerMixin there"
+    )
+    cls = [base for base in type(loader).__mro__ if issubclass(base, TorchLoader)][-2]
+    parameters = inspect.signature(cls).parameters
+    known = inspect.signature(torch.utils.data.DataLoader).parameters
+    lost = [
+        f"{name}="
+        for name, parameter in parameters.items()
+        if name not in known and name not in _FOR_SPEED
+        if getattr(loader, name, parameter.default) != parameter.default
+    ]
+    if kind_of(loader.dataset) is Kind.ASYNC_ITERABLE or reads_async(loader.dataset):
+        lost.append("an async dataset")
+    elif kind_of(loader.dataset) is Kind.ITERABLE and not isinstance(
+        loader.dataset, IterableDataset
+    ):
+        lost.append("an iterable that is no torch IterableDataset")
+    if is_async_function(loader.collate_fn):
+        lost.append("an async collate_fn")
+    if loader._live.loaded is not None:
+        lost.append("a loaded state")
+    if lost:
+        raise ValueError(
+            "accelerate would make a torch.utils.data.DataLoader of this loader, "
+            f"without {', '.join(lost)}: {advice}"
+        )
+    warn(
+        "accelerate makes a torch.utils.data.DataLoader of this loader: the batches "
+        f"are the same, but torch's engine makes them; to keep this one, {advice}"
+    )
+
+
+# Arguments without which the batches are the same.
+_FOR_SPEED = {"concurrency", "prefetch_device", "snapshot_every_n_steps"}
+
+
+def _is_asked_by(package: str) -> bool:
+    """Tell whether the caller's caller is of ``package``; not, say, a debugger."""
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return name.split(".", maxsplit=1)[0] == package
 
 
 # Set for classes that are defined in Python: Py_TPFLAGS_HEAPTYPE.

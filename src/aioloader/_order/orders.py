@@ -295,8 +295,15 @@ def drawing_part_of(sampler: Any) -> Any:
     """Return what has the user's generator: a sampler, or one inside it; or None."""
     for part in nested(sampler):
         if isinstance(getattr(part, "generator", None), torch.Generator):
-            return part
+            return None if seeds_itself(part) else part
     return None
+
+
+def seeds_itself(sampler: Any) -> bool:
+    """Tell whether it seeds its generator for each epoch, as accelerate's does."""
+    return hasattr(sampler, "epoch") and isinstance(
+        getattr(sampler, "initial_seed", None), int
+    )
 
 
 def nested(sampler: Any) -> Iterator[Any]:
