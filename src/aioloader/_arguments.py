@@ -18,6 +18,7 @@ from torch.utils.data._utils import pin_memory as torch_pin
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from aioloader._order.retry import Retry
+from aioloader._pipeline.lifespan import check_lifespan
 from aioloader._warnings import warn
 from aioloader._workers.ray_workers import RayWorkers
 from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
@@ -275,6 +276,31 @@ def check_reads(*, on_error: Any, retry: Any) -> None:
         raise TypeError(f"retry must be an aioloader.Retry or None, got {retry!r}")
     if is_async_function(on_error):
         raise TypeError("on_error must be a plain function: it decides on the spot")
+
+
+def check_resources(
+    lifespan: Any,
+    dataset: Any,
+    transform: Any,
+    collate_fn: Any,
+    workers: Any,
+    fetch: Any,
+) -> None:
+    """Check ``lifespan``, and that there is a place where it can be entered.
+
+    Raises:
+        TypeError: If it is no function that returns a context manager.
+        ValueError: If an executor reads, or an async one is for plain functions.
+    """
+    check_lifespan(lifespan, dataset, transform, collate_fn)
+    if lifespan is None or not isinstance(workers, Executor) or fetch == "loader":
+        return
+    if suits(workers, dataset, transform, collate_fn):
+        raise ValueError(
+            "lifespan cannot be entered in the workers of an executor, which are the "
+            "user's own: give the executor an initializer, let the loader read "
+            "(fetch='loader'), or use workers='thread' or 'process'"
+        )
 
 
 def can_pin(*, pin_memory: bool, pin_memory_device: str) -> bool:

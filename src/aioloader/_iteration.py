@@ -142,6 +142,7 @@ class Live:
             chunks = passage.order.chunks(passage.bookmark.done)
             return GatherSource(tensors, _plan(loader, passage, chunks), counters)
         self.policy = FailurePolicy(loader.on_error, loader.max_failures)
+        self.homes.lifespan = loader.lifespan
         recipe = _recipe(loader, self, passage)
         side = _device_side(loader, self.devices)
         settings = _settings(loader, side, is_async=is_async)
@@ -270,7 +271,8 @@ def _gathered(loader: "DataLoader[Any]") -> tuple[torch.Tensor, ...] | None:
     is_plain = loader.collate_fn is default_collate and collates_as_torch()
     is_plain = is_plain and not loader.num_workers and not loader._sampling.part.masks()
     is_moved = loader.pin_memory or loader.device is not None
-    if not is_plain or loader.transform is not None or is_moved:
+    is_more = loader.transform is not None or loader.lifespan is not None
+    if not is_plain or is_more or is_moved:
         return None
     return gatherable(loader.dataset)
 
@@ -387,4 +389,5 @@ def _shipment(
         part=recipe.part,
         snapshot_every=recipe.snapshot_every,
         keeps_step=recipe.keeps_step,
+        lifespan=loader.lifespan if reads else None,
     )

@@ -1,7 +1,6 @@
 """The loader: torch's arguments, the iterators, epochs.
 
-It checks, decides where an epoch runs, and hands over to the rooms; it reads and
-schedules nothing itself.
+It checks its arguments and hands over; it reads and schedules nothing itself.
 """
 
 import copy
@@ -23,10 +22,11 @@ from aioloader._order.failures import (
     OnError,
     check_failure_options,
 )
-from aioloader._order.ranks import WHOLE, Tail
+from aioloader._order.ranks import Tail
 from aioloader._order.retry import Retry
 from aioloader._pipeline.iterator import BatchIterator
-from aioloader._ranks import Rank, part_of
+from aioloader._pipeline.lifespan import MakeLifespan
+from aioloader._ranks import Rank, Ranks
 from aioloader._sampling import Sampling
 from aioloader._state import state_of
 from aioloader._state_fit import State, check
@@ -45,8 +45,7 @@ class DataLoader(TorchLoader[Batch]):
     A drop-in for ``torch.utils.data.DataLoader``: the same first seventeen arguments,
     order and random draws. Coroutine functions (``async __getitem__``, ``__aiter__``,
     an async ``transform``) run on an event loop, ``concurrency`` samples at a time and
-    across batch boundaries; plain functions run off it. Wider than torch:
-    ``prefetch_factor`` and ``timeout`` also work without workers.
+    across batch boundaries; plain functions run off it.
 
     Example:
         >>> loader = DataLoader(list(range(6)), batch_size=4)
@@ -69,13 +68,12 @@ class DataLoader(TorchLoader[Batch]):
         multiprocessing_context: Start method of workers.
         generator: Source of the shuffle order and of ``base_seed``.
         prefetch_factor: Batches requested and not yet taken, for each worker (or in
-            all, without workers), never more. ``None`` is 2, and for
+            all, without workers: wider than torch), never more. ``None`` is 2, and for
             async datasets ``ceil(concurrency / batch_size) + 3``.
         persistent_workers: Keep workers between epochs.
         pin_memory_device: Deprecated, as in torch.
         in_order: Deliver batches in the sampler's order, else as they complete.
-        snapshot_every_n_steps: How often a stateful iterable is asked for its state;
-            what is between is read again. Positions are exact in any case.
+        snapshot_every_n_steps: How often a stateful iterable is asked for its state.
         transform: Sample to sample, before collating; may be async.
         concurrency: Samples in flight on the loop.
         device: Where batches are delivered, such as ``"cuda:1"``: moved there ahead, on
@@ -96,13 +94,14 @@ class DataLoader(TorchLoader[Batch]):
         max_failures: Budget of failed samples per epoch: a count, or a fraction.
         retry: When to read a sample again.
         rank: Which part of each global batch is delivered, of ``world_size`` parts;
-            ``"env"``: as RANK and WORLD_SIZE say. Unless told, ``torch.distributed``
-            decides where it is initialised, for streams and for map-style datasets
-            without a ``sampler``.
+            ``"auto"``: as ``torch.distributed``, else RANK and WORLD_SIZE, say at
+            ``iter``. By default all samples are, on every rank, as in torch.
         world_size: How many ranks there are.
         tail: What becomes of a last global batch that cannot be dealt evenly:
             ``"wrap"`` (the default): samples stand in, as in torch; ``"pad"``: and all
             batches come as ``(batch, mask)``; ``"drop"``; or ``"uneven"``.
+        lifespan: From the dataset to a context manager, plain or async: entered where
+            samples are read (once here, or in each worker process), left at the end.
 
     Raises:
         ValueError: If arguments exclude each other, in torch's words.
@@ -147,6 +146,7 @@ class DataLoader(TorchLoader[Batch]):
         rank: Rank = None,
         world_size: int | None = None,
         tail: Tail | None = None,
+        lifespan: MakeLifespan | None = None,
     ) -> None:
         num_workers = arguments.count_workers(num_workers, workers)
         arguments.check_numbers(
@@ -182,6 +182,8 @@ class DataLoader(TorchLoader[Batch]):
         )
         check_failure_options(on_error, max_failures)
         arguments.check_reads(on_error=on_error, retry=retry)
+        reads = dataset, transform, collate_fn, workers, fetch
+        arguments.check_resources(lifespan, *reads)
 
         self.dataset = dataset
         self.num_workers = num_workers
@@ -205,18 +207,17 @@ class DataLoader(TorchLoader[Batch]):
         self.on_error = on_error
         self.max_failures = max_failures
         self.retry = retry
+        self.lifespan = lifespan
         self.snapshot_every_n_steps = snapshot_every_n_steps
 
         self.rank = rank
         self.world_size = world_size
         self.tail = tail
 
-        has_sampler = sampler is not None or batch_sampler is not None
-        self._part = part_of(rank, world_size, tail, dataset, has_sampler=has_sampler)
-        sampling = Sampling.make(
+        sampling = self._made_sampling = Sampling.make(
             dataset,
             self._kind,
-            self._part,
+            Ranks.asked(rank, world_size, tail, dataset),
             generator,
             batch_size=batch_size,
             shuffle=shuffle,
@@ -244,7 +245,8 @@ class DataLoader(TorchLoader[Batch]):
         self.__initialized = True  # from here on torch's __setattr__ guards samplers
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_live": self._live.loaded}
+        own = {"_live": self._live.loaded, "_made_sampling": copy.copy(self._sampling)}
+        return {**vars(self), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -254,16 +256,10 @@ class DataLoader(TorchLoader[Batch]):
 
     @property
     def _sampling(self) -> Sampling:
-        """What decides about the order now: a sub-class may replace samplers."""
-        return Sampling(
-            self._kind,
-            self.sampler,
-            self.batch_sampler,
-            self.batch_size,
-            self.drop_last,
-            self._part or WHOLE,
-            is_ranked=self._part is not None,
-        )
+        """What decides about the order: a sub-class may have replaced samplers."""
+        sampling = self._made_sampling
+        sampling.sampler, sampling.batch_sampler = self.sampler, self.batch_sampler
+        return sampling
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch.
@@ -292,6 +288,9 @@ class DataLoader(TorchLoader[Batch]):
     def _iterate(self, *, is_async: bool) -> BatchIterator[Batch]:
         """Return a lazy iterator; only the random draws of torch's ``iter`` happen."""
         live = self._live
+        if self._sampling.settle():  # workers that are kept serve other ranks
+            live.forget_ahead()
+            live.pools.close()
         draft = None if live.loaded is not None else live.draft(self)
         seed = draft.base_seed if draft is not None else (live.loaded or {}).get("seed")
         counters = Counters()
@@ -308,9 +307,8 @@ class DataLoader(TorchLoader[Batch]):
     def state_dict(self) -> State:
         """Return the position behind the last batch that was delivered.
 
-        It is small whatever the dataset's length, takes microseconds, and may be asked
-        for at any time and from any thread. It is ready for JSON where the states of a
-        sampler and a dataset of the user's own are.
+        It is small, takes microseconds, and may be asked for at any time, from any
+        thread. It is ready for JSON where the states of the user's own parts are.
         """
         if self._live.loaded is not None:
             return copy.deepcopy(self._live.loaded)
@@ -319,15 +317,14 @@ class DataLoader(TorchLoader[Batch]):
     def load_state_dict(self, state: State) -> None:
         """Let the next iteration begin where ``state_dict`` was called.
 
-        Nothing that was delivered is read again, but for iterables without a state of
-        their own. An empty state is ignored.
+        Only iterables without a state are read again. An empty state is ignored.
 
         Raises:
-            StateMismatchError: If the loader that was saved was another one: its
-                dataset's length, its batch size, sampler or seed; names both.
+            StateMismatchError: If it does not fit this loader; names what differs.
         """
         if state == {}:
             return
+        self._sampling.settle()
         check(self, state)
         if any(iterator.is_under_way() for iterator in self._live.open):
             warn("an iteration is under way: the state takes effect with the next one")

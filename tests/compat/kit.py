@@ -154,7 +154,9 @@ class Kit:
     def options(self) -> dict[str, Any]:
         return {"transform": shift} if self.is_ours else {}
 
-    def loader(self, dataset: Any, *args: Any, stateful: bool = False, **kw: Any) -> Any:
+    def loader(
+        self, dataset: Any, *args: Any, stateful: bool = False, **kw: Any
+    ) -> Any:
         """Return a loader of this engine over ``dataset``, with the shift."""
         cls = self.cls
         if stateful and not self.is_ours:

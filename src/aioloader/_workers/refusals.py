@@ -6,7 +6,10 @@ from typing import Any
 
 import cloudpickle
 
-_PARTS = ("dataset", "transform", "collate_fn", "worker_init_fn", "on_error", "retry")
+_PARTS = (
+    *("dataset", "transform", "collate_fn", "worker_init_fn", "lifespan"),
+    *("on_error", "retry"),
+)
 
 
 def explain(shipment: object, error: Exception) -> str:
@@ -20,7 +23,7 @@ def explain(shipment: object, error: Exception) -> str:
             return (
                 f"{what} cannot be pickled, so it cannot be sent to worker processes: "
                 f"a {type(culprit).__name__!r} object ({error}); open it in the worker "
-                "(lazily, in `__enter__` or in `worker_init_fn`), leave it out in "
+                "(lazily, in `lifespan=` or in `worker_init_fn`), leave it out in "
                 "`__getstate__`, or use workers='thread'"
             )
     return f"what the workers need cannot be pickled: {error}"

@@ -92,14 +92,21 @@ def skipped(kit: Kit, workers: int, kind: str) -> Any:
 
 
 @cases.add(
-    *[{"workers": w, "epoch": e, "step": s} for w in (0, 2) for e in (0, 1) for s in (1, 2)]
+    *[
+        {"workers": w, "epoch": e, "step": s}
+        for w in (0, 2)
+        for e in (0, 1)
+        for s in (1, 2)
+    ]
 )
 def resume(kit: Kit, workers: int, epoch: int, step: int) -> Any:
     """A state of the prepared loader, in the first epoch and in a later one."""
 
     def loader() -> Any:
         tool = accelerator(kit, use_seedable_sampler=True)
-        return kit.prepared(tool, kit.loader(dataset("map"), 4, True, num_workers=workers))
+        return kit.prepared(
+            tool, kit.loader(dataset("map"), 4, True, num_workers=workers)
+        )
 
     def batches(one: Any) -> list[Any]:
         return [batch.flatten().tolist() for batch in one]

@@ -29,9 +29,7 @@ def train(kit: Kit, workers: int, kind: str) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model, optimizer = tool.setup(model, optimizer)
     loader = tool.setup_dataloaders(
-        kit.loader(
-            dataset(kind), 4, shuffle=kind == "map" or None, num_workers=workers
-        )
+        kit.loader(dataset(kind), 4, shuffle=kind == "map" or None, num_workers=workers)
     )
     kit.check_engine(loader._dataloader)
     seen: list[Any] = []
