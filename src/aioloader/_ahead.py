@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from aioloader._order.epochs import Epochs
 from aioloader._order.permutation import ShuffledIndices
@@ -28,7 +29,11 @@ def is_foreseeable(sampler: Any, batch_sampler: Any) -> bool:
         return False
     if type(sampler) is RandomSampler:
         return sampler.num_samples <= _MOST_INDICES
-    return sampler is None or type(sampler) in {SequentialSampler, ShuffledIndices}
+    return type(sampler) in {
+        SequentialSampler,
+        ShuffledIndices,
+        _InfiniteConstantSampler,
+    }
 
 
 def generator_of(sampler: Any) -> torch.Generator:

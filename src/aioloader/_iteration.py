@@ -180,6 +180,7 @@ class Live:
             chunks = passage.order.chunks(passage.bookmark.done)
             gather = GatherSource(tensors, _plan(loader, passage, chunks), counters)
             return Prepared(gather, passage, counters, policy)
+        self.homes.lifespan = loader.lifespan
         recipe = _recipe(loader, self, passage, policy)
         side = _device_side(loader, self.devices)
         settings = _settings(loader, side, is_async=is_async)
@@ -290,7 +291,7 @@ def _plan(loader: "DataLoader[Any]", passage: Passage, batches: Any) -> Plan:
     expected = None
     if loader._kind is Kind.MAP:
         with contextlib.suppress(TypeError, NotImplementedError):
-            expected = len(loader)
+            expected = loader._sampling.length(loader.dataset)
     is_stream = loader._kind is not Kind.MAP
     return Plan(batches, passage.progress, passage.bookmark, is_stream, expected)
 
@@ -300,7 +301,8 @@ def _gathered(loader: "DataLoader[Any]") -> tuple[torch.Tensor, ...] | None:
     is_plain = loader.collate_fn is default_collate and collates_as_torch()
     is_plain = is_plain and not loader.num_workers and not loader._sampling.part.masks()
     is_moved = loader.pin_memory or loader.device is not None
-    if not is_plain or loader.transform is not None or is_moved:
+    is_more = loader.transform is not None or loader.lifespan is not None
+    if not is_plain or is_more or is_moved:
         return None
     return gatherable(loader.dataset)
 
@@ -326,7 +328,7 @@ def _recipe(
         _dealt(loader),
         loader.transform,
         arguments.pinning(collate_fn) if pins else collate_fn,
-        batched=loader._is_batched,
+        batched=loader._auto_collation,
         policy=policy,
         epoch=passage.epoch,
         retry=loader.retry,
@@ -426,7 +428,7 @@ def _shipment(
         dataset=recipe.dataset if reads else None,
         transform=transform,
         collate_fn=loader.collate_fn,
-        batched=loader._is_batched,
+        batched=loader._auto_collation,
         retry=loader.retry,
         on_error=loader.on_error,
         drop_last=loader.drop_last,
@@ -441,4 +443,5 @@ def _shipment(
         part=recipe.part,
         snapshot_every=recipe.snapshot_every,
         keeps_step=recipe.keeps_step,
+        lifespan=loader.lifespan if reads else None,
     )

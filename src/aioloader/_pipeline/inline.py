@@ -119,7 +119,7 @@ class InlineSource(_LocalSource):
         recipe: The user's functions, all sync.
         plan: What is to be delivered.
         counters: Where the delivered batches are counted.
-        home: The open dataset, leased; None if it needs no opening.
+        home: Holds the lifespan, leased; None if there is none.
         drop_last: Drop the short last batch of a stream.
     """
 
@@ -189,11 +189,11 @@ class InlineSource(_LocalSource):
         return self._recipe.collate(work)
 
     def must_close(self) -> bool:
-        """Tell whether a stream or a dataset is open."""
+        """Tell whether a stream or a lifespan is open."""
         return self._stream is not None or self._home is not None
 
     def close(self) -> None:
-        """Close the stream, and leave the dataset if this was its last iteration."""
+        """Close the stream, and leave the lifespan after the last iteration."""
         self._requests, self._is_closed = iter(()), True
         try:
             if self._stream is not None:

@@ -38,6 +38,7 @@ class BatchIterator(Generic[Batch]):
         start: Makes the source, when the first batch is asked for.
         length: Returns the number of batches of an epoch.
         expected: Length that ``len(loader)`` reported for an iterable, or None.
+        base_seed: What random draws are keyed with; None if it is not drawn yet.
         prepared: What ``start`` will return, if it holds workers already; released
             with the iterator, should it never be used.
     """
@@ -47,12 +48,14 @@ class BatchIterator(Generic[Batch]):
         start: Callable[[], Source],
         length: Callable[[], int],
         expected: int | None = None,
+        base_seed: int | None = None,
         prepared: Source | None = None,
     ) -> None:
         self._length = length
         self._start: Callable[[], Source] | None = start
         self._source: Source | None = None
         self._expected = expected
+        self._base_seed = base_seed  # torch's name
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._prepared = prepared
         if prepared is not None:
@@ -103,6 +106,10 @@ class BatchIterator(Generic[Batch]):
         source = self._source or self._prepared
         if source is not None:
             await source.aclose()
+
+    def _shutdown_workers(self) -> None:
+        """Close, under torch's name."""
+        self.close()
 
     def is_under_way(self) -> bool:
         """Tell whether it has begun, and is neither at its end nor closed."""

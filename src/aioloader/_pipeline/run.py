@@ -166,6 +166,8 @@ class Run:
         if self.pool is not None:
             self.pool.forget(self)
         if self.home.loop is None:
+            if self.home.lifespan and self.pool is not None and self.pool.reads:
+                self.pool.join()  # before the lifespan is left
             self._close_stream()
             self.fail(LoaderClosedError("the iterator was closed"))
 

@@ -2,9 +2,10 @@
 
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from aioloader._order.failures import Failure, FailurePolicy
+from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.recipe import Recipe
 from aioloader._pipeline.work import Outcome, Work
 from aioloader._transport.arena import ArenaReader, ArenaWriter
@@ -99,6 +100,17 @@ class Desk:
             snapshot_every=shipment.snapshot_every,
             keeps_step=shipment.keeps_step,
         )
+
+    def lifespan(self) -> Lifespan:
+        """Return what is to be entered before samples are read here."""
+        if not self.shipment.reads:
+            return Lifespan(())
+        return Lifespan(self.shipment.dataset, self.shipment.lifespan)
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        """Have the loader end all iterations with ``error``, and end this worker."""
+        self.send(Kind.FATAL, -1, RemoteError.of(error, self.id))
+        raise SystemExit(1)
 
     def receive(self, requests: Channel) -> Request:
         """Return the next request.

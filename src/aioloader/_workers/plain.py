@@ -18,8 +18,12 @@ def serve_plainly(desk: Desk, requests: Channel) -> None:
     """
     streams: dict[int, SyncStream] = {}
     with contextlib.ExitStack() as stack:
-        if desk.shipment.reads and hasattr(desk.shipment.dataset, "__enter__"):
-            stack.enter_context(desk.shipment.dataset)
+        lifespan = desk.lifespan()
+        try:
+            lifespan.enter()
+        except Exception as error:  # raised by the loader
+            desk.give_up(error)
+        stack.callback(lifespan.leave)
         stack.callback(_close_all, streams)
         while True:
             request = desk.receive(requests)

@@ -7,7 +7,10 @@ from typing import Any
 from aioloader._transport.codec import Reducers, encode_by_value
 
 _NONE: Reducers = {}
-_PARTS = ("dataset", "transform", "collate_fn", "worker_init_fn", "on_error", "retry")
+_PARTS = (
+    *("dataset", "transform", "collate_fn", "worker_init_fn", "lifespan"),
+    *("on_error", "retry"),
+)
 
 
 def explain(shipment: object, error: Exception, reducers: Reducers = _NONE) -> str:
@@ -27,9 +30,9 @@ def explain(shipment: object, error: Exception, reducers: Reducers = _NONE) -> s
             return (
                 f"{what} cannot be pickled, so it cannot be sent to worker processes: "
                 f"a {type(culprit).__name__!r} object ({error}); open it in the worker "
-                "(lazily, or in `worker_init_fn`), leave it out in `__getstate__`, let "
-                "workers inherit it with multiprocessing_context='fork', or use "
-                "workers='thread'"
+                "(lazily, in `lifespan=` or in `worker_init_fn`), leave it out in "
+                "`__getstate__`, let workers inherit it with "
+                "multiprocessing_context='fork', or use workers='thread'"
             )
     return (
         f"what the workers need cannot be pickled: {error}; "

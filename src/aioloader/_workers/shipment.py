@@ -54,6 +54,7 @@ class Shipment:
         part: Which rank's samples are made.
         snapshot_every: Batches from one state of a stateful stream to the next.
         keeps_step: Whether other ranks read the same batches.
+        lifespan: Returns what is entered where samples are read, or None.
     """
 
     dataset: Any
@@ -74,6 +75,7 @@ class Shipment:
     part: Part = WHOLE
     snapshot_every: int = 1
     keeps_step: bool = False
+    lifespan: Any = None
 
     def is_plain(self) -> bool:
         """Tell whether no step needs an event loop in the worker."""

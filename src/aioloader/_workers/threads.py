@@ -128,6 +128,8 @@ class ThreadWorkers:
         seed = self._base_seed + worker
         info = WorkerInfo(worker, self._number, seed, run.recipe.dataset)
         be_worker_thread(info)
+        if run.home.failure() is not None:
+            return
         try:
             if self._init is not None:
                 self._init(worker)
