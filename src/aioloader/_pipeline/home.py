@@ -12,58 +12,19 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 import anyio.abc
 
-from aioloader._pipeline.cpu import CpuThread
+from aioloader._pipeline.cpu import CpuThread, Job
+from aioloader._pipeline.guests import Guest, Keeper
 from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.waiting import Latch, call_threadsafe
 from aioloader.errors import LoaderClosedError
 
 # How long a close waits for user code that does not return, in seconds.
 GRACE = 10.0
-
-
-class Guest(Protocol):
-    """What a home hosts: one iteration."""
-
-    ended: Latch
-    exit_error: BaseException | None
-
-    async def main(self) -> None:
-        """Run on the home's loop until closed."""
-
-    def end(self) -> None:
-        """Let go of what the iteration holds; in the home's own thread."""
-
-    def fail(self, error: BaseException) -> None:
-        """Learn that the home cannot host."""
-
-    def join(self) -> bool:
-        """Wait, bounded, for what goes on elsewhere; tell whether it has ended."""
-
-
-class Keeper:
-    """A guest that only holds a lease: a loader inside of its ``with`` block."""
-
-    def __init__(self) -> None:
-        self.ended = Latch()
-        self.exit_error: BaseException | None = None
-
-    async def main(self) -> None:
-        """Do nothing."""
-
-    def end(self) -> None:
-        """Hold nothing."""
-
-    def fail(self, error: BaseException) -> None:
-        """Leave it to those who iterate."""
-
-    def join(self) -> bool:
-        """Wait for nothing."""
-        return True
 
 
 class Home(abc.ABC):
@@ -86,6 +47,7 @@ class Home(abc.ABC):
         self.exit_error: BaseException | None = None
         self._broken: BaseException | None = None
         self._guests: set[Guest] = set()
+        self._held: list[Job] = []
         self._leases = 1  # of whoever makes it
         self._lock = threading.RLock()  # a finalizer may come in between
         self._pid = os.getpid()
@@ -96,6 +58,10 @@ class Home(abc.ABC):
             is_open = not self.is_closing and not self.is_foreign()
             self._leases += is_open
             return is_open
+
+    def is_left(self) -> bool:
+        """Tell whether all leases were returned: then it closes."""
+        return not self._leases
 
     def is_foreign(self) -> bool:
         """Tell whether this is a forked child's copy, which has no threads."""
@@ -109,6 +75,24 @@ class Home(abc.ABC):
         """Wait until the lifespan was entered; return what has failed, if anything."""
         self.opened.wait()
         return self._broken
+
+    def post(self, job: Job) -> None:
+        """Run ``job`` in the thread once the lifespan was entered, if it can be."""
+        if not self.opened.is_set():
+            with self._lock:
+                if not self.opened.is_set():
+                    self._held.append(job)
+                    return
+        if self._broken is None:
+            self.cpu.post(job)
+
+    def _entered(self) -> None:
+        """Begin with the jobs that had to wait."""
+        with self._lock:
+            for job in self._held:
+                self.cpu.post(job)
+            self._held.clear()
+            self.opened.set()
 
     @abc.abstractmethod
     def admit(self, guest: Guest) -> None:
@@ -141,17 +125,18 @@ class Home(abc.ABC):
             is_told = is_told or any(not isinstance(one, Keeper) for one in guests)
             self._broken = self._broken or (_again(error) if is_told else error)
             self.is_closing = True
+            self._held.clear()
         self.opened.set()
         for guest in guests:
             guest.fail(error)
 
     def _returned(self, guest: Guest) -> bool:
-        """Take back a lease; tell whether it was the last."""
-        self._guests.discard(guest)
+        """Take back a lease, once; tell whether it was the last."""
         with self._lock:
-            self._leases -= 1
-            self.is_closing = self.is_closing or not self._leases
-            return not self._leases
+            self._leases -= guest in self._guests or isinstance(guest, Keeper)
+            self._guests.discard(guest)
+            self.is_closing = self.is_closing or self.is_left()
+            return self.is_left()
 
 
 def _again(error: BaseException) -> LoaderClosedError:
@@ -195,7 +180,8 @@ class PoolHome(Home):
 
     def admit(self, guest: Guest) -> None:
         """Begin to host ``guest``: there is nothing to host."""
-        self._welcome(guest)
+        if self._welcome(guest):
+            self.open()
 
     def dismiss(self, guest: Guest) -> None:
         """End ``guest`` at once."""
@@ -237,7 +223,8 @@ class ThreadHome(Home):
             self.lifespan.enter()
         except BaseException as error:  # handed to the consumers
             self._break(error)
-        self.opened.set()
+        else:
+            self._entered()
 
     def _dismiss(self, guest: Guest) -> None:
         guest.end()
@@ -295,8 +282,9 @@ class LoopHome(Home):
 
     def dismiss(self, guest: Guest) -> None:
         """End ``guest`` on the loop; it returns its lease when its tasks have ended."""
-        if not self.is_foreign():
-            self._on_loop(self._dismiss, guest)
+        if not self.is_foreign() and not self._on_loop(self._dismiss, guest):
+            self._returned(guest)
+            guest.ended.set()
 
     def is_here(self) -> bool:
         """Tell whether the caller is on the loop, or the loop does not run."""
@@ -334,7 +322,7 @@ class LoopHome(Home):
                     await self._wanted.wait()
                     if not self._stop.is_set():
                         await self.lifespan.enter_async(self.cpu)
-                self.opened.set()
+                self._entered()
                 async with anyio.create_task_group() as self._group:
                     for guest, context in self._early.items():
                         context.run(self._start, guest)
@@ -386,9 +374,12 @@ class LoopHome(Home):
             guest.ended.set()
         self.cpu.stop(self.closed.set)
 
-    def _on_loop(self, callback: Callable[..., None], *args: Any) -> None:
-        if self.loop is None or not call_threadsafe(self.loop, callback, *args):
-            self._finish()  # the caller closed its loop under the loader
+    def _on_loop(self, callback: Callable[..., None], *args: Any) -> bool:
+        """Call on the loop; tell whether there still is one."""
+        if self.loop is not None and call_threadsafe(self.loop, callback, *args):
+            return True
+        self._finish()  # it has failed, or the caller closed its loop
+        return False
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -17,7 +17,8 @@ import torch
 from aioloader._observe.stats import Counters
 from aioloader._order.indices import IndexBatch
 from aioloader._pipeline.cpu import CpuThread
-from aioloader._pipeline.home import Home, InlineHome, Keeper
+from aioloader._pipeline.guests import Keeper
+from aioloader._pipeline.home import Home, InlineHome
 from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.recipe import Recipe
 from aioloader._pipeline.stream import SyncStream

@@ -162,7 +162,7 @@ def _abandon(run: Run) -> None:
             ResourceWarning,
         )
     run.ended.wait(GRACE)
-    if run.home.is_closing and run.home.closed.wait(GRACE):
+    if run.home.is_left() and run.home.closed.wait(GRACE):
         run.home.join()
     if run.stage is not None:
         run.stage.join()

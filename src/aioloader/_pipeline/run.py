@@ -262,7 +262,7 @@ class Run:
         if place == "pool":
             self._into_pool(work)
         elif place == "thread":
-            self.home.cpu.post(partial(self._advance, work, "thread"))
+            self.home.post(partial(self._advance, work, "thread"))
         elif threading.get_ident() == self._loop_ident:
             self._advance(work, "loop")
         elif self.home.loop is not None and not call_threadsafe(

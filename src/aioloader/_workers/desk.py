@@ -1,6 +1,9 @@
 """A worker's desk: what it takes in hand, and how it sends what came of it."""
 
+import contextlib
+import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -111,6 +114,14 @@ class Desk:
         """Have the loader end all iterations with ``error``, and end this worker."""
         self.send(Kind.FATAL, -1, RemoteError.of(error, self.id))
         raise SystemExit(1)
+
+    @contextlib.contextmanager
+    def printing(self) -> Iterator[None]:
+        """Print what is raised at the end: the loader listens no more."""
+        try:
+            yield
+        except Exception:  # of the user's code
+            sys.excepthook(*sys.exc_info())
 
     def receive(self, requests: Channel) -> Request:
         """Return the next request.

@@ -12,7 +12,7 @@ import threading
 from typing import Any
 
 from aioloader._order.progress import Bookmark
-from aioloader._pipeline.home import Keeper
+from aioloader._pipeline.guests import Keeper
 from aioloader._pipeline.homes import Homes
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.work import Outcome, Work
@@ -96,7 +96,8 @@ class _Server:
             run.dismiss()
         self._home.dismiss(Keeper())
         self._homes.leave()
-        self._homes.release()
+        with self._desk.printing():
+            self._homes.release()
 
     def _run_of(self, request: Request) -> Run:
         # Map-style datasets have no state of an iteration: one run serves all.

@@ -222,6 +222,7 @@ class Ledger:
     def close(self) -> None:
         """Strike out everything, and let workers find no more requests."""
         self.tickets.clear()
+        self.replicas = Replicas(0)  # it would keep iterations
         for queue in (self.requests, *(worker.own for worker in self.workers)):
             if queue is not None:
                 self.take_back(queue)

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Callable
 
 from aioloader._pipeline.stream import SyncStream
 from aioloader._pipeline.work import Outcome, Work
@@ -18,12 +19,7 @@ def serve_plainly(desk: Desk, requests: Channel) -> None:
     """
     streams: dict[int, SyncStream] = {}
     with contextlib.ExitStack() as stack:
-        lifespan = desk.lifespan()
-        try:
-            lifespan.enter()
-        except Exception as error:  # raised by the loader
-            desk.give_up(error)
-        stack.callback(lifespan.leave)
+        stack.callback(_enter(desk))
         stack.callback(_close_all, streams)
         while True:
             request = desk.receive(requests)
@@ -43,6 +39,21 @@ def serve_plainly(desk: Desk, requests: Channel) -> None:
                     )
                     streams[request.run] = stream
             desk.answer(work, request.ticket, 0, _make(desk, work, stream))
+
+
+def _enter(desk: Desk) -> Callable[[], None]:
+    """Enter the lifespan of the dataset; return what leaves it."""
+    lifespan = desk.lifespan()
+    try:
+        lifespan.enter()
+    except Exception as error:  # raised by the loader
+        desk.give_up(error)
+
+    def leave() -> None:
+        with desk.printing():
+            lifespan.leave()
+
+    return leave
 
 
 def _close_all(streams: dict[int, SyncStream]) -> None:
