@@ -4,7 +4,6 @@ A queue per thread and no futures: a job puts its own result where it belongs. P
 is safe from any thread, and from finalizers (``SimpleQueue`` is reentrant).
 """
 
-import contextvars
 import logging
 import queue
 import threading
@@ -12,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
-from aioloader._pipeline.waiting import Latch
+from aioloader._pipeline.waiting import Latch, context_elsewhere
 
 T = TypeVar("T")
 
@@ -102,7 +101,7 @@ class CpuThread:
     def _start(self) -> None:
         # A daemon, so that a stuck read cannot keep the interpreter from ending; it is
         # the owner of this object that stops and joins it.
-        context = contextvars.copy_context()
+        context = context_elsewhere()
         self._thread = threading.Thread(
             target=context.run, args=(self._run,), name=self._name, daemon=True
         )
