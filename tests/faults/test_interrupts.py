@@ -4,14 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aioloader import DataLoader
 from aioloader.errors import LoaderClosedError
-from faulty import await_gone
+from faulty import await_gone, session
 
 KINDS: list[Any] = ["process", "thread"]
 FLAGS = [True, False]
@@ -62,19 +61,6 @@ def await_ready(process: "subprocess.Popen[str]") -> None:
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(8 + 1)]
     assert sorted(lines) == ["begun\n"] * 8 + ["ready\n"]
-
-
-def session(leader: int) -> list[int]:
-    """Return the processes of a session."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (entry / "stat").read_text("ascii", "replace")
-        except OSError:
-            continue
-        if int(text.rpartition(")")[2].split()[3]) == leader:
-            found.append(int(entry.name))
-    return found
 
 
 @pytest.mark.slow
