@@ -1,4 +1,4 @@
-"""What a dataset may hold where torch forks its workers, it may hold here by default."""
+"""What a dataset may hold where torch forks its workers, it may hold here, too."""
 
 from contextlib import ExitStack
 from pathlib import Path
