@@ -304,6 +304,13 @@ def await_gone(pids: list[int], seconds: float = 20) -> list[int]:
     return [pid for pid in pids if is_alive(pid)]
 
 
+def workers_by(kind: str) -> dict[str, Any]:
+    """Return the arguments for workers that are threads, or start in this way."""
+    if kind in {"process", "thread"}:
+        return {"workers": kind}
+    return {"multiprocessing_context": kind}
+
+
 def session(leader: int) -> list[int]:
     """Return the processes of a session."""
     found = []
