@@ -79,7 +79,6 @@ class HostedSource:
         self._dropped = plan.dropped()
         self._numbers: deque[int] = deque()  # issued, and not yet taken
         self._next = plan.bookmark.done
-        self._plan = plan
         self._is_cut = False
         self._window_for = window.size
         self._window = 0
@@ -251,8 +250,6 @@ class HostedSource:
                     self._ready.finish()  # others may wait for what will not come
                 if outcome.error is not None:
                     self._raise(outcome)
-                if self._is_finished:
-                    self._finish()
                 if not outcome.is_end and not outcome.is_empty:
                     self._counters.batches += 1
                     return outcome.batch
@@ -275,6 +272,8 @@ class HostedSource:
             self._progress.end(number, outcome.state)
         else:
             self._progress.take(number, outcome.state)
+        if outcome.dataset is not None:
+            self._progress.leave(*outcome.dataset)
         if number in self._dropped:
             return Outcome(is_empty=True, is_end=outcome.is_end)
         return outcome
@@ -287,8 +286,7 @@ class HostedSource:
 
     def _go_on(self) -> None:
         """Put something else in flight, in place of what has been taken."""
-        # Not even a lazy one may leave open whether the epoch is over.
-        if not self._is_lazy or self._next - 1 == self._plan.last:
+        if not self._is_lazy:
             self._fill()
         if self._is_exhausted and self.when_exhausted is not None:
             self.when_exhausted()

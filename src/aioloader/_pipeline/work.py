@@ -28,6 +28,8 @@ class Outcome:
         attempted: Samples that a worker process tried to read; counted on delivery.
         failures: Those of them that were skipped or replaced.
         state: What its reader (sampler or stream) was left in behind it, if known.
+        dataset: Of a stateful map-style dataset: which worker's copy made it (0, if it
+            was made here), and the state that this was left in.
     """
 
     batch: Any = None
@@ -37,6 +39,7 @@ class Outcome:
     attempted: int = 0
     failures: Sequence[Any] = ()
     state: Any = None
+    dataset: tuple[int, Any] | None = None
 
 
 @dataclass(slots=True, eq=False)

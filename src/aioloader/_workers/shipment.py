@@ -32,7 +32,13 @@ from aioloader._workers.parcel import REDUCERS
 from aioloader._workers.refusals import explain
 from aioloader._workers.seeds import Rng
 from aioloader.errors import WorkerStartError
-from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
+from aioloader.protocols import (
+    Kind,
+    is_async_function,
+    is_stateful,
+    kind_of,
+    reads_async,
+)
 
 _HEAD = struct.Struct("<qq")  # bytes of the header, number of buffers
 _PLACE = struct.Struct("<qq")
@@ -53,6 +59,7 @@ class Shipment:
         part: Which rank's samples are made.
         snapshot_every: Batches from one state of a stateful stream to the next.
         keeps_step: Whether other ranks read the same batches.
+        datasets: States to give to the copies of a map-style dataset, by worker.
     """
 
     dataset: Any
@@ -73,6 +80,7 @@ class Shipment:
     part: Part = WHOLE
     snapshot_every: int = 1
     keeps_step: bool = False
+    datasets: dict[int, Any] = field(default_factory=dict)
 
     def is_plain(self) -> bool:
         """Tell whether no step needs an event loop in the worker."""
@@ -90,9 +98,15 @@ class Shipment:
     def is_addressed(self) -> bool:
         """Tell whether each request is for a certain worker, not for any that is free.
 
-        So it is for replicas, and where random numbers are the worker's own.
+        So it is for replicas, where random numbers are the worker's own, and where a
+        map-style dataset has a state: it depends on what each copy has read.
         """
-        return self.is_replicated() or self.rng == "worker"
+        return self.is_replicated() or self.rng == "worker" or self.has_copies()
+
+    def has_copies(self) -> bool:
+        """Tell whether workers have copies of a stateful map-style dataset."""
+        is_map = self.reads and kind_of(self.dataset) is Kind.MAP
+        return is_map and is_stateful(self.dataset)
 
 
 @dataclass
