@@ -17,7 +17,7 @@ from aioloader._device.opening import Devices, DeviceSide
 from aioloader._gather import gatherable
 from aioloader._observe.stats import Counters
 from aioloader._order.failures import FailurePolicy
-from aioloader._order.orders import IndexOrder
+from aioloader._order.orders import IndexOrder, StreamOrder
 from aioloader._order.progress import BEGINNING
 from aioloader._order.ranks import Part
 from aioloader._pipeline.epoch import Epoch, Settings, default_window
@@ -27,6 +27,7 @@ from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.recipe import Recipe, nothing_around
 from aioloader._pipeline.roles import Pool
 from aioloader._pipeline.source import HostedSource, Patience
+from aioloader._pipeline.turns import Turns
 from aioloader._pipeline.work import Work
 from aioloader._state import Draft, Passage, own_state, resumed
 from aioloader._state_datasets import note_first, snapshot_every
@@ -156,7 +157,12 @@ class Live:
         make_stage = partial(side.stage, epoch=passage.epoch) if side else None
         bookmark = passage.bookmark
         batches = passage.order.batches(bookmark.done, bookmark.states.get(0))
-        plan = _plan(loader, passage, batches)
+        turns = None
+        if readers_of(loader) > 1 and not loader.in_order:
+            turns = Turns(readers_of(loader), bookmark.done)
+            assert isinstance(passage.order, StreamOrder)
+            batches = passage.order.batches_of(turns)
+        plan = _plan(loader, passage, batches, turns)
         source = Epoch(recipe, plan, counters, settings).start(
             self.homes, pool, make_stage
         )
@@ -264,9 +270,14 @@ def _settings(
     )
 
 
-def _plan(loader: "DataLoader[Any]", passage: Passage, batches: Any) -> Plan:
+def _plan(
+    loader: "DataLoader[Any]",
+    passage: Passage,
+    batches: Any,
+    turns: Turns | None = None,
+) -> Plan:
     is_stream = loader._kind is not Kind.MAP
-    return Plan(batches, passage.progress, passage.bookmark, is_stream)
+    return Plan(batches, passage.progress, passage.bookmark, is_stream, turns)
 
 
 def _gathered(loader: "DataLoader[Any]") -> tuple[torch.Tensor, ...] | None:

@@ -67,6 +67,7 @@ def states_of(make: Callable[[], Any]) -> list[Any]:
     for _ in range(2):
         states += [saved(loader) for _ in loader]
         states.append(saved(loader))
+    end(loader)
     return states
 
 
@@ -74,7 +75,17 @@ def after(make: Callable[[], Any], state: Any) -> list[Any]:
     """Return what is left of an epoch, and the two that follow."""
     loader = make()
     loader.load_state_dict(state)
-    return [[batch.tolist() for batch in loader] for _ in range(3)]
+    found = [[batch.tolist() for batch in loader] for _ in range(3)]
+    end(loader)
+    return found
+
+
+def end(loader: Any) -> None:
+    """End persistent workers."""
+    if isinstance(loader, DataLoader):
+        loader.close()
+    elif loader.num_workers:
+        loader._iterator._shutdown_workers()
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ is asked for it behind each batch; any other is iterated, and what came before d
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -74,8 +74,12 @@ class StreamOrder:
 
     def batches(self, start: int = 0, _behind: Any = None) -> Iterator[IndexBatch]:
         """Yield the batches from number ``start`` on."""
+        yield from self.batches_of(itertools.count(start))
+
+    def batches_of(self, numbers: Iterable[int]) -> Iterator[IndexBatch]:
+        """Yield the batches of these numbers."""
         whole = self._size * self._part.world_size
-        for number in itertools.count(start):
+        for number in numbers:
             first = number * whole
             places = self._part.places(first, first + whole)
             yield IndexBatch(number, places.start, places)

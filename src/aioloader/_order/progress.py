@@ -52,6 +52,7 @@ class Progress:
         self._before = set(bookmark.beyond)
         self._failed: dict[int, Any] = {}
         self._readers = readers
+        self._ended: set[int] = set()  # readers
         self._is_over = False
         self._lock = threading.Lock()
 
@@ -87,6 +88,12 @@ class Progress:
             if state is not None:
                 self._states[number % self._readers] = state
 
+    def end_reader(self, number: int) -> None:
+        """Note that the reader of batch ``number`` has ended: no more is to come."""
+        with self._lock:
+            self._ended.add(number % self._readers)
+            self._advance()
+
     def leave(self, worker: int, state: Any) -> None:
         """Note what state a delivered batch has left a worker's dataset in."""
         with self._lock:
@@ -117,10 +124,19 @@ class Progress:
         self._before.discard(number)
         if number == self._done and not self._beyond:
             self._pass(state)
-            return
-        self._beyond[number] = state
-        while self._done in self._beyond:
-            self._pass(self._beyond.pop(self._done))
+        elif number >= self._done:  # else it is of a reader that has ended
+            self._beyond[number] = state
+            self._advance()
+
+    def _advance(self) -> None:
+        """Pass what was delivered, and what ended readers will not deliver."""
+        while self._beyond:
+            if self._done in self._beyond:
+                self._pass(self._beyond.pop(self._done))
+            elif self._done % self._readers in self._ended:
+                self._done += 1
+            else:
+                return
 
     def _pass(self, state: Any) -> None:
         if state is not None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from aioloader._order.indices import IndexBatch
 from aioloader._order.progress import Bookmark, Progress
+from aioloader._pipeline.turns import Turns
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,12 +18,14 @@ class Plan:
         bookmark: Where this iteration began.
         is_stream: Whether what was delivered beyond the bookmark has to be made again,
             to get behind it.
+        turns: What chooses the requests, if they do not ascend.
     """
 
     batches: Iterator[IndexBatch]
     progress: Progress
     bookmark: Bookmark
     is_stream: bool = False
+    turns: Turns | None = None
 
     def requests(self) -> Iterator[IndexBatch]:
         """Yield the requests, but for those that need not be made again."""

@@ -77,6 +77,7 @@ class HostedSource:
         self._requests = plan.requests() if plan.bookmark.beyond else plan.batches
         self._progress = plan.progress
         self._dropped = plan.dropped()
+        self._turns = plan.turns
         self._numbers: deque[int] = deque()  # issued, and not yet taken
         self._next = plan.bookmark.done
         self._is_cut = False
@@ -155,9 +156,7 @@ class HostedSource:
         with self._lock:
             if not self._window:
                 self.run.open()
-            if not self._is_exhausted and (
-                not self._window or self._issued < self._window
-            ):
+            if self._may_issue(self._issued):
                 self._issue()
 
     def count_in(self, counters: Counters) -> None:
@@ -190,10 +189,14 @@ class HostedSource:
     def _fill(self) -> None:
         """Issue requests until the window is full."""
         with self._lock:
-            while not self._is_exhausted and (
-                self._issued - self._taken < self._window or not self._window
-            ):
+            while self._may_issue(self._issued - self._taken):
                 self._issue()
+
+    def _may_issue(self, in_flight: int) -> bool:
+        if self._is_exhausted or not self._window:
+            return not self._is_exhausted
+        is_free = self._turns is None or self._turns.may_issue(self._window)
+        return is_free and in_flight < self._window
 
     def _issue(self) -> None:
         try:
@@ -240,7 +243,7 @@ class HostedSource:
                 outcome = self._noted(*item)
                 if outcome.attempted or outcome.failures:
                     self.run.count(outcome)
-                self._is_exhausted = self._is_exhausted or outcome.is_end
+                self._is_exhausted = self._is_exhausted or self._is_end(outcome)
                 self._go_on()
                 self._counters.in_flight = self._issued - self._taken
                 if outcome.is_empty:
@@ -254,6 +257,9 @@ class HostedSource:
                     self._counters.batches += 1
                     return outcome.batch
             return _NOTHING
+
+    def _is_end(self, outcome: Outcome) -> bool:
+        return outcome.is_end or (self._turns is not None and self._turns.are_over())
 
     def _pop(self) -> tuple[int, Outcome] | None:
         try:
@@ -272,6 +278,10 @@ class HostedSource:
             self._progress.end(number, outcome.state)
         else:
             self._progress.take(number, outcome.state)
+        if self._turns is not None:
+            self._turns.take(number, has_ended=outcome.has_ended)
+            if outcome.has_ended:
+                self._progress.end_reader(number)
         if outcome.dataset is not None:
             self._progress.leave(*outcome.dataset)
         if number in self._dropped:

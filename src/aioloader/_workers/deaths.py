@@ -96,7 +96,9 @@ def _bury_streams(
             if ticket.run is run and ticket.worker is dead:
                 del ledger.tickets[name]
                 early = ledger.replicas.outcome_of(run, dead.number)
-                run.receive(ticket.work, early or Outcome(is_empty=True))
+                run.receive(
+                    ticket.work, early or Outcome(is_empty=True, has_ended=True)
+                )
 
 
 def _is_last_straw(ledger: Ledger, held: list[InHand]) -> bool:
