@@ -73,8 +73,15 @@ class Ahead(Generic[P]):
         epochs.restore(self._before[0])
 
     def issue(self) -> None:
-        """Issue one request more: one of the epoch before has been taken."""
+        """Issue one request more: one of the epoch before has been taken.
+
+        The last batch may draw: that, too, is for this epoch alone.
+        """
+        now = self._drawn()
+        self._generator.set_state(self._after)
         self.prepared.source.issue()
+        self._after = self._drawn()
+        self._generator.set_state(now)
 
     def claim(self) -> bool:
         """Tell whether the epoch is what was guessed; else end it.

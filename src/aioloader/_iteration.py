@@ -1,6 +1,5 @@
 """How a loader's arguments become one iteration: the recipe, the workers, the place."""
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from aioloader._device.opening import Devices, DeviceSide
 from aioloader._gather import gatherable
 from aioloader._observe.stats import Counters
 from aioloader._order.failures import FailurePolicy
-from aioloader._order.orders import IndexOrder
+from aioloader._order.orders import IndexOrder, StreamOrder
 from aioloader._order.progress import BEGINNING
 from aioloader._order.ranks import Part
 from aioloader._pipeline.epoch import Epoch, Settings, default_window
@@ -28,13 +27,16 @@ from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.recipe import Recipe, nothing_around
 from aioloader._pipeline.roles import Pool
 from aioloader._pipeline.source import HostedSource, Patience
+from aioloader._pipeline.turns import Turns
 from aioloader._pipeline.work import Work
 from aioloader._state import Draft, Passage, own_state, resumed
+from aioloader._state_datasets import note_first, snapshot_every
 from aioloader._state_fit import readers_of, reads_in_workers
 from aioloader._transport.locked import Locker
 from aioloader._transport.slots import SlotPool
 from aioloader._workers.executors import ExecutorWorkers
 from aioloader._workers.info import be_at_sample
+from aioloader._workers.keyed import seed_batch
 from aioloader._workers.launch import Servers
 from aioloader._workers.lease import Pools
 from aioloader._workers.pool import Tally
@@ -139,6 +141,8 @@ class Live:
             if prepared is None:
                 passage = self._passage(loader, draft)
                 prepared = self.begin(loader, passage, is_async=is_async)
+            else:
+                note_first(loader, prepared.passage, self.passage)
             order = loader._epochs.state()
         finally:
             loader._epochs.restore(before)  # it is not begun, and may be tried again
@@ -162,12 +166,15 @@ class Live:
         if saved is None and self.passage is not None and self.passage.is_untouched():
             saved = self.passage.saved  # nothing came of it
         if saved is not None:
+            self.pools.drop()  # as torchdata's, workers begin from the state
             passage = resumed(loader, saved, self.draft)
             self._base_seed = passage.base_seed
             return passage
         draft = draft or self.draft(loader)
         epoch = loader._epochs.begin()
-        return Passage.begun(epoch, draft, BEGINNING, readers_of(loader))
+        passage = Passage.begun(epoch, draft, BEGINNING, readers_of(loader))
+        note_first(loader, passage, self.passage)
+        return passage
 
     def begin(
         self, loader: "DataLoader[Any]", passage: Passage, *, is_async: bool
@@ -185,14 +192,21 @@ class Live:
         side = _device_side(loader, self.devices)
         settings = _settings(loader, side, is_async=is_async)
         locker = self.slots.locker = side.locker if side else None
-        pool = _pool(loader, self, recipe, passage.base_seed, locker)
+        pool = _pool(loader, self, recipe, passage, locker)
         make_stage = partial(side.stage, epoch=passage.epoch) if side else None
         bookmark = passage.bookmark
         batches = passage.order.batches(bookmark.done, bookmark.states.get(0))
-        plan = _plan(loader, passage, batches)
+        turns = None
+        if readers_of(loader) > 1 and not loader.in_order:
+            turns = Turns(readers_of(loader), bookmark.done)
+            assert isinstance(passage.order, StreamOrder)
+            batches = passage.order.batches_of(turns)
+        plan = _plan(loader, passage, batches, turns)
         source = Epoch(recipe, plan, counters, settings).start(
             self.homes, pool, make_stage
         )
+        if isinstance(source, HostedSource):  # reads ahead: what it has read is no sign
+            passage.reads_ahead = True
         if isinstance(source, HostedSource) and self._may_look_ahead(loader):
             # A source does not keep the loader, of which it may be a part.
             source.when_exhausted = partial(_look_ahead, weakref.ref(loader))
@@ -287,13 +301,14 @@ def _settings(
     )
 
 
-def _plan(loader: "DataLoader[Any]", passage: Passage, batches: Any) -> Plan:
-    expected = None
-    if loader._kind is Kind.MAP:
-        with contextlib.suppress(TypeError, NotImplementedError):
-            expected = loader._sampling.length(loader.dataset)
+def _plan(
+    loader: "DataLoader[Any]",
+    passage: Passage,
+    batches: Any,
+    turns: Turns | None = None,
+) -> Plan:
     is_stream = loader._kind is not Kind.MAP
-    return Plan(batches, passage.progress, passage.bookmark, is_stream, expected)
+    return Plan(batches, passage.progress, passage.bookmark, is_stream, turns)
 
 
 def _gathered(loader: "DataLoader[Any]") -> tuple[torch.Tensor, ...] | None:
@@ -323,7 +338,6 @@ def _recipe(
     make_keys = SampleKeys if loader.rng == "sample" else BatchKeys
     is_keyed = arguments.draws_by_key(loader.rng, loader.num_workers)
     keys = make_keys(passage.base_seed, passage.epoch, loader._sampling.part)
-    is_ours = isinstance(loader.dataset, Stream)
     return Recipe(
         _dealt(loader),
         loader.transform,
@@ -334,11 +348,11 @@ def _recipe(
         retry=loader.retry,
         pool=live.slots,
         around=_around(loader) if is_keyed else nothing_around,
+        reseed=seed_batch if is_keyed and not loader.num_workers else None,
         seed=be_at_sample if loader.num_workers else seed_sample,
         keys=keys if is_keyed else None,
         part=_part_of_stream(loader),
-        # Of a stream it costs little, and could not be moved to other ranks else.
-        snapshot_every=1 if is_ours else loader.snapshot_every_n_steps,
+        snapshot_every=snapshot_every(loader),
         keeps_step=loader._sampling.part.world_size > 1,
     )
 
@@ -363,7 +377,7 @@ def _pool(
     loader: "DataLoader[Any]",
     live: Live,
     recipe: Recipe,
-    base_seed: int,
+    passage: Passage,
     locker: Locker | None,
 ) -> Pool | None:
     """Return what makes the batches, or None if that is done here."""
@@ -372,7 +386,8 @@ def _pool(
     reads = reads_in_workers(loader)
     if not reads and recipe.collates_async:
         return None  # nothing is left that is not for the loop
-    shipment = _shipment(loader, recipe, base_seed, reads=reads)
+    base_seed = passage.base_seed
+    shipment = _shipment(loader, recipe, passage, reads=reads)
     if isinstance(loader.workers, Executor):
         return ExecutorWorkers(loader.workers, shipment)
     if loader.workers == "thread":
@@ -413,7 +428,7 @@ def starts_at_iter(loader: "DataLoader[Any]", *, is_async: bool) -> bool:
 
 
 def _shipment(
-    loader: "DataLoader[Any]", recipe: Recipe, base_seed: int, *, reads: bool
+    loader: "DataLoader[Any]", recipe: Recipe, passage: Passage, *, reads: bool
 ) -> Shipment:
     """Return what workers are told."""
     transform = loader.transform
@@ -435,7 +450,7 @@ def _shipment(
         reads=reads,
         worker_init_fn=loader.worker_init_fn,
         num_workers=loader.num_workers,
-        base_seed=base_seed,
+        base_seed=passage.base_seed,
         rng=loader.rng or "batch",
         concurrency=loader.concurrency,
         window=per_worker,
@@ -444,4 +459,5 @@ def _shipment(
         snapshot_every=recipe.snapshot_every,
         keeps_step=recipe.keeps_step,
         lifespan=loader.lifespan if reads else None,
+        datasets=passage.bookmark.datasets,
     )

@@ -31,6 +31,7 @@ from aioloader._ranks import Rank, Ranks
 from aioloader._sampling import Sampling
 from aioloader._state import state_of
 from aioloader._state_fit import State, check
+from aioloader._state_shape import sealed, unsealed
 from aioloader._torch_face import TorchLoader, dataset_kind
 from aioloader._warnings import warn
 from aioloader._workers.fork_server import warm_fork_server
@@ -74,7 +75,9 @@ class DataLoader(TorchLoader[Batch]):
         persistent_workers: Keep workers between epochs.
         pin_memory_device: Deprecated, as in torch.
         in_order: Deliver batches in the sampler's order, else as they complete.
-        snapshot_every_n_steps: How often a stateful iterable is asked for its state.
+        snapshot_every_n_steps: How often a stateful iterable is asked for its state;
+            what is between is read again; 0 or ``None``: only at first. Positions are
+            exact in any case. A map-style one is asked after each batch.
         transform: Sample to sample, before collating; may be async.
         concurrency: Samples in flight on the loop.
         device: Where batches are delivered, such as ``"cuda:1"``: moved there ahead, on
@@ -131,7 +134,7 @@ class DataLoader(TorchLoader[Batch]):
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
-        snapshot_every_n_steps: int = 1,
+        snapshot_every_n_steps: int | None = 1,
         transform: Callable[[Any], Any] | None = None,
         concurrency: int = 64,
         device: Any = None,
@@ -319,8 +322,8 @@ class DataLoader(TorchLoader[Batch]):
         thread. It is ready for JSON where the states of the user's own parts are.
         """
         if self._live.loaded is not None:
-            return copy.deepcopy(self._live.loaded)
-        return state_of(self, self._live.passage)
+            return sealed(copy.deepcopy(self._live.loaded))
+        return sealed(state_of(self, self._live.passage))
 
     def load_state_dict(self, state: State) -> None:
         """Let the next iteration begin where ``state_dict`` was called.
@@ -333,6 +336,7 @@ class DataLoader(TorchLoader[Batch]):
         if state == {}:
             return
         self._sampling.settle()
+        state = unsealed(state)
         check(self, state)
         if any(iterator.is_under_way() for iterator in self._live.open):
             warn("an iteration is under way: the state takes effect with the next one")

@@ -84,6 +84,9 @@ class Run:
         )
         self.pool = pool
         self.stage: Stage | None = None
+        # Workers that are processes have copies of the dataset, with states of theirs.
+        is_here = pool is None or not pool.reads or pool.pump is None
+        self._leaves = recipe.keeps_state and is_here
         self._sink = sink or self._put
         self.ended = Latch()
         self.exit_error: BaseException | None = None
@@ -292,6 +295,8 @@ class Run:
         if self.under_way.pop(id(work), None) is not None:
             if outcome.state is None:
                 outcome.state = work.state
+            if self._leaves:
+                outcome = self.recipe.leave(work, outcome)
             self._sink(work, outcome)
 
     def _put(self, work: Work, outcome: Outcome) -> None:

@@ -77,9 +77,9 @@ class HostedSource:
         self._requests = plan.requests() if plan.bookmark.beyond else plan.batches
         self._progress = plan.progress
         self._dropped = plan.dropped()
+        self._turns = plan.turns
         self._numbers: deque[int] = deque()  # issued, and not yet taken
         self._next = plan.bookmark.done
-        self._plan = plan
         self._is_cut = False
         self._window_for = window.size
         self._window = 0
@@ -166,9 +166,7 @@ class HostedSource:
         """Issue one request, before anybody has asked for a batch."""
         with self._lock:
             self.run.open()
-            if not self._is_exhausted and (
-                not self._window or self._issued < self._window
-            ):
+            if self._may_issue(self._issued):
                 self._issue()
 
     # -- the end ------------------------------------------------------------------
@@ -201,10 +199,14 @@ class HostedSource:
     def _fill(self) -> None:
         """Issue requests until the window is full."""
         with self._lock:
-            while not self._is_exhausted and (
-                self._issued - self._taken < self._window or not self._window
-            ):
+            while self._may_issue(self._issued - self._taken):
                 self._issue()
+
+    def _may_issue(self, in_flight: int) -> bool:
+        if self._is_exhausted or not self._window:
+            return not self._is_exhausted
+        is_free = self._turns is None or self._turns.may_issue(self._window)
+        return is_free and in_flight < self._window
 
     def _issue(self) -> None:
         try:
@@ -251,7 +253,7 @@ class HostedSource:
                 outcome = self._noted(*item)
                 if outcome.attempted or outcome.failures:
                     self.run.count(outcome)
-                self._is_exhausted = self._is_exhausted or outcome.is_end
+                self._is_exhausted = self._is_exhausted or self._is_end(outcome)
                 self._go_on()
                 self.counters.in_flight = self._issued - self._taken
                 if outcome.is_empty:
@@ -261,12 +263,13 @@ class HostedSource:
                     self._ready.finish()  # others may wait for what will not come
                 if outcome.error is not None:
                     self._raise(outcome)
-                if self._is_finished:
-                    self._finish()
                 if not outcome.is_end and not outcome.is_empty:
                     self.counters.batches += 1
                     return outcome.batch
             return _NOTHING
+
+    def _is_end(self, outcome: Outcome) -> bool:
+        return outcome.is_end or (self._turns is not None and self._turns.are_over())
 
     def _pop(self) -> tuple[int, Outcome] | None:
         try:
@@ -285,6 +288,12 @@ class HostedSource:
             self._progress.end(number, outcome.state)
         else:
             self._progress.take(number, outcome.state)
+        if self._turns is not None:
+            self._turns.take(number, has_ended=outcome.has_ended)
+            if outcome.has_ended:
+                self._progress.end_reader(number)
+        if outcome.dataset is not None:
+            self._progress.leave(*outcome.dataset)
         if number in self._dropped:
             return Outcome(is_empty=True, is_end=outcome.is_end)
         return outcome
@@ -297,8 +306,7 @@ class HostedSource:
 
     def _go_on(self) -> None:
         """Put something else in flight, in place of what has been taken."""
-        # Not even a lazy one may leave open whether the epoch is over.
-        if not self._is_lazy or self._next - 1 == self._plan.last:
+        if not self._is_lazy:
             self._fill()
         if self._is_exhausted and self.when_exhausted is not None:
             self.when_exhausted()

@@ -64,6 +64,12 @@ class Pools:
             self._kept[:] = [pool]
             return pool
 
+    def drop(self) -> None:
+        """Let kept workers end, in the background: others are to begin."""
+        with self._lock:
+            kept, self._kept[:] = self._kept[:], []
+        _end_all(kept)
+
     def close(self) -> None:
         """Let kept workers end, and wait for it, bounded."""
         with self._lock:

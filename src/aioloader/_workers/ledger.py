@@ -9,6 +9,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.work import Outcome, Work
@@ -16,6 +17,7 @@ from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef, make_a
 from aioloader._transport.board import PLACES
 from aioloader._transport.channel import NO_WAIT, Channel
 from aioloader._transport.locked import Locker
+from aioloader._workers.copies import Copies
 from aioloader._workers.messages import FORGET, Request
 from aioloader._workers.parcel import Packer, slot_of
 from aioloader._workers.replicas import Replicas
@@ -124,6 +126,7 @@ class Ledger:
             has_state=is_stateful(shipment.dataset),
         )
         self.is_addressed = is_addressed
+        self.copies = Copies() if shipment.has_copies() else None
         self.requests = self._queue(stack)
         self.samples: ArenaWriter | None = None
         self._readers: dict[int, int] = {}  # by slot of samples: the latest ticket
@@ -234,7 +237,7 @@ class Ledger:
 
     def _request(self, name: int, run: Run, work: Work) -> Request:
         number, indices, samples = work.number, work.indices, None
-        resume = None
+        resume: Any = None
         if not self.shipment.reads:
             samples = work.samples
         elif self.is_replicated:
@@ -244,6 +247,8 @@ class Ledger:
             state = self.replicas.ask(run, worker, number)
             if state is not None:
                 resume = state, run.recipe.seeds(worker, len(self.workers))
+        elif self.copies is not None:
+            resume = self.copies.lost_by(number % len(self.workers))
         return Request(
             ticket=name,
             run=id(run),

@@ -42,7 +42,9 @@ class Request(NamedTuple):
         sample_keys: As in ``Work``.
         padding: As in ``Work``.
         resume: Of a replica: where its stream begins, if it is not open yet, and with
-            what its earlier batches were seeded; or None.
+            what its earlier batches were seeded. Of a worker that died, and had a copy
+            of a stateful map-style dataset: a tuple of the state that this was in. Or
+            None.
         is_alone: Whether it has cost a worker its life, and must not share one.
         indices: What the sampler gave.
         samples: What was read already, where the loader reads.
@@ -81,6 +83,7 @@ class Answer(NamedTuple):
         failures: Samples that failed and were skipped or replaced, as ``Failure``s
             whose error is a ``RemoteError``.
         state: What a replica's stream was left in behind it.
+        dataset: As in ``Outcome``.
     """
 
     batch: Any = None
@@ -89,6 +92,7 @@ class Answer(NamedTuple):
     is_end: bool = False
     failures: Sequence[Any] = ()
     state: Any = None
+    dataset: tuple[int, Any] | None = None
 
 
 FORGET = Request(-1, 0, 0, 0, None, None, False, ())  # noqa: FBT003  (fields, in order)
@@ -111,6 +115,11 @@ def opened(answer: Answer) -> tuple[Outcome, list[Failure]]:
         for one in answer.failures
     ]
     outcome = Outcome(
-        answer.batch, error, answer.is_empty, answer.is_end, state=answer.state
+        answer.batch,
+        error,
+        answer.is_empty,
+        answer.is_end,
+        state=answer.state,
+        dataset=answer.dataset,
     )
     return outcome, failures

@@ -200,6 +200,8 @@ class ProcessPool:
         outcome = self._ledger.replicas.passed(
             ticket.run, worker.number, outcome, ticket.request.number
         )
+        if self._ledger.copies is not None:
+            self._ledger.copies.note(worker.number, outcome.dataset)
         ticket.work.samples = []
         ticket.run.receive(ticket.work, outcome, failures)
 

@@ -33,7 +33,13 @@ from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.refusals import explain
 from aioloader._workers.seeds import Rng
 from aioloader.errors import WorkerStartError
-from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
+from aioloader.protocols import (
+    Kind,
+    is_async_function,
+    is_stateful,
+    kind_of,
+    reads_async,
+)
 
 _HEAD = struct.Struct("<qq")  # bytes of the header, number of buffers
 _PLACE = struct.Struct("<qq")
@@ -55,6 +61,7 @@ class Shipment:
         snapshot_every: Batches from one state of a stateful stream to the next.
         keeps_step: Whether other ranks read the same batches.
         lifespan: Returns what is entered where samples are read, or None.
+        datasets: States to give to the copies of a map-style dataset, by worker.
     """
 
     dataset: Any
@@ -76,6 +83,7 @@ class Shipment:
     snapshot_every: int = 1
     keeps_step: bool = False
     lifespan: Any = None
+    datasets: dict[int, Any] = field(default_factory=dict)
 
     def is_plain(self) -> bool:
         """Tell whether no step needs an event loop in the worker."""
@@ -93,11 +101,17 @@ class Shipment:
     def is_addressed(self) -> bool:
         """Tell whether each request is for a certain worker, not for any that is free.
 
-        So it is for replicas, where random numbers are the worker's own, and where the
-        user's init function may have made them so: then batches go in torch's turns.
+        So it is for replicas, for stateful map-style datasets (each copy's state
+        depends on what it has read), where random numbers are the worker's own, and
+        where the user's init function may have made them so. These are torch's turns.
         """
         is_own = self.rng == "worker" or self.worker_init_fn is not None
-        return is_own or self.is_replicated()
+        return is_own or self.is_replicated() or self.has_copies()
+
+    def has_copies(self) -> bool:
+        """Tell whether workers have copies of a stateful map-style dataset."""
+        is_map = self.reads and kind_of(self.dataset) is Kind.MAP
+        return is_map and is_stateful(self.dataset)
 
 
 # OpenBLAS and OpenMP would start threads at import, and threads do not survive a fork.
