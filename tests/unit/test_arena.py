@@ -22,6 +22,7 @@ from aioloader._transport.arena import (
     ArenaReader,
     ArenaWriter,
     SlotRef,
+    left_in_group,
     make_arena,
 )
 from aioloader.errors import BatchTooLargeError
@@ -320,3 +321,16 @@ def test_nothing_has_a_name() -> None:
         view = pair.pass_on(1 << 20, 1)
         assert set(Path("/dev/shm").iterdir()) <= before
         assert view.size == 1 << 20
+
+
+def test_cached_files_do_not_count_as_used(tmp_path: Path) -> None:
+    """In a container, pages that the kernel can drop at once leave room for batches."""
+    assert left_in_group(tmp_path) is None
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text(
+        "anon 100\nfile 800\nshmem 50\ninactive_file 400\nactive_file 350\n"
+    )
+    assert left_in_group(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert left_in_group(tmp_path) == 1000 - 900 + 750

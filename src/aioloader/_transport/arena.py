@@ -254,9 +254,20 @@ def _available() -> int:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         line = next(line for line in lines if line.startswith("MemAvailable"))
         pages = int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):  # no limit is the word "max"
-        group = Path("/sys/fs/cgroup")
+    left = left_in_group(Path("/sys/fs/cgroup"))
+    return pages if left is None else min(pages, left)
+
+
+def left_in_group(group: Path) -> int | None:
+    """Return how many bytes a container may still use; None: it has no limit.
+
+    The kernel gives up cached pages of files before it refuses memory, so they do not
+    count as used; those of arenas are none of them.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no limit is "max"
         limit = int((group / "memory.max").read_text(encoding="ascii"))
         used = int((group / "memory.current").read_text(encoding="ascii"))
-        pages = min(pages, limit - used)
-    return pages
+        lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
+        stat = {name: int(value) for name, value in map(str.split, lines)}
+        return limit - used + stat["active_file"] + stat["inactive_file"]
+    return None
