@@ -10,6 +10,7 @@ anew for each set of workers, with the modules that it has imported before.
 
 import contextlib
 import gc
+import io
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -19,6 +20,7 @@ import pickle
 import random
 import select
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -305,13 +307,20 @@ def be_forked(
 def _try_locks() -> None:
     """Take every lock that workers need; hang if another thread held it at the fork.
 
-    The loader then forks again. numpy's lock belongs to its bit generator, so a new
-    one is enough; workers seed it.
+    The loader then forks again. A file that is written to has its own lock. numpy's
+    lock belongs to its bit generator, so a new one is enough; workers seed it.
     """
     np.random.set_bit_generator(np.random.MT19937())  # type: ignore[attr-defined]
     torch.default_generator.get_state()
     random.getstate()
     logging.getLogger(__name__)
+    handlers = [reference() for reference in logging._handlerList]  # type: ignore[attr-defined]  # noqa: SLF001  (there is no other list)
+    logs = [getattr(handler, "stream", None) for handler in handlers]
+    for stream in (sys.stdout, sys.stderr, *logs):
+        buffer = getattr(stream, "buffer", None)
+        if isinstance(buffer, io.BufferedWriter):
+            with contextlib.suppress(ValueError):  # it is closed
+                buffer.write(b"")
 
 
 def be_served(control: Channel, loader: int) -> None:
