@@ -13,8 +13,9 @@ from concurrent.futures import Executor
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 from torch.utils.data._utils import pin_memory as torch_pin
+from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import check_lifespan
@@ -78,11 +79,17 @@ def check_numbers(
     for name, count in (
         ("concurrency", concurrency),
         ("prefetch_device", prefetch_device),
-        ("snapshot_every_n_steps", snapshot_every_n_steps),
     ):
         _check_count(name, count)
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
+    if snapshot_every_n_steps is not None:
+        _check_count("snapshot_every_n_steps", snapshot_every_n_steps)
+        if snapshot_every_n_steps < 0:
+            raise ValueError(
+                "snapshot_every_n_steps must be at least 0 (which, like None, is "
+                f"never), got {snapshot_every_n_steps}"
+            )
 
 
 def check_workers(
@@ -339,28 +346,14 @@ def pinning(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def default_sampler(
-    dataset: Any, shuffle: Any, generator: torch.Generator | None
-) -> Sampler[int]:
-    """Return torch's sampler for a map-style dataset."""
+    dataset: Any, kind: Kind, shuffle: Any, generator: torch.Generator | None
+) -> Sampler[Any]:
+    """Return torch's sampler for a dataset; that of a stream is a stand-in."""
+    if kind is not Kind.MAP:
+        return _InfiniteConstantSampler()
     if shuffle:
         return RandomSampler(dataset, generator=generator)
     return SequentialSampler(dataset)
-
-
-def default_batch_sampler(
-    sampler: Any, batch_size: int | None, drop_last: Any
-) -> BatchSampler | None:
-    """Return torch's batch sampler, having made its checks; None for a stream.
-
-    Raises:
-        ValueError: If the size is no positive integer, or ``drop_last`` no boolean.
-    """
-    if batch_size is None:
-        return None
-    batch_sampler = BatchSampler(
-        () if sampler is None else sampler, batch_size, drop_last
-    )
-    return None if sampler is None else batch_sampler
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -5,15 +5,16 @@ looked up when an iteration begins: the process group may be made after the load
 Nothing here talks to other ranks.
 """
 
+import itertools
 import operator
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch.distributed
 from torch.utils.data import DistributedSampler
 
+from aioloader._order.orders import nested
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.ranks import Part, Tail
 from aioloader._warnings import warn
@@ -149,13 +150,15 @@ def refuse_two_deals(part: Part | None, dataset: Any, *samplers: Any) -> None:
     if part is None or part.world_size == 1:
         return
     asked = f"rank={part.rank} of world_size={part.world_size}"
-    for sampler in _inner(samplers):
-        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+    for sampler in itertools.chain(*map(nested, samplers)):
+        others = _replicas(sampler)
+        if others > 1:
             raise ValueError(
-                f"{asked} and a {type(sampler).__name__} of {sampler.num_replicas} "
-                f"replicas would both deal: each rank would get 1 of "
-                f"{part.world_size * sampler.num_replicas} samples; leave out one of "
-                "them (rank=, or the sampler)"
+                f"{asked} and a {type(sampler).__name__} of {others} replicas would "
+                "both deal: each rank would get 1 of "
+                f"{part.world_size * others} samples; leave out one of them (rank=, or "
+                "the sampler; Lightning puts none in with "
+                "use_distributed_sampler=False)"
             )
     dealt = dataset.ranks if isinstance(dataset, Stream) else None
     if dealt not in {None, (part.rank, part.world_size)}:
@@ -164,11 +167,13 @@ def refuse_two_deals(part: Part | None, dataset: Any, *samplers: Any) -> None:
         )
 
 
-def _inner(samplers: Any) -> Iterator[Any]:
-    """Yield samplers, and what a batch sampler takes its indices from."""
-    for sampler in samplers:
-        yield sampler
-        yield getattr(sampler, "sampler", None)
+def _replicas(sampler: Any) -> int:
+    """Return to how many ranks a sampler deals: torch's, or accelerate's by shape."""
+    if isinstance(sampler, DistributedSampler):
+        return sampler.num_replicas
+    count = getattr(sampler, "num_processes", 1)
+    is_shard = hasattr(sampler, "process_index") and isinstance(count, int)
+    return count if is_shard else 1
 
 
 def repeats_samples(kind: Kind, dataset: Any, *, shuffle: Any) -> bool:

@@ -34,8 +34,8 @@ class Sampling:
     Attributes:
         dataset: What is sampled.
         kind: Its kind.
-        sampler: Gives indices; None for a stream, and where batches are given.
-        batch_sampler: Gives lists of indices; None where there are none.
+        sampler: Gives indices; of a stream, a stand-in, as in torch.
+        batch_sampler: Gives lists of indices; None where there are no batches.
         batch_size: Samples of a batch; None if there are no batches, or they are given.
         ranks: What was asked for about ranks.
         warns: Whether to warn of ranks that all get the same samples.
@@ -76,17 +76,17 @@ class Sampling:
         """
         sampler, batch_sampler = asked["sampler"], asked["batch_sampler"]
         size, drop_last = asked["batch_size"], asked["drop_last"]
-        if sampler is None and batch_sampler is None and kind is Kind.MAP:
-            if ranks.is_asked() and asked["shuffle"]:
+        if sampler is None:
+            if ranks.is_asked() and asked["shuffle"] and kind is Kind.MAP:
                 sampler = shuffled(dataset, generator)
             else:
                 sampler = arguments.default_sampler(
-                    dataset, asked["shuffle"], generator
+                    dataset, kind, asked["shuffle"], generator
                 )
-        if batch_sampler is None:
-            batch_sampler = arguments.default_batch_sampler(sampler, size, drop_last)
-        else:
+        if batch_sampler is not None:
             size = None
+        elif size is not None:
+            batch_sampler = BatchSampler(sampler, size, drop_last)
         warns = repeats_samples(kind, dataset, shuffle=asked["shuffle"])
         warns = warns and not ranks.is_asked()
         refuse_two_deals(ranks.given, dataset, sampler, batch_sampler)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aioloader._loader import DataLoader
 
 State: TypeAlias = dict[str, Any]
-VERSION = 1
+VERSION = 2
 
 
 def check(loader: "DataLoader[Any]", state: State) -> None:
@@ -40,8 +40,9 @@ def check(loader: "DataLoader[Any]", state: State) -> None:
     if loader._kind is Kind.MAP:
         with contextlib.suppress(TypeError, NotImplementedError):
             delivered = max((state["done"], *(one + 1 for one in state["beyond"])))
-            if delivered > len(loader):
-                _refuse("an epoch of {} batches or more", delivered, len(loader))
+            length = loader._sampling.length(loader.dataset)
+            if delivered > length:
+                _refuse("an epoch of {} batches or more", delivered, length)
 
 
 def identity(loader: "DataLoader[Any]") -> State:

@@ -96,7 +96,7 @@ def test_the_second_epoch_of_persistent_replicas() -> None:
     with DataLoader(Replica(), 2, **options) as loader:
         list(loader)
         _, state, rest = taken(loader, 3)
-    assert sorted(state["states"]) == ["0", "1"]
+    assert sorted(state["states"][0]) == ["0", "1"]
     resumed = DataLoader(Replica(), 2, num_workers=2)
     resumed.load_state_dict(state)
     assert flat(resumed) == rest

@@ -82,6 +82,11 @@ class _Server:
                     self._free.get()
             work = self._desk.take(request, place)
             self._held[id(work)] = (request.ticket, place, request.is_alone)
+            try:
+                self._desk.restore(request)
+            except Exception as error:  # of the user's class; handed to the consumer
+                self._deliver(work, Outcome(error=error))
+                continue
             self._run_of(request).submit(work)
 
     def _watch(self, requests: Channel) -> None:

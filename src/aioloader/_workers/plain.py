@@ -8,6 +8,7 @@ from aioloader._pipeline.stream import SyncStream
 from aioloader._pipeline.work import Outcome, Work
 from aioloader._transport.channel import Channel
 from aioloader._workers.desk import COLLATE, TRANSFORM, Desk
+from aioloader._workers.messages import Request
 from aioloader.protocols import Kind
 
 
@@ -38,7 +39,9 @@ def serve_plainly(desk: Desk, requests: Channel) -> None:
                         desk.recipe, drop_last=drop_last, resume=state, keys=keys
                     )
                     streams[request.run] = stream
-            desk.answer(work, request.ticket, 0, _make(desk, work, stream))
+            outcome = _make(desk, request, work, stream)
+            outcome = desk.recipe.leave(work, outcome)
+            desk.answer(work, request.ticket, 0, outcome)
 
 
 def _enter(desk: Desk) -> Callable[[], None]:
@@ -61,9 +64,12 @@ def _close_all(streams: dict[int, SyncStream]) -> None:
         stream.close()
 
 
-def _make(desk: Desk, work: Work, stream: SyncStream | None) -> Outcome:
+def _make(
+    desk: Desk, request: Request, work: Work, stream: SyncStream | None
+) -> Outcome:
     recipe = desk.recipe
     try:
+        desk.restore(request)
         with recipe.around(work):
             if stream is not None:
                 stream.pull(work)
