@@ -147,15 +147,13 @@ def test_the_warning(
 def test_two_deals(group: Group) -> None:
     """Half the data of each rank, with a sampler that deals too: refused."""
     data: Any = range(12)
-    sampler = DistributedSampler(data, 3, 1)
+    sampler: Any = DistributedSampler(data, 3, 1)
     numbers = {"rank": 1, "world_size": 3}
     for options in (
         {"sampler": sampler},
         {"batch_sampler": BatchSampler(sampler, 2, drop_last=False)},
     ):
-        with pytest.raises(
-            ValueError, match="both deal: each rank would get 1 of 9"
-        ):
+        with pytest.raises(ValueError, match="both deal: each rank would get 1 of 9"):
             Loader(Numbers(12), **options, **numbers)
         loader = Loader(Numbers(12), **options, rank="auto")
         for use in (iter, len):
