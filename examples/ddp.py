@@ -1,6 +1,6 @@
 """Train on several ranks: ``torchrun --nproc-per-node 2 examples/ddp.py``.
 
-The loader deals every batch to the ranks by itself, and a mask tells what stands in.
+With rank="auto" the loader shares every batch out, and a mask tells what is padding.
 """
 
 import gc
@@ -22,7 +22,7 @@ def train() -> None:
     torch.manual_seed(0)
     pixels, labels = map(torch.from_numpy, load_digits(return_X_y=True))
     scans = TensorDataset(pixels.float() / 16, labels, torch.arange(len(labels)))
-    loader = DataLoader(scans, BATCH, shuffle=True, tail="pad")
+    loader = DataLoader(scans, BATCH, shuffle=True, rank="auto", tail="pad")
     layers = nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)
     model = DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)

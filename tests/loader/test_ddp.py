@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,18 +47,26 @@ class AsyncNumbers(Numbers):
 
 
 def loaders(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield a loader of each kind, by name; none is told of ranks, but the last."""
+    """Yield a loader of each kind, by name."""
+    auto: Any = {"shuffle": True, "rank": "auto"}
     for tail in ("wrap", "pad", "drop", "uneven"):
-        yield tail, DataLoader(Numbers(), BATCH, shuffle=True, tail=tail)
-    yield "async", DataLoader(AsyncNumbers(), BATCH, shuffle=True)
-    yield "workers", DataLoader(Numbers(), BATCH, shuffle=True, num_workers=1)
+        yield tail, DataLoader(Numbers(), BATCH, tail=tail, **auto)
+    yield "async", DataLoader(AsyncNumbers(), BATCH, **auto)
+    yield "workers", DataLoader(Numbers(), BATCH, num_workers=1, **auto)
     lines = TextDataset(f"{folder}/*.txt", shuffle=True).map(int)
-    yield "stream", DataLoader(lines, BATCH)
-    yield "in turns", DataLoader(lines.readers(4), BATCH)
+    yield "stream", DataLoader(lines, BATCH, rank="auto")
+    yield "in turns", DataLoader(lines.readers(4), BATCH, rank="auto")
+    yield "alone", DataLoader(Numbers(), BATCH, rank=0, world_size=1)
+    yield "not asked", DataLoader(Numbers(), BATCH)
+    yield "not asked, shuffled", DataLoader(Numbers(), BATCH, shuffle=True)
+    yield "not asked, stream", DataLoader(lines, BATCH)
+
+
+def loaders_of_torch() -> Iterator[tuple[str, Any]]:
+    """Yield loaders that need a process group."""
     for name, make in (("sampler", DataLoader), ("torch", TorchLoader)):
         sampler = DistributedSampler(Numbers(), seed=4)  # type: ignore[arg-type, var-annotated]
         yield name, make(Numbers(), BATCH, sampler=sampler)  # type: ignore[arg-type]
-    yield "alone", DataLoader(Numbers(), BATCH, rank=0, world_size=1)
 
 
 def read(loader: Any) -> list[list[int]]:
@@ -76,9 +85,17 @@ def read(loader: Any) -> list[list[int]]:
 
 def be_rank(folder: Path) -> None:
     """Read everything as one rank."""
+    made = list(loaders(folder))  # before the group
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())  # ranks agree, however each is seeded
-    found = {name: read(loader) for name, loader in loaders(folder)}
+    found: dict[str, Any] = {}
+    for name, loader in [*made, *loaders_of_torch()]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found[name] = read(loader)
+        found[f"{name}: warnings"] = [str(one.message) for one in caught]
+    if not dist.get_rank():  # a collective would wait for the other ranks for ever
+        found["one validates"] = read(DataLoader(Numbers(), BATCH, num_workers=1))
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -150,6 +167,25 @@ def test_a_distributed_sampler_is_left_alone(ranks: list[Delivered]) -> None:
     """It deals as it does for torch's loader: nothing is dealt twice."""
     for rank in ranks:
         assert rank["sampler"] == rank["torch"]
+
+
+@pytest.mark.slow
+def test_nothing_is_dealt_unasked(ranks: list[Delivered]) -> None:
+    """As with torch's loader: each rank has it all; who trains so is warned, once."""
+    everything = list(range(SAMPLES))
+    for number, rank in enumerate(ranks):
+        assert rank["not asked"] == [everything] * EPOCHS
+        for name in ("not asked, shuffled", "not asked, stream"):
+            assert list(map(sorted, rank[name])) == [everything] * EPOCHS
+            (warning,) = rank[f"{name}: warnings"]
+            assert "runs 2 ranks" in str(warning)
+        quiet = [name for name in rank if name.endswith(": warnings")]
+        assert [name for name in quiet if rank[name]] == [
+            "not asked, shuffled: warnings",
+            "not asked, stream: warnings",
+        ]
+        assert ("one validates" in rank) == (number == 0)
+    assert ranks[0]["one validates"] == [everything] * EPOCHS
 
 
 @pytest.mark.slow

@@ -147,7 +147,7 @@ async def test_left_by_the_collector(name: str) -> None:
     dataset = make(40)
     left = threading.Event()
 
-    class Watched(make):  # type: ignore[misc]
+    class Watched(make):  # type: ignore[misc, valid-type]
         def note(self, event: str) -> None:
             super().note(event)
             if event == "leave":

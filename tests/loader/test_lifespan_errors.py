@@ -192,7 +192,7 @@ async def test_executors() -> None:
         ):
             loader = Loader(dataset, 2, lifespan=lifespan, **options, **more)
             await collect(loader)
-            assert dataset.taken()[0] == ONCE  # type: ignore[attr-defined]
+            assert dataset.taken()[0] == ONCE
 
 
 def test_a_slow_entry_is_given_up() -> None:

@@ -8,7 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+)
 
 from aioloader import DataLoader, ShuffledIndices
 from samples import AsyncMap
@@ -223,39 +227,3 @@ def test_from_four_onto_three(kind: str, order: str, tail: str, k: int) -> None:
         for loader in three:
             loader.load_state_dict(state)
         assert batches(three) == whole[k:]
-
-
-# -- which rank -------------------------------------------------------------------
-
-
-def test_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only when it is asked for."""
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert len(list(Loader(Numbers(9), 3))) == 3
-    (batch,) = Loader(Numbers(9), 3, rank="env")
-    assert batch.tolist() == [1, 4, 7]
-    with pytest.raises(ValueError, match="excludes world_size"):
-        Loader(Numbers(9), 3, rank="env", world_size=3)
-    monkeypatch.delenv("WORLD_SIZE")
-    with pytest.raises(ValueError, match="needs the numbers RANK and WORLD_SIZE"):
-        Loader(Numbers(9), 3, rank="env")
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "what"),
-    [
-        ({"rank": 3, "world_size": 3}, ValueError, r"in range\(3\), got 3"),
-        ({"rank": -1, "world_size": 3}, ValueError, r"in range\(3\), got -1"),
-        ({"rank": 1}, ValueError, "go together, got rank=1 and world_size=None"),
-        ({"world_size": 2}, ValueError, "go together, got rank=None"),
-        ({"rank": 0.5, "world_size": 2}, TypeError, "must be an integer or 'env'"),
-        ({"rank": "me", "world_size": 2}, TypeError, "got 'me' and 2"),
-        ({"tail": "head"}, ValueError, "tail must be .*, got 'head'"),
-    ],
-    ids=str,
-)
-def test_arguments(options: dict[str, Any], error: type[Exception], what: str) -> None:
-    """They are checked at once."""
-    with pytest.raises(error, match=what):
-        Loader(Numbers(9), 3, **options)

@@ -64,6 +64,7 @@ def test_torchs_signature() -> None:
         "rank",
         "world_size",
         "tail",
+        "lifespan",
     ]
 
 

@@ -238,9 +238,9 @@ class Watched(FileDataset):
         self.entered += 1
         return await super().__aenter__()
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def __aexit__(self, *_exc: object) -> None:
         self.left += 1
-        await super().__aexit__(*exc)
+        await super().__aexit__(None, None, None)
 
 
 WRAPPERS: dict[str, Any] = {

@@ -13,6 +13,7 @@ from typing import Any
 
 from aioloader._order.progress import Bookmark
 from aioloader._pipeline.guests import Keeper
+from aioloader._pipeline.home import GRACE
 from aioloader._pipeline.homes import Homes
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.work import Outcome, Work
@@ -99,6 +100,8 @@ class _Server:
         """End all iterations, and leave the lifespan."""
         for run in self._runs.values():
             run.dismiss()
+        for run in self._runs.values():
+            run.ended.wait(GRACE)
         self._home.dismiss(Keeper())
         self._homes.leave()
         with self._desk.printing():

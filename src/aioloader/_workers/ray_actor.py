@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from aioloader._pipeline.home import GRACE
 from aioloader._pipeline.homes import Homes
 from aioloader._pipeline.recipe import Recipe
 from aioloader._pipeline.run import Run
@@ -135,6 +136,7 @@ class RayActor:
     async def leave(self) -> None:
         """Leave the lifespan of the dataset."""
         self._run.dismiss()
+        await self._run.ended.wait_async(GRACE)
         self._homes.leave()
         await self._homes.release_async()
 

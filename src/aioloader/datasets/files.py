@@ -35,7 +35,8 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], HasLifespan):
 
     Several event loops may read one dataset at once; it may be pickled. As an async
     context manager it owns ``num_threads`` threads for the loop that entered, and joins
-    them at the last exit; outside of one, reads use the loop's default executor.
+    them at the last exit; a loader sees to that. Outside of one, reads use the loop's
+    default executor.
 
     Args:
         paths: A pattern (``"train/**/*.png"``; sorted, without directories), looked up

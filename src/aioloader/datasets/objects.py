@@ -38,7 +38,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], HasLifespan):
     Several event loops may read one dataset at once. It may be pickled if no option is
     a secret: credentials belong in the environment or a ``credential_provider``. The
     store of a URL is made in each process, at its first read. As an async context
-    manager it ends with ``aclose``.
+    manager it ends with ``aclose``; a loader sees to that.
 
     Args:
         store: ``s3://bucket/train``, ``gs://``, ``az://``, ``https://`` or ``file://``
