@@ -13,10 +13,12 @@ from concurrent.futures import Executor
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 from torch.utils.data._utils import pin_memory as torch_pin
+from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from aioloader._order.retry import Retry
+from aioloader._pipeline.lifespan import check_lifespan
 from aioloader._warnings import warn
 from aioloader._workers.ray_workers import RayWorkers
 from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
@@ -282,6 +284,31 @@ def check_reads(*, on_error: Any, retry: Any) -> None:
         raise TypeError("on_error must be a plain function: it decides on the spot")
 
 
+def check_resources(
+    lifespan: Any,
+    dataset: Any,
+    transform: Any,
+    collate_fn: Any,
+    workers: Any,
+    fetch: Any,
+) -> None:
+    """Check ``lifespan``, and that there is a place where it can be entered.
+
+    Raises:
+        TypeError: If it is no function that returns a context manager.
+        ValueError: If an executor reads, or an async one is for plain functions.
+    """
+    check_lifespan(lifespan, dataset, transform, collate_fn)
+    if lifespan is None or not isinstance(workers, Executor) or fetch == "loader":
+        return
+    if suits(workers, dataset, transform, collate_fn):
+        raise ValueError(
+            "lifespan cannot be entered in the workers of an executor, which are the "
+            "user's own: give the executor an initializer, let the loader read "
+            "(fetch='loader'), or use workers='thread' or 'process'"
+        )
+
+
 def can_pin(*, pin_memory: bool, pin_memory_device: str) -> bool:
     """Tell whether batches can be pinned; warn, as torch does, where they cannot."""
     if not pin_memory:
@@ -319,28 +346,14 @@ def pinning(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def default_sampler(
-    dataset: Any, shuffle: Any, generator: torch.Generator | None
-) -> Sampler[int]:
-    """Return torch's sampler for a map-style dataset."""
+    dataset: Any, kind: Kind, shuffle: Any, generator: torch.Generator | None
+) -> Sampler[Any]:
+    """Return torch's sampler for a dataset; that of a stream is a stand-in."""
+    if kind is not Kind.MAP:
+        return _InfiniteConstantSampler()
     if shuffle:
         return RandomSampler(dataset, generator=generator)
     return SequentialSampler(dataset)
-
-
-def default_batch_sampler(
-    sampler: Any, batch_size: int | None, drop_last: Any
-) -> BatchSampler | None:
-    """Return torch's batch sampler, having made its checks; None for a stream.
-
-    Raises:
-        ValueError: If the size is no positive integer, or ``drop_last`` no boolean.
-    """
-    if batch_size is None:
-        return None
-    batch_sampler = BatchSampler(
-        () if sampler is None else sampler, batch_size, drop_last
-    )
-    return None if sampler is None else batch_sampler
 
 
 def _check_count(name: str, value: Any) -> None:

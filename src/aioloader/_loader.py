@@ -1,13 +1,12 @@
 """The loader: torch's arguments, the iterators, epochs.
 
-It checks, decides where an epoch runs, and hands over to the rooms; it reads and
-schedules nothing itself.
+It checks its arguments and hands over; it reads and schedules nothing itself.
 """
 
 import copy
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, ClassVar, Generic, Literal
+from typing import Any, Literal
 
 import torch
 from typing_extensions import TypeVar
@@ -15,8 +14,8 @@ from typing_extensions import TypeVar
 from aioloader import _arguments as arguments
 from aioloader._collate import default_collate, default_convert
 from aioloader._device.accelerator import accelerator_for
-from aioloader._iteration import Live
-from aioloader._observe.stats import Counters, LoaderStats
+from aioloader._iteration import Live, method_of, starts_at_iter
+from aioloader._observe.stats import LoaderStats
 from aioloader._order.epochs import Epochs
 from aioloader._order.failures import (
     Failure,
@@ -26,27 +25,29 @@ from aioloader._order.failures import (
 from aioloader._order.ranks import Tail
 from aioloader._order.retry import Retry
 from aioloader._pipeline.iterator import BatchIterator
-from aioloader._ranks import Rank, part_of
+from aioloader._pipeline.lifespan import MakeLifespan
+from aioloader._pipeline.source import HostedSource
+from aioloader._ranks import Rank, Ranks
 from aioloader._sampling import Sampling
 from aioloader._state import state_of
 from aioloader._state_fit import State, check
 from aioloader._state_shape import sealed, unsealed
+from aioloader._torch_face import TorchLoader, dataset_kind
 from aioloader._warnings import warn
+from aioloader._workers.fork_server import warm_fork_server
 from aioloader._workers.seeds import Rng
-from aioloader._workers.template import warm_template
 from aioloader.protocols import Kind, kind_of
 
 Batch = TypeVar("Batch", default=Any)
 
 
-class DataLoader(Generic[Batch]):
+class DataLoader(TorchLoader[Batch]):
     """Load batches from a dataset, for ``async for`` and for ``for``.
 
     A drop-in for ``torch.utils.data.DataLoader``: the same first seventeen arguments,
     order and random draws. Coroutine functions (``async __getitem__``, ``__aiter__``,
     an async ``transform``) run on an event loop, ``concurrency`` samples at a time and
-    across batch boundaries; plain functions run off it. Wider than torch:
-    ``prefetch_factor`` and ``timeout`` also work without workers.
+    across batch boundaries; plain functions run off it.
 
     Example:
         >>> loader = DataLoader(list(range(6)), batch_size=4)
@@ -69,14 +70,13 @@ class DataLoader(Generic[Batch]):
         multiprocessing_context: Start method of workers.
         generator: Source of the shuffle order and of ``base_seed``.
         prefetch_factor: Batches requested and not yet taken, for each worker (or in
-            all, without workers), never more. ``None`` is 2, and for
+            all, without workers: wider than torch), never more. ``None`` is 2, and for
             async datasets ``ceil(concurrency / batch_size) + 3``.
         persistent_workers: Keep workers between epochs.
         pin_memory_device: Deprecated, as in torch.
         in_order: Deliver batches in the sampler's order, else as they complete.
-        snapshot_every_n_steps: How often a stateful iterable is asked for its state;
-            what is between is read again; 0 or ``None``: only at first. Positions are
-            exact in any case. A map-style one is asked after each batch.
+        snapshot_every_n_steps: How often a stateful iterable is asked for its state; 0
+            or ``None``: only at first.
         transform: Sample to sample, before collating; may be async.
         concurrency: Samples in flight on the loop.
         device: Where batches are delivered, such as ``"cuda:1"``: moved there ahead, on
@@ -97,30 +97,21 @@ class DataLoader(Generic[Batch]):
         max_failures: Budget of failed samples per epoch: a count, or a fraction.
         retry: When to read a sample again.
         rank: Which part of each global batch is delivered, of ``world_size`` parts;
-            ``"env"``: as RANK and WORLD_SIZE say. Unless told, ``torch.distributed``
-            decides where it is initialised, for streams and for map-style datasets
-            without a ``sampler``.
+            ``"auto"``: as ``torch.distributed``, else RANK and WORLD_SIZE, say at
+            ``iter``. By default all samples are, on every rank, as in torch.
         world_size: How many ranks there are.
         tail: What becomes of a last global batch that cannot be dealt evenly:
             ``"wrap"`` (the default): samples stand in, as in torch; ``"pad"``: and all
             batches come as ``(batch, mask)``; ``"drop"``; or ``"uneven"``.
+        lifespan: From the dataset to a context manager, plain or async: entered where
+            samples are read (once here, or in each worker process), left at the end.
 
     Raises:
         ValueError: If arguments exclude each other, in torch's words.
         TypeError: If one is of the wrong type.
     """
 
-    _fixed: ClassVar[frozenset[str]] = frozenset(
-        {
-            "batch_size",
-            "batch_sampler",
-            "sampler",
-            "drop_last",
-            "dataset",
-            "persistent_workers",
-        }
-    )
-    _initialized = False
+    _live: Live
 
     def __init__(
         self,
@@ -158,6 +149,7 @@ class DataLoader(Generic[Batch]):
         rank: Rank = None,
         world_size: int | None = None,
         tail: Tail | None = None,
+        lifespan: MakeLifespan | None = None,
     ) -> None:
         num_workers = arguments.count_workers(num_workers, workers)
         arguments.check_numbers(
@@ -193,6 +185,8 @@ class DataLoader(Generic[Batch]):
         )
         check_failure_options(on_error, max_failures)
         arguments.check_reads(on_error=on_error, retry=retry)
+        reads = dataset, transform, collate_fn, workers, fetch
+        arguments.check_resources(lifespan, *reads)
 
         self.dataset = dataset
         self.num_workers = num_workers
@@ -216,13 +210,17 @@ class DataLoader(Generic[Batch]):
         self.on_error = on_error
         self.max_failures = max_failures
         self.retry = retry
+        self.lifespan = lifespan
         self.snapshot_every_n_steps = snapshot_every_n_steps
 
-        has_sampler = sampler is not None or batch_sampler is not None
-        self._sampling = Sampling.make(
+        self.rank = rank
+        self.world_size = world_size
+        self.tail = tail
+
+        sampling = self._made_sampling = Sampling.make(
             dataset,
             self._kind,
-            part_of(rank, world_size, tail, dataset, has_sampler=has_sampler),
+            Ranks.asked(rank, world_size, tail, dataset),
             generator,
             batch_size=batch_size,
             shuffle=shuffle,
@@ -230,26 +228,28 @@ class DataLoader(Generic[Batch]):
             batch_sampler=batch_sampler,
             drop_last=drop_last,
         )
-        self.sampler = self._sampling.sampler
-        self.batch_sampler = self._sampling.batch_sampler
-        self.batch_size = self._sampling.batch_size
+        self.sampler = sampling.sampler
+        self.batch_sampler = sampling.batch_sampler
+        self.batch_size = sampling.batch_size
         self.drop_last = drop_last
-        self._is_batched = self.batch_sampler is not None or batch_size is not None
         if collate_fn is None:
-            collate_fn = default_collate if self._is_batched else default_convert
+            collate_fn = default_collate if self._auto_collation else default_convert
         self.collate_fn = collate_fn
         if fetch == "workers" and workers != "process":
             arguments.check_fetch(workers, dataset, transform, collate_fn)
 
-        self._epochs = Epochs(self._sampling.index_sampler)
+        self._dataset_kind = dataset_kind(dataset, self._kind)
+        self._IterableDataset_len_called = None
+        self._epochs = Epochs(sampling.index_sampler)
         self._reported_length: int | None = None
         self._live = Live(dataset)
-        if num_workers and workers == "process" and multiprocessing_context is None:
-            warm_template()
-        self._initialized = True
+        if num_workers and workers == "process" and method_of(self) == "forkserver":
+            warm_fork_server()
+        self.__initialized = True  # from here on torch's __setattr__ guards samplers
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_live": self._live.loaded}
+        own = {"_live": self._live.loaded, "_made_sampling": copy.copy(self._sampling)}
+        return {**vars(self), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -257,11 +257,12 @@ class DataLoader(Generic[Batch]):
 
     # -- iteration ----------------------------------------------------------------
 
-    def __iter__(self) -> BatchIterator[Batch]:
-        return self._iterate(is_async=False)
-
-    def __aiter__(self) -> BatchIterator[Batch]:
-        return self._iterate(is_async=True)
+    @property
+    def _sampling(self) -> Sampling:
+        """What decides about the order: a sub-class may have replaced samplers."""
+        sampling = self._made_sampling
+        sampling.sampler, sampling.batch_sampler = self.sampler, self.batch_sampler
+        return sampling
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch.
@@ -272,6 +273,7 @@ class DataLoader(Generic[Batch]):
         length = self._sampling.length(self.dataset)
         if self._kind is not Kind.MAP:
             self._reported_length = length
+            self._IterableDataset_len_called = len(self.dataset)  # type: ignore[assignment]
         return length
 
     def set_epoch(self, epoch: int) -> None:
@@ -289,14 +291,25 @@ class DataLoader(Generic[Batch]):
     def _iterate(self, *, is_async: bool) -> BatchIterator[Batch]:
         """Return a lazy iterator; only the random draws of torch's ``iter`` happen."""
         live = self._live
+        if self._sampling.settle():  # workers that are kept serve other ranks
+            live.forget_ahead()
+            live.pools.close()
         draft = None if live.loaded is not None else live.draft(self)
-        counters = Counters()
-        # Not before it is begun: an iterator that is dropped unused is no epoch.
-        start = partial(live.start, self, draft, counters, is_async=is_async)
+        seed = draft.base_seed if draft is not None else (live.loaded or {}).get("seed")
+        if not starts_at_iter(self, is_async=is_async):
+            # Not before it is begun: an iterator that is dropped unused is no epoch.
+            start = partial(live.start, self, draft, is_async=is_async)
+            prepared = None
+        else:
+            made = live.prepare(self, draft, is_async=is_async)
+            start, prepared = partial(live.commit, self, made), made.source
+            seed = made.passage.base_seed
         iterator: BatchIterator[Batch] = BatchIterator(
-            start, counters, self.__len__, self._reported_length
+            start, self.__len__, self._reported_length, seed, prepared
         )
         self._live.open.add(iterator)
+        if isinstance(prepared, HostedSource):
+            prepared.open(fills=not is_async)
         return iterator
 
     # -- its state ----------------------------------------------------------------
@@ -304,9 +317,8 @@ class DataLoader(Generic[Batch]):
     def state_dict(self) -> State:
         """Return the position behind the last batch that was delivered.
 
-        It is small whatever the dataset's length, takes microseconds, and may be asked
-        for at any time and from any thread. It is ready for JSON where the states of a
-        sampler and a dataset of the user's own are.
+        It is small, takes microseconds, and may be asked for at any time, from any
+        thread. It is ready for JSON where the states of the user's own parts are.
         """
         if self._live.loaded is not None:
             return sealed(copy.deepcopy(self._live.loaded))
@@ -315,16 +327,15 @@ class DataLoader(Generic[Batch]):
     def load_state_dict(self, state: State) -> None:
         """Let the next iteration begin where ``state_dict`` was called.
 
-        Nothing that was delivered is read again, but for iterables without a state of
-        their own. An empty state is ignored.
+        Only iterables without a state are read again. An empty state is ignored.
 
         Raises:
-            StateMismatchError: If the loader that was saved was another one: its
-                dataset's length, its batch size, sampler or seed; names both.
+            StateMismatchError: If it does not fit this loader; names what differs.
         """
         if state == {}:
             return
         state = unsealed(state)
+        self._sampling.settle()
         check(self, state)
         if any(iterator.is_under_way() for iterator in self._live.open):
             warn("an iteration is under way: the state takes effect with the next one")
@@ -342,6 +353,8 @@ class DataLoader(Generic[Batch]):
             waited=counters.waited,
             in_flight=counters.in_flight,
             failures=self._live.policy.count,
+            worker_deaths=self._live.tally.deaths,
+            worker_restarts=self._live.tally.restarts,
         )
 
     @property
@@ -382,6 +395,7 @@ class DataLoader(Generic[Batch]):
         self._live.forget_ahead()
         self._live.homes.release()
         self._live.pools.close()
+        self._live.servers.close()
 
     async def aclose(self) -> None:
         """End all iterations and release what they hold, without blocking the loop."""
@@ -390,11 +404,4 @@ class DataLoader(Generic[Batch]):
         self._live.forget_ahead()
         await self._live.homes.release_async()
         await self._live.pools.aclose()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self._initialized and name in self._fixed:
-            raise ValueError(
-                f"{name} attribute should not be set after {type(self).__name__} is "
-                "initialized"
-            )
-        super().__setattr__(name, value)
+        self._live.servers.close()

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import RandomSampler
 
 from aioloader._order.generators import packed, unpacked
-from aioloader._order.orders import Order, described, drawing_part_of
+from aioloader._order.orders import Order, described, drawing_part_of, seeds_itself
 from aioloader._order.progress import Bookmark, Progress
 from aioloader._state_datasets import (
     Firsts,
@@ -124,6 +124,8 @@ def state_of(loader: "DataLoader[Any]", passage: Passage | None) -> State:
         loader: Whose state.
         passage: Its latest pass; None if it has begun none.
     """
+    if passage is None or passage.progress.is_over():
+        passage = loader._live.prepared() or passage
     if passage is None or passage.progress.is_over():
         state = {"version": VERSION, **identity(loader), **_between(loader, passage)}
     else:
@@ -259,7 +261,8 @@ def _draw_as_before(loader: "DataLoader[Any]", state: State) -> None:
     epochs = state["epoch"] + 1
     draws = 1 if loader.persistent_workers else epochs  # they keep their base seed
     sampler = loader._sampling.index_sampler
-    if isinstance(sampler, RandomSampler) and sampler.generator is None:
+    draws_seed = isinstance(sampler, RandomSampler) and sampler.generator is None
+    if draws_seed and not seeds_itself(sampler):
         draws += epochs
     for _ in range(draws):
         torch.empty((), dtype=torch.int64).random_()

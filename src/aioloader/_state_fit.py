@@ -40,8 +40,9 @@ def check(loader: "DataLoader[Any]", state: State) -> None:
     if loader._kind is Kind.MAP:
         with contextlib.suppress(TypeError, NotImplementedError):
             delivered = max((state["done"], *(one + 1 for one in state["beyond"])))
-            if delivered > len(loader):
-                _refuse("an epoch of {} batches or more", delivered, len(loader))
+            length = loader._sampling.length(loader.dataset)
+            if delivered > length:
+                _refuse("an epoch of {} batches or more", delivered, length)
 
 
 def identity(loader: "DataLoader[Any]") -> State:

@@ -5,11 +5,13 @@ iterable* (``__aiter__``). A coroutine function is *async*: it runs on an event 
 many at a time. A plain function is *sync*: it runs off the loop.
 """
 
+import abc
 import enum
 import functools
 import inspect
 import itertools
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -29,6 +31,18 @@ class MapDataset(Protocol[Sample_co]):
     def __len__(self) -> int:
         """Return the number of samples."""
         ...
+
+
+class HasLifespan(abc.ABC):
+    """A dataset or iterator of aioloader with resources that belong to an event loop.
+
+    Only aioloader's own classes derive from it: of a user's object the loader enters
+    nothing but what the argument ``lifespan`` returns.
+    """
+
+    @abc.abstractmethod
+    def lifespan(self) -> AbstractAsyncContextManager[Any]:
+        """Return what to enter on a loop before it reads, and to leave at the end."""
 
 
 class Kind(enum.Enum):

@@ -97,11 +97,11 @@ def test_ctrl_c(statement: str, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("statement", ["for", "async for"])
 def test_the_parent_is_killed(statement: str) -> None:
-    """No worker, nursery or template is left, though the workers were stuck."""
+    """No worker or supervisor is left, though the workers were stuck."""
     process = started("process", statement)
     await_ready(process)
     pids = session(process.pid)
-    assert len(pids) >= 4 * 3 + 2
+    assert len(pids) == 1 + 4 * 3
     process.kill()
     process.communicate(timeout=40)  # whoever is left would hold the pipe
     assert await_gone(session(process.pid)) == []

@@ -183,7 +183,7 @@ def test_a_start_that_fails_loses_nothing(options: Any) -> None:
         def __exit__(self, *_exc: object) -> None:
             pass
 
-    loader = DataLoader(Shy(range(8)), 2, **options)
+    loader = DataLoader(Shy(range(8)), 2, lifespan=lambda one: one, **options)
     _, state, rest = taken(DataLoader(list(range(8)), 2), 2)
     loader.load_state_dict(state)
     with pytest.raises(OSError, match="not yet"):

@@ -36,6 +36,7 @@ from aioloader._warnings import warn
 from aioloader.protocols import is_stateful
 
 State: TypeAlias = dict[str, Any]
+_DEEPEST = 8  # wrappers around a sampler
 _WITH_GENERATOR = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
 
 
@@ -310,10 +311,30 @@ class IteratedOrder:
 
 def drawing_part_of(sampler: Any) -> Any:
     """Return what has the user's generator: a sampler, or one inside it; or None."""
-    for part in (sampler, getattr(sampler, "sampler", None)):
+    for part in nested(sampler):
         if isinstance(getattr(part, "generator", None), torch.Generator):
-            return part
+            return None if seeds_itself(part) else part
     return None
+
+
+def seeds_itself(sampler: Any) -> bool:
+    """Tell whether it seeds its generator for each epoch, as accelerate's does."""
+    return hasattr(sampler, "epoch") and isinstance(
+        getattr(sampler, "initial_seed", None), int
+    )
+
+
+def nested(sampler: Any) -> Iterator[Any]:
+    """Yield a sampler and those that it wraps, by the names that wrappers use."""
+    seen: list[Any] = []
+    waiting = [sampler]
+    while waiting:
+        part = waiting.pop(0)
+        if part is None or any(part is one for one in seen) or len(seen) == _DEEPEST:
+            continue
+        seen.append(part)
+        yield part
+        waiting += [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
 
 
 def _stepped(iterator: Iterator[Any]) -> Iterator[Any]:

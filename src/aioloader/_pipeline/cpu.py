@@ -4,15 +4,17 @@ A queue per thread and no futures: a job puts its own result where it belongs. P
 is safe from any thread, and from finalizers (``SimpleQueue`` is reentrant).
 """
 
+import asyncio
 import contextvars
 import logging
 import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-from aioloader._pipeline.waiting import Latch
+from aioloader._pipeline.waiting import Latch, call_threadsafe
+from aioloader.errors import LoaderClosedError
 
 T = TypeVar("T")
 
@@ -74,6 +76,23 @@ class CpuThread:
                 self._start()
         return True
 
+    async def call(self, job: Callable[[], T]) -> T:
+        """Return what ``job`` returns in the thread, after the jobs posted before."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def do() -> None:
+            try:
+                found = job()
+            except BaseException as error:  # raised by the caller
+                call_threadsafe(loop, _fail, future, error)
+            else:
+                call_threadsafe(loop, _succeed, future, found)
+
+        if not self.post(do):
+            raise LoaderClosedError("the thread of the loader has ended")
+        return await future
+
     def post_nowait(self, job: Job) -> None:
         """Post from a finalizer, to a thread that runs: takes no lock."""
         self._jobs.put(job)
@@ -119,6 +138,19 @@ class CpuThread:
                 del job  # it may hold a batch
         finally:
             self._ended.set()
+
+
+def _succeed(future: "asyncio.Future[Any]", found: Any) -> None:
+    if not future.done():
+        future.set_result(found)
+
+
+def _fail(future: "asyncio.Future[Any]", error: BaseException) -> None:
+    if isinstance(error, StopIteration):  # no future takes one
+        error, cause = RuntimeError(f"it raised {type(error).__name__}"), error
+        error.__cause__ = cause
+    if not future.done():
+        future.set_exception(error)
 
 
 def _await_at_exit(ended: threading.Event, stopping: threading.Event) -> None:

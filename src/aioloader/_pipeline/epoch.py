@@ -76,12 +76,11 @@ class Epoch:
         ahead = settings.is_async or make_stage is not None
         ahead = bool(ahead or settings.patience.timeout or settings.prefetch_factor)
         if pool is None and self.recipe.is_plain() and not ahead:
-            opens = hasattr(self.recipe.dataset, "__enter__")
             return InlineSource(
                 self.recipe,
                 self.plan,
                 self.counters,
-                homes.lease("inline") if opens else None,
+                homes.lease("inline") if homes.lifespan else None,
                 drop_last=settings.drop_last,
             )
         run = Run(

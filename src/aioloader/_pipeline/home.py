@@ -1,8 +1,8 @@
-"""Where a loader lives while it is iterated: its threads, its loop, its open dataset.
+"""Where a loader lives while it is iterated: its threads, its loop, its lifespan.
 
-All iterations of a loader that run in the same place share one home, so a dataset that
-is a context manager is entered once, there, and left when the last of them returns its
-lease. Homes are made on demand; nothing here is global.
+All iterations of a loader that run in the same place share one home, so the lifespan of
+the dataset is entered once, there, before the first of them reads, and left when the
+last of them returns its lease.
 """
 
 import abc
@@ -12,12 +12,14 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 import anyio.abc
 
-from aioloader._pipeline.cpu import CpuThread
+from aioloader._pipeline.cpu import CpuThread, Job
+from aioloader._pipeline.guests import Guest, Keeper
+from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.waiting import Latch, call_threadsafe
 from aioloader.errors import LoaderClosedError
 
@@ -25,59 +27,27 @@ from aioloader.errors import LoaderClosedError
 GRACE = 10.0
 
 
-class Guest(Protocol):
-    """What a home hosts: one iteration."""
-
-    ended: Latch
-    exit_error: BaseException | None
-
-    async def main(self) -> None:
-        """Run on the home's loop until closed."""
-
-    def end(self) -> None:
-        """Let go of what the iteration holds; in the home's own thread."""
-
-    def fail(self, error: BaseException) -> None:
-        """Learn that the home cannot host."""
-
-    def join(self) -> bool:
-        """Wait, bounded, for what goes on elsewhere; tell whether it has ended."""
-
-
-class Keeper:
-    """A guest that only holds a lease: a loader inside of its ``with`` block."""
-
-    def __init__(self) -> None:
-        self.ended = Latch()
-        self.exit_error: BaseException | None = None
-
-    async def main(self) -> None:
-        """Do nothing."""
-
-    def end(self) -> None:
-        """Hold nothing."""
-
-    def fail(self, error: BaseException) -> None:
-        """Leave it to those who iterate."""
-
-    def join(self) -> bool:
-        """Wait for nothing."""
-        return True
-
-
 class Home(abc.ABC):
-    """Leases, and what is common to all places. ``closed`` is set at the very end."""
+    """Leases, and what is common to all places.
+
+    Attributes:
+        lifespan: What is entered here.
+        opened: Set when the lifespan was entered, or failed.
+        closed: Set at the very end.
+    """
 
     loop: asyncio.AbstractEventLoop | None = None
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, lifespan: Lifespan) -> None:
+        self.lifespan = lifespan
+        self.opened = Latch()
         self.cpu = CpuThread("aioloader-cpu")
         self.closed = Latch()
         self.is_closing = False
         self.exit_error: BaseException | None = None
         self._broken: BaseException | None = None
         self._guests: set[Guest] = set()
+        self._held: list[Job] = []
         self._leases = 1  # of whoever makes it
         self._lock = threading.RLock()  # a finalizer may come in between
         self._pid = os.getpid()
@@ -89,9 +59,40 @@ class Home(abc.ABC):
             self._leases += is_open
             return is_open
 
+    def is_left(self) -> bool:
+        """Tell whether all leases were returned: then it closes."""
+        return not self._leases
+
     def is_foreign(self) -> bool:
         """Tell whether this is a forked child's copy, which has no threads."""
         return os.getpid() != self._pid
+
+    @abc.abstractmethod
+    def open(self) -> None:
+        """Begin to enter the lifespan, once; ``opened`` tells when that is done."""
+
+    def failure(self) -> BaseException | None:
+        """Wait until the lifespan was entered; return what has failed, if anything."""
+        self.opened.wait()
+        return self._broken
+
+    def post(self, job: Job) -> None:
+        """Run ``job`` in the thread once the lifespan was entered, if it can be."""
+        if not self.opened.is_set():
+            with self._lock:
+                if not self.opened.is_set():
+                    self._held.append(job)
+                    return
+        if self._broken is None:
+            self.cpu.post(job)
+
+    def _entered(self) -> None:
+        """Begin with the jobs that had to wait."""
+        with self._lock:
+            for job in self._held:
+                self.cpu.post(job)
+            self._held.clear()
+            self.opened.set()
 
     @abc.abstractmethod
     def admit(self, guest: Guest) -> None:
@@ -124,16 +125,18 @@ class Home(abc.ABC):
             is_told = is_told or any(not isinstance(one, Keeper) for one in guests)
             self._broken = self._broken or (_again(error) if is_told else error)
             self.is_closing = True
+            self._held.clear()
+        self.opened.set()
         for guest in guests:
             guest.fail(error)
 
     def _returned(self, guest: Guest) -> bool:
-        """Take back a lease; tell whether it was the last."""
-        self._guests.discard(guest)
+        """Take back a lease, once; tell whether it was the last."""
         with self._lock:
-            self._leases -= 1
-            self.is_closing = self.is_closing or not self._leases
-            return not self._leases
+            self._leases -= guest in self._guests or isinstance(guest, Keeper)
+            self._guests.discard(guest)
+            self.is_closing = self.is_closing or self.is_left()
+            return self.is_left()
 
 
 def _again(error: BaseException) -> LoaderClosedError:
@@ -143,42 +146,42 @@ def _again(error: BaseException) -> LoaderClosedError:
     """
     if isinstance(error, LoaderClosedError):
         return error
-    return LoaderClosedError(f"the loader's dataset has failed before: {error!r}")
+    return LoaderClosedError(f"the loader's lifespan has failed before: {error!r}")
 
 
 class InlineHome(Home):
     """The caller's own thread, for a plain ``for`` loop."""
 
-    def __init__(self, dataset: Any) -> None:
-        super().__init__(dataset)
-        self._stack = contextlib.ExitStack()
-        self._is_open = False
-
     def open(self) -> None:
-        """Enter the dataset, once."""
+        """Enter the lifespan, once."""
         with self._lock:
-            if not self._is_open:
-                self._stack.enter_context(self.dataset)
-                self._is_open = True
+            if not self.opened.is_set():
+                self.lifespan.enter()
+                self.opened.set()
 
     def admit(self, guest: Guest) -> None:
         """Do nothing: an inline iteration drives itself."""
 
     def dismiss(self, guest: Guest) -> None:
-        """Return a lease, and leave the dataset with the last."""
+        """Return a lease, and leave the lifespan with the last."""
         is_last = self._returned(guest)
         guest.ended.set()
         if is_last:
             self.closed.set()
-            self._stack.close()
+            self.lifespan.leave()
 
 
 class PoolHome(Home):
-    """No place at all: worker processes open the dataset and do everything."""
+    """No place at all: worker processes enter the lifespan and do everything."""
+
+    def open(self) -> None:
+        """Do nothing: workers do."""
+        self.opened.set()
 
     def admit(self, guest: Guest) -> None:
         """Begin to host ``guest``: there is nothing to host."""
-        self._welcome(guest)
+        if self._welcome(guest):
+            self.open()
 
     def dismiss(self, guest: Guest) -> None:
         """End ``guest`` at once."""
@@ -194,14 +197,21 @@ class PoolHome(Home):
 class ThreadHome(Home):
     """A plain thread, for datasets and functions that are all sync."""
 
-    def __init__(self, dataset: Any) -> None:
-        super().__init__(dataset)
-        self._stack = contextlib.ExitStack()
-        self.cpu.post(self._open)
+    def __init__(self, lifespan: Lifespan) -> None:
+        super().__init__(lifespan)
+        self._is_open = False
+        self.cpu.post(self.opened.is_set)  # finalizers post to a thread that runs
+
+    def open(self) -> None:
+        """Enter the lifespan in the thread, before what is posted later."""
+        with self._lock:
+            if not self._is_open:
+                self._is_open = self.cpu.post(self._open)
 
     def admit(self, guest: Guest) -> None:
         """Begin to host ``guest``: the thread is all it needs."""
-        self._welcome(guest)
+        if self._welcome(guest):
+            self.open()
 
     def dismiss(self, guest: Guest) -> None:
         """End ``guest`` after the job under way, in the thread."""
@@ -210,17 +220,18 @@ class ThreadHome(Home):
 
     def _open(self) -> None:
         try:
-            if hasattr(self.dataset, "__enter__"):
-                self._stack.enter_context(self.dataset)
+            self.lifespan.enter()
         except BaseException as error:  # handed to the consumers
             self._break(error)
+        else:
+            self._entered()
 
     def _dismiss(self, guest: Guest) -> None:
         guest.end()
         is_last = self._returned(guest)
         if is_last:
             try:
-                self._stack.close()
+                self.lifespan.leave()
             except BaseException as error:  # raised where it is closed
                 self.exit_error = error
             self.cpu.stop(self.closed.set)
@@ -233,11 +244,14 @@ class LoopHome(Home):
     One host task alone holds the task group in which guests run.
     """
 
-    def __init__(self, dataset: Any, caller: asyncio.AbstractEventLoop | None) -> None:
-        super().__init__(dataset)
+    def __init__(
+        self, lifespan: Lifespan, caller: asyncio.AbstractEventLoop | None
+    ) -> None:
+        super().__init__(lifespan)
         self._group: anyio.abc.TaskGroup | None = None
         self._early: dict[Guest, contextvars.Context] = {}
         self._opening: anyio.CancelScope | None = None
+        self._wanted = asyncio.Event()
         self._stop = asyncio.Event()
         self._thread: threading.Thread | None = None
         self._task: asyncio.Task[None] | None = None
@@ -256,15 +270,21 @@ class LoopHome(Home):
             )
             self._thread.start()
 
+    def open(self) -> None:
+        """Enter the lifespan on the loop."""
+        self._on_loop(self._wanted.set)
+
     def admit(self, guest: Guest) -> None:
-        """Begin to host ``guest`` on the loop, as soon as the dataset is open."""
+        """Begin to host ``guest`` on the loop, as soon as the lifespan was entered."""
         if self._welcome(guest):
+            self.open()
             self._on_loop(self._begin, guest, contextvars.copy_context())
 
     def dismiss(self, guest: Guest) -> None:
         """End ``guest`` on the loop; it returns its lease when its tasks have ended."""
-        if not self.is_foreign():
-            self._on_loop(self._dismiss, guest)
+        if not self.is_foreign() and not self._on_loop(self._dismiss, guest):
+            self._returned(guest)
+            guest.ended.set()
 
     def is_here(self) -> bool:
         """Tell whether the caller is on the loop, or the loop does not run."""
@@ -294,11 +314,15 @@ class LoopHome(Home):
             self._finish()
 
     async def _serve(self) -> None:
-        """Open the dataset, host guests until the last has left, close the dataset."""
+        """Enter the lifespan, host guests until the last has left, leave it."""
         try:
             async with contextlib.AsyncExitStack() as stack:
+                stack.push_async_callback(self.lifespan.leave_async, self.cpu)
                 with anyio.CancelScope() as self._opening:
-                    await self._open(stack)
+                    await self._wanted.wait()
+                    if not self._stop.is_set():
+                        await self.lifespan.enter_async(self.cpu)
+                self._entered()
                 async with anyio.create_task_group() as self._group:
                     for guest, context in self._early.items():
                         context.run(self._start, guest)
@@ -308,12 +332,6 @@ class LoopHome(Home):
             if is_exit:
                 self.exit_error = error
             self._break(error, is_told=is_exit)
-
-    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
-        if hasattr(self.dataset, "__aenter__"):
-            await stack.enter_async_context(self.dataset)
-        elif hasattr(self.dataset, "__enter__"):
-            stack.enter_context(self.dataset)
 
     def _begin(self, guest: Guest, context: contextvars.Context) -> None:
         if self._group is None:
@@ -343,8 +361,9 @@ class LoopHome(Home):
     def _return(self, guest: Guest) -> None:
         if self._returned(guest):
             self._stop.set()
+            self._wanted.set()
             if self._opening is not None:
-                self._opening.cancel()  # a dataset that is slow to open
+                self._opening.cancel()  # a lifespan that is slow to enter
         guest.ended.set()
 
     def _finish(self, _task: asyncio.Task[None] | None = None) -> None:
@@ -355,9 +374,12 @@ class LoopHome(Home):
             guest.ended.set()
         self.cpu.stop(self.closed.set)
 
-    def _on_loop(self, callback: Callable[..., None], *args: Any) -> None:
-        if self.loop is None or not call_threadsafe(self.loop, callback, *args):
-            self._finish()  # the caller closed its loop under the loader
+    def _on_loop(self, callback: Callable[..., None], *args: Any) -> bool:
+        """Call on the loop; tell whether there still is one."""
+        if self.loop is not None and call_threadsafe(self.loop, callback, *args):
+            return True
+        self._finish()  # it has failed, or the caller closed its loop
+        return False
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

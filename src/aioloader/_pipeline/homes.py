@@ -6,14 +6,15 @@ import warnings
 import weakref
 from typing import Any, Literal, TypeAlias
 
+from aioloader._pipeline.guests import Keeper
 from aioloader._pipeline.home import (
     Home,
     InlineHome,
-    Keeper,
     LoopHome,
     PoolHome,
     ThreadHome,
 )
+from aioloader._pipeline.lifespan import Lifespan, MakeLifespan
 from aioloader._pipeline.release import wait_released, wait_released_async
 
 Place: TypeAlias = (
@@ -25,11 +26,13 @@ class Homes:
     """Lease homes to iterations, and keep them open between epochs while ``kept``.
 
     Args:
-        dataset: What every home opens.
+        dataset: What is read in every home.
+        lifespan: The user's function that returns what every new home enters.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, lifespan: MakeLifespan | None = None) -> None:
         self._dataset = dataset
+        self.lifespan = lifespan
         self._by_place: dict[Place, Home] = {}
         self._kept: list[tuple[Home, Keeper]] = []
         self._keepers = 0
@@ -79,13 +82,14 @@ class Homes:
         for other, home in list(self._by_place.items()):
             if home.closed.is_set():
                 del self._by_place[other]  # of a loop that is gone, say
+        lifespan = Lifespan(self._dataset, self.lifespan)
         if place == "inline":
-            return InlineHome(self._dataset)
+            return InlineHome(lifespan)
         if place == "pool":
-            return PoolHome(self._dataset)
+            return PoolHome(lifespan)
         if place == "thread":
-            return ThreadHome(self._dataset)
-        return LoopHome(self._dataset, None if place == "loop" else place)
+            return ThreadHome(lifespan)
+        return LoopHome(lifespan, None if place == "loop" else place)
 
 
 def _warn_kept(kept: list[tuple[Home, Keeper]]) -> None:

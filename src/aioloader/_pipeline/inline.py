@@ -17,7 +17,8 @@ import torch
 from aioloader._observe.stats import Counters
 from aioloader._order.indices import IndexBatch
 from aioloader._pipeline.cpu import CpuThread
-from aioloader._pipeline.home import Home, InlineHome, Keeper
+from aioloader._pipeline.guests import Keeper
+from aioloader._pipeline.home import Home, InlineHome
 from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.recipe import Recipe
 from aioloader._pipeline.stream import SyncStream
@@ -35,7 +36,7 @@ class _LocalSource(abc.ABC):
     """What both sources share: an async consumer is served in place."""
 
     def __init__(self, counters: Counters, plan: Plan) -> None:
-        self._counters = counters
+        self.counters = counters
         self._progress = plan.progress
         self._is_closed = False
         self._breathed = time.monotonic()
@@ -108,7 +109,7 @@ class InlineSource(_LocalSource):
         recipe: The user's functions, all sync.
         plan: What is to be delivered.
         counters: Where the delivered batches are counted.
-        home: The open dataset, leased; None if it needs no opening.
+        home: Holds the lifespan, leased; None if there is none.
         drop_last: Drop the short last batch of a stream.
     """
 
@@ -155,7 +156,7 @@ class InlineSource(_LocalSource):
                 raise StopIteration
             self._progress.take(work.number, work.state)
             if not outcome.is_empty and work.number not in self._dropped:
-                self._counters.batches += 1
+                self.counters.batches += 1
                 return outcome.batch
 
     def _made(self, work: Work) -> Outcome:
@@ -176,11 +177,11 @@ class InlineSource(_LocalSource):
         return self._recipe.collate(work)
 
     def must_close(self) -> bool:
-        """Tell whether a stream or a dataset is open."""
+        """Tell whether a stream or a lifespan is open."""
         return self._stream is not None or self._home is not None
 
     def close(self) -> None:
-        """Close the stream, and leave the dataset if this was its last iteration."""
+        """Close the stream, and leave the lifespan after the last iteration."""
         self._requests, self._is_closed = iter(()), True
         try:
             if self._stream is not None:
@@ -227,7 +228,7 @@ class GatherSource(_LocalSource):
         except BaseException:
             self._progress.fail(number)
             raise
-        self._counters.batches += 1
+        self.counters.batches += 1
         self._progress.take(number)
         return batch
 

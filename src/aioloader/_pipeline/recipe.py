@@ -245,7 +245,7 @@ class Recipe:
             outcome.dataset = 0, copy.deepcopy(self.dataset.state_dict())
         except Exception as error:  # handed to the consumer
             where = f"in the dataset's state_dict(), {self.place('fetch', work)}"
-            return Outcome(error=noted(_raisable(error), where), state=outcome.state)
+            return Outcome(error=noted(raisable(error), where), state=outcome.state)
         return outcome
 
     # -- failures -----------------------------------------------------------------
@@ -258,13 +258,13 @@ class Recipe:
             batch=work.number,
             position=position,
             index=work.indices[position],
-            error=_raisable(error),
+            error=raisable(error),
         )
         return self.policy.resolve(failure)
 
     def collate_error(self, work: Work, error: Exception) -> BaseException:
         """Return what to raise when ``collate_fn`` gave ``error``, noted."""
-        return noted(_raisable(error), self.place("collate", work))
+        return noted(raisable(error), self.place("collate", work))
 
     def place(self, stage: str, work: Work) -> str:
         """Say where a batch-wide stage was, for a note."""
@@ -304,7 +304,7 @@ class Recipe:
 
     def batch_error(self, work: Work, error: Exception) -> BaseException:
         """Return what to raise when ``__getitems__`` gave ``error``, noted."""
-        return noted(_raisable(error), self.place("fetch", work))
+        return noted(raisable(error), self.place("fetch", work))
 
     def checked(self, work: Work, samples: Any) -> Any:
         """Return what ``__getitems__`` gave, if it can be used.
@@ -368,7 +368,7 @@ def _refuse_awaitables(samples: Any, what: str) -> None:
     )
 
 
-def _raisable(error: Exception) -> Exception:
+def raisable(error: Exception) -> Exception:
     """Return ``error``, or a RuntimeError for one that would end the loop quietly."""
     if not isinstance(error, (StopIteration, StopAsyncIteration)):
         return error

@@ -169,6 +169,8 @@ class Run:
         if self.pool is not None:
             self.pool.forget(self)
         if self.home.loop is None:
+            if self.home.lifespan and self.pool is not None and self.pool.reads:
+                self.pool.join()  # before the lifespan is left
             self._close_stream()
             self.fail(LoaderClosedError("the iterator was closed"))
 
@@ -263,7 +265,7 @@ class Run:
         if place == "pool":
             self._into_pool(work)
         elif place == "thread":
-            self.home.cpu.post(partial(self._advance, work, "thread"))
+            self.home.post(partial(self._advance, work, "thread"))
         elif threading.get_ident() == self._loop_ident:
             self._advance(work, "loop")
         elif self.home.loop is not None and not call_threadsafe(

@@ -73,7 +73,7 @@ class HostedSource:
     ) -> None:
         self.run: Final = run
         self._ready: Final = run.stage or run.ready
-        self._counters = counters
+        self.counters = counters
         self._requests = plan.requests() if plan.bookmark.beyond else plan.batches
         self._progress = plan.progress
         self._dropped = plan.dropped()
@@ -87,6 +87,7 @@ class HostedSource:
         self._timeout = patience.timeout
         self._restarts = patience.restarts
         self._restarted: Work | None = None
+        self._is_begun = False
         self._issued = 0
         self._taken = 0
         self._is_exhausted = False
@@ -104,7 +105,7 @@ class HostedSource:
             StopIteration: At the end.
             BatchTimeoutError: If it did not come in time.
         """
-        if not self._window and not self._is_finished:
+        if not self._is_begun and not self._is_finished:
             self._begin()
         self._fill()
         while True:
@@ -128,7 +129,7 @@ class HostedSource:
             StopAsyncIteration: At the end.
             BatchTimeoutError: If it did not come in time.
         """
-        if not self._window and not self._is_finished:
+        if not self._is_begun and not self._is_finished:
             await beside(self._begin)  # a sampler may permute millions
         self._fill()
         while True:
@@ -151,17 +152,22 @@ class HostedSource:
         """Tell whether there is no more to come."""
         return self._is_finished
 
+    def open(self, *, fills: bool) -> None:
+        """Start the workers, before anybody has asked for a batch.
+
+        Args:
+            fills: Whether to issue the first requests, which may draw a permutation.
+        """
+        self.run.open()
+        if fills:
+            self._fill()
+
     def issue(self) -> None:
         """Issue one request, before anybody has asked for a batch."""
         with self._lock:
-            if not self._window:
-                self.run.open()
+            self.run.open()
             if self._may_issue(self._issued):
                 self._issue()
-
-    def count_in(self, counters: Counters) -> None:
-        """Count in ``counters`` from now on."""
-        self._counters = counters
 
     # -- the end ------------------------------------------------------------------
 
@@ -180,11 +186,15 @@ class HostedSource:
     # -- requests out -------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Make the first requests."""
+        """Make the first requests, and wait for what is not the user's to start."""
         with self._lock:
-            if not self._window:
-                self.run.open()
-                self._fill()
+            if self._is_begun:
+                return
+            self._is_begun = True
+            self.run.open()
+            self._fill()
+        if self.run.pool is not None:
+            self.run.pool.wait_up()
 
     def _fill(self) -> None:
         """Issue requests until the window is full."""
@@ -245,7 +255,7 @@ class HostedSource:
                     self.run.count(outcome)
                 self._is_exhausted = self._is_exhausted or self._is_end(outcome)
                 self._go_on()
-                self._counters.in_flight = self._issued - self._taken
+                self.counters.in_flight = self._issued - self._taken
                 if outcome.is_empty:
                     self._fill()  # its consumer goes on waiting
                 self._is_finished = self._is_exhausted and self._taken == self._issued
@@ -254,7 +264,7 @@ class HostedSource:
                 if outcome.error is not None:
                     self._raise(outcome)
                 if not outcome.is_end and not outcome.is_empty:
-                    self._counters.batches += 1
+                    self.counters.batches += 1
                     return outcome.batch
             return _NOTHING
 
@@ -311,7 +321,7 @@ class HostedSource:
 
     def _count_wait(self, began: float) -> float:
         seconds = time.perf_counter() - began
-        self._counters.waited += seconds
+        self.counters.waited += seconds
         return seconds
 
     def _time_out(self, waited: float) -> None:

@@ -20,6 +20,7 @@ from aioloader._pipeline.keys import BatchSeeds
 from aioloader._pipeline.position import Position, StreamState
 from aioloader._pipeline.recipe import Recipe
 from aioloader._pipeline.work import MISSING, Outcome, Work
+from aioloader.protocols import HasLifespan
 
 
 class _Stream:
@@ -110,7 +111,7 @@ class _Stream:
 
 
 class SyncStream(_Stream):
-    """One iterator of a sync iterable, entered and closed where it is pulled."""
+    """One iterator of a sync iterable, opened and closed where it is pulled."""
 
     def __init__(
         self,
@@ -208,8 +209,6 @@ class SyncStream(_Stream):
             self._reseed(work)
         iterator: Any = iter(dataset)
         self._position.load_iterator(iterator)
-        if hasattr(iterator, "__enter__") and iterator is not dataset:
-            iterator = self._stack.enter_context(iterator)
         if inspect.isgenerator(iterator):
             self._stack.callback(iterator.close)
         self._iterator = iterator
@@ -234,7 +233,7 @@ class SyncStream(_Stream):
 
 
 class AsyncStream(_Stream):
-    """One iterator of an async iterable, entered and closed on the loop."""
+    """One iterator of an async iterable, opened and closed on the loop."""
 
     def __init__(
         self, recipe: Recipe, *, drop_last: bool, resume: StreamState | None = None
@@ -337,8 +336,8 @@ class AsyncStream(_Stream):
             self._position.load_iterator(iterator)
             self._pulls = hasattr(iterator, "pull")
             self._fills = getattr(iterator, "fills", True)
-            if hasattr(iterator, "__aenter__") and iterator is not dataset:
-                iterator = await stack.enter_async_context(iterator)
+            if isinstance(iterator, HasLifespan):
+                await stack.enter_async_context(iterator.lifespan())
             if inspect.isasyncgen(iterator):
                 stack.push_async_callback(iterator.aclose)
             self._iterator = iterator
@@ -385,10 +384,11 @@ async def _chain(datasets: Any) -> AsyncIterator[Any]:
             for sample in dataset:
                 yield sample
             continue
-        iterator = aiter(dataset)
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            iterator = aiter(dataset)
+            if isinstance(iterator, HasLifespan):
+                await stack.enter_async_context(iterator.lifespan())
+            elif inspect.isasyncgen(iterator):
+                stack.push_async_callback(iterator.aclose)
             async for sample in iterator:
-                yield sample
-        finally:
-            if inspect.isasyncgen(iterator):
-                await iterator.aclose()
+                yield sample  # noqa: ASYNC119  (its reader closes it)

@@ -1,10 +1,14 @@
 """A worker's desk: what it takes in hand, and how it sends what came of it."""
 
+import contextlib
+import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from aioloader._order.failures import Failure, FailurePolicy
+from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.recipe import Recipe
 from aioloader._pipeline.work import Outcome, Work
 from aioloader._transport.arena import ArenaReader, ArenaWriter
@@ -101,6 +105,25 @@ class Desk:
             keeps_step=shipment.keeps_step,
         )
         self._is_restored = not self.recipe.keeps_state
+
+    def lifespan(self) -> Lifespan:
+        """Return what is to be entered before samples are read here."""
+        if not self.shipment.reads:
+            return Lifespan(())
+        return Lifespan(self.shipment.dataset, self.shipment.lifespan)
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        """Have the loader end all iterations with ``error``, and end this worker."""
+        self.send(Kind.FATAL, -1, RemoteError.of(error, self.id))
+        raise SystemExit(1)
+
+    @contextlib.contextmanager
+    def printing(self) -> Iterator[None]:
+        """Print what is raised at the end: the loader listens no more."""
+        try:
+            yield
+        except Exception:  # of the user's code
+            sys.excepthook(*sys.exc_info())
 
     def receive(self, requests: Channel) -> Request:
         """Return the next request.

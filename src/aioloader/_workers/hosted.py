@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 from aioloader._order.progress import Bookmark
+from aioloader._pipeline.guests import Keeper
 from aioloader._pipeline.homes import Homes
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.work import Outcome, Work
@@ -29,6 +30,7 @@ def serve_hosted(desk: Desk, requests: Channel) -> None:
     """
     server = _Server(desk)
     try:
+        server.open()
         server.serve(requests)
     finally:
         server.close()
@@ -46,10 +48,19 @@ class _Server:
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._open(range(self._size))
         self._held: dict[int, tuple[int, int, bool]] = {}  # by the work's identity
-        dataset = desk.shipment.dataset if desk.shipment.reads else ()
-        self._homes = Homes(dataset)
+        shipment = desk.shipment
+        reads = (shipment.dataset, shipment.lifespan) if shipment.reads else ((), None)
+        self._homes = Homes(*reads)
         self._homes.keep()
+        self._home = self._homes.lease("loop")
         self._runs: dict[int, Run] = {}
+
+    def open(self) -> None:
+        """Enter the lifespan of the dataset, on the loop that reads it."""
+        self._home.open()
+        failure = self._home.failure()
+        if failure is not None:
+            self._desk.give_up(failure)
 
     def serve(self, requests: Channel) -> None:
         """Take requests while there is a place for them."""
@@ -85,11 +96,13 @@ class _Server:
         self._free.put(_OVER)
 
     def close(self) -> None:
-        """End all iterations, and leave the dataset."""
+        """End all iterations, and leave the lifespan."""
         for run in self._runs.values():
             run.dismiss()
+        self._home.dismiss(Keeper())
         self._homes.leave()
-        self._homes.release()
+        with self._desk.printing():
+            self._homes.release()
 
     def _run_of(self, request: Request) -> Run:
         # Map-style datasets have no state of an iteration: one run serves all.

@@ -23,10 +23,11 @@ STAGES = ("fetch", "transform", "collate", "send")
 class Kind(IntEnum):
     """What a result holds."""
 
-    READY = 0  # whether the user's init function has seeded the generators itself
+    READY = 0  # the worker has begun to serve
     BATCH = 1  # a batch
     OUTCOME = 2  # anything else: an ``Answer``
     FATAL = 3  # a RemoteError: the worker could not begin
+    UP = 4  # the process of the worker runs, and none of the user's code yet
 
 
 class Request(NamedTuple):

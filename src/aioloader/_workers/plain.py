@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Callable
 
 from aioloader._pipeline.stream import SyncStream
 from aioloader._pipeline.work import Outcome, Work
@@ -19,8 +20,7 @@ def serve_plainly(desk: Desk, requests: Channel) -> None:
     """
     streams: dict[int, SyncStream] = {}
     with contextlib.ExitStack() as stack:
-        if desk.shipment.reads and hasattr(desk.shipment.dataset, "__enter__"):
-            stack.enter_context(desk.shipment.dataset)
+        stack.callback(_enter(desk))
         stack.callback(_close_all, streams)
         while True:
             request = desk.receive(requests)
@@ -42,6 +42,21 @@ def serve_plainly(desk: Desk, requests: Channel) -> None:
             outcome = _make(desk, request, work, stream)
             outcome = desk.recipe.leave(work, outcome)
             desk.answer(work, request.ticket, 0, outcome)
+
+
+def _enter(desk: Desk) -> Callable[[], None]:
+    """Enter the lifespan of the dataset; return what leaves it."""
+    lifespan = desk.lifespan()
+    try:
+        lifespan.enter()
+    except Exception as error:  # raised by the loader
+        desk.give_up(error)
+
+    def leave() -> None:
+        with desk.printing():
+            lifespan.leave()
+
+    return leave
 
 
 def _close_all(streams: dict[int, SyncStream]) -> None:

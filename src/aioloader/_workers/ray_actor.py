@@ -12,8 +12,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +32,6 @@ from aioloader._workers.shipment import Shipment
 
 if TYPE_CHECKING:
     from aioloader._pipeline.home import Home
-
-T = TypeVar("T")
 
 # Buffers of the dataset from this size on are the node's one copy, and not written to.
 _SHARED_BYTES = 1 << 16
@@ -136,7 +133,7 @@ class RayActor:
         await asyncio.Event().wait()
 
     async def leave(self) -> None:
-        """Leave the dataset, if it is a context manager."""
+        """Leave the lifespan of the dataset."""
         self._run.dismiss()
         self._homes.leave()
         await self._homes.release_async()
@@ -152,12 +149,17 @@ class RayActor:
         )
         is_plain = recipe.is_plain()
         self._places = asyncio.Semaphore(places(shipment, recipe))
-        self._homes = Homes(shipment.dataset if shipment.reads else ())
+        reads = (shipment.dataset, shipment.lifespan) if shipment.reads else ((), None)
+        self._homes = Homes(*reads)
         self._homes.keep()
         self._home = self._homes.lease("thread" if is_plain else "loop")
-        is_in_charge = await self._in_thread(lambda: initialise(shipment, info.id))
+        is_in_charge = await self._home.cpu.call(lambda: initialise(shipment, info.id))
         if is_in_charge or shipment.rng == "worker":
             recipe.leave_generators()
+        self._home.open()
+        await self._home.opened.wait_async()
+        if (failure := self._home.failure()) is not None:
+            raise failure
         self._loop = asyncio.get_running_loop()
         self._run = Run(
             recipe,
@@ -168,23 +170,6 @@ class RayActor:
             sink=self._deliver,
         )
         return is_in_charge
-
-    async def _in_thread(self, function: Callable[[], T]) -> T:
-        """Return what ``function`` returns in the thread in which plain code runs."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def call() -> None:
-            try:
-                found = function()
-            except BaseException as error:  # raised by who waits
-                loop.call_soon_threadsafe(future.set_exception, error)
-            else:
-                loop.call_soon_threadsafe(future.set_result, found)
-
-        assert self._home is not None
-        self._home.cpu.post(call)
-        return await future
 
     async def _made(self, work: Work) -> Outcome:
         future: asyncio.Future[Outcome] = self._loop.create_future()

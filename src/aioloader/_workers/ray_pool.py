@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from aioloader._pipeline.cpu import CpuThread
+from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.waiting import Latch
 from aioloader._pipeline.work import Outcome, Work
@@ -299,8 +300,7 @@ class RayPool:
 
     def _end_actors(self) -> None:
         ray, seats = self._ray, self._ledger.seats
-        dataset = self._shipment.dataset
-        if hasattr(dataset, "__enter__") or hasattr(dataset, "__aenter__"):
+        if Lifespan(self._shipment.dataset, self._shipment.lifespan):
             self._await(
                 [seat.actor.leave.remote() for seat in seats if seat.begun], _LEAVE
             )

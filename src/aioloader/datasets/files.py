@@ -25,11 +25,12 @@ from aioloader.errors import (
     ObjectNotFoundError,
     ObjectPermissionError,
 )
+from aioloader.protocols import HasLifespan
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
 
-class FileDataset(Dataset[Coroutine[Any, Any, bytes]]):
+class FileDataset(Dataset[Coroutine[Any, Any, bytes]], HasLifespan):
     """Read whole files, many at a time, by ``async def __getitem__``.
 
     Several event loops may read one dataset at once; it may be pickled. As an async
@@ -115,6 +116,10 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]]):
         if isinstance(outcome, Exception):
             raise _failure(path, outcome) from outcome
         return outcome
+
+    def lifespan(self) -> Self:
+        """Return itself: what a loader enters on each loop that reads the dataset."""
+        return self
 
     async def __aenter__(self) -> Self:
         self._batchers.here().enter()

@@ -21,6 +21,7 @@ from aioloader.datasets._stores.reads import ObjectReader
 from aioloader.datasets._stores.requests import RefusedError, Requests, read_failure
 from aioloader.datasets._stores.stores import StoreSource
 from aioloader.errors import DatasetError
+from aioloader.protocols import HasLifespan
 
 if TYPE_CHECKING:
     import os
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 
-class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]]):
+class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], HasLifespan):
     """Read whole objects of a store, many at a time, by ``async def __getitem__``.
 
     Several event loops may read one dataset at once. It may be pickled if no option is
@@ -180,6 +181,10 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]]):
         # So a traceback shows neither obstore's text (context) nor the store (local).
         del store
         raise failure
+
+    def lifespan(self) -> Self:
+        """Return itself: what a loader enters on each loop that reads the dataset."""
+        return self
 
     async def __aenter__(self) -> Self:
         self._readers.here().users += 1

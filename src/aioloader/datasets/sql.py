@@ -32,6 +32,7 @@ from aioloader.datasets._sql.lookup import (
 from aioloader.datasets._sql.source import Source
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.errors import ObjectNotFoundError
+from aioloader.protocols import HasLifespan
 
 if TYPE_CHECKING:
     import asyncpg
@@ -41,7 +42,7 @@ __all__ = ["SQLFormat", "SQLRows"]
 Row: TypeAlias = dict[str, Any]
 
 
-class SQLRows(Dataset[Coroutine[Any, Any, Row]]):
+class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
     """Read rows of a table by key, by ``async def __getitem__``, a batch in one query.
 
     A row is a dict of column name to Python value; PostgreSQL's ``numeric`` is a
@@ -170,6 +171,10 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]]):
             f"{self._label} has no row with {self._source.key} = {missing[0]!r}{more}",
             location=self._address.label,
         )
+
+    def lifespan(self) -> Self:
+        """Return itself: what a loader enters on each loop that reads the dataset."""
+        return self
 
     async def __aenter__(self) -> Self:
         self._lookups.here().users += 1

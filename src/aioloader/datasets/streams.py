@@ -11,7 +11,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 
-import torch.distributed
 from torch.utils.data import Dataset, get_worker_info
 
 from aioloader._order.permutation import ShuffledIndices
@@ -47,8 +46,8 @@ class Stream(Dataset[Sample_co]):
     """A dataset for ``async for``; what its kinds and steps have in common.
 
     A loader reads it on its own loop, one block per batch; with ``fetch="workers"``
-    each worker reads its share. ``rank`` and ``world_size`` are those of
-    ``torch.distributed`` where it is initialised, unless ``shard`` says otherwise.
+    each worker reads its share. All ranks read all of it, unless the loader's ``rank``
+    or ``shard`` says otherwise.
     """
 
     # Without this, `for x in stream` would ask for `__getitem__`, and never end.
@@ -93,7 +92,7 @@ class Stream(Dataset[Sample_co]):
             self._epoch = epoch
 
     def shard(self, rank: int, world_size: int) -> Self:
-        """Read the part of one rank, whatever ``torch.distributed`` says.
+        """Read the part of one rank.
 
         Raises:
             ValueError: If ``rank`` is not in ``range(world_size)``.
@@ -147,7 +146,7 @@ class Stream(Dataset[Sample_co]):
 
     def _deal(self, readers: int | None) -> Deal:
         """Return what this rank, or this worker of it, reads."""
-        rank, world_size = self.ranks or _default_ranks()
+        rank, world_size = self.ranks or (0, 1)
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         ranks = world_size * workers
@@ -254,13 +253,6 @@ def check_at_least(value: int, least: int, name: str) -> None:
     """Raise a ValueError if an argument is too small."""
     if operator.index(value) < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def _default_ranks() -> tuple[int, int]:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
 
 
 # -- streams made of streams ------------------------------------------------------

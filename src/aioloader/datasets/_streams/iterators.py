@@ -16,6 +16,7 @@ from aioloader.datasets._streams.cursors import Cursor, State
 from aioloader.datasets._streams.shares import Deal, Share
 from aioloader.datasets._streams.states import part_of, state_of
 from aioloader.datasets._streams.turns import Alone, Hosted, Turns
+from aioloader.protocols import HasLifespan
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 
@@ -44,7 +45,7 @@ class Opens(Protocol):
         """Return a cursor; ``state`` is what its ``state`` returned, or empty."""
 
 
-class StreamIterator(Generic[Sample_co]):
+class StreamIterator(HasLifespan, Generic[Sample_co]):
     """One iteration; a loader pulls blocks, ``async for`` single samples.
 
     Attributes:
@@ -205,6 +206,10 @@ class StreamIterator(Generic[Sample_co]):
             for cursor in self._cursors:
                 await cursor.aclose()
         self._cursors = []
+
+    def lifespan(self) -> Self:
+        """Return itself: it is closed when it is left."""
+        return self
 
     async def __aenter__(self) -> Self:
         return self

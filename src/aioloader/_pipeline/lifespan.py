@@ -1,0 +1,219 @@
+"""The resources of a dataset where it is read: entered first, left at the end.
+
+A dataset is the user's: the loader never enters or exits it. ``lifespan=`` returns the
+context manager to enter instead, once in each place where samples are read. It is left
+without an exception, however the iteration ends, so code after a bare ``yield`` runs.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Any, TypeAlias
+
+from torch.utils.data import ChainDataset, ConcatDataset, StackDataset, Subset
+
+from aioloader._order.failures import noted
+from aioloader._pipeline.cpu import CpuThread
+from aioloader._pipeline.recipe import raisable
+from aioloader.protocols import (
+    HasLifespan,
+    Kind,
+    is_async_function,
+    kind_of,
+    reads_async,
+)
+
+MakeLifespan: TypeAlias = Callable[
+    [Any], AbstractContextManager[Any] | AbstractAsyncContextManager[Any]
+]
+
+_ADVICE = (
+    "return a plain context manager (contextlib.contextmanager), or read with "
+    "coroutine functions"
+)
+
+
+class Lifespan:
+    """What is entered for a dataset in one place; after it was left, it may be again.
+
+    Args:
+        dataset: The dataset that is read there.
+        make: The loader's ``lifespan`` argument.
+    """
+
+    def __init__(self, dataset: Any, make: MakeLifespan | None = None) -> None:
+        self._dataset = dataset
+        self._make = make
+        self._own = own_datasets(dataset)
+        self._stack = contextlib.ExitStack()
+        self._loop_stack = contextlib.AsyncExitStack()
+
+    def __bool__(self) -> bool:
+        return self._make is not None or bool(self._own)
+
+    def enter(self) -> None:
+        """Enter in this thread, which has no event loop for samples.
+
+        Raises:
+            TypeError: If ``lifespan`` returns nothing that can be entered here.
+            Exception: What the user's code raises, noted.
+        """
+        if self._make is None:
+            return
+        try:
+            self._refuse_async(self._enter_plain(self._make))
+        except Exception as error:
+            raise _noted(error, "entering")  # noqa: B904  (it keeps its cause)
+
+    def leave(self) -> None:
+        """Leave what ``enter`` entered; in the same thread.
+
+        Raises:
+            Exception: What the user's code raises, noted.
+        """
+        try:
+            self._stack.close()
+        except Exception as error:
+            raise _noted(error, "leaving")  # noqa: B904  (it keeps its cause)
+
+    async def enter_async(self, thread: CpuThread) -> None:
+        """Enter on this loop; a plain context manager of plain reads, in ``thread``.
+
+        Args:
+            thread: Where plain functions read samples.
+
+        Raises:
+            TypeError: If ``lifespan`` returns no context manager.
+            Exception: What the user's code raises, noted.
+        """
+        try:
+            for dataset in self._own:
+                await self._loop_stack.enter_async_context(dataset.lifespan())
+            if self._make is not None:
+                await self._enter_async(self._make, thread)
+        except Exception as error:
+            raise _noted(error, "entering")  # noqa: B904  (it keeps its cause)
+
+    async def leave_async(self, thread: CpuThread) -> None:
+        """Leave what ``enter_async`` entered, where it was entered.
+
+        Raises:
+            Exception: What the user's code raises, noted.
+        """
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                stack.push_async_callback(self._loop_stack.aclose)
+                if self._make is not None and not _reads_on_loop(self._dataset):
+                    # It waits for an entry that was cancelled and still runs there.
+                    await thread.call(self._stack.close)
+        except Exception as error:
+            raise _noted(error, "leaving")  # noqa: B904  (it keeps its cause)
+
+    async def _enter_async(self, make: MakeLifespan, thread: CpuThread) -> None:
+        manager: Any
+        if _reads_on_loop(self._dataset):
+            manager = self._made(make)
+        else:
+            manager = await thread.call(lambda: self._enter_plain(make))
+        if hasattr(manager, "__aenter__"):
+            await self._loop_stack.enter_async_context(manager)
+        elif manager is not None:
+            self._loop_stack.enter_context(manager)
+
+    def _enter_plain(self, make: MakeLifespan) -> Any:
+        """Enter a plain context manager in this thread; return an async one."""
+        manager = self._made(make)
+        if not hasattr(manager, "__enter__"):
+            return manager
+        self._stack.enter_context(manager)
+        return None
+
+    def _made(self, make: MakeLifespan) -> Any:
+        manager = make(self._dataset)
+        if hasattr(manager, "__enter__") or hasattr(manager, "__aenter__"):
+            return manager
+        if inspect.iscoroutine(manager):
+            manager.close()
+        raise TypeError(
+            "lifespan must return a context manager, plain or async, got "
+            f"{type(manager).__name__!r}; decorate a generator function with "
+            "contextlib.contextmanager or contextlib.asynccontextmanager"
+        )
+
+    def _refuse_async(self, manager: Any) -> None:
+        if manager is not None:
+            raise TypeError(
+                f"lifespan returned the async context manager "
+                f"{type(manager).__name__!r}, but plain functions read "
+                f"{type(self._dataset).__name__!r} where no event loop runs: {_ADVICE}"
+            )
+
+
+def own_datasets(dataset: Any) -> list[HasLifespan]:
+    """Return aioloader's own datasets: ``dataset``, or those in torch's wrappers."""
+    found: list[HasLifespan] = []
+    seen: set[int] = set()
+    left = [dataset]
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, HasLifespan):
+            found.append(one)
+        elif isinstance(one, Subset):
+            left.append(vars(one).get("dataset"))
+        elif isinstance(one, (ConcatDataset, ChainDataset, StackDataset)):
+            inner: Any = vars(one).get("datasets") or ()
+            left += inner.values() if isinstance(inner, dict) else inner
+    return found
+
+
+def check_lifespan(make: Any, dataset: Any, transform: Any, collate_fn: Any) -> None:
+    """Check the argument ``lifespan`` of a loader.
+
+    Raises:
+        TypeError: If it is no function that returns a context manager.
+        ValueError: If it returns an async one, and everything else is plain.
+    """
+    if make is None:
+        return
+    is_made = isinstance(
+        make, (contextlib.ContextDecorator, contextlib.AsyncContextDecorator)
+    )
+    if is_made or not callable(make):
+        raise TypeError(
+            "lifespan must be a function from the dataset to a context manager, got "
+            f"{type(make).__name__!r}"
+        )
+    is_async = inspect.isasyncgenfunction(make) or is_async_function(make)
+    if is_async or inspect.isgeneratorfunction(make):
+        word = "asynccontextmanager" if is_async else "contextmanager"
+        raise TypeError(
+            "lifespan must return a context manager: make it a generator function "
+            f"decorated with contextlib.{word}"
+        )
+    is_plain = not any(map(is_async_function, (transform, collate_fn)))
+    if is_plain and not _reads_on_loop(dataset) and _makes_async(make):
+        raise ValueError(
+            "lifespan returns an async context manager, but dataset, transform and "
+            f"collate_fn are plain, so no event loop runs for them: {_ADVICE}"
+        )
+
+
+def _makes_async(make: Any) -> bool:
+    """Tell whether ``make`` is known to return an async context manager only."""
+    if isinstance(make, type):
+        return hasattr(make, "__aenter__") and not hasattr(make, "__enter__")
+    return inspect.isasyncgenfunction(inspect.unwrap(make))
+
+
+def _reads_on_loop(dataset: Any) -> bool:
+    """Tell whether coroutines read ``dataset``."""
+    return kind_of(dataset) is Kind.ASYNC_ITERABLE or reads_async(dataset)
+
+
+def _noted(error: Exception, what: str) -> BaseException:
+    """Return what to raise for an ``error`` of the user's code, noted."""
+    return noted(raisable(error), f"in stage 'lifespan', {what} it")

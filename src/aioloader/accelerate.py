@@ -1,0 +1,240 @@
+"""Hugging Face's accelerate and ``Trainer``, with this engine under their loaders.
+
+``Accelerator.prepare`` takes a loader apart and makes one of torch's class, which has
+no ``transform`` and reads no async dataset. Here accelerate decides (ranks, seeds,
+device), and the loader that it wraps is then made again from all of its arguments.
+
+Example:
+    >>> from aioloader.accelerate import prepare
+    >>> model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
+"""
+
+import contextlib
+import copy
+import importlib
+import inspect
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from typing import Any
+
+import torch.utils.data
+
+from aioloader._loader import DataLoader
+from aioloader._torch_face import dataset_kind
+from aioloader.protocols import Kind, kind_of
+
+try:
+    from accelerate import data_loader as theirs
+except ImportError as error:
+    raise ImportError(
+        "aioloader.accelerate needs accelerate: pip install 'aioloader[accelerate]'"
+    ) from error
+
+__all__ = ["AsyncIterableDatasetShard", "TrainerMixin", "prepare", "skip_first_batches"]
+
+# What says which samples come: accelerate answers that.
+_DECIDED = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+# Arguments that torch's class checks or acts on when accelerate makes one for a moment.
+_HIDDEN: dict[str, Any] = {
+    "num_workers": 0,
+    "prefetch_factor": None,
+    "persistent_workers": False,
+    "multiprocessing_context": None,
+    "pin_memory": False,
+    "timeout": 0,
+    "worker_init_fn": None,
+}
+
+
+def prepare(accelerator: Any, *objects: Any) -> Any:
+    """Prepare objects as ``accelerator.prepare`` does, loaders with their own engine.
+
+    Args:
+        accelerator: An ``accelerate.Accelerator``.
+        objects: Models, optimizers, schedulers, loaders of any class.
+
+    Returns:
+        The prepared objects, in the same order; a single one alone. Of a loader it is
+        accelerate's wrapper, whose ``base_dataloader`` is an ``aioloader.DataLoader``.
+
+    Raises:
+        ValueError: If a loader deals to ranks by itself, or has a state loaded.
+    """
+    return accelerator.prepare(*(_prepared(accelerator, one) for one in objects))
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Return ``dataloader`` without its first batches, as accelerate's function does.
+
+    Args:
+        dataloader: Prepared or not, of any class.
+        num_batches: How many batches to leave out.
+    """
+    base = getattr(dataloader, "base_dataloader", dataloader)
+    if not _is_ours(base):
+        return theirs.skip_first_batches(dataloader, num_batches)
+    if base is dataloader:
+        skipped = theirs.skip_first_batches(_bare(base), num_batches)
+    else:
+        dataloader.base_dataloader = _bare(base)
+        try:
+            skipped = theirs.skip_first_batches(dataloader, num_batches)
+        finally:
+            dataloader.base_dataloader = base
+    if isinstance(skipped, theirs.DataLoaderAdapter):
+        return _with_engine(skipped, type(base), _arguments(base))
+    return _engine(skipped, type(base), _arguments(base))
+
+
+class TrainerMixin:
+    """Gives a ``transformers.Trainer`` this engine; list it before ``Trainer``.
+
+    Example:
+        >>> class MyTrainer(TrainerMixin, Trainer):
+        ...     loader_options = {"concurrency": 128, "transform": tokenize}
+
+    Attributes:
+        loader_options: Arguments for ``aioloader.DataLoader`` beyond those that
+            ``TrainingArguments`` has.
+    """
+
+    loader_options: dict[str, Any] = {}  # noqa: RUF012  (set as a class attribute)
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        dataset_kind(dataset, kind_of(dataset))  # async iterables pass for torch's
+        parent: Any = super()
+        prepared = parent._get_dataloader(dataset, *args, **kwargs)
+        base = prepared.base_dataloader
+        if _is_ours(base):  # kept from an earlier evaluation
+            return prepared
+        arguments = _arguments(base) | self.loader_options
+        return _with_engine(prepared, DataLoader, arguments)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        trainer = importlib.import_module("transformers.trainer")
+        parent: Any = super()
+        with _replaced(trainer, "skip_first_batches", skip_first_batches):
+            return parent._run_epoch(*args, **kwargs)
+
+
+class AsyncIterableDatasetShard(theirs.IterableDatasetShard):  # type: ignore[misc]
+    """Accelerate's ``IterableDatasetShard`` for a dataset with ``__aiter__``.
+
+    Every process reads the whole dataset and takes its part of each global batch; a
+    short last one is filled up from the first, or dropped.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(f"{type(self.dataset).__name__} is read by `async for`")
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        per_rank, whole = self.batch_size, self.batch_size * self.num_processes
+        if self.split_batches:
+            per_rank, whole = self.batch_size // self.num_processes, self.batch_size
+        mine = slice(self.process_index * per_rank, (self.process_index + 1) * per_rank)
+        first: list[Any] = []
+        batch: list[Any] = []
+        samples = aiter(self.dataset)
+        try:
+            async for sample in samples:
+                batch.append(sample)
+                if len(batch) == whole:
+                    for one in batch[mine]:
+                        yield one
+                    first, batch = first or batch, []
+        finally:
+            if hasattr(samples, "aclose"):
+                await samples.aclose()
+        if batch and not self.drop_last:
+            first = first or list(batch)
+            while len(batch) < whole:
+                batch += first
+            for one in batch[mine]:
+                yield one
+
+
+def _prepared(accelerator: Any, one: Any) -> Any:
+    if not _is_ours(one) or one._is_accelerate_prepared:
+        return one
+    if accelerator.num_processes > 1 and (one.rank is not None or one.world_size):
+        raise ValueError(
+            f"rank={one.rank!r} deals the samples to ranks, and accelerate deals them "
+            f"to its {accelerator.num_processes} processes again: leave rank= and "
+            "world_size= out"
+        )
+    if one._live.loaded is not None:
+        raise ValueError(
+            "the loader has a state loaded, which accelerate's samplers do not know: "
+            "call load_state_dict on what prepare returns"
+        )
+    prepared = accelerator.prepare_data_loader(_bare(one))
+    prepared._is_accelerate_prepared = True
+    return _with_engine(prepared, type(one), _arguments(one))
+
+
+def _is_ours(loader: Any) -> bool:
+    """Tell whether it is a loader itself: wrappers pass for what they wrap."""
+    return issubclass(type(loader), DataLoader)
+
+
+def _bare(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a copy from which torch's class can be made, which starts nothing."""
+    bare = copy.copy(loader)
+    for name, value in _HIDDEN.items():
+        object.__setattr__(bare, name, value)
+    bare._is_accelerate_prepared = False  # said so: it is not asked
+    return bare
+
+
+def _arguments(loader: Any) -> dict[str, Any]:
+    """Return the arguments that make a loader again, but for what samples come."""
+    names = set(inspect.signature(type(loader)).parameters).difference(_DECIDED)
+    return {name: getattr(loader, name) for name in names if hasattr(loader, name)}
+
+
+def _with_engine(prepared: Any, cls: type, arguments: dict[str, Any]) -> Any:
+    """Put a loader of ``cls`` in the place of the one that accelerate made."""
+    engine = _engine(prepared.base_dataloader, cls, arguments)
+    prepared.base_dataloader = engine
+    prepared.dl_state_dict = engine.state_dict()
+    prepared.load_state_dict = partial(_load, prepared)
+    return prepared
+
+
+def _engine(base: Any, cls: type, arguments: dict[str, Any]) -> DataLoader[Any]:
+    """Return a loader of ``cls`` of the samples that ``base`` delivers."""
+    dataset = base.dataset
+    if isinstance(dataset, theirs.IterableDatasetShard):
+        dataset = _own_shard(dataset)
+    decided: dict[str, Any] = {"batch_sampler": base.batch_sampler}
+    if isinstance(base.dataset, torch.utils.data.IterableDataset):
+        decided = {"batch_size": base.batch_size, "drop_last": base.drop_last}
+    elif base.batch_sampler is None:
+        decided = {"batch_size": None, "sampler": base.sampler}
+    engine: DataLoader[Any] = cls(dataset, **arguments, **decided)
+    return engine
+
+
+def _own_shard(shard: Any) -> Any:
+    """Return a shard that can be read, where its dataset is read by ``async for``."""
+    is_async = kind_of(shard.dataset) is Kind.ASYNC_ITERABLE
+    if not is_async or isinstance(shard, AsyncIterableDatasetShard):
+        return shard
+    names = inspect.signature(theirs.IterableDatasetShard).parameters
+    return AsyncIterableDatasetShard(**{name: getattr(shard, name) for name in names})
+
+
+def _load(prepared: Any, state: dict[str, Any]) -> None:
+    """Load a state, and the number of its epoch, which seeds accelerate's samplers."""
+    prepared.base_dataloader.load_state_dict(state)
+    prepared.iteration = state["epoch"]
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)

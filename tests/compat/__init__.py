@@ -1,0 +1,1 @@
+"""Real packages, each run twice: with torch's loader and with this one."""

@@ -1,0 +1,195 @@
+"""accelerate: prepared loaders, accumulation, gathers, skipped batches, states."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration, set_seed
+
+import aioloader
+from aioloader import accelerate as ours
+from compat.kit import KINDS, WORKERS, AsyncNumbers, Cases, Kit, dataset, shift
+
+cases = Cases()
+
+
+def accelerator(kit: Kit, steps: int = 1, **options: Any) -> Accelerator:
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    if kit.world == 1:
+        PartialState._reset_state()
+    configuration = DataLoaderConfiguration(**options)
+    set_seed(7)
+    return Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=steps,
+        dataloader_config=configuration,
+    )
+
+
+def options_of(kind: str) -> dict[str, Any]:
+    return {"shuffle": True} if kind in {"map", "async"} else {}
+
+
+@cases.add(
+    *[{**one, "seedable": seedable} for one in KINDS for seedable in (True, False)],
+    {"workers": 0, "kind": "sized", "seedable": False},
+)
+def train(kit: Kit, workers: int, kind: str, seedable: bool) -> Any:
+    """Three epochs: batches, steps of the optimizer, losses gathered, the weight."""
+    tool = accelerator(kit, steps=3, use_seedable_sampler=seedable)
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    given = kit.loader(dataset(kind), 4, num_workers=workers, **options_of(kind))
+    model, optimizer, loader = kit.prepared(tool, model, optimizer, given)
+    kit.check_engine(loader.base_dataloader)
+    seen: list[Any] = []
+    for _ in range(3):
+        for batch in loader:
+            with tool.accumulate(model):
+                loss = (model(batch / 1000) ** 2).mean()
+                tool.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            everyone = tool.gather_for_metrics(batch.flatten())
+            state = [tool.sync_gradients, tool.gradient_state.end_of_dataloader]
+            seen.append([batch.flatten().tolist(), everyone.tolist(), state])
+    return [seen, float(next(iter(model.parameters())).detach())]
+
+
+@cases.add(*[{"kind": k, "dispatch": d} for k in ("map", "stream") for d in (0, 1)])
+def dispatched_or_not(kit: Kit, kind: str, dispatch: int) -> Any:
+    """One process reads for all, or each its own part."""
+    tool = accelerator(kit, dispatch_batches=bool(dispatch))
+    loader = kit.prepared(tool, kit.loader(dataset(kind), 4, prefetch_factor=None))
+    kit.check_engine(loader.base_dataloader)
+    return [[batch.flatten().tolist() for batch in loader] for _ in range(2)]
+
+
+@cases.add({"even": True}, {"even": False})
+def split_batches(kit: Kit, even: bool) -> Any:
+    """A batch is cut in parts, one for each process."""
+    tool = accelerator(kit, split_batches=True, even_batches=even)
+    loader = kit.prepared(tool, kit.loader(dataset("map"), 4, shuffle=True))
+    return [[batch.flatten().tolist() for batch in loader] for _ in range(2)]
+
+
+@cases.add(*KINDS)
+def skipped(kit: Kit, workers: int, kind: str) -> Any:
+    """The rest of an epoch, as a run that was broken off goes on."""
+    tool = accelerator(kit)
+    given = kit.loader(dataset(kind), 4, num_workers=workers, **options_of(kind))
+    loader = kit.prepared(tool, given)
+    skip = ours.skip_first_batches if kit.is_ours else skip_first_batches
+    rest = skip(loader, 2)
+    kit.check_engine(rest.base_dataloader)
+    return [
+        [batch.flatten().tolist() for batch in rest],
+        [batch.flatten().tolist() for batch in loader],
+    ]
+
+
+@cases.add(
+    *[
+        {"workers": w, "epoch": e, "step": s}
+        for w in (0, 2)
+        for e in (0, 1)
+        for s in (1, 2)
+    ]
+)
+def resume(kit: Kit, workers: int, epoch: int, step: int) -> Any:
+    """A state of the prepared loader, in the first epoch and in a later one."""
+
+    def loader() -> Any:
+        tool = accelerator(kit, use_seedable_sampler=True)
+        return kit.prepared(
+            tool, kit.loader(dataset("map"), 4, True, num_workers=workers)
+        )
+
+    def batches(one: Any) -> list[Any]:
+        return [batch.flatten().tolist() for batch in one]
+
+    whole = loader()
+    expected = [batches(whole) for _ in range(3)]
+    if not kit.is_ours:
+        return expected
+    first = loader()
+    for _ in range(epoch):
+        batches(first)
+    iterator = iter(first)
+    for _ in range(step):
+        next(iterator)
+    state = first.state_dict()
+    iterator.close()
+    second = loader()
+    second.load_state_dict(state)
+    assert batches(second) == expected[epoch][step:]
+    for later in range(epoch + 1, 3):
+        assert batches(second) == expected[later]
+    return expected
+
+
+@cases.add(*[{"dispatch": dispatch} for dispatch in (False, True)])
+def async_datasets(kit: Kit, dispatch: bool) -> Any:
+    """With ours they are read by coroutines; torch's are sync ones of the same values."""
+
+    class Async:
+        async def __aiter__(self) -> Any:
+            for index in range(23):
+                yield torch.tensor([float(index)])
+
+    tool = accelerator(kit, dispatch_batches=dispatch)
+    data: Any = Async() if kit.is_ours else dataset("stream")
+    loader = kit.prepared(tool, kit.loader(data, 4))
+    stream = [[batch.flatten().tolist() for batch in loader] for _ in range(2)]
+    data = AsyncNumbers(23) if kit.is_ours else dataset("map")
+    loader = kit.prepared(tool, kit.loader(data, 4, shuffle=True))
+    return [stream, [[batch.flatten().tolist() for batch in loader] for _ in range(2)]]
+
+
+@cases.add(*WORKERS)
+def prepared_by_accelerate_alone(kit: Kit, workers: int) -> Any:
+    """It makes torch's loader: a warning if that is as good, else an error."""
+    tool = accelerator(kit)
+    cls = kit.cls
+    loader = tool.prepare(cls(dataset("map"), 4, shuffle=True, num_workers=workers))
+    found = [[batch.flatten().tolist() for batch in loader] for _ in range(2)]
+    if kit.is_ours:
+        assert type(loader.base_dataloader) is torch.utils.data.DataLoader
+        for lost in (
+            {"transform": shift},
+            {"rng": "sample"},
+            {"on_error": "skip"},
+            {"retry": aioloader.Retry()},
+        ):
+            check_refused(tool, aioloader.DataLoader(dataset("map"), 4, **lost), *lost)
+        async_one: Any = aioloader.DataLoader(dataset("async"), 4)
+        check_refused(tool, async_one, "an async dataset")
+    return found
+
+
+def check_refused(tool: Accelerator, loader: Any, what: str) -> None:
+    try:
+        tool.prepare(loader)
+    except ValueError as error:
+        assert what in str(error), error
+        assert "aioloader.accelerate.prepare" in str(error)
+        return
+    raise AssertionError(f"{what} was lost in silence")
+
+
+@cases.add()
+def pair_ranks_twice(kit: Kit) -> Any:
+    """``rank=`` beside accelerate's own dealing is an error."""
+    if not kit.is_ours:
+        return None
+    tool = accelerator(kit)
+    loader = kit.loader(dataset("map"), 4, rank=kit.rank, world_size=kit.world)
+    try:
+        kit.prepared(tool, loader)
+    except ValueError as error:
+        assert "deals" in str(error)
+        return None
+    raise AssertionError("dealt twice")

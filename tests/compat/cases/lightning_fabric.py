@@ -1,0 +1,62 @@
+"""Lightning's Fabric: loaders that it sets up, in loops of the user's own."""
+
+from typing import Any
+
+import lightning as L
+import torch
+
+from compat.kit import KINDS, WORKERS, Cases, Kit, dataset
+
+cases = Cases()
+
+
+def fabric(kit: Kit) -> L.Fabric:
+    one = L.Fabric(
+        accelerator="cpu",
+        devices=kit.world,
+        strategy="ddp" if kit.world > 1 else "auto",
+    )
+    one.launch()
+    return one
+
+
+@cases.add(*KINDS)
+def train(kit: Kit, workers: int, kind: str) -> Any:
+    """A loop of three epochs, with ``set_epoch`` as Fabric's users write it."""
+    tool = fabric(kit)
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = tool.setup(model, optimizer)
+    loader = tool.setup_dataloaders(
+        kit.loader(dataset(kind), 4, shuffle=kind == "map" or None, num_workers=workers)
+    )
+    kit.check_engine(loader._dataloader)
+    seen: list[Any] = []
+    for epoch in range(3):
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = (model(batch / 1000) ** 2).mean()
+            tool.backward(loss)
+            optimizer.step()
+            both = tool.all_gather(loss.detach())
+            seen.append([batch.flatten().tolist(), both.flatten().tolist()])
+    return [seen, float(model.weight.detach())]
+
+
+@cases.add(*WORKERS)
+def several_and_moved(kit: Kit, workers: int) -> Any:
+    """Two loaders at once, one of them left in the middle."""
+    tool = fabric(kit)
+    one, two = tool.setup_dataloaders(
+        kit.loader(dataset("map"), 4, num_workers=workers),
+        kit.loader(dataset("map", 9), 2, True, num_workers=workers, drop_last=True),
+    )
+    kit.check_engine(one._dataloader)
+    found = [
+        [a.flatten().tolist(), b.flatten().tolist()]
+        for a, b in zip(one, two, strict=False)
+    ]
+    return [found, len(one), len(two)]

@@ -1,0 +1,227 @@
+"""What the cases of all packages share: data, loaders of both engines, records.
+
+Torch's loader reads a dataset that adds ``SHIFT`` to each value; ours reads the plain
+one and has a ``transform`` that adds it. Equal batches then prove that each engine ran:
+a framework that fell back to torch's loader delivers values without the shift.
+"""
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+import aioloader
+
+SHIFT = 1000
+
+
+def shift(sample: Any) -> Any:
+    """Add ``SHIFT`` to a number, or to the item ``x`` of a dict."""
+    if isinstance(sample, dict):
+        return {**sample, "x": sample["x"] + SHIFT}
+    return sample + SHIFT
+
+
+class Numbers(Dataset[Any]):
+    """The numbers below ``n``, as tensors of one element."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+class AsyncNumbers(Numbers):
+    """The same, read by coroutines."""
+
+    async def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
+        return torch.tensor([float(index)])
+
+
+class Stream(IterableDataset[Any]):
+    """The same, in order; each worker reads every so many-th."""
+
+    def __init__(self, n: int, *, sized: bool = False) -> None:
+        self.n = n
+        if sized:
+            self.__class__ = SizedStream
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for index in range(first, self.n, step):
+            yield torch.tensor([float(index)])
+
+
+class SizedStream(Stream):
+    """One that knows its length."""
+
+    def __len__(self) -> int:
+        return self.n
+
+
+class Shifted(Dataset[Any]):
+    """What ``transform=shift`` gives, for torch's loader."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return shift(self.inner[index])
+
+
+class ShiftedStream(IterableDataset[Any]):
+    """The same of a stream."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        if hasattr(inner, "__len__"):
+            self.__class__ = SizedShiftedStream
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(shift, self.inner)
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.inner, "set_epoch"):
+            self.inner.set_epoch(epoch)
+
+
+class SizedShiftedStream(ShiftedStream):
+    """One that knows its length."""
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` ready for JSON; floats as they are, bit for bit."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    return value
+
+
+def seed(number: int = 7) -> None:
+    """Seed all generators of the process."""
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+@dataclasses.dataclass
+class Kit:
+    """One engine, in one of ``world`` processes."""
+
+    engine: str
+    rank: int
+    world: int
+    folder: Path
+
+    @property
+    def is_ours(self) -> bool:
+        return self.engine == "ours"
+
+    @property
+    def cls(self) -> Any:
+        return aioloader.DataLoader if self.is_ours else torch.utils.data.DataLoader
+
+    def data(self, dataset: Any) -> Any:
+        """Return what this engine's loader is to read: torch's has the shift in it."""
+        if self.is_ours:
+            return dataset
+        is_stream = isinstance(dataset, IterableDataset)
+        return ShiftedStream(dataset) if is_stream else Shifted(dataset)
+
+    def options(self) -> dict[str, Any]:
+        return {"transform": shift} if self.is_ours else {}
+
+    def loader(
+        self, dataset: Any, *args: Any, stateful: bool = False, **kw: Any
+    ) -> Any:
+        """Return a loader of this engine over ``dataset``, with the shift."""
+        cls = self.cls
+        if stateful and not self.is_ours:
+            from torchdata.stateful_dataloader import StatefulDataLoader
+
+            cls = StatefulDataLoader
+        return cls(self.data(dataset), *args, **kw, **self.options())
+
+    def prepared(self, accelerator: Any, *objects: Any) -> Any:
+        """Return what accelerate makes of the objects."""
+        if not self.is_ours:
+            return accelerator.prepare(*objects)
+        from aioloader.accelerate import prepare
+
+        return prepare(accelerator, *objects)
+
+    def check_engine(self, loader: Any) -> None:
+        """Fail if a loader of ours has become another one."""
+        if self.is_ours:
+            assert issubclass(type(loader), aioloader.DataLoader), type(loader)
+
+
+class Cases:
+    """The cases of a package, by name."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
+
+    def add(self, *grid: dict[str, Any]) -> Any:
+        """Register a function, once for each set of arguments."""
+
+        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            for arguments in grid or ({},):
+                words = [f"{key}={value}" for key, value in arguments.items()]
+                name = " ".join([function.__name__, *words])
+                self.all[name] = function, arguments
+            return function
+
+        return register
+
+
+WORKERS = ({"workers": 0}, {"workers": 2})
+KINDS = tuple(
+    {"workers": workers, "kind": kind}
+    for workers in (0, 2)
+    for kind in ("map", "stream")
+)
+
+
+def dataset(kind: str, n: int = 23) -> Any:
+    """Return a dataset of a kind."""
+    makers = {"map": Numbers, "async": AsyncNumbers, "stream": Stream}
+    if kind == "sized":
+        return Stream(n, sized=True)
+    return makers[kind](n)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep frameworks from writing pages."""
+    import logging
+    import warnings
+
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logging.disable(logging.NOTSET)

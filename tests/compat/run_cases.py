@@ -1,0 +1,88 @@
+"""Run all cases of one package with one engine, and write what came of them as JSON.
+
+``python -m compat.run_cases PACKAGE ENGINE FOLDER``, in one process or in
+each of two, whose rank the environment tells.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from compat.kit import Kit, plain, quiet, seed
+
+
+def children() -> list[str]:
+    """Return the command lines of the children of this process, but for helpers."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        pids: list[str] = []
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended
+            pids = (task / "children").read_text().split()
+        for pid in pids:
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+            except FileNotFoundError:
+                continue
+            # multiprocessing's helper stays until its parent ends, with both loaders
+            if b"resource_tracker" not in command:
+                found.append(command.decode() or "ended, not waited for")
+    return found
+
+
+def left_behind(before: list[str]) -> int:
+    """Return how many more children there are, once those that end have ended."""
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while len(children()) > len(before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return max(0, len(children()) - len(before))
+
+
+def run(package: str, kit: Kit) -> dict[str, Any]:
+    """Return what each case gave, or its traceback."""
+    module = importlib.import_module(f"compat.cases.{package}")
+    records: dict[str, Any] = {}
+    for name, (function, arguments) in module.cases.all.items():
+        if name.startswith("pair_") and kit.world == 1:
+            continue
+        seed()
+        before = children()
+        start = time.monotonic()
+        record: dict[str, Any] = {}
+        try:
+            with quiet():
+                record["gave"] = plain(function(kit, **arguments))
+        except BaseException:
+            record["raised"] = traceback.format_exc()
+        record["left"] = left_behind(before)
+        record["seconds"] = time.monotonic() - start
+        records[name] = record
+        if "raised" in record and kit.world > 1:
+            break  # the other process waits for this one
+    return records
+
+
+def main() -> None:
+    package, engine, folder = sys.argv[1:]
+    rank = int(os.environ.get("RANK", "0"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    place = Path(folder) / engine
+    place.mkdir(parents=True, exist_ok=True)
+    if engine == "ours":
+        import aioloader
+
+        aioloader.warm_up()
+    records = run(package, Kit(engine, rank, world, place))
+    out = Path(folder) / f"{engine}-{rank}.json"
+    out.write_text(json.dumps(records))
+
+
+if __name__ == "__main__":
+    main()

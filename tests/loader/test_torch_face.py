@@ -1,0 +1,355 @@
+"""A loader is torch's to those who look at it, take it apart, or derive from it."""
+
+import copy
+import inspect
+import pickle
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.data
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+from torch.utils.data.dataloader import (
+    _DatasetKind,
+    _InfiniteConstantSampler,
+    _SingleProcessDataLoaderIter,
+)
+
+from aioloader import DataLoader, Retry
+
+
+class Numbers(IterableDataset[int]):
+    """Ten numbers, in order."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+    def __len__(self) -> int:
+        return 10
+
+
+class AsyncNumbers:
+    """Ten numbers, asynchronously."""
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for number in range(10):
+            yield number
+
+
+class AsyncBoth:
+    """A stream that can also be indexed."""
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        yield 1
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def add_one(sample: int) -> int:
+    return sample + 1
+
+
+def public(loader: object) -> dict[str, Any]:
+    return {k: v for k, v in vars(loader).items() if not k.startswith("_")}
+
+
+def batches(loader: Iterable[Any]) -> list[Any]:
+    return [batch.tolist() for batch in loader]
+
+
+CASES: list[dict[str, Any]] = [
+    {"dataset": range(10)},
+    {"dataset": range(10), "batch_size": None},
+    {"dataset": range(10), "batch_size": 3, "shuffle": True, "drop_last": True},
+    {"dataset": range(10), "batch_sampler": [[1, 2], [3]]},
+    {"dataset": range(10), "sampler": [4, 5, 6], "batch_size": 2},
+    {"dataset": Numbers(), "batch_size": 4},
+    {"dataset": Numbers(), "batch_size": None},
+    {"dataset": range(10), "num_workers": 1, "persistent_workers": True},
+]
+
+
+@pytest.mark.parametrize("arguments", CASES)
+def test_it_shows_what_torchs_shows(arguments: dict[str, Any]) -> None:
+    """Attributes, private names and properties are those of torch's loader."""
+    ours: Any = DataLoader(**arguments)
+    theirs: Any = torch.utils.data.DataLoader(**arguments)
+    assert isinstance(ours, torch.utils.data.DataLoader)
+    # None: it depends on the dataset; torch's has the context in a property
+    own = {"prefetch_factor", "_DataLoader__multiprocessing_context"}
+    for name in set(vars(theirs)) - own:
+        value, expected = getattr(ours, name), vars(theirs)[name]
+        assert type(value) is type(expected), name
+        if isinstance(value, (int, float, str)):
+            assert value == expected, name
+    assert ours._auto_collation == theirs._auto_collation
+    assert type(ours._index_sampler) is type(theirs._index_sampler)
+    assert ours.multiprocessing_context is theirs.multiprocessing_context is None
+    assert ours._iterator is theirs._iterator is None
+
+
+def test_public_attributes_are_arguments() -> None:
+    """So frameworks rebuild a loader with all arguments, of which they know nothing."""
+    loader = DataLoader(
+        range(10),
+        4,
+        shuffle=True,
+        num_workers=2,
+        multiprocessing_context="fork",
+        transform=add_one,
+        concurrency=3,
+        retry=Retry(),
+        rng="sample",
+        rank=1,
+        world_size=2,
+        tail="drop",
+    )
+    found = public(loader)
+    names = set(inspect.signature(DataLoader).parameters)
+    assert names - set(found) == {"shuffle"}
+    assert set(found) <= names
+    del found["batch_sampler"]
+    again = type(loader)(**found)
+    assert {k for k, v in public(again).items() if found.get(k, v) is not v} == set()
+
+
+def test_async_iterables_pass_for_torchs() -> None:
+    """Frameworks put samplers into all that is no ``IterableDataset``."""
+    loader = DataLoader[Any](AsyncNumbers(), batch_size=4)
+    assert isinstance(loader.dataset, IterableDataset)
+    assert loader._dataset_kind == _DatasetKind.Iterable
+    assert type(loader.sampler) is _InfiniteConstantSampler
+    assert batches(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_what_can_be_indexed_too_is_left_alone() -> None:
+    """Torch's own loader indexes it, and must do so afterwards."""
+    both = AsyncBoth()
+    DataLoader(both)
+    assert not isinstance(both, IterableDataset)
+
+
+class Passing(DataLoader[Any]):
+    """Passes all on, as most sub-classes do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+class Adding(DataLoader[Any]):
+    """Has an argument of its own."""
+
+    def __init__(self, dataset: Any, *args: Any, extra: int = 3, **kwargs: Any) -> None:
+        super().__init__(dataset, *args, **kwargs)
+        self.extra = extra
+
+
+class Further(Adding):
+    """Derives from one that does."""
+
+    def __init__(self, dataset: Any, **kwargs: Any) -> None:
+        super().__init__(dataset, **kwargs)
+
+
+class Mixin:
+    """Knows nothing of loaders."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+class Mixed(Mixin, DataLoader[Any]):
+    """Its ``__init__`` is another class's."""
+
+
+def test_signatures_of_sub_classes_are_explicit() -> None:
+    """Of ``**kwargs`` frameworks would keep torch's arguments alone."""
+    names = list(inspect.signature(DataLoader.__init__).parameters)
+    for cls in (Passing, Mixed):
+        loader = cls(range(4), transform=add_one)
+        assert list(inspect.signature(cls.__init__).parameters) == names
+        assert list(inspect.signature(loader.__init__).parameters) == names[1:]  # type: ignore[misc]
+    assert "transform" not in inspect.signature(Mixin.__init__).parameters
+    for sub in (Adding, Further):
+        found = list(inspect.signature(sub.__init__).parameters)
+        assert set(found) == {*names, "extra"}
+        assert found[:2] == ["self", "dataset"]
+        assert sub(range(4), transform=add_one).transform is add_one
+
+
+class Repeat:
+    """A batch sampler without an end, for trainers that iterate once."""
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from iter(self.sampler)
+
+
+def yolo_like(base: Any) -> Any:
+    class Infinite(base):  # type: ignore[misc]
+        """Iterates once, over a batch sampler that repeats itself."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            object.__setattr__(self, "batch_sampler", Repeat(self.batch_sampler))
+            self.iterator = super().__iter__()
+
+        def __len__(self) -> int:
+            return len(self.batch_sampler.sampler)
+
+        def __iter__(self) -> Iterator[Any]:
+            for _ in range(len(self)):
+                yield next(self.iterator)
+
+    return Infinite
+
+
+def timm_like(base: Any) -> Any:
+    class MultiEpochs(base):  # type: ignore[misc]
+        """Switches torch's guard off to replace its batch sampler."""
+
+        batch_sampler: Any
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._DataLoader__initialized = False
+            self.batch_sampler = Repeat(self.batch_sampler)
+            self._DataLoader__initialized = True
+            self.iterator = super().__iter__()
+
+        def __len__(self) -> int:
+            return len(self.batch_sampler.sampler)
+
+        def __iter__(self) -> Iterator[Any]:
+            for _ in range(len(self)):
+                yield next(self.iterator)
+
+    return MultiEpochs
+
+
+@pytest.mark.parametrize("make", [yolo_like, timm_like])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samplers_that_repeat_for_ever(make: Any, num_workers: int) -> None:
+    """Three epochs over one iterator give torch's batches."""
+
+    def epochs(base: Any) -> list[Any]:
+        loader = make(base)(
+            list(range(10)),
+            4,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(4),
+            num_workers=num_workers,
+        )
+        found = [batches(loader) for _ in range(3)]
+        if num_workers:
+            loader.iterator._shutdown_workers()
+        return found
+
+    assert epochs(DataLoader) == epochs(torch.utils.data.DataLoader)
+
+
+class Counted(DataLoader[Any]):
+    """Makes an iterator of its own."""
+
+    def _get_iterator(self) -> Any:
+        return enumerate(super()._get_iterator())
+
+
+def test_a_sub_class_may_make_its_own_iterator() -> None:
+    """``iter`` asks ``_get_iterator``, as torch's does; ``async for`` cannot."""
+    loader = Counted(range(4), batch_size=2)
+    found: list[Any] = list(loader)
+    assert [(n, batch.tolist()) for n, batch in found] == [(0, [0, 1]), (1, [2, 3])]
+    with pytest.raises(TypeError, match="Counted overrides _get_iterator"):
+        aiter(loader)
+
+
+def test_torchs_own_iterator_can_be_made_of_it() -> None:
+    """All private names that it reads are there."""
+    loader: Any = DataLoader(Numbers(), batch_size=4)
+    found = batches(_SingleProcessDataLoaderIter(loader))
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_samplers_are_guarded_as_in_torch() -> None:
+    """They cannot be replaced by accident, and can on purpose."""
+    loader = DataLoader[Any](range(10), batch_size=5)
+    for name in ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset"):
+        with pytest.raises(ValueError, match=f"{name} attribute should not be set"):
+            setattr(loader, name, None)
+    object.__setattr__(loader, "batch_sampler", [[3, 2], [1]])
+    assert batches(loader) == [[3, 2], [1]]
+    assert len(loader) == 2
+
+
+def test_the_length_that_was_reported_is_kept() -> None:
+    """Under the name that torch's iterators read."""
+    loader = DataLoader[Any](Numbers(), batch_size=4)
+    assert loader._IterableDataset_len_called is None
+    assert len(loader) == 3
+    assert loader._IterableDataset_len_called == 10
+
+
+def test_iterators_have_torchs_private_names() -> None:
+    """The seed that ``iter`` draws is torch's; the workers can be shut down."""
+    torch.manual_seed(5)
+    theirs: Any = iter(torch.utils.data.DataLoader(range(4)))  # type: ignore[arg-type]
+    torch.manual_seed(5)
+    ours = iter(DataLoader[Any](range(4)))
+    assert ours._base_seed == theirs._base_seed
+    ours._shutdown_workers()
+    assert list(ours) == []
+
+
+def test_setting_the_iterator_to_none_ends_workers_that_persist() -> None:
+    """Lightning's teardown does so."""
+    loader = DataLoader[Any](range(4), num_workers=1, persistent_workers=True)
+    assert loader._iterator is None
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0]
+    assert loader._iterator is iterator
+    loader._iterator = None
+    assert not loader._live.pools.has_kept()
+    with pytest.raises(AttributeError, match="only be set to None"):
+        loader._iterator = iterator
+
+
+def test_copies_and_pickles_are_whole() -> None:
+    """A loader that was copied or sent can be iterated, and is guarded."""
+    loader = DataLoader[Any](range(6), batch_size=3, transform=add_one)
+    for other in (copy.copy(loader), pickle.loads(pickle.dumps(loader))):
+        assert batches(other) == [[1, 2, 3], [4, 5, 6]]
+        with pytest.raises(ValueError, match="batch_size attribute should not be set"):
+            other.batch_size = 4
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_dealing_twice_is_refused(wrap: bool) -> None:
+    """With ``rank=``, a distributed sampler would leave a quarter of the data."""
+    data: Any = range(10)
+    sampler: Any = DistributedSampler(data, num_replicas=2, rank=0)
+    given: dict[str, Any] = {"sampler": sampler}
+    if wrap:
+        given = {"batch_sampler": BatchSampler(sampler, 2, drop_last=False)}
+    with pytest.raises(ValueError, match=r"rank=0 .* DistributedSampler .* both deal"):
+        DataLoader(data, rank=0, world_size=2, **given)
+    assert len(DataLoader(data, rank=0, world_size=1, **given)) > 0
+    assert len(DataLoader(data, **given)) > 0
+
+
+def test_default_samplers_are_torchs() -> None:
+    """Frameworks look for these classes to replace them."""
+    data = range(10)
+    assert type(DataLoader(data, shuffle=True).sampler) is RandomSampler
+    assert type(DataLoader(data).sampler) is SequentialSampler
