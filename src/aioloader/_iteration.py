@@ -461,6 +461,6 @@ def _shipment(
         part=recipe.part,
         snapshot_every=recipe.snapshot_every,
         keeps_step=recipe.keeps_step,
-        datasets=passage.bookmark.datasets,
         lifespan=loader.lifespan if reads else None,
+        datasets=passage.bookmark.datasets,
     )

@@ -76,8 +76,9 @@ class DataLoader(TorchLoader[Batch]):
         persistent_workers: Keep workers between epochs.
         pin_memory_device: Deprecated, as in torch.
         in_order: Deliver batches in the sampler's order, else as they complete.
-        snapshot_every_n_steps: How often a stateful iterable is asked for its state; 0
-            or ``None``: only at first.
+        snapshot_every_n_steps: How often a stateful iterable is asked for its state;
+            what is between is read again; 0 or ``None``: only at first. Positions are
+            exact in any case. A map-style one is asked after each batch.
         transform: Sample to sample, before collating; may be async.
         concurrency: Samples in flight on the loop.
         device: Where batches are delivered, such as ``"cuda:1"``: moved there ahead, on
@@ -334,8 +335,8 @@ class DataLoader(TorchLoader[Batch]):
         """
         if state == {}:
             return
-        state = unsealed(state)
         self._sampling.settle()
+        state = unsealed(state)
         check(self, state)
         if any(iterator.is_under_way() for iterator in self._live.open):
             warn("an iteration is under way: the state takes effect with the next one")

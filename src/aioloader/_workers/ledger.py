@@ -125,8 +125,8 @@ class Ledger:
             number if self.is_replicated else 0,
             has_state=is_stateful(shipment.dataset),
         )
-        self.copies = Copies() if shipment.has_copies() else None
         self.is_addressed = is_addressed
+        self.copies = Copies() if shipment.has_copies() else None
         self.requests = self._queue(stack)
         self.samples: ArenaWriter | None = None
         self._readers: dict[int, int] = {}  # by slot of samples: the latest ticket

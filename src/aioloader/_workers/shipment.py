@@ -29,7 +29,7 @@ from aioloader._order.failures import OnError
 from aioloader._order.ranks import WHOLE, Part
 from aioloader._order.retry import Retry
 from aioloader._transport.codec import Reducers, decode, encode_by_value
-from aioloader._workers.parcel import REDUCERS
+from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.refusals import explain
 from aioloader._workers.seeds import Rng
 from aioloader.errors import WorkerStartError
@@ -60,8 +60,8 @@ class Shipment:
         part: Which rank's samples are made.
         snapshot_every: Batches from one state of a stateful stream to the next.
         keeps_step: Whether other ranks read the same batches.
-        datasets: States to give to the copies of a map-style dataset, by worker.
         lifespan: Returns what is entered where samples are read, or None.
+        datasets: States to give to the copies of a map-style dataset, by worker.
     """
 
     dataset: Any
@@ -82,8 +82,8 @@ class Shipment:
     part: Part = WHOLE
     snapshot_every: int = 1
     keeps_step: bool = False
-    datasets: dict[int, Any] = field(default_factory=dict)
     lifespan: Any = None
+    datasets: dict[int, Any] = field(default_factory=dict)
 
     def is_plain(self) -> bool:
         """Tell whether no step needs an event loop in the worker."""
@@ -101,9 +101,9 @@ class Shipment:
     def is_addressed(self) -> bool:
         """Tell whether each request is for a certain worker, not for any that is free.
 
-        So it is for replicas, where random numbers are the worker's own, and where the
-        user's init function may have made them so: then batches go in torch's turns. A
-        map-style dataset's own state depends on what each copy has read, too.
+        So it is for replicas, for stateful map-style datasets (each copy's state
+        depends on what it has read), where random numbers are the worker's own, and
+        where the user's init function may have made them so. These are torch's turns.
         """
         is_own = self.rng == "worker" or self.worker_init_fn is not None
         return is_own or self.is_replicated() or self.has_copies()
