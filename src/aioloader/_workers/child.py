@@ -54,9 +54,16 @@ def settle(worker: int, ends: Ends, supervisor: int | None) -> None:
     torch.set_num_threads(1)
 
 
-def tell_up(worker: int, ends: Ends) -> None:
-    """Tell the loader that the process runs; what follows is the user's code."""
-    Channel.adopt(os.dup(ends.results)).send(RESULT_HEAD.pack(Kind.UP, worker, -1))
+def tell_up(worker: int, ends: Ends) -> bool:
+    """Tell the loader that the process runs, before any of the user's code does.
+
+    Returns:
+        Whether the loader is still there.
+    """
+    frame = RESULT_HEAD.pack(Kind.UP, worker, -1)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        return Channel.adopt(os.dup(ends.results)).send(frame)
+    return False
 
 
 def run(worker: int, ends: Ends, shipment: Shipment) -> None:

@@ -153,7 +153,8 @@ def _be_worker(
     ends = Ends(*(end.descriptor for end in passed))
     child.settle(worker, ends, None)
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    child.tell_up(worker, ends)
+    if not child.tell_up(worker, ends):
+        return
     try:
         surroundings.enter()
         shipment = receive(file.descriptor)
