@@ -4,6 +4,7 @@ The messages are torch's, so that what users know and search for stays true. Wha
 wider here is documented at ``DataLoader``.
 """
 
+import contextlib
 import multiprocessing
 import multiprocessing.context
 import operator
@@ -32,6 +33,8 @@ def count_workers(num_workers: Any, workers: Any) -> Any:
     Raises:
         ValueError: If both tell, and not the same.
     """
+    with contextlib.suppress(TypeError):  # it is refused later, in words
+        num_workers = operator.index(num_workers)  # numpy's, too
     if not isinstance(workers, RayWorkers) or num_workers == workers.num_workers:
         return num_workers
     if num_workers:
@@ -63,10 +66,7 @@ def check_numbers(
             "num_workers option should be non-negative; "
             "use num_workers=0 to disable multiprocessing."
         )
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(
-            f"timeout option should be a number of seconds, got {timeout!r}"
-        )
+    _check_seconds(timeout)
     if not timeout >= 0:  # also not a number
         raise ValueError(f"timeout option should be non-negative, got {timeout!r}")
     if prefetch_factor is not None:
@@ -354,6 +354,16 @@ def default_sampler(
     if shuffle:
         return RandomSampler(dataset, generator=generator)
     return SequentialSampler(dataset)
+
+
+def _check_seconds(timeout: Any) -> None:
+    """Check a number, as torch does by comparing it: numpy's and a tensor's count."""
+    try:
+        timeout < 0  # noqa: B015
+    except TypeError:
+        raise TypeError(
+            f"timeout option should be a number of seconds, got {timeout!r}"
+        ) from None
 
 
 def _check_count(name: str, value: Any) -> None:

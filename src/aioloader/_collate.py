@@ -19,7 +19,7 @@ from collections.abc import (
     MutableSequence,
     Sequence,
 )
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -184,6 +184,8 @@ def _stack_arrays(samples: Sequence[Any]) -> torch.Tensor:
     first = samples[0]
     if first.dtype.kind in "SUO":
         raise TypeError(torch_rules.default_collate_err_msg_format.format(first.dtype))
+    if first.dtype.kind in "mM":
+        _refuse_time(first.dtype)
     shape, dtype = first.shape, first.dtype
     for sample in samples:
         if type(sample) is not np.ndarray or (
@@ -196,6 +198,15 @@ def _stack_arrays(samples: Sequence[Any]) -> torch.Tensor:
         return torch.from_numpy(np.stack(samples))
     np.stack(samples, out=out.numpy())
     return out
+
+
+def _refuse_time(dtype: np.dtype[Any]) -> NoReturn:
+    """Refuse dates and durations, for which torch has no dtype."""
+    raise TypeError(
+        f"can't convert np.ndarray of type numpy.{dtype.type.__name__}: torch has no "
+        f"dtype for {dtype}. Return numbers instead, such as array.astype('int64') "
+        f"(counts of the unit of {dtype}), or use a collate_fn of your own"
+    )
 
 
 def borrowed(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
@@ -242,6 +253,8 @@ def _scalars(samples: Sequence[Any]) -> torch.Tensor:
     """Make a tensor of numpy's numbers; through an array in a third of the time."""
     if len({*map(type, samples)}) == 1 and samples[0].dtype.kind in "biufc":
         return torch.from_numpy(np.array(samples))
+    if samples[0].dtype.kind == "m":
+        _refuse_time(samples[0].dtype)
     return torch.as_tensor(samples)
 
 
@@ -286,6 +299,8 @@ def _rule_for(value: object) -> Collate:
         return _collate_namedtuple
     if isinstance(value, Sequence):
         return _collate_sequence
+    if isinstance(value, (np.datetime64, np.timedelta64)):
+        _refuse_time(value.dtype)
     if _is_buffer(value):
         return _strings
     raise TypeError(torch_rules.default_collate_err_msg_format.format(type(value)))

@@ -29,6 +29,7 @@ from aioloader._pipeline.roles import Pool
 from aioloader._pipeline.source import HostedSource, Patience
 from aioloader._pipeline.turns import Turns
 from aioloader._pipeline.work import Work
+from aioloader._pipes import draw_seed, seed_pipe
 from aioloader._state import Draft, Passage, own_state, resumed
 from aioloader._state_datasets import note_first, snapshot_every
 from aioloader._state_fit import readers_of, reads_in_workers
@@ -102,6 +103,7 @@ class Live:
     def draft(self, loader: "DataLoader[Any]") -> Draft:
         """Draw where torch draws: later draws must find the same generator."""
         order = loader._sampling.order({})
+        seed_pipe(loader.dataset, loader.generator)
         if self._base_seed is None or not self.pools.has_kept():
             # Persistent workers keep theirs, as in torch.
             drawn = torch.empty((), dtype=torch.int64).random_(
@@ -110,6 +112,7 @@ class Live:
             self._base_seed = int(drawn.item())
             if loader.num_workers:  # torch begins a sampler a second time for workers
                 order = loader._sampling.order({})
+                draw_seed(loader.dataset, loader.generator)
         draft = Draft(self._base_seed, order, own_state(loader))
         # It lives as long as the iterator that has not begun.
         self.drafted = weakref.ref(draft)
@@ -285,7 +288,7 @@ def _settings(
     loader: "DataLoader[Any]", side: DeviceSide | None, *, is_async: bool
 ) -> Settings:
     patience = Patience(
-        loader.timeout if 0 < loader.timeout < threading.TIMEOUT_MAX else None,
+        float(loader.timeout) if 0 < loader.timeout < threading.TIMEOUT_MAX else None,
         restarts=loader.on_timeout == "restart",
     )
     return Settings(

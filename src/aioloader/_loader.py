@@ -24,9 +24,10 @@ from aioloader._order.failures import (
 )
 from aioloader._order.ranks import Tail
 from aioloader._order.retry import Retry
-from aioloader._pipeline.iterator import BatchIterator
+from aioloader._pipeline.iterator import BatchIterator, length_check
 from aioloader._pipeline.lifespan import MakeLifespan
 from aioloader._pipeline.source import HostedSource
+from aioloader._pipes import settle_shuffle
 from aioloader._ranks import Rank, Ranks
 from aioloader._sampling import Sampling
 from aioloader._state import state_of
@@ -161,6 +162,7 @@ class DataLoader(TorchLoader[Batch]):
             prefetch_device=prefetch_device,
             snapshot_every_n_steps=snapshot_every_n_steps,
         )
+        dataset, shuffle = settle_shuffle(dataset, shuffle)
         self._kind = kind_of(dataset)
         arguments.check_sampling(
             self._kind,
@@ -242,7 +244,6 @@ class DataLoader(TorchLoader[Batch]):
         self._dataset_kind = dataset_kind(dataset, self._kind)
         self._IterableDataset_len_called = None
         self._epochs = Epochs(sampling.index_sampler)
-        self._reported_length: int | None = None
         self._live = Live(dataset)
         if num_workers and workers == "process" and method_of(self) == "forkserver":
             warm_fork_server()
@@ -273,7 +274,6 @@ class DataLoader(TorchLoader[Batch]):
         """
         length = self._sampling.length(self.dataset)
         if self._kind is not Kind.MAP:
-            self._reported_length = length
             self._IterableDataset_len_called = len(self.dataset)  # type: ignore[assignment]
         return length
 
@@ -306,7 +306,7 @@ class DataLoader(TorchLoader[Batch]):
             start, prepared = partial(live.commit, self, made), made.source
             seed = made.passage.base_seed
         iterator: BatchIterator[Batch] = BatchIterator(
-            start, self.__len__, self._reported_length, seed, prepared
+            start, self.__len__, length_check(self), seed, prepared
         )
         self._live.open.add(iterator)
         if isinstance(prepared, HostedSource):

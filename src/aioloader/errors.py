@@ -3,7 +3,8 @@
 Every class also derives from the builtin a caller would guess, so that
 ``except RuntimeError`` or ``except FileNotFoundError`` keeps working. A user's own
 exception is never replaced: it keeps its type and gains notes. These types are for
-failures of the house::
+failures of the house. Each can be made of its message alone, as frameworks do that
+raise an error again in another process::
 
     LoaderError
     ├── DatasetError                     .location .attempts
@@ -46,7 +47,7 @@ class DatasetError(LoaderError):
         attempts: How often the read was tried; at least 1.
     """
 
-    def __init__(self, message: str, *, location: str, attempts: int = 1) -> None:
+    def __init__(self, message: str, *, location: str = "", attempts: int = 1) -> None:
         super().__init__(message)
         self.location = location
         self.attempts = attempts
@@ -64,12 +65,17 @@ class TruncatedReadError(DatasetError, EOFError):
     """Say that a body ended before its announced length.
 
     Attributes:
-        expected: Announced size, in bytes.
-        received: Size that arrived, in bytes.
+        expected: Announced size, in bytes, or None if it is not known.
+        received: Size that arrived, in bytes, or None.
     """
 
     def __init__(
-        self, message: str, *, location: str, expected: int, received: int
+        self,
+        message: str,
+        *,
+        location: str = "",
+        expected: int | None = None,
+        received: int | None = None,
     ) -> None:
         super().__init__(message, location=location)
         self.expected = expected
@@ -125,11 +131,17 @@ class BatchTooLargeError(TransportError, ValueError):
     """Say that the machine has no memory for a batch.
 
     Attributes:
-        nbytes: Size wanted, in bytes.
-        slot_bytes: The largest slot that memory allows, in bytes.
+        nbytes: Size wanted, in bytes, or None if it is not known.
+        slot_bytes: The largest slot that memory allows, in bytes, or None.
     """
 
-    def __init__(self, message: str, *, nbytes: int, slot_bytes: int) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        nbytes: int | None = None,
+        slot_bytes: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.nbytes = nbytes
         self.slot_bytes = slot_bytes
@@ -142,11 +154,13 @@ class BatchTimeoutError(LoaderError, TimeoutError, RuntimeError):
     batch is still on its way: the next step of the iterator waits for it again.
 
     Attributes:
-        timeout: The deadline, in seconds.
-        batch: Number of the batch that was awaited, from 0 in each epoch.
+        timeout: The deadline, in seconds, or None if it is not known.
+        batch: Number of the batch that was awaited, from 0 in each epoch, or None.
     """
 
-    def __init__(self, message: str, *, timeout: float, batch: int) -> None:
+    def __init__(
+        self, message: str, *, timeout: float | None = None, batch: int | None = None
+    ) -> None:
         super().__init__(message)
         self.timeout = timeout
         self.batch = batch
@@ -160,7 +174,7 @@ class FailureBudgetError(LoaderError, RuntimeError):
         attempted: Samples that were tried in this epoch.
     """
 
-    def __init__(self, message: str, *, failures: int, attempted: int) -> None:
+    def __init__(self, message: str, *, failures: int = 0, attempted: int = 0) -> None:
         super().__init__(message)
         self.failures = failures
         self.attempted = attempted
@@ -178,7 +192,9 @@ class StateMismatchError(LoaderError, ValueError):
         found: What it was loaded into.
     """
 
-    def __init__(self, message: str, *, expected: Any, found: Any) -> None:
+    def __init__(
+        self, message: str, *, expected: Any = None, found: Any = None
+    ) -> None:
         super().__init__(message)
         self.expected = expected
         self.found = found

@@ -137,19 +137,6 @@ def test_length() -> None:
             len(DataLoader(stream))
 
 
-def test_a_stream_longer_than_it_said() -> None:
-    """As torch: one warning, if ``len(loader)`` was called."""
-
-    class Liar(SyncStream):
-        def __len__(self) -> int:
-            return 4
-
-    loader = DataLoader(Liar(8), batch_size=2)
-    assert len(loader) == 2
-    with pytest.warns(UserWarning, match="was reported to be 2 batches"):
-        assert len(list(loader)) == 4
-
-
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_pinning_without_an_accelerator_warns() -> None:
     """As torch: when iterated, and then goes on unpinned."""

@@ -35,6 +35,14 @@ def test_crosses_a_pickle(error: errors.LoaderError) -> None:
     assert vars(copy) == vars(error)
 
 
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_made_again_of_its_text(error: errors.LoaderError) -> None:
+    """As frameworks do that raise it in another process."""
+    again = type(error)(str(error))
+    fields = vars(error).keys() - {"__notes__"}
+    assert (str(again), vars(again).keys()) == ("m", fields)
+
+
 def test_every_class_is_shown() -> None:
     """No class without an example above."""
     classes = [value for value in vars(errors).values() if inspect.isclass(value)]

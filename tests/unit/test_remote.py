@@ -116,11 +116,17 @@ def test_the_type_stays(error: BaseException) -> None:
     assert "in raised" in last
 
 
-@pytest.mark.parametrize(
-    "error", [HoldingError(), ExceptionGroup("odd", [OddError(1, 2)])], ids=repr
-)
-def test_what_cannot_cross_keeps_its_text(error: Exception) -> None:
+def test_attributes_that_cannot_cross_stay_behind() -> None:
+    """The type and the text are kept."""
+    found = crossed(HoldingError())
+    assert type(found) is HoldingError
+    assert str(found) == "held"
+    assert not hasattr(found, "lock")
+
+
+def test_what_cannot_cross_keeps_its_text() -> None:
     """A WorkerError with torch's phrase, the remote traceback and the notes."""
+    error = ExceptionGroup("odd", [OddError(1, 2)])
     found = crossed(error)
     assert type(found) is WorkerError
     assert found.worker == 3

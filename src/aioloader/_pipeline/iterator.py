@@ -25,6 +25,16 @@ from aioloader._warnings import warn
 
 Batch = TypeVar("Batch", default=Any)
 Source: TypeAlias = InlineSource | GatherSource | HostedSource
+_LENGTH = (  # torch's words
+    "Length of IterableDataset {} was reported to be {}(when accessing "
+    "len(dataloader)), but {} samples have been fetched. {}"
+)
+_HINT = (
+    "For multiprocessing data-loading, this could be caused by not properly "
+    "configuring the IterableDataset replica at each worker. Please see "
+    "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for "
+    "examples."
+)
 
 
 class BatchIterator(Generic[Batch]):
@@ -38,7 +48,7 @@ class BatchIterator(Generic[Batch]):
     Args:
         start: Makes the source, when the first batch is asked for.
         length: Returns the number of batches of an epoch.
-        expected: Length that ``len(loader)`` reported for an iterable, or None.
+        check: Called with the number of batches delivered, or None.
         base_seed: What random draws are keyed with; None if it is not drawn yet.
         prepared: What ``start`` will return, if it holds workers already; released
             with the iterator, should it never be used.
@@ -48,14 +58,14 @@ class BatchIterator(Generic[Batch]):
         self,
         start: Callable[[], Source],
         length: Callable[[], int],
-        expected: int | None = None,
+        check: Callable[[int], None] | None = None,
         base_seed: int | None = None,
         prepared: Source | None = None,
     ) -> None:
         self._length = length
         self._start: Callable[[], Source] | None = start
         self._source: Source | None = None
-        self._expected = expected
+        self._check = check
         self._base_seed = base_seed  # torch's name
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._prepared = prepared
@@ -80,8 +90,8 @@ class BatchIterator(Generic[Batch]):
     def __next__(self) -> Batch:
         source = self._source or self._begin()
         batch: Any = source.next()
-        if self._expected is not None:
-            self._check_length(source.counters.batches)
+        if self._check is not None:
+            self._check(source.counters.batches)
         return cast("Batch", batch)
 
     async def __anext__(self) -> Batch:
@@ -89,8 +99,8 @@ class BatchIterator(Generic[Batch]):
             require_asyncio()
         source = self._source or self._begin()
         batch: Any = await source.next_async()
-        if self._expected is not None:
-            self._check_length(source.counters.batches)
+        if self._check is not None:
+            self._check(source.counters.batches)
         return cast("Batch", batch)
 
     def close(self) -> None:
@@ -139,14 +149,24 @@ class BatchIterator(Generic[Batch]):
         elif source.must_close():
             self._finalizer = weakref.finalize(self, source.close)
 
-    def _check_length(self, delivered: int) -> None:
-        if self._expected is not None and delivered > self._expected:
+
+def length_check(loader: Any) -> Callable[[int], None] | None:
+    """Return what warns, as torch does, of more batches than a stream reported.
+
+    Torch compares them with the samples that ``len(loader)`` was told of.
+    """
+    expected = loader._IterableDataset_len_called  # noqa: SLF001  (torch's name)
+    if expected is None:
+        return None
+    dataset, num_workers = loader.dataset, loader.num_workers
+
+    def check(delivered: int) -> None:
+        if delivered > expected:
             warn(
-                "the iterable dataset's length was reported to be "
-                f"{self._expected} batches (when len(loader) was called), but "
-                f"{delivered} have been delivered"
+                _LENGTH.format(dataset, expected, delivered, _HINT * bool(num_workers))
             )
-            self._expected = None
+
+    return check
 
 
 def _abandon(run: Run) -> None:

@@ -199,6 +199,7 @@ class Recipe:
         try:
             with lending(self.pool):
                 batch = self.collate_fn(samples if self.batched else samples[0])
+            _refuse_awaitables(batch, "collate_fn")
         except Exception as error:
             raise self.collate_error(work, error)  # noqa: B904  (it keeps its cause)
         return self.made(work, batch)

@@ -1,5 +1,7 @@
 """What a worker does about random numbers: who seeds, and what before which batch."""
 
+from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
+
 from aioloader._pipeline.work import Work
 from aioloader._workers.info import be_at, be_at_sample
 from aioloader._workers.seeds import key_of_sample, seed_all, states
@@ -36,10 +38,14 @@ def seed_for_sample(work: Work, position: int, stage: int) -> None:
 
 
 def initialise(shipment: Shipment, worker: int) -> bool:
-    """Call the user's init function; tell whether it seeded the generators."""
-    init = shipment.worker_init_fn
-    if init is None:
-        return False
-    before = states()
-    init(worker)
-    return states() != before
+    """Call the user's init function; tell whether it seeded the generators.
+
+    A data pipe is then sharded among the workers, as in torch.
+    """
+    init, before = shipment.worker_init_fn, None
+    if init is not None:
+        before = states()
+        init(worker)
+    if isinstance(shipment.dataset, (IterDataPipe, MapDataPipe)):
+        graph_settings.apply_sharding(shipment.dataset, shipment.num_workers, worker)
+    return before is not None and states() != before

@@ -1,7 +1,8 @@
 """The user's exceptions, from a worker to the loader: same type, the remote traceback.
 
-An exception that pickling would mangle is rebuilt without its constructor; one that
-cannot cross at all becomes a ``WorkerError`` with the remote text.
+An exception that pickling would mangle is rebuilt without its constructor, and without
+attributes that cannot cross; only one whose class cannot is a ``WorkerError`` instead,
+with the remote text.
 """
 
 import traceback
@@ -61,7 +62,7 @@ class RemoteError:
 
 def _pickled(error: BaseException) -> tuple[bytes, list[bytearray]] | None:
     """Return a pickle that was seen to come back as the same type."""
-    for form in (error, _Bare(error)):
+    for form in (error, _Bare(error), _Bare(error, is_text=True)):
         try:
             header, buffers = encode(form, REDUCERS)
             raws = [bytearray(buffer.raw()) for buffer in buffers]
@@ -74,13 +75,22 @@ def _pickled(error: BaseException) -> tuple[bytes, list[bytearray]] | None:
 
 
 class _Bare:
-    """Pickle an exception as type, args and attributes: no constructor is called."""
+    """Pickle an exception as type, args and attributes: no constructor is called.
 
-    def __init__(self, error: BaseException) -> None:
+    Args:
+        error: The exception.
+        is_text: Whether only its text is kept, where args or attributes hold what
+            cannot be pickled.
+    """
+
+    def __init__(self, error: BaseException, *, is_text: bool = False) -> None:
         self._error = error
+        self._is_text = is_text
 
     def __reduce__(self) -> tuple[Any, ...]:
         error = self._error
+        if self._is_text:
+            return _rebuild, (type(error), (str(error),), {})
         return _rebuild, (type(error), error.args, error.__dict__)
 
 
