@@ -20,7 +20,7 @@ import anyio.abc
 from aioloader._pipeline.cpu import CpuThread, Job
 from aioloader._pipeline.guests import Guest, Keeper
 from aioloader._pipeline.lifespan import Lifespan
-from aioloader._pipeline.waiting import Latch, call_threadsafe
+from aioloader._pipeline.waiting import Latch, call_threadsafe, context_elsewhere
 from aioloader.errors import LoaderClosedError
 
 # How long a close waits for user code that does not return, in seconds.
@@ -241,18 +241,19 @@ class ThreadHome(Home):
 class LoopHome(Home):
     """An event loop: one of its own in a private thread, or the caller's.
 
-    One host task alone holds the task group in which guests run.
+    One host task alone holds the task group in which guests run, and touches it: what
+    happens elsewhere is noted in ``_waiting``, and the host task is woken.
     """
 
     def __init__(
         self, lifespan: Lifespan, caller: asyncio.AbstractEventLoop | None
     ) -> None:
         super().__init__(lifespan)
-        self._group: anyio.abc.TaskGroup | None = None
-        self._early: dict[Guest, contextvars.Context] = {}
+        self._waiting: dict[Guest, contextvars.Context] = {}
         self._opening: anyio.CancelScope | None = None
         self._wanted = asyncio.Event()
-        self._stop = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._is_over = False
         self._thread: threading.Thread | None = None
         self._task: asyncio.Task[None] | None = None
         if caller is not None:
@@ -261,7 +262,7 @@ class LoopHome(Home):
             self._task.add_done_callback(self._finish)
         else:
             self.loop = new_event_loop()
-            context = contextvars.copy_context()
+            context = context_elsewhere()
             self._thread = threading.Thread(
                 target=context.run,
                 args=(self._host,),
@@ -278,7 +279,7 @@ class LoopHome(Home):
         """Begin to host ``guest`` on the loop, as soon as the lifespan was entered."""
         if self._welcome(guest):
             self.open()
-            self._on_loop(self._begin, guest, contextvars.copy_context())
+            self._on_loop(self._begin, guest, context_elsewhere())
 
     def dismiss(self, guest: Guest) -> None:
         """End ``guest`` on the loop; it returns its lease when its tasks have ended."""
@@ -320,28 +321,33 @@ class LoopHome(Home):
                 stack.push_async_callback(self.lifespan.leave_async, self.cpu)
                 with anyio.CancelScope() as self._opening:
                     await self._wanted.wait()
-                    if not self._stop.is_set():
+                    if not self._is_over:
                         await self.lifespan.enter_async(self.cpu)
                 self._entered()
-                async with anyio.create_task_group() as self._group:
-                    for guest, context in self._early.items():
-                        context.run(self._start, guest)
-                    await self._stop.wait()
+                async with anyio.create_task_group() as group:
+                    while not self._is_over:
+                        await self._wake.wait()
+                        self._wake.clear()
+                        self._start_waiting(group)
         except Exception as error:  # handed to the consumers
-            is_exit = self._stop.is_set()
-            if is_exit:
+            if self._is_over:
                 self.exit_error = error
-            self._break(error, is_told=is_exit)
+            self._break(error, is_told=self._is_over)
 
     def _begin(self, guest: Guest, context: contextvars.Context) -> None:
-        if self._group is None:
-            self._early[guest] = context
-        else:
-            context.run(self._start, guest)
+        self._waiting[guest] = context
+        self._wake.set()
 
-    def _start(self, guest: Guest) -> None:
-        if self._group is not None:
-            self._group.start_soon(self._live, guest, name="aioloader pipeline")
+    def _start_waiting(self, group: anyio.abc.TaskGroup) -> None:
+        """Start the guests that wait; one that cannot start fails, and leaves."""
+        while self._waiting:
+            guest = next(iter(self._waiting))
+            context = self._waiting.pop(guest)
+            try:
+                context.run(group.start_soon, self._live, guest)
+            except Exception as error:  # handed to the consumer
+                guest.fail(error)
+                self._return(guest)
 
     async def _live(self, guest: Guest) -> None:
         """Run ``guest`` to its end, and take back its lease."""
@@ -352,16 +358,13 @@ class LoopHome(Home):
 
     def _dismiss(self, guest: Guest) -> None:
         guest.end()
-        if isinstance(guest, Keeper):
-            self._return(guest)
-        elif self._group is None and guest in self._early:
-            del self._early[guest]
+        if isinstance(guest, Keeper) or self._waiting.pop(guest, None) is not None:
             self._return(guest)
 
     def _return(self, guest: Guest) -> None:
         if self._returned(guest):
-            self._stop.set()
-            self._wanted.set()
+            self._is_over = True
+            self._wake.set()
             if self._opening is not None:
                 self._opening.cancel()  # a lifespan that is slow to enter
         guest.ended.set()

@@ -20,6 +20,7 @@ from aioloader._pipeline.inline import GatherSource, InlineSource
 from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.source import HostedSource
+from aioloader._pipeline.waiting import require_asyncio
 from aioloader._warnings import warn
 
 Batch = TypeVar("Batch", default=Any)
@@ -84,6 +85,8 @@ class BatchIterator(Generic[Batch]):
         return cast("Batch", batch)
 
     async def __anext__(self) -> Batch:
+        if self._source is None:
+            require_asyncio()
         source = self._source or self._begin()
         batch: Any = await source.next_async()
         if self._expected is not None:

@@ -138,8 +138,11 @@ class Run:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 await self._host(stack)
-        except Exception as error:  # raised by the iterator's close
-            self.exit_error = error
+        except Exception as error:  # raised by the iterator's close, or by its next
+            if self._is_closing:
+                self.exit_error = error
+            else:
+                self.fail(_only(error))
         finally:
             self._is_closing = True
             if self._stream is not None:
@@ -351,3 +354,11 @@ class Run:
                 self._stream.close()
         except BaseException as error:  # raised where it is closed
             self.home.exit_error = error
+
+
+def _only(error: Exception) -> BaseException:
+    """Return what a task group was left by, without the group if it is but one."""
+    if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        only: BaseException = error.exceptions[0]
+        return only
+    return error
