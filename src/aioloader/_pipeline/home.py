@@ -12,6 +12,7 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -25,6 +26,7 @@ from aioloader.errors import LoaderClosedError
 
 # How long a close waits for user code that does not return, in seconds.
 GRACE = 10.0
+_NAME = "aioloader pipeline"  # of an iteration's task
 
 
 class Home(abc.ABC):
@@ -344,7 +346,7 @@ class LoopHome(Home):
             guest = next(iter(self._waiting))
             context = self._waiting.pop(guest)
             try:
-                context.run(group.start_soon, self._live, guest)
+                context.run(partial(group.start_soon, self._live, guest, name=_NAME))
             except Exception as error:  # handed to the consumer
                 guest.fail(error)
                 self._return(guest)

@@ -29,7 +29,7 @@ from aioloader._order.failures import OnError
 from aioloader._order.ranks import WHOLE, Part
 from aioloader._order.retry import Retry
 from aioloader._transport.codec import Reducers, decode, encode_by_value
-from aioloader._workers.parcel import REDUCERS
+from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.refusals import explain
 from aioloader._workers.seeds import Rng
 from aioloader.errors import WorkerStartError
