@@ -292,8 +292,9 @@ class DataLoader(TorchLoader[Batch]):
 
     def _iterate(self, *, is_async: bool) -> "BatchIterator[Batch]":
         """Return a lazy iterator; only the random draws of torch's ``iter`` happen."""
-        from aioloader._iteration import HostedSource, starts_at_iter
+        from aioloader._iteration import starts_at_iter
         from aioloader._pipeline.iterator import BatchIterator
+        from aioloader._pipeline.source import HostedSource
 
         live = self._live
         if self._sampling.settle():  # workers that are kept serve other ranks

@@ -177,7 +177,7 @@ def is_stateful(part: object) -> bool:
     return all(callable(getattr(part, name, None)) for name in methods)
 
 
-def is_own_stream(dataset: object) -> TypeGuard["Stream"]:
+def is_own_stream(dataset: object) -> TypeGuard["Stream[Any]"]:
     """Tell whether ``dataset`` is a stream of aioloader's, which knows of ranks.
 
     The core does not import them: an object can only be one if they are imported.
