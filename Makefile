@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LOWEST := .venv-lowest
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test lint types imports pytest bench gpu format clean
+.PHONY: demo test lint types imports pytest lowest bench gpu format clean
 
 demo: $(VENV)/.dev
 	$(BIN)/python examples/train_digits.py
@@ -14,7 +15,7 @@ test: lint types imports pytest
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell src tests examples benchmarks *.md
+	$(BIN)/codespell src tests examples benchmarks tools *.md
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
@@ -25,6 +26,10 @@ imports: $(VENV)/.dev
 # three processes for two cores: many tests mostly wait
 pytest: $(VENV)/.dev
 	$(BIN)/pytest -n 3 --dist worksteal
+
+# the same tests, but the slow ones, with the lowest versions that are allowed
+lowest: $(LOWEST)/.dev
+	$(LOWEST)/bin/pytest -n 3 --dist worksteal -m "not slow"
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py
@@ -47,9 +52,17 @@ $(VENV)/.dev: $(BIN)/python $(INPUTS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[objects,arrow,sql,zstd,json]" --group dev
 	touch $@
 
+$(LOWEST)/.dev: tools/lowest.py $(INPUTS)
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(PYTHON) tools/lowest.py > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip install --quiet -c $(LOWEST)/constraints.txt torch
+	$(LOWEST)/bin/python -m pip install --quiet -c $(LOWEST)/constraints.txt -e ".[objects,arrow,sql,zstd,json]" --group test --group examples
+	touch $@
+
 $(VENV)/.bench: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group bench
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,20 +1,33 @@
 """The asyncio-native streaming data loader for PyTorch.
 
 ``async for batch in DataLoader(dataset, ...)``: torch's arguments, samples read
-concurrently from files, object stores and databases, at home in async code.
+concurrently from files, object stores and databases, at home in async code. Importing
+it costs little: what only some programs need is imported when its name is first used.
 """
 
-from aioloader import datasets, errors
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from aioloader import errors
 from aioloader._collate import default_collate, default_convert
 from aioloader._loader import DataLoader
-from aioloader._merging import merge_states
 from aioloader._observe.stats import LoaderStats
 from aioloader._order.failures import SKIP, Failure
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.retry import Retry
-from aioloader._workers.fork_server import warm_up
 from aioloader._workers.info import WorkerInfo, get_worker_info
-from aioloader._workers.ray_workers import RayWorkers
+
+if TYPE_CHECKING:
+    from aioloader import datasets
+    from aioloader._merging import merge_states
+    from aioloader._workers.fork_server import warm_up
+    from aioloader._workers.ray_workers import RayWorkers
+
+_LATER = {
+    "RayWorkers": "aioloader._workers.ray_workers",
+    "merge_states": "aioloader._merging",
+    "warm_up": "aioloader._workers.fork_server",
+}
 
 __all__ = [
     "SKIP",
@@ -33,3 +46,17 @@ __all__ = [
     "merge_states",
     "warm_up",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "datasets":
+        return importlib.import_module("aioloader.datasets")
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LATER[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

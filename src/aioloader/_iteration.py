@@ -35,21 +35,19 @@ from aioloader._state_datasets import note_first, snapshot_every
 from aioloader._state_fit import readers_of, reads_in_workers
 from aioloader._transport.locked import Locker
 from aioloader._transport.slots import SlotPool
-from aioloader._workers.executors import ExecutorWorkers
+from aioloader._workers.fork_server import warm_fork_server
 from aioloader._workers.info import be_at_sample
 from aioloader._workers.keyed import seed_batch
 from aioloader._workers.launch import Servers
 from aioloader._workers.lease import Pools
 from aioloader._workers.pool import Tally
 from aioloader._workers.process_lease import ProcessLease
-from aioloader._workers.ray_lease import lease_actors
 from aioloader._workers.ray_workers import RayWorkers
 from aioloader._workers.seeds import BatchKeys, SampleKeys, seed_sample, swapped_in
 from aioloader._workers.shipment import Shipment
 from aioloader._workers.start import start_method, start_pool
 from aioloader._workers.threads import KeyedHere, ThreadWorkers
-from aioloader.datasets.streams import Stream
-from aioloader.protocols import Kind, is_async_function, reads_async
+from aioloader.protocols import Kind, is_async_function, is_own_stream, reads_async
 
 if TYPE_CHECKING:
     from aioloader._loader import DataLoader
@@ -328,7 +326,7 @@ def _gathered(loader: "DataLoader[Any]") -> tuple[torch.Tensor, ...] | None:
 def _dealt(loader: "DataLoader[Any]") -> Any:
     """Return the dataset; of a stream, which knows of ranks, this rank's part."""
     sampling = loader._sampling
-    if sampling.is_ranked and isinstance(loader.dataset, Stream):
+    if sampling.is_ranked and is_own_stream(loader.dataset):
         return loader.dataset.shard(sampling.part.rank, sampling.part.world_size)
     return loader.dataset
 
@@ -363,7 +361,7 @@ def _recipe(
 def _part_of_stream(loader: "DataLoader[Any]") -> Part:
     """Return the part that is taken of an iterable: all of one that knows of ranks."""
     part = loader._sampling.part
-    if isinstance(loader.dataset, Stream):
+    if is_own_stream(loader.dataset):
         part = replace(part, rank=0, world_size=1)
     return part
 
@@ -392,6 +390,8 @@ def _pool(
     base_seed = passage.base_seed
     shipment = _shipment(loader, recipe, passage, reads=reads)
     if isinstance(loader.workers, Executor):
+        from aioloader._workers.executors import ExecutorWorkers
+
         return ExecutorWorkers(loader.workers, shipment)
     if loader.workers == "thread":
         return ThreadWorkers(
@@ -401,6 +401,8 @@ def _pool(
             base_seed=base_seed,
         )
     if isinstance(loader.workers, RayWorkers):
+        from aioloader._workers.ray_lease import lease_actors
+
         keep = loader.persistent_workers
         return lease_actors(live.pools, loader.workers, shipment, keep=keep)
     start = partial(
@@ -418,6 +420,13 @@ def method_of(loader: "DataLoader[Any]") -> str:
     functions = loader.transform, loader.collate_fn
     is_plain = not (is_async or any(map(is_async_function, functions)))
     return start_method(context, is_plain=is_plain)
+
+
+def warm_workers(loader: "DataLoader[Any]") -> None:
+    """Begin to start what ``loader``'s worker processes come from, if it takes long."""
+    is_process = loader.num_workers > 0 and loader.workers == "process"
+    if is_process and method_of(loader) == "forkserver":
+        warm_fork_server()
 
 
 def starts_at_iter(loader: "DataLoader[Any]", *, is_async: bool) -> bool:

@@ -6,7 +6,7 @@ It checks its arguments and hands over; it reads and schedules nothing itself.
 import copy
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from typing_extensions import TypeVar
@@ -14,7 +14,6 @@ from typing_extensions import TypeVar
 from aioloader import _arguments as arguments
 from aioloader._collate import default_collate, default_convert
 from aioloader._device.accelerator import accelerator_for
-from aioloader._iteration import Live, method_of, starts_at_iter
 from aioloader._observe.stats import LoaderStats
 from aioloader._order.epochs import Epochs
 from aioloader._order.failures import (
@@ -24,9 +23,7 @@ from aioloader._order.failures import (
 )
 from aioloader._order.ranks import Tail
 from aioloader._order.retry import Retry
-from aioloader._pipeline.iterator import BatchIterator, length_check
 from aioloader._pipeline.lifespan import MakeLifespan
-from aioloader._pipeline.source import HostedSource
 from aioloader._pipes import settle_shuffle
 from aioloader._ranks import Rank, Ranks
 from aioloader._sampling import Sampling
@@ -35,9 +32,12 @@ from aioloader._state_fit import State, check
 from aioloader._state_shape import sealed, unsealed
 from aioloader._torch_face import TorchLoader, dataset_kind
 from aioloader._warnings import warn
-from aioloader._workers.fork_server import warm_fork_server
 from aioloader._workers.seeds import Rng
 from aioloader.protocols import Kind, kind_of
+
+if TYPE_CHECKING:
+    from aioloader._iteration import Live
+    from aioloader._pipeline.iterator import BatchIterator
 
 Batch = TypeVar("Batch", default=Any)
 
@@ -113,7 +113,7 @@ class DataLoader(TorchLoader[Batch]):
         TypeError: If one is of the wrong type.
     """
 
-    _live: Live
+    _live: "Live"
 
     def __init__(
         self,
@@ -244,9 +244,11 @@ class DataLoader(TorchLoader[Batch]):
         self._dataset_kind = dataset_kind(dataset, self._kind)
         self._IterableDataset_len_called = None
         self._epochs = Epochs(sampling.index_sampler)
+        # Not before a loader is made: it imports all that one may need.
+        from aioloader._iteration import Live, warm_workers
+
         self._live = Live(dataset)
-        if num_workers and workers == "process" and method_of(self) == "forkserver":
-            warm_fork_server()
+        warm_workers(self)
         self.__initialized = True  # from here on torch's __setattr__ guards samplers
 
     def __getstate__(self) -> dict[str, Any]:
@@ -255,6 +257,8 @@ class DataLoader(TorchLoader[Batch]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        from aioloader._iteration import Live
+
         self._live = Live(self.dataset, loaded=state["_live"])
 
     # -- iteration ----------------------------------------------------------------
@@ -289,8 +293,12 @@ class DataLoader(TorchLoader[Batch]):
             if callable(hook) and not hasattr(part, "begin_epoch"):
                 hook(epoch)
 
-    def _iterate(self, *, is_async: bool) -> BatchIterator[Batch]:
-        """Return a lazy iterator; only the random draws of torch's ``iter`` happen."""
+    def _iterate(self, *, is_async: bool) -> "BatchIterator[Batch]":
+        """Return an iterator, with worker processes if it has any, as torch's has."""
+        from aioloader._iteration import starts_at_iter
+        from aioloader._pipeline.iterator import BatchIterator, length_check
+        from aioloader._pipeline.source import HostedSource
+
         live = self._live
         if self._sampling.settle():  # workers that are kept serve other ranks
             live.forget_ahead()

@@ -18,8 +18,7 @@ from aioloader._order.orders import nested
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.ranks import Part, Tail
 from aioloader._warnings import warn
-from aioloader.datasets.streams import Stream
-from aioloader.protocols import Kind
+from aioloader.protocols import Kind, is_own_stream
 
 Rank: TypeAlias = int | Literal["auto"] | None
 _TAILS = (None, "wrap", "pad", "drop", "uneven")
@@ -47,7 +46,7 @@ class Ranks:
             ValueError: If they exclude each other or are out of range.
             TypeError: If one is of the wrong type.
         """
-        tail = _tail(tail, is_stream=isinstance(dataset, Stream))
+        tail = _tail(tail, is_stream=is_own_stream(dataset))
         if rank == "auto":
             if world_size is not None:
                 raise ValueError(
@@ -160,7 +159,7 @@ def refuse_two_deals(part: Part | None, dataset: Any, *samplers: Any) -> None:
                 "the sampler; Lightning puts none in with "
                 "use_distributed_sampler=False)"
             )
-    dealt = dataset.ranks if isinstance(dataset, Stream) else None
+    dealt = dataset.ranks if is_own_stream(dataset) else None
     if dealt not in {None, (part.rank, part.world_size)}:
         raise ValueError(
             f"{asked}, but the stream is that of shard{dealt}: leave out one of them"
@@ -182,7 +181,7 @@ def repeats_samples(kind: Kind, dataset: Any, *, shuffle: Any) -> bool:
     To validate on the whole dataset on each rank is; to train in a random order, or to
     read a stream, is not.
     """
-    if isinstance(dataset, Stream):
+    if is_own_stream(dataset):
         return dataset.ranks is None
     return kind is Kind.MAP and bool(shuffle)
 

@@ -32,8 +32,7 @@ from aioloader._state_fit import (
     readers_of,
 )
 from aioloader._warnings import warn
-from aioloader.datasets.streams import Stream
-from aioloader.protocols import Kind
+from aioloader.protocols import Kind, is_own_stream
 
 if TYPE_CHECKING:
     from aioloader._loader import DataLoader
@@ -168,7 +167,7 @@ def _between(loader: "DataLoader[Any]", passage: Passage | None) -> State:
         if end is not None:  # of a sampler with a state, which may know of epochs
             first = {0: {**end, "is_over": True}}
         # Other ranks may have more of this stream: see ``merge_states``.
-        if isinstance(loader.dataset, Stream):
+        if is_own_stream(loader.dataset):
             state["last"] = _by_name(passage.progress.bookmark().states)
     state["states"] = _by_name(first)
     if loader._kind is Kind.MAP:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aioloader._order.progress import Bookmark
 from aioloader._state_fit import State, readers_of, reads_in_workers
-from aioloader.datasets.streams import Stream
 from aioloader.errors import StateMismatchError
-from aioloader.protocols import Kind, is_stateful
+from aioloader.protocols import Kind, is_own_stream, is_stateful
 
 if TYPE_CHECKING:
     from aioloader._loader import DataLoader
@@ -44,7 +43,7 @@ def first_states(loader: "DataLoader[Any]", before: "Passage | None") -> Firsts:
         before: The latest pass, if there was one.
     """
     dataset = loader.dataset
-    if loader._kind is Kind.MAP or isinstance(dataset, Stream):
+    if loader._kind is Kind.MAP or is_own_stream(dataset):
         return {}
     if before is not None and not _are_new(loader):
         states = before.progress.bookmark().states
@@ -92,7 +91,7 @@ def snapshot_every(loader: "DataLoader[Any]") -> int:
     workers, torchdata asks for it with the loader's.
     """
     every = loader.snapshot_every_n_steps or 0
-    is_ours = isinstance(loader.dataset, Stream)
+    is_ours = is_own_stream(loader.dataset)
     return 1 if is_ours or not (every or loader.num_workers) else every
 
 

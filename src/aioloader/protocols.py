@@ -10,12 +10,23 @@ import enum
 import functools
 import inspect
 import itertools
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Protocol,
+    TypeGuard,
+    TypeVar,
+    runtime_checkable,
+)
 
 import torch
 from torch.utils.data import ChainDataset, IterableDataset, Subset
+
+if TYPE_CHECKING:
+    from aioloader.datasets.streams import Stream
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 
@@ -164,3 +175,12 @@ def is_stateful(part: object) -> bool:
     """Tell whether ``part`` follows torchdata's protocol of state."""
     methods = ("state_dict", "load_state_dict")
     return all(callable(getattr(part, name, None)) for name in methods)
+
+
+def is_own_stream(dataset: object) -> TypeGuard["Stream[Any]"]:
+    """Tell whether ``dataset`` is a stream of aioloader's, which knows of ranks.
+
+    The core does not import them: an object can only be one if they are imported.
+    """
+    module = sys.modules.get("aioloader.datasets.streams")
+    return module is not None and isinstance(dataset, module.Stream)

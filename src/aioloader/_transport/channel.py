@@ -20,10 +20,13 @@ _BUFFER_BYTES = 1 << 21
 _INLINE, _IN_FILE = b"\0", b"\1"
 _MAX_DESCRIPTORS = 32
 _INT = array.array("i").itemsize
-# As plain integers: an enum's `|` costs as much as the call.
-_CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
-NO_WAIT = int(socket.MSG_DONTWAIT)
-_SPACE = socket.CMSG_LEN(_MAX_DESCRIPTORS * _INT)
+if hasattr(socket, "MSG_CMSG_CLOEXEC"):  # Linux: elsewhere there are no channels
+    # As plain integers: an enum's `|` costs as much as the call.
+    _CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
+    NO_WAIT = int(socket.MSG_DONTWAIT)
+    _SPACE = socket.CMSG_LEN(_MAX_DESCRIPTORS * _INT)
+else:
+    _CLOSE_ON_EXEC = NO_WAIT = _SPACE = 0
 
 # For the life of a child process, which ends at once and collects nothing.
 _ADOPTED: list["Channel"] = []

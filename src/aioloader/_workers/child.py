@@ -24,7 +24,7 @@ from aioloader._workers.plain import serve_plainly
 from aioloader._workers.seeds import seed_worker
 from aioloader._workers.shipment import Shipment
 
-STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + 7
+STACK_SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 7
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES, _MAPPED_BYTES = 1 << 26, 1 << 25
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15

@@ -1,6 +1,5 @@
 """What Ray's errors mean to a loader, and words for them."""
 
-import importlib
 from typing import Any, Literal
 
 from aioloader._pipeline.work import shorten
@@ -10,20 +9,6 @@ from aioloader.errors import WorkerDiedError
 # By name: in the order of Ray's own tree.
 _DEATHS = ("RayActorError", "NodeDiedError", "OutOfMemoryError", "WorkerCrashedError")
 _LOSSES = ("ObjectLostError",)
-
-
-def import_ray() -> Any:
-    """Return the module ``ray``.
-
-    Raises:
-        ImportError: If it is not installed; says how to get it.
-    """
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise ImportError(
-            "RayWorkers needs Ray: pip install 'aioloader[ray]'"
-        ) from error
 
 
 def meaning_of(error: BaseException | None) -> Literal["death", "loss", "other"]:

@@ -4,6 +4,7 @@ It only describes: actors are placed with the first request of an iteration. It 
 knows the connection to the cluster, and ends what it had to start.
 """
 
+import importlib
 import os
 import socket
 import threading
@@ -13,7 +14,6 @@ from typing import Any
 
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._warnings import warn
-from aioloader._workers.ray_words import import_ray
 
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
@@ -220,3 +220,17 @@ def _disconnect(ray: Any, session: str) -> None:
     thread = CpuThread("aioloader-ray-end")
     thread.post(end)
     thread.stop(lambda: None)
+
+
+def import_ray() -> Any:
+    """Return the module ``ray``.
+
+    Raises:
+        ImportError: If it is not installed; says how to get it.
+    """
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ImportError(
+            "RayWorkers needs Ray: pip install 'aioloader[ray]'"
+        ) from error

@@ -104,7 +104,7 @@ class Keyed:
         return torch.Generator().manual_seed(self.key)
 
     @cached_property
-    def numpy(self) -> np.random.Generator:
+    def numpy(self) -> "np.random.Generator":
         """A numpy generator (PCG64)."""
         return np.random.default_rng(self.key)
 

@@ -41,7 +41,7 @@ TERMINATED = 1.0
 # The exit status of a worker whose supervisor died with it.
 UNKNOWN = -1000
 # Signals that supervisor and workers treat in their own way.
-_OURS = {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD}
+_OURS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGCHLD", signal.SIGTERM)}
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,41 @@
 
 Map-style datasets (``FileDataset``, ``ObjectDataset``) read one sample by its index, by
 ``async def __getitem__``, so that the loader keeps ``concurrency`` reads in flight.
-Streams read shards from the front. Importing this package imports no optional
-dependency; what a dataset needs it asks for when it is made or first read.
+Streams read shards from the front. A dataset's module is imported when its name is
+first used, and an optional dependency when a dataset that needs it is made or read.
 """
 
-from aioloader.datasets._stores.requests import Requests
-from aioloader.datasets.files import FileDataset
-from aioloader.datasets.iterables import from_async_iterable, from_iterable
-from aioloader.datasets.lines import JSONLinesDataset, TextDataset
-from aioloader.datasets.objects import ObjectDataset
-from aioloader.datasets.sharded import ShardedStream
-from aioloader.datasets.sql import SQLRows
-from aioloader.datasets.streams import Stream
-from aioloader.datasets.tables import ArrowDataset, ParquetDataset, SQLDataset
-from aioloader.datasets.tar import TarDataset
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aioloader.datasets._stores.requests import Requests
+    from aioloader.datasets.files import FileDataset
+    from aioloader.datasets.iterables import from_async_iterable, from_iterable
+    from aioloader.datasets.lines import JSONLinesDataset, TextDataset
+    from aioloader.datasets.objects import ObjectDataset
+    from aioloader.datasets.sharded import ShardedStream
+    from aioloader.datasets.sql import SQLRows
+    from aioloader.datasets.streams import Stream
+    from aioloader.datasets.tables import ArrowDataset, ParquetDataset, SQLDataset
+    from aioloader.datasets.tar import TarDataset
+
+_LATER = {
+    "ArrowDataset": "aioloader.datasets.tables",
+    "FileDataset": "aioloader.datasets.files",
+    "JSONLinesDataset": "aioloader.datasets.lines",
+    "ObjectDataset": "aioloader.datasets.objects",
+    "ParquetDataset": "aioloader.datasets.tables",
+    "Requests": "aioloader.datasets._stores.requests",
+    "SQLDataset": "aioloader.datasets.tables",
+    "SQLRows": "aioloader.datasets.sql",
+    "ShardedStream": "aioloader.datasets.sharded",
+    "Stream": "aioloader.datasets.streams",
+    "TarDataset": "aioloader.datasets.tar",
+    "TextDataset": "aioloader.datasets.lines",
+    "from_async_iterable": "aioloader.datasets.iterables",
+    "from_iterable": "aioloader.datasets.iterables",
+}
 
 __all__ = [
     "ArrowDataset",
@@ -33,3 +54,15 @@ __all__ = [
     "from_async_iterable",
     "from_iterable",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LATER[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

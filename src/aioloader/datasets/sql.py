@@ -46,10 +46,10 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
     """Read rows of a table by key, by ``async def __getitem__``, a batch in one query.
 
     A row is a dict of column name to Python value; PostgreSQL's ``numeric`` is a
-    ``Decimal``, which has no tensor form. Several event loops may read one
-    dataset at once, each with connections of its own; as an async context manager it
-    ends with ``aclose``, which a loader sees to. It may be pickled if the URL has no password. Rows are read as
-    they are when they are asked for: there is no snapshot.
+    ``Decimal``, which has no tensor form. Several event loops may read one dataset at
+    once, each with its own connections; a loader closes them (``aclose``). It may be
+    pickled if the URL has no password. There is no snapshot: each row is read as it is
+    at that moment.
 
     Args:
         url: ``sqlite:///path``, ``postgresql://user@host/name``, or the caller's own

@@ -1,0 +1,113 @@
+"""What importing the package imports: little; and that every public name is there."""
+
+import importlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import aioloader
+import aioloader.datasets
+
+# What only some programs need, and what they cost.
+LATER = [
+    "adbc_driver_manager",
+    "adbc_driver_postgresql",
+    "adbc_driver_sqlite",
+    "aiofiles",
+    "aioloader._iteration",
+    "aioloader._workers.fork_server",
+    "aioloader._workers.pool",
+    "aioloader.datasets",
+    "aioloader.testing",
+    "asyncpg",
+    "braceexpand",
+    "moto",
+    "numpy.random",
+    "obstore",
+    "orjson",
+    "pandas",
+    "pyarrow",
+    "ray",
+    "sqlite3",
+    "tqdm",
+    "trio",
+    "uvloop",
+    "zstandard",
+]
+# A loader over a sample list needs none of these either.
+NOT_BY_A_LOADER = [name for name in LATER if not name.startswith("aioloader._")]
+NOT_BY_A_LOADER = [name for name in NOT_BY_A_LOADER if name != "numpy.random"]
+
+
+def imported_by(code: str) -> set[str]:
+    """Return the modules that ``code`` imports, beyond those of torch."""
+    script = (
+        "import sys, torch\nbefore = set(sys.modules)\n"
+        f"{code}\nprint(*sorted(set(sys.modules) - before))"
+    )
+    command = [sys.executable, "-c", script]
+    return set(
+        subprocess.run(
+            command, capture_output=True, check=True, text=True
+        ).stdout.split()
+    )
+
+
+def test_importing_the_package() -> None:
+    """No extra, no dataset, no pool: nothing that a name of its own asks for."""
+    found = imported_by("import aioloader")
+    assert not found.intersection(LATER)
+    assert not [name for name in found if name.startswith("torch.")]
+    assert len([name for name in found if name.startswith("aioloader")]) < 50
+
+
+def test_making_and_iterating_a_loader() -> None:
+    """What is installed beside the loader stays out of a program that needs it not."""
+    found = imported_by("import aioloader; list(aioloader.DataLoader([1, 2]))")
+    assert not found.intersection(NOT_BY_A_LOADER)
+
+
+def test_importing_the_datasets() -> None:
+    """Each is imported when its name is used, and its extra when it is made."""
+    found = imported_by("import aioloader.datasets")
+    assert not [name for name in found if name.startswith("aioloader.datasets.")]
+    found = imported_by("from aioloader.datasets import FileDataset, SQLDataset")
+    assert "aioloader.datasets.sql" not in found
+    assert (
+        not found.intersection(NOT_BY_A_LOADER)
+        - {"aiofiles", "sqlite3"}
+        - {
+            "aioloader.datasets",
+            "braceexpand",
+        }
+    )
+
+
+@pytest.mark.parametrize("name", ["aioloader", "aioloader.datasets"])
+def test_every_public_name_is_there(name: str) -> None:
+    """By attribute, by ``dir`` and by ``*``."""
+    module = importlib.import_module(name)
+    for public in module.__all__:
+        assert getattr(module, public) is getattr(module, public)
+        assert public in dir(module)
+    names: dict[str, Any] = {}
+    exec(f"from {name} import *", names)
+    assert set(module.__all__) <= set(names)
+
+
+@pytest.mark.parametrize("module", [aioloader, aioloader.datasets])
+def test_other_names_are_not(module: Any) -> None:
+    """In Python's own words."""
+    with pytest.raises(AttributeError, match=f"'{module.__name__}' has no attribute"):
+        _ = module.DataLaoder
+
+
+def test_names_are_found_anew_in_a_fresh_process() -> None:
+    """Before anything else has imported what they come from."""
+    code = "; ".join(
+        f"import {module.__name__} as m; [getattr(m, name) for name in m.__all__]"
+        for module in (aioloader, aioloader.datasets)
+    )
+    assert imported_by(code)

@@ -1,0 +1,129 @@
+"""Where macOS and Windows lack what Linux has: everything without processes works."""
+
+import subprocess
+import sys
+
+import pytest
+
+# Removed before the package is imported, after what it depends on, and but for what
+# the event loop of this machine needs.
+MACOS = """
+os: memfd_create MFD_CLOEXEC eventfd eventfd_read eventfd_write EFD_NONBLOCK
+os: EFD_CLOEXEC EFD_SEMAPHORE pidfd_open sched_getaffinity sched_setaffinity P_PIDFD
+os: sched_getscheduler sched_setscheduler posix_fadvise posix_fallocate O_TMPFILE
+os: waitid splice copy_file_range getrandom setns unshare
+signal: SIGRTMIN SIGRTMAX SIGPWR SIGPOLL SIGSTKFLT pidfd_send_signal sigtimedwait
+signal: sigwaitinfo
+socket: MSG_CMSG_CLOEXEC SOCK_CLOEXEC SOCK_NONBLOCK MSG_NOSIGNAL AF_NETLINK
+"""
+WINDOWS = """
+os: fork forkpty register_at_fork posix_spawn posix_spawnp killpg getpgid setpgid
+os: setsid getpgrp wait waitpid WNOHANG getuid geteuid getgid getgroups setuid pipe2
+os: mkfifo nice getpriority setpriority sysconf statvfs pread pwrite preadv O_NONBLOCK
+os: O_CLOEXEC O_NOFOLLOW O_DIRECTORY sendfile fchmod chown fork_exec confstr uname
+signal: SIGKILL SIGSTOP SIGCONT SIGUSR1 SIGUSR2 SIGCHLD SIGALRM SIGHUP SIGPIPE
+signal: setitimer pthread_sigmask sigwait pause alarm pthread_kill siginterrupt
+select: poll POLLIN POLLOUT POLLHUP
+socket: SCM_RIGHTS CMSG_LEN CMSG_SPACE MSG_DONTWAIT send_fds recv_fds
+socket: SOCK_SEQPACKET
+mmap: MAP_PRIVATE MAP_SHARED MAP_ANONYMOUS MAP_ANON PROT_READ PROT_WRITE
+"""
+GONE = {"macos": MACOS, "windows": MACOS + WINDOWS}
+BLOCKED = {
+    "macos": [],
+    "windows": ["fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "uvloop"],
+}
+# In another file than the one that is run: `__main__` is sent by value.
+SCRIPT = """
+import asyncio, importlib, sys
+import numpy.random, torch.utils.data, torch.multiprocessing
+import anyio._backends._asyncio, cloudpickle, concurrent.futures.thread
+
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name in {blocked}:
+            raise ModuleNotFoundError(f"no module {{name}} here", name=name)
+
+sys.meta_path.insert(0, Refused())
+for name in {blocked}:
+    sys.modules.pop(name, None)
+for line in {gone!r}.split("\\n"):
+    module, _, names = line.partition(":")
+    for name in names.split():
+        vars(importlib.import_module(module)).pop(name, None)
+import socket
+if {windows}:
+    for name in ("recvmsg", "sendmsg", "recvmsg_into"):
+        setattr(socket.socket, name, property())  # slots of C stay
+
+import aioloader, aioloader.datasets, aioloader.testing
+
+for module in (aioloader, aioloader.datasets, aioloader.testing):
+    for name in module.__all__:
+        getattr(module, name)
+
+class Rows(list):
+    pass
+
+class Coroutines:
+    def __len__(self):
+        return 8
+
+    async def __getitem__(self, index):
+        await asyncio.sleep(0)
+        return index
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+async def collect(loader):
+    async with loader:
+        return [batch.tolist() async for batch in loader]
+
+expected = [[0, 1], [2, 3], [4, 5], [6, 7]]
+for make in (lambda: Rows(range(8)), Coroutines, Stream):
+    for options in (
+        dict(),
+        dict(prefetch_factor=2),
+        dict(timeout=60),
+        dict(num_workers=1, workers="thread"),
+        dict(num_workers=2, workers="thread"),
+        dict(num_workers=2, workers=concurrent.futures.ThreadPoolExecutor(2)),
+    ):
+        if make is Stream and options.get("num_workers") == 2:
+            continue  # as in torch, every worker has all of it
+        loader = aioloader.DataLoader(make(), batch_size=2, **options)
+        found = [batch.tolist() for batch in loader]
+        assert found == expected, (make, options, found)
+        assert asyncio.run(collect(loader)) == expected, (make, options)
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+
+big = torch.arange(1 << 18).view(64, -1)
+batch = next(iter(aioloader.DataLoader(Rows(big), batch_size=32)))  # memory of a slot
+assert torch.equal(batch, big[:32])
+
+for context in (None, "spawn"):
+    try:
+        aioloader.DataLoader(
+            Rows(range(8)), num_workers=2, multiprocessing_context=context
+        )
+    except ValueError as error:
+        assert "workers='thread'" in str(error), error
+    else:
+        raise AssertionError("processes need Linux")
+print("works")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", GONE)
+def test_without_what_only_linux_has(system: str) -> None:
+    """It imports, reads with coroutines and threads, and says what it needs."""
+    script = SCRIPT.format(
+        blocked=BLOCKED[system], gone=GONE[system], windows=system == "windows"
+    )
+    command = [sys.executable, "-W", "error", "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.stdout == "works\n", result.stderr
