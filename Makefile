@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+COMPAT := .venv-compat
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test lint types imports pytest bench gpu format clean
+.PHONY: demo test compat lint types imports pytest bench gpu format clean
 
 demo: $(VENV)/.dev
 	$(BIN)/python examples/train_digits.py
@@ -25,6 +26,11 @@ imports: $(VENV)/.dev
 # three processes for two cores: many tests mostly wait
 pytest: $(VENV)/.dev
 	$(BIN)/pytest -n 3 --dist worksteal
+
+# real packages beside torch's loader, in an environment of their own
+compat: $(COMPAT)/.ready
+	$(COMPAT)/bin/pytest tests/compat --confcutdir=tests/compat -W ignore \
+		-o faulthandler_timeout=600 -p no:cacheprovider
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py
@@ -47,9 +53,16 @@ $(VENV)/.dev: $(BIN)/python $(INPUTS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[objects,arrow,sql,zstd,json]" --group dev
 	touch $@
 
+$(COMPAT)/.ready: $(INPUTS)
+	$(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(COMPAT)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(COMPAT)/bin/python -m pip install --quiet -c constraints.txt -e . --group compat
+	touch $@
+
 $(VENV)/.bench: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group bench
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(COMPAT) .mypy_cache .ruff_cache .pytest_cache .hypothesis

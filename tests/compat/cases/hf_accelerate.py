@@ -133,7 +133,7 @@ def resume(kit: Kit, workers: int, epoch: int, step: int) -> Any:
 
 @cases.add(*[{"dispatch": dispatch} for dispatch in (False, True)])
 def async_datasets(kit: Kit, dispatch: bool) -> Any:
-    """With ours they are read by coroutines; torch's are sync ones of the same values."""
+    """Ours are read by coroutines; torch's are sync, of the same values."""
 
     class Async:
         async def __aiter__(self) -> Any:
@@ -190,6 +190,6 @@ def pair_ranks_twice(kit: Kit) -> Any:
     try:
         kit.prepared(tool, loader)
     except ValueError as error:
-        assert "deals" in str(error)
+        assert "deals them" in str(error)
         return None
     raise AssertionError("dealt twice")
