@@ -1,8 +1,8 @@
 """Hugging Face datasets: map-style and streaming, formats, shuffles, states."""
 
+import importlib
 from typing import Any
 
-import datasets
 from compat.kit import WORKERS, Cases, Kit, plain
 
 cases = Cases()
