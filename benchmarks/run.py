@@ -21,6 +21,7 @@ NAMES = (
     "skew",
     "startup",
     "memory",
+    "fork_threads",
     "tar",
     "objects",
     "sql",

@@ -1,132 +1,180 @@
-"""Start-up: how long does an epoch keep one waiting for its first batch?
+"""Start-up: how long do workers keep one waiting?
 
-From ``iter()`` to the first batch, two workers that do not persist, a trivial dataset
-of small tensors; torch is imported before. The first epoch of a process, which pays for
-what is kept afterwards, and the median of those that follow on the same loader.
+Two workers that do not persist, against torch's loader as everyone writes it:
+
+- ``first batch``: from making a loader to its first batch, in a fresh process;
+- ``second epoch``: all of it, 512 small samples, on the same loader;
+- ``three epochs`` of a script that imports PIL, scipy and scikit-learn at its top, its
+  dataset in ``__main__`` (``startup_script.py``), and the ``whole script``, imports and
+  all;
+- ``four ranks``: the first batch of the last of four processes that begin at once.
 """
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
-import os
-import statistics
+import importlib
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import Dataset
 
 from harness import Contender, Figures, Metric, Options, Question, Target, main
-from layouts import PairRows
 from worker_feeds import WORKERS
 
-# batches of an epoch, of 64 samples; only the first one is timed
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
 BATCHES = 8
 BATCH = 64
-SECONDS = 3.0
-Make = Callable[[Any], Iterable[object]]
+RANKS = 4
+EPOCHS = 9
+SCRIPT = Path(__file__).with_name("startup_script.py")
+MODULES = {"aioloader": "aioloader", "torch": "torch.utils.data"}
 
 
-def torch_loader(
-    dataset: Any, *, start: str, preload: tuple[str, ...] = ()
-) -> Iterable[object]:
-    """Build torch's loader; ``preload`` names what its fork server imports once.
+class Small(Dataset[torch.Tensor]):
+    """Rows that cost nothing to make."""
 
-    Before Python 3.13 that server does not know this script's folder otherwise.
-    """
-    if preload:
-        os.environ["PYTHONPATH"] = str(Path(__file__).parent)
-        multiprocessing.set_forkserver_preload(list(preload))
-    return DataLoader(
-        dataset, BATCH, num_workers=WORKERS, multiprocessing_context=start
-    )
+    def __len__(self) -> int:
+        return BATCHES * BATCH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((64,), index)
 
 
-def ours(dataset: Any, *, warm: bool = False, **settings: Any) -> Iterable[object]:
-    """Build our loader; ``warm`` waits for the template, as a program's start may."""
-    import aioloader  # noqa: PLC0415
-
-    if warm:
-        aioloader.warm_up()
-    loader: Iterable[object] = aioloader.DataLoader(
-        dataset, BATCH, num_workers=WORKERS, **settings
+def make(name: str) -> Iterable[object]:
+    """Make a loader: ``"torch"``, or ``"aioloader forkserver"`` with a start method."""
+    kind, *start = name.split()
+    loader: Iterable[object] = importlib.import_module(MODULES[kind]).DataLoader(
+        Small(),
+        BATCH,
+        num_workers=WORKERS,
+        multiprocessing_context=start[0] if start else None,
     )
     return loader
 
 
-def first_batch(loader: Iterable[object]) -> float:
-    """Time one epoch's first batch, in ms; then let the epoch end."""
+def first_batch(name: str, _: Options) -> Figures:
+    """Time the first batch of a process."""
+    importing = make(name)  # not a part of what is asked
+    del importing
     gc.collect()
     start = time.perf_counter()
-    batches = iter(loader)
+    batches = iter(make(name))
     next(batches)
-    waited = time.perf_counter() - start
-    for _ in batches:
+    return {"ms": (time.perf_counter() - start) * 1e3}
+
+
+def second_epoch(name: str, options: Options) -> Figures:
+    """Time the epochs that follow the first one; the median."""
+    loader = make(name)
+    for _ in loader:
         pass
-    return waited * 1e3
+    seconds = []
+    for _ in range(3 if options.quick else EPOCHS):
+        gc.collect()
+        start = time.perf_counter()
+        count = sum(1 for _ in loader)
+        seconds.append(time.perf_counter() - start)
+        if count != BATCHES:
+            raise RuntimeError(f"{count} batches, {BATCHES} expected")
+    return {"ms": sorted(seconds)[len(seconds) // 2] * 1e3}
 
 
-def run(make: Make, options: Options) -> Figures:
-    loader = make(PairRows(BATCHES * BATCH))
+def script(name: str, _: Options, *, whole: bool) -> Figures:
+    """Run the script in a fresh interpreter."""
     start = time.perf_counter()
-    first = first_batch(loader)
-    later = [first_batch(loader)]
-    enough = SECONDS / (10 if options.quick else 1)
-    while time.perf_counter() < start + enough and len(later) < 30:
-        later.append(first_batch(loader))
-    return {"first": first, "later": statistics.median(later)}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), MODULES[name]],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    took = (time.perf_counter() - start) * 1e3
+    return {"ms": took if whole else float(done.stdout.splitlines()[-1])}
 
 
-# the fork server imports these once; the last ones are this script's own
-PRELOAD = ("torch", "torch.utils.data", "harness", "samples", "workers", "settled")
-RIVALS = {
-    "torch fork": partial(torch_loader, start="fork"),
-    "torch spawn": partial(torch_loader, start="spawn"),
-    "torch forkserver": partial(torch_loader, start="forkserver"),
-    "torch forkserver preloaded": partial(
-        torch_loader, start="forkserver", preload=PRELOAD
-    ),
-}
-OURS = {
-    "aioloader": partial(ours, warm=True),
-    "aioloader fork": partial(ours, multiprocessing_context="fork"),
-}
-EXTRA = {
-    "aioloader cold": ours,
-    "torch forkserver torch only": partial(
-        torch_loader, start="forkserver", preload=("torch",)
-    ),
-}
-
-
-def targets() -> list[Target]:
-    """Promise the same of both epochs, but for the preload, which is paid once."""
-    promised = [
-        Target("aioloader", [rival], ratio, metric)
-        for metric in (0, 1)
-        for rival, ratio in (("torch fork", 1), ("torch spawn", 15))
+def four_ranks(name: str, _: Options) -> Figures:
+    """Start four processes; when all have imported, have them begin at once."""
+    command = [sys.executable, __file__, "--rank", name]
+    ranks = [
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(RANKS)
     ]
-    return [*promised, Target("aioloader", ["torch forkserver preloaded"], 10)]
+    ends = [(rank.stdin, rank.stdout) for rank in ranks]
+    for _, output in ends:
+        if output is None or output.readline() != "ready\n":
+            raise RuntimeError("a rank did not start")
+    for given, _ in ends:
+        if given is not None:
+            given.write("go\n")
+            given.flush()
+    took = [float(output.readline()) for _, output in ends if output is not None]
+    for rank in ranks:
+        rank.communicate()
+    return {"ms": max(took)}
+
+
+def be_rank(name: str) -> None:
+    """Be one of the four: print when ready, and then how long the first batch took."""
+    importing = make(name)
+    del importing
+    gc.collect()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print(first_batch(name, Options())["ms"], flush=True)
+
+
+CASES: dict[str, Callable[..., Figures]] = {
+    "first batch": first_batch,
+    "second epoch": second_epoch,
+    "three epochs": partial(script, whole=False),
+    "whole script": partial(script, whole=True),
+    "four ranks": four_ranks,
+}
+LOADERS = ("aioloader", "torch")
+STARTS = ("forkserver", "spawn")
+
+
+def contenders() -> dict[str, Contender]:
+    """Pair every case with both loaders, and the first ones with start methods."""
+    found: dict[str, Contender] = {}
+    for case, run in CASES.items():
+        names = [*LOADERS]
+        if case in {"first batch", "second epoch"}:
+            names += [f"{one} {start}" for start in STARTS for one in LOADERS]
+        for name in names:
+            found[f"{case}: {name}"] = Contender(
+                partial(run, name),
+                against=f"{case}: torch",
+                max_rounds=100 if name in LOADERS else 3,
+            )
+    return found
 
 
 QUESTION = Question(
     name="startup",
-    text="How long until the first batch of an epoch? Two workers, a trivial dataset",
-    contenders={
-        name: Contender(partial(run, make), against="torch fork", extra=name in EXTRA)
-        for name, make in (OURS | RIVALS | EXTRA).items()
-    },
-    metrics=[
-        Metric("first", "first epoch ms", ",.1f", higher=False),
-        Metric("later", "later epochs ms", ",.1f", higher=False),
-        Metric("rss_mb", "MB", higher=False),
+    text="How long do workers keep one waiting? Two workers that do not persist",
+    contenders=contenders(),
+    metrics=[Metric("ms", "ms", ",.1f", higher=False)],
+    targets=[
+        Target(f"{case}: aioloader", [f"{case}: torch"], round(1 / 1.1, 3))
+        for case in CASES
     ],
-    targets=targets(),
-    rounds=5,
+    rounds=9,
 )
 
+
 if __name__ == "__main__":
-    main(QUESTION)
+    if sys.argv[1:2] == ["--rank"]:
+        be_rank(sys.argv[2])
+    else:
+        main(QUESTION)

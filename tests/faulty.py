@@ -302,3 +302,23 @@ def await_gone(pids: list[int], seconds: float = 20) -> list[int]:
             poll.poll(max(0.0, until - time.monotonic()) * 1000)
             os.close(process)
     return [pid for pid in pids if is_alive(pid)]
+
+
+def workers_by(kind: str) -> dict[str, Any]:
+    """Return the arguments for workers that are threads, or start in this way."""
+    if kind in {"process", "thread"}:
+        return {"workers": kind}
+    return {"multiprocessing_context": kind}
+
+
+def session(leader: int) -> list[int]:
+    """Return the processes of a session."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (entry / "stat").read_text("ascii", "replace")
+        except OSError:
+            continue
+        if int(text.rpartition(")")[2].split()[3]) == leader:
+            found.append(int(entry.name))
+    return found

@@ -12,9 +12,9 @@ from aioloader._observe.stats import LoaderStats
 from aioloader._order.failures import SKIP, Failure
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.retry import Retry
+from aioloader._workers.fork_server import warm_up
 from aioloader._workers.info import WorkerInfo, get_worker_info
 from aioloader._workers.ray_workers import RayWorkers
-from aioloader._workers.template import warm_up
 
 __all__ = [
     "SKIP",

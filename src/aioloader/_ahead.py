@@ -7,17 +7,14 @@ back; if the guess was right, it is drawn for good, and else forgotten.
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
-from aioloader._observe.stats import Counters
 from aioloader._order.epochs import Epochs
 from aioloader._order.permutation import ShuffledIndices
-from aioloader._pipeline.source import HostedSource
-from aioloader._state import Passage
 
 # Above this, drawing a permutation would hold up the consumer for milliseconds.
 _MOST_INDICES = 1 << 18
@@ -45,53 +42,61 @@ def generator_of(sampler: Any) -> torch.Generator:
     return torch.default_generator if generator is None else generator
 
 
-class Ahead:
+class Prepared(Protocol):
+    """An epoch that is made, and not begun: its source gives its batches."""
+
+    source: Any
+
+
+P = TypeVar("P", bound=Prepared)
+
+
+class Ahead(Generic[P]):
     """An epoch that nobody has asked for yet.
 
     Args:
         sampler: What orders it.
         epochs: Which epoch it is; left as it was.
-        make: Makes its source, and tells its pass, given its counters; it may draw
-            from the generator.
+        make: Makes it, given its number; it may draw from the generator.
     """
 
-    def __init__(
-        self,
-        sampler: Any,
-        epochs: Epochs,
-        make: Callable[[Counters], tuple[HostedSource, Passage]],
-    ) -> None:
-        self.counters = Counters()
+    def __init__(self, sampler: Any, epochs: Epochs, make: Callable[[int], P]) -> None:
         self._epochs = epochs
         self._generator = generator_of(sampler)
         self._before = epochs.state(), self._drawn()
-        self.counters.epoch = epochs.begin()
-        self._source, self.passage = make(self.counters)
+        self.prepared = make(epochs.begin())
         # Nobody iterates over it: whoever drops this ends it.
-        self._finalizer = weakref.finalize(self, self._source.run.dismiss)
-        self._source.issue()
+        self._finalizer = weakref.finalize(self, self.prepared.source.run.dismiss)
+        self.prepared.source.issue()
         self._after = self._generator.get_state()
         self._generator.set_state(self._before[1])
         epochs.restore(self._before[0])
 
     def issue(self) -> None:
-        """Issue one request more: one of the epoch before has been taken."""
-        self._source.issue()
+        """Issue one request more: one of the epoch before has been taken.
 
-    def claim(self) -> HostedSource | None:
-        """Return the source, if the epoch is what was guessed; else end it.
+        The last batch may draw: that, too, is for this epoch alone.
+        """
+        now = self._drawn()
+        self._generator.set_state(self._after)
+        self.prepared.source.issue()
+        self._after = self._drawn()
+        self._generator.set_state(now)
 
-        What was drawn for it is drawn for good by then.
+    def claim(self) -> bool:
+        """Tell whether the epoch is what was guessed; else end it.
+
+        What was drawn for it is drawn for good by then, and the epoch is begun.
         """
         state, drawn = self._before
         is_right = state == self._epochs.state() and torch.equal(drawn, self._drawn())
         if not is_right:
             self.dismiss()
-            return None
+            return False
         self._generator.set_state(self._after)
         self._epochs.begin()
         self._finalizer.detach()
-        return self._source
+        return True
 
     def dismiss(self) -> None:
         """Forget it."""

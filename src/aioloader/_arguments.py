@@ -79,11 +79,17 @@ def check_numbers(
     for name, count in (
         ("concurrency", concurrency),
         ("prefetch_device", prefetch_device),
-        ("snapshot_every_n_steps", snapshot_every_n_steps),
     ):
         _check_count(name, count)
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
+    if snapshot_every_n_steps is not None:
+        _check_count("snapshot_every_n_steps", snapshot_every_n_steps)
+        if snapshot_every_n_steps < 0:
+            raise ValueError(
+                "snapshot_every_n_steps must be at least 0 (which, like None, is "
+                f"never), got {snapshot_every_n_steps}"
+            )
 
 
 def check_workers(

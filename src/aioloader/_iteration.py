@@ -1,13 +1,12 @@
 """How a loader's arguments become one iteration: the recipe, the workers, the place."""
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -18,7 +17,7 @@ from aioloader._device.opening import Devices, DeviceSide
 from aioloader._gather import gatherable
 from aioloader._observe.stats import Counters
 from aioloader._order.failures import FailurePolicy
-from aioloader._order.orders import IndexOrder
+from aioloader._order.orders import IndexOrder, StreamOrder
 from aioloader._order.progress import BEGINNING
 from aioloader._order.ranks import Part
 from aioloader._pipeline.epoch import Epoch, Settings, default_window
@@ -28,27 +27,54 @@ from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.recipe import Recipe, nothing_around
 from aioloader._pipeline.roles import Pool
 from aioloader._pipeline.source import HostedSource, Patience
+from aioloader._pipeline.turns import Turns
 from aioloader._pipeline.work import Work
 from aioloader._state import Draft, Passage, own_state, resumed
+from aioloader._state_datasets import note_first, snapshot_every
 from aioloader._state_fit import readers_of, reads_in_workers
 from aioloader._transport.locked import Locker
 from aioloader._transport.slots import SlotPool
 from aioloader._workers.executors import ExecutorWorkers
 from aioloader._workers.info import be_at_sample
+from aioloader._workers.keyed import seed_batch
+from aioloader._workers.launch import Servers
 from aioloader._workers.lease import Pools
+from aioloader._workers.pool import Tally
 from aioloader._workers.process_lease import ProcessLease
 from aioloader._workers.ray_lease import lease_actors
 from aioloader._workers.ray_workers import RayWorkers
 from aioloader._workers.seeds import BatchKeys, SampleKeys, seed_sample, swapped_in
-from aioloader._workers.shipment import Shipment, Surroundings
-from aioloader._workers.start import start_pool
+from aioloader._workers.shipment import Shipment
+from aioloader._workers.start import start_method, start_pool
 from aioloader._workers.threads import KeyedHere, ThreadWorkers
 from aioloader.datasets.streams import Stream
-from aioloader.protocols import Kind, is_async_function
+from aioloader.protocols import Kind, is_async_function, reads_async
 
 if TYPE_CHECKING:
     from aioloader._loader import DataLoader
     from aioloader._pipeline.iterator import BatchIterator
+
+
+Source: TypeAlias = InlineSource | GatherSource | HostedSource
+
+
+@dataclass(eq=False)
+class Prepared:
+    """One iteration, made and not begun.
+
+    Attributes:
+        source: Gives its batches.
+        passage: Its pass over the dataset.
+        counters: What the source counts.
+        policy: What becomes of failed samples.
+        epochs: How epochs were counted before it, and are when it is begun.
+    """
+
+    source: Source
+    passage: Passage
+    counters: Counters
+    policy: FailurePolicy
+    epochs: tuple[Any, Any] = (None, None)
 
 
 class Live:
@@ -65,8 +91,12 @@ class Live:
         self.passage: Passage | None = None  # the latest
         self.loaded = loaded  # a state for the next iteration
         self.drafted: Callable[[], Draft | None] = _nothing
+        # The pass of an iterator that holds workers, and was not asked for a batch yet.
+        self.prepared: Callable[[], Passage | None] = _nothing
+        self.servers = Servers()
+        self.tally = Tally()
         self._base_seed: int | None = None  # of workers that persist
-        self._ahead: Ahead | None = None
+        self._ahead: Ahead[Prepared] | None = None
         self._guesses_wrong = False
 
     def draft(self, loader: "DataLoader[Any]") -> Draft:
@@ -89,31 +119,46 @@ class Live:
         self,
         loader: "DataLoader[Any]",
         draft: Draft | None,
-        counters: Counters,
         *,
         is_async: bool,
-    ) -> InlineSource | GatherSource | HostedSource:
+    ) -> Source:
         """Make the source of one iteration, when its first batch is asked for.
 
         Args:
             loader: Whose arguments count.
             draft: What was drawn for it; None if a state had been loaded.
-            counters: Of this iteration.
             is_async: Whether the consumer is a task.
         """
-        ahead = self.claim_ahead(counters) if self.loaded is None else None
-        if ahead is not None:
-            return ahead
+        return self.commit(loader, self.prepare(loader, draft, is_async=is_async))
+
+    def prepare(
+        self, loader: "DataLoader[Any]", draft: Draft | None, *, is_async: bool
+    ) -> "Prepared":
+        """Make the source of one iteration; it counts as begun with ``commit``."""
         before = loader._epochs.state()
         try:
-            passage = self._passage(loader, draft)
-            counters.epoch = passage.epoch
-            source = self.begin(loader, passage, counters, is_async=is_async)
-        except BaseException:
+            prepared = self._claim_ahead() if self.loaded is None else None
+            if prepared is None:
+                passage = self._passage(loader, draft)
+                prepared = self.begin(loader, passage, is_async=is_async)
+            else:
+                note_first(loader, prepared.passage, self.passage)
+            order = loader._epochs.state()
+        finally:
             loader._epochs.restore(before)  # it is not begun, and may be tried again
-            raise
-        self.passage, self.counters, self.loaded = passage, counters, None
-        return source
+        prepared.epochs = before, order
+        self.prepared = weakref.ref(prepared.passage)
+        return prepared
+
+    def commit(self, loader: "DataLoader[Any]", prepared: "Prepared") -> Source:
+        """Begin the iteration that was prepared."""
+        before, after = prepared.epochs
+        if loader._epochs.state() == before:  # nobody has chosen another meanwhile
+            loader._epochs.restore(after)
+        self.passage, self.policy = prepared.passage, prepared.policy
+        self.counters, self.loaded = prepared.counters, None
+        self.prepared = _nothing
+        return prepared.source
 
     def _passage(self, loader: "DataLoader[Any]", draft: Draft | None) -> Passage:
         """Return the pass that is to begin, or to go on."""
@@ -121,59 +166,63 @@ class Live:
         if saved is None and self.passage is not None and self.passage.is_untouched():
             saved = self.passage.saved  # nothing came of it
         if saved is not None:
+            self.pools.drop()  # as torchdata's, workers begin from the state
             passage = resumed(loader, saved, self.draft)
             self._base_seed = passage.base_seed
             return passage
         draft = draft or self.draft(loader)
         epoch = loader._epochs.begin()
-        return Passage.begun(epoch, draft, BEGINNING, readers_of(loader))
+        passage = Passage.begun(epoch, draft, BEGINNING, readers_of(loader))
+        note_first(loader, passage, self.passage)
+        return passage
 
     def begin(
-        self,
-        loader: "DataLoader[Any]",
-        passage: Passage,
-        counters: Counters,
-        *,
-        is_async: bool,
-    ) -> InlineSource | GatherSource | HostedSource:
+        self, loader: "DataLoader[Any]", passage: Passage, *, is_async: bool
+    ) -> "Prepared":
         """Make the source of one pass over the dataset."""
+        counters = Counters(epoch=passage.epoch)
+        policy = FailurePolicy(loader.on_error, loader.max_failures)
         tensors = _gathered(loader)
         if tensors is not None and isinstance(passage.order, IndexOrder):
             chunks = passage.order.chunks(passage.bookmark.done)
-            return GatherSource(tensors, _plan(loader, passage, chunks), counters)
-        self.policy = FailurePolicy(loader.on_error, loader.max_failures)
+            gather = GatherSource(tensors, _plan(loader, passage, chunks), counters)
+            return Prepared(gather, passage, counters, policy)
         self.homes.lifespan = loader.lifespan
-        recipe = _recipe(loader, self, passage)
+        recipe = _recipe(loader, self, passage, policy)
         side = _device_side(loader, self.devices)
         settings = _settings(loader, side, is_async=is_async)
         locker = self.slots.locker = side.locker if side else None
-        pool = _pool(loader, self, recipe, passage.base_seed, locker)
+        pool = _pool(loader, self, recipe, passage, locker)
         make_stage = partial(side.stage, epoch=passage.epoch) if side else None
         bookmark = passage.bookmark
         batches = passage.order.batches(bookmark.done, bookmark.states.get(0))
-        plan = _plan(loader, passage, batches)
+        turns = None
+        if readers_of(loader) > 1 and not loader.in_order:
+            turns = Turns(readers_of(loader), bookmark.done)
+            assert isinstance(passage.order, StreamOrder)
+            batches = passage.order.batches_of(turns)
+        plan = _plan(loader, passage, batches, turns)
         source = Epoch(recipe, plan, counters, settings).start(
             self.homes, pool, make_stage
         )
+        if isinstance(source, HostedSource):  # reads ahead: what it has read is no sign
+            passage.reads_ahead = True
         if isinstance(source, HostedSource) and self._may_look_ahead(loader):
             # A source does not keep the loader, of which it may be a part.
             source.when_exhausted = partial(_look_ahead, weakref.ref(loader))
-        return source
+        return Prepared(source, passage, counters, policy)
 
     # -- the next epoch of persistent workers -------------------------------------
 
-    def claim_ahead(self, counters: Counters) -> HostedSource | None:
+    def _claim_ahead(self) -> "Prepared | None":
         """Return the epoch that was begun ahead, if it is the one that is wanted."""
         ahead, self._ahead = self._ahead, None
-        source = ahead.claim() if ahead is not None else None
-        if source is not None and ahead is not None:
-            counters.epoch = ahead.counters.epoch
-            source.count_in(counters)
-            self.passage = ahead.passage
-            self.counters, self.policy = counters, source.run.recipe.policy
-        elif ahead is not None:
-            self._guesses_wrong = True  # it would be in vain again
-        return source
+        if ahead is None:
+            return None
+        if not ahead.claim():
+            self._guesses_wrong = True  # it would be wrong again
+            return None
+        return ahead.prepared
 
     def look_ahead(self, loader: "DataLoader[Any]") -> None:
         """Have persistent workers make one batch more of the next epoch."""
@@ -181,16 +230,11 @@ class Live:
             self._ahead.issue()
             return
 
-        def make(counters: Counters) -> tuple[HostedSource, Passage]:
-            policy = self.policy
+        def make(epoch: int) -> Prepared:
             order, seed = loader._sampling.order({}), self._base_seed or 0
             draft = Draft(seed, order, own_state(loader))
-            epoch, readers = counters.epoch, readers_of(loader)
-            passage = Passage.begun(epoch, draft, BEGINNING, readers)
-            source = self.begin(loader, passage, counters, is_async=False)
-            self.policy = policy
-            assert isinstance(source, HostedSource)
-            return source, passage
+            passage = Passage.begun(epoch, draft, BEGINNING, readers_of(loader))
+            return self.begin(loader, passage, is_async=False)
 
         sampler = loader._sampling.index_sampler
         self._ahead = Ahead(sampler, loader._epochs, make)
@@ -257,13 +301,14 @@ def _settings(
     )
 
 
-def _plan(loader: "DataLoader[Any]", passage: Passage, batches: Any) -> Plan:
-    expected = None
-    if loader._kind is Kind.MAP:
-        with contextlib.suppress(TypeError, NotImplementedError):
-            expected = loader._sampling.length(loader.dataset)
+def _plan(
+    loader: "DataLoader[Any]",
+    passage: Passage,
+    batches: Any,
+    turns: Turns | None = None,
+) -> Plan:
     is_stream = loader._kind is not Kind.MAP
-    return Plan(batches, passage.progress, passage.bookmark, is_stream, expected)
+    return Plan(batches, passage.progress, passage.bookmark, is_stream, turns)
 
 
 def _gathered(loader: "DataLoader[Any]") -> tuple[torch.Tensor, ...] | None:
@@ -285,28 +330,29 @@ def _dealt(loader: "DataLoader[Any]") -> Any:
     return loader.dataset
 
 
-def _recipe(loader: "DataLoader[Any]", live: Live, passage: Passage) -> Recipe:
+def _recipe(
+    loader: "DataLoader[Any]", live: Live, passage: Passage, policy: FailurePolicy
+) -> Recipe:
     collate_fn = loader.collate_fn
     pins = not loader.num_workers and _pins(loader)
     make_keys = SampleKeys if loader.rng == "sample" else BatchKeys
     is_keyed = arguments.draws_by_key(loader.rng, loader.num_workers)
     keys = make_keys(passage.base_seed, passage.epoch, loader._sampling.part)
-    is_ours = isinstance(loader.dataset, Stream)
     return Recipe(
         _dealt(loader),
         loader.transform,
         arguments.pinning(collate_fn) if pins else collate_fn,
         batched=loader._auto_collation,
-        policy=live.policy,
+        policy=policy,
         epoch=passage.epoch,
         retry=loader.retry,
         pool=live.slots,
         around=_around(loader) if is_keyed else nothing_around,
+        reseed=seed_batch if is_keyed and not loader.num_workers else None,
         seed=be_at_sample if loader.num_workers else seed_sample,
         keys=keys if is_keyed else None,
         part=_part_of_stream(loader),
-        # Of a stream it costs little, and could not be moved to other ranks else.
-        snapshot_every=1 if is_ours else loader.snapshot_every_n_steps,
+        snapshot_every=snapshot_every(loader),
         keeps_step=loader._sampling.part.world_size > 1,
     )
 
@@ -331,7 +377,7 @@ def _pool(
     loader: "DataLoader[Any]",
     live: Live,
     recipe: Recipe,
-    base_seed: int,
+    passage: Passage,
     locker: Locker | None,
 ) -> Pool | None:
     """Return what makes the batches, or None if that is done here."""
@@ -340,7 +386,8 @@ def _pool(
     reads = reads_in_workers(loader)
     if not reads and recipe.collates_async:
         return None  # nothing is left that is not for the loop
-    shipment = _shipment(loader, recipe, base_seed, reads=reads)
+    base_seed = passage.base_seed
+    shipment = _shipment(loader, recipe, passage, reads=reads)
     if isinstance(loader.workers, Executor):
         return ExecutorWorkers(loader.workers, shipment)
     if loader.workers == "thread":
@@ -353,13 +400,35 @@ def _pool(
     if isinstance(loader.workers, RayWorkers):
         keep = loader.persistent_workers
         return lease_actors(live.pools, loader.workers, shipment, keep=keep)
-    surroundings, context = Surroundings(), loader.multiprocessing_context
-    start = partial(start_pool, shipment, surroundings, context, locker)
+    start = partial(
+        start_pool, shipment, method_of(loader), live.servers, locker, live.tally
+    )
     return ProcessLease(live.pools, start, reads=reads, keep=loader.persistent_workers)
 
 
+def method_of(loader: "DataLoader[Any]") -> str:
+    """Return how the worker processes of ``loader`` start."""
+    context, dataset = loader.multiprocessing_context, loader.dataset
+    is_async = loader._kind is Kind.ASYNC_ITERABLE or (
+        loader._kind is Kind.MAP and reads_async(dataset)
+    )
+    functions = loader.transform, loader.collate_fn
+    is_plain = not (is_async or any(map(is_async_function, functions)))
+    return start_method(context, is_plain=is_plain)
+
+
+def starts_at_iter(loader: "DataLoader[Any]", *, is_async: bool) -> bool:
+    """Tell whether an iterator holds worker processes from the beginning, as torch's.
+
+    To fork is nothing that could be done later, or in another thread. The rest would
+    hold up the event loop of an async consumer.
+    """
+    is_process = loader.num_workers > 0 and loader.workers == "process"
+    return is_process and (not is_async or method_of(loader) == "fork")
+
+
 def _shipment(
-    loader: "DataLoader[Any]", recipe: Recipe, base_seed: int, *, reads: bool
+    loader: "DataLoader[Any]", recipe: Recipe, passage: Passage, *, reads: bool
 ) -> Shipment:
     """Return what workers are told."""
     transform = loader.transform
@@ -381,7 +450,7 @@ def _shipment(
         reads=reads,
         worker_init_fn=loader.worker_init_fn,
         num_workers=loader.num_workers,
-        base_seed=base_seed,
+        base_seed=passage.base_seed,
         rng=loader.rng or "batch",
         concurrency=loader.concurrency,
         window=per_worker,
@@ -390,4 +459,5 @@ def _shipment(
         snapshot_every=recipe.snapshot_every,
         keeps_step=recipe.keeps_step,
         lifespan=loader.lifespan if reads else None,
+        datasets=passage.bookmark.datasets,
     )

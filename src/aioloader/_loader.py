@@ -14,8 +14,8 @@ from typing_extensions import TypeVar
 from aioloader import _arguments as arguments
 from aioloader._collate import default_collate, default_convert
 from aioloader._device.accelerator import accelerator_for
-from aioloader._iteration import Live
-from aioloader._observe.stats import Counters, LoaderStats
+from aioloader._iteration import Live, method_of, starts_at_iter
+from aioloader._observe.stats import LoaderStats
 from aioloader._order.epochs import Epochs
 from aioloader._order.failures import (
     Failure,
@@ -26,14 +26,16 @@ from aioloader._order.ranks import Tail
 from aioloader._order.retry import Retry
 from aioloader._pipeline.iterator import BatchIterator
 from aioloader._pipeline.lifespan import MakeLifespan
+from aioloader._pipeline.source import HostedSource
 from aioloader._ranks import Rank, Ranks
 from aioloader._sampling import Sampling
 from aioloader._state import state_of
 from aioloader._state_fit import State, check
+from aioloader._state_shape import sealed, unsealed
 from aioloader._torch_face import TorchLoader, dataset_kind
 from aioloader._warnings import warn
+from aioloader._workers.fork_server import warm_fork_server
 from aioloader._workers.seeds import Rng
-from aioloader._workers.template import warm_template
 from aioloader.protocols import Kind, kind_of
 
 Batch = TypeVar("Batch", default=Any)
@@ -73,7 +75,9 @@ class DataLoader(TorchLoader[Batch]):
         persistent_workers: Keep workers between epochs.
         pin_memory_device: Deprecated, as in torch.
         in_order: Deliver batches in the sampler's order, else as they complete.
-        snapshot_every_n_steps: How often a stateful iterable is asked for its state.
+        snapshot_every_n_steps: How often a stateful iterable is asked for its state;
+            what is between is read again; 0 or ``None``: only at first. Positions are
+            exact in any case. A map-style one is asked after each batch.
         transform: Sample to sample, before collating; may be async.
         concurrency: Samples in flight on the loop.
         device: Where batches are delivered, such as ``"cuda:1"``: moved there ahead, on
@@ -130,7 +134,7 @@ class DataLoader(TorchLoader[Batch]):
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
-        snapshot_every_n_steps: int = 1,
+        snapshot_every_n_steps: int | None = 1,
         transform: Callable[[Any], Any] | None = None,
         concurrency: int = 64,
         device: Any = None,
@@ -240,8 +244,8 @@ class DataLoader(TorchLoader[Batch]):
         self._epochs = Epochs(sampling.index_sampler)
         self._reported_length: int | None = None
         self._live = Live(dataset)
-        if num_workers and workers == "process" and multiprocessing_context is None:
-            warm_template()
+        if num_workers and workers == "process" and method_of(self) == "forkserver":
+            warm_fork_server()
         self.__initialized = True  # from here on torch's __setattr__ guards samplers
 
     def __getstate__(self) -> dict[str, Any]:
@@ -293,13 +297,20 @@ class DataLoader(TorchLoader[Batch]):
             live.pools.close()
         draft = None if live.loaded is not None else live.draft(self)
         seed = draft.base_seed if draft is not None else (live.loaded or {}).get("seed")
-        counters = Counters()
-        # Not before it is begun: an iterator that is dropped unused is no epoch.
-        start = partial(live.start, self, draft, counters, is_async=is_async)
+        if not starts_at_iter(self, is_async=is_async):
+            # Not before it is begun: an iterator that is dropped unused is no epoch.
+            start = partial(live.start, self, draft, is_async=is_async)
+            prepared = None
+        else:
+            made = live.prepare(self, draft, is_async=is_async)
+            start, prepared = partial(live.commit, self, made), made.source
+            seed = made.passage.base_seed
         iterator: BatchIterator[Batch] = BatchIterator(
-            start, counters, self.__len__, self._reported_length, seed
+            start, self.__len__, self._reported_length, seed, prepared
         )
         self._live.open.add(iterator)
+        if isinstance(prepared, HostedSource):
+            prepared.open(fills=not is_async)
         return iterator
 
     # -- its state ----------------------------------------------------------------
@@ -311,8 +322,8 @@ class DataLoader(TorchLoader[Batch]):
         thread. It is ready for JSON where the states of the user's own parts are.
         """
         if self._live.loaded is not None:
-            return copy.deepcopy(self._live.loaded)
-        return state_of(self, self._live.passage)
+            return sealed(copy.deepcopy(self._live.loaded))
+        return sealed(state_of(self, self._live.passage))
 
     def load_state_dict(self, state: State) -> None:
         """Let the next iteration begin where ``state_dict`` was called.
@@ -325,6 +336,7 @@ class DataLoader(TorchLoader[Batch]):
         if state == {}:
             return
         self._sampling.settle()
+        state = unsealed(state)
         check(self, state)
         if any(iterator.is_under_way() for iterator in self._live.open):
             warn("an iteration is under way: the state takes effect with the next one")
@@ -342,6 +354,8 @@ class DataLoader(TorchLoader[Batch]):
             waited=counters.waited,
             in_flight=counters.in_flight,
             failures=self._live.policy.count,
+            worker_deaths=self._live.tally.deaths,
+            worker_restarts=self._live.tally.restarts,
         )
 
     @property
@@ -382,6 +396,7 @@ class DataLoader(TorchLoader[Batch]):
         self._live.forget_ahead()
         self._live.homes.release()
         self._live.pools.close()
+        self._live.servers.close()
 
     async def aclose(self) -> None:
         """End all iterations and release what they hold, without blocking the loop."""
@@ -390,3 +405,4 @@ class DataLoader(TorchLoader[Batch]):
         self._live.forget_ahead()
         await self._live.homes.release_async()
         await self._live.pools.aclose()
+        self._live.servers.close()

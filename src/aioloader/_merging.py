@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from aioloader._state_fit import VERSION, State
-from aioloader._state_shape import check_shape
+from aioloader._state_shape import check_shape, sealed, unsealed
 from aioloader.datasets._streams.states import merge_states as merge_streams
 from aioloader.errors import StateMismatchError
 
@@ -29,13 +29,13 @@ def merge_states(states: Iterable[State]) -> State:
             streams are missing.
         ValueError: If there is none.
     """
-    states = list(states)
+    states = [unsealed(state) for state in states]
     if not states:
         raise ValueError("there are no states to merge")
     for state in states:
         check_shape(state, VERSION)
     for key in _ALIKE:
-        _check_alike(states, key, states[0][key])
+        _check_alike(states, key, states[0].get(key))
     epoch = min(state["epoch"] for state in states)
     going = [state for state in states if state["epoch"] == epoch]
     over = [state for state in states if state["epoch"] != epoch]
@@ -49,7 +49,7 @@ def merge_states(states: Iterable[State]) -> State:
         merged["states"] = {
             reader: _merged(reader, going, over) for reader in merged["states"]
         }
-    return merged
+    return sealed(merged)
 
 
 def _merged(reader: str, going: Sequence[State], over: Sequence[State]) -> Any:

@@ -7,7 +7,7 @@ tells nothing of workers, prefetch, places or hosts, so it can be loaded with ot
 import copy
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,14 @@ from torch.utils.data import RandomSampler
 from aioloader._order.generators import packed, unpacked
 from aioloader._order.orders import Order, described, drawing_part_of, seeds_itself
 from aioloader._order.progress import Bookmark, Progress
-from aioloader._pipeline.position import STATES, is_read_again
+from aioloader._state_datasets import (
+    Firsts,
+    datasets_of,
+    first_states,
+    note_first,
+    read_again,
+    restore_datasets,
+)
 from aioloader._state_fit import (
     VERSION,
     State,
@@ -25,7 +32,8 @@ from aioloader._state_fit import (
     readers_of,
 )
 from aioloader._warnings import warn
-from aioloader.protocols import Kind, is_stateful
+from aioloader.datasets.streams import Stream
+from aioloader.protocols import Kind
 
 if TYPE_CHECKING:
     from aioloader._loader import DataLoader
@@ -60,6 +68,9 @@ class Passage:
         generator: The user's generator behind the draw of the base seed, if it is not
             the order's too.
         saved: The state that it goes on from, if there was one.
+        first: What the readers of an iterable begin with, if it has a state.
+        first_datasets: What copies of a map-style dataset begin with, if it has one.
+        reads_ahead: Whether samples are read before their batch is asked for.
     """
 
     epoch: int
@@ -69,6 +80,9 @@ class Passage:
     progress: Progress
     generator: torch.Tensor | None = None
     saved: State | None = None
+    first: Firsts = field(default_factory=dict)
+    first_datasets: Firsts = field(default_factory=dict)
+    reads_ahead: bool = False
     _head: State | None = None
 
     @classmethod
@@ -83,7 +97,8 @@ class Passage:
 
     def is_untouched(self) -> bool:
         """Tell whether nothing was delivered yet."""
-        is_there = self.progress.bookmark() == self.bookmark
+        now, then = self.progress.bookmark(), self.bookmark
+        is_there = (now.done, now.beyond) == (then.done, then.beyond)
         return is_there and not self.progress.is_over()
 
     def head(self, loader: "DataLoader[Any]") -> State:
@@ -110,6 +125,8 @@ def state_of(loader: "DataLoader[Any]", passage: Passage | None) -> State:
         passage: Its latest pass; None if it has begun none.
     """
     if passage is None or passage.progress.is_over():
+        passage = loader._live.prepared() or passage
+    if passage is None or passage.progress.is_over():
         state = {"version": VERSION, **identity(loader), **_between(loader, passage)}
     else:
         bookmark = passage.progress.bookmark()
@@ -119,10 +136,9 @@ def state_of(loader: "DataLoader[Any]", passage: Passage | None) -> State:
             "order": {**head["order"]},
             "done": bookmark.done,
             "beyond": sorted(bookmark.beyond) if bookmark.beyond else [],
-            "states": {str(k): one for k, one in bookmark.states.items()},
+            "states": _by_name({**passage.first, **bookmark.states}),
         }
-    if loader._kind is Kind.MAP and is_stateful(loader.dataset):
-        state["dataset"] = copy.deepcopy(loader.dataset.state_dict())
+    state["datasets"] = datasets_of(loader, passage)
     if loader.generator is None:
         state["default"] = _fingerprint()
     return state
@@ -140,20 +156,21 @@ def _fingerprint() -> int:
 def _between(loader: "DataLoader[Any]", passage: Passage | None) -> State:
     """Return the state before an epoch: nothing of it was drawn yet."""
     epochs = loader._epochs
-    state: State = {"epoch": epochs.next, "done": 0, "beyond": [], "states": {}}
+    first = first_states(loader, passage)
+    state: State = {"epoch": epochs.next, "done": 0, "beyond": []}
     drafted = loader._live.drafted()
     if drafted is not None:  # an iterator was made, and has not begun
         state["seed"] = drafted.base_seed
     elif passage is not None and loader._live.pools.has_kept():
         state["seed"] = passage.base_seed
     if passage is not None:
-        # Who has a state may know of epochs; of streams, other ranks may have more of
-        # this one: see ``merge_states``.
-        last = dict(passage.progress.bookmark().states)
         end = getattr(passage.order, "end", None)
-        if end is not None:
-            last[0] = end
-        state["last"] = {str(k): one for k, one in last.items()}
+        if end is not None:  # of a sampler with a state, which may know of epochs
+            first = {0: {**end, "is_over": True}}
+        # Other ranks may have more of this stream: see ``merge_states``.
+        if isinstance(loader.dataset, Stream):
+            state["last"] = _by_name(passage.progress.bookmark().states)
+    state["states"] = _by_name(first)
     if loader._kind is Kind.MAP:
         state["order"] = described(loader._sampling.index_sampler)
         if drafted is not None:
@@ -199,10 +216,10 @@ def resumed(
     is_between = not (state["done"] or state["beyond"])
     if not is_between and state.get("default") != _fingerprint():
         _draw_as_before(loader, state)
-    if "dataset" in state:
-        loader.dataset.load_state_dict(state["dataset"])
-    bookmark = bookmark_of(state)
+    datasets = restore_datasets(loader, state)
+    bookmark = bookmark_of(state, datasets)
     if "seed" not in state:
+        bookmark = _restore_sampler(loader, bookmark)
         draft = draw(loader)
     else:
         saved = loader._sampling.order(order)
@@ -211,7 +228,17 @@ def resumed(
         _warn_of_reading_again(loader, bookmark)
     passage = Passage.begun(state["epoch"], draft, bookmark, readers_of(loader))
     passage.saved = state
+    note_first(loader, passage, None)
     return passage
+
+
+def _restore_sampler(loader: "DataLoader[Any]", bookmark: Bookmark) -> Bookmark:
+    """Give a sampler its state behind an epoch, before it is iterated for the next."""
+    one = bookmark.states.get(0, {})
+    if loader._kind is not Kind.MAP or "sampler" not in one:
+        return bookmark
+    loader._sampling.index_sampler.load_state_dict(copy.deepcopy(one["sampler"]))
+    return replace(bookmark, states={})
 
 
 def own_state(loader: "DataLoader[Any]") -> torch.Tensor | None:
@@ -243,7 +270,7 @@ def _draw_as_before(loader: "DataLoader[Any]", state: State) -> None:
 
 def _warn_of_reading_again(loader: "DataLoader[Any]", bookmark: Bookmark) -> None:
     """Say what it costs to resume a stream that has no state of its own."""
-    again = sum(one["read"] for one in bookmark.states.values() if is_read_again(one))
+    again = read_again(bookmark)
     if again:
         warn(
             f"{type(loader.dataset).__name__} has no state_dict(): its first {again:,} "
@@ -252,19 +279,17 @@ def _warn_of_reading_again(loader: "DataLoader[Any]", bookmark: Bookmark) -> Non
         )
 
 
-def bookmark_of(state: State) -> Bookmark:
-    """Return where the epoch of a state begins."""
-    states = {int(reader): one for reader, one in state["states"].items()}
-    for reader, one in (state.get("last") or {}).items():
-        if _knows_of_epochs(one):
-            states[int(reader)] = {**one, "is_over": True}
-    return Bookmark(state["done"], frozenset(state["beyond"]), states)
+def bookmark_of(state: State, datasets: Firsts) -> Bookmark:
+    """Return where the epoch of a state begins.
 
-
-def _knows_of_epochs(last: Any) -> bool:
-    """Tell whether the state behind an epoch is to be given to what begins the next.
-
-    Streams of ours are told which epoch it is.
+    Args:
+        state: The state.
+        datasets: States of the copies of a map-style dataset, by worker.
     """
-    is_ours = "streams" in (last.get("dataset") or ())
-    return not is_ours and any(name in last for name in ("sampler", *STATES))
+    states = {int(reader): one for reader, one in state["states"].items()}
+    return Bookmark(state["done"], frozenset(state["beyond"]), states, datasets)
+
+
+def _by_name(states: Firsts) -> State:
+    """Return states by the number of their reader, as JSON has it."""
+    return {str(reader): one for reader, one in states.items()}

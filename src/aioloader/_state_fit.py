@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aioloader._loader import DataLoader
 
 State: TypeAlias = dict[str, Any]
-VERSION = 1
+VERSION = 2
 
 
 def check(loader: "DataLoader[Any]", state: State) -> None:

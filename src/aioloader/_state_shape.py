@@ -11,6 +11,50 @@ from aioloader._order.generators import is_packed
 from aioloader.errors import StateMismatchError
 
 _KEYS = ("kind", "epoch", "done", "beyond", "states")
+# All keys of a state; the parts are mappings whose own keys depend on the moment.
+_WHOLE = (
+    "version",
+    "kind",
+    "length",
+    "batch_size",
+    "readers",
+    "ranks",
+    "epoch",
+    "seed",
+    "done",
+    "beyond",
+    "default",
+)
+_PARTS = ("order", "generator", "generators", "states", "last", "datasets")
+
+
+def sealed(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with all keys, each part in a tuple of one (empty: of none).
+
+    ``torch.distributed.checkpoint`` restores what a fresh loader has keys for, and
+    looks into mappings, but saves a tuple as one value.
+    """
+    whole = {key: state.get(key) for key in _WHOLE}
+    parts = {key: (state[key],) if state.get(key) else () for key in _PARTS}
+    return {**whole, **parts}
+
+
+def unsealed(state: Any) -> Any:
+    """Return what ``sealed`` was given; what is no state, as it is.
+
+    Raises:
+        StateMismatchError: If a part is none.
+    """
+    if not isinstance(state, Mapping) or "version" not in state:
+        return state
+    found = {key: one for key, one in state.items() if one is not None}
+    for key in set(_PARTS) & set(found):
+        part = found.pop(key)
+        if not isinstance(part, (list, tuple)) or len(part) > 1:
+            _refuse(key, f"is no part of a state: {_shown(part)}")
+        if part or key == "states":
+            found[key] = part[0] if part else {}
+    return found
 
 
 def check_shape(state: Any, version: int) -> None:
@@ -27,13 +71,14 @@ def check_shape(state: Any, version: int) -> None:
     for key in ("epoch", "done"):
         _check_count(key, state[key])
     _check_beyond(state["beyond"], state["done"])
-    for key in ("states", "order", "generators", "last"):
+    for key in ("states", "order", "generators", "last", "datasets"):
         if not isinstance(state.get(key, {}), Mapping):
             _refuse(key, f"is no dict: {_shown(state[key])}")
     for name, packed in _generators(state):
         if not is_packed(packed):
             _refuse(name, f"is no state of a generator: {_shown(packed)}")
     _check_readers(state)
+    _check_datasets(state.get("datasets", {}))
     if state["done"] or state["beyond"]:
         _check_drawn(state)
 
@@ -87,6 +132,13 @@ def _check_readers(state: Any) -> None:
             _check_count(f"{name}.{key}", one.get(key, 0))
         if one.get("skip", 0) > one.get("read", 0):
             _refuse(name, f"skips {one['skip']} of {one['read']} samples")
+
+
+def _check_datasets(datasets: Any) -> None:
+    """Check of whose map-style dataset the states are: the loader's, or workers'."""
+    names = set(map(str, datasets))
+    if names and names != {"loader"} and names != set(map(str, range(len(datasets)))):
+        _refuse("datasets", f"is of {_shown(sorted(names))}")
 
 
 def _check_drawn(state: Any) -> None:

@@ -18,8 +18,7 @@ import torch
 import uvloop  # noqa: F401  (each training would import it)
 
 from aioloader import DataLoader, get_worker_info, warm_up
-from aioloader._workers import serve as _template  # noqa: F401  (this too)
-from aioloader._workers.nursery import number_of_threads
+from aioloader._workers.supervisor import number_of_threads
 from aioloader.datasets import JSONLinesDataset
 
 SAMPLES, BATCH, EPOCHS, SHARDS = 48, 4, 3, 6
@@ -166,7 +165,7 @@ def train(variant: str, folder: Path, report: int) -> None:
 def run_in_fork(
     _program: str, arguments: list[str], _environment: dict[str, str]
 ) -> int:
-    """Run the command of the template as ``posix_spawn`` would, without its imports."""
+    """Run the fork server as ``posix_spawn`` would, without its imports."""
     child = os.fork()
     if child == 0:
         try:

@@ -133,6 +133,7 @@ def hooked(at: int, hook: Any, **options: Any) -> tuple[Hooked, Any]:
         batch_size=4,
         transform=dataset.transform,
         collate_fn=dataset.collate,
+        lifespan=lambda dataset: dataset,
         **options,
     )
     return dataset, loader

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aioloader import DataLoader
-from aioloader._workers.template import template_in_use, warm_up
+from aioloader._workers.fork_server import fork_server_in_use
 from aioloader.errors import WorkerDiedError
 from faulty import (
     ALL_OUTCOMES,
@@ -32,6 +32,7 @@ from faulty import (
     workers_of,
 )
 
+SERVED: dict[str, Any] = {"multiprocessing_context": "forkserver"}
 ENDS = [kill_itself, segfault, leave, exit_politely]
 
 
@@ -184,14 +185,14 @@ def dies_in_one(worker: int) -> None:
 def test_death_at_the_start_is_an_error(consume: Any) -> None:
     """Not an endless row of new workers."""
     loader = DataLoader(Faulty(), 4, num_workers=2, worker_init_fn=dies)
-    with pytest.raises(WorkerDiedError, match="before it had begun"):
+    with pytest.raises(WorkerDiedError, match="3 processes in a row"):
         consume(loader)
 
 
 def test_death_at_the_start_of_one_worker() -> None:
     """Also if another one does the work."""
     loader = DataLoader(range(100000), 4, num_workers=2, worker_init_fn=dies_in_one)
-    with pytest.raises(WorkerDiedError, match="before it had begun"):
+    with pytest.raises(WorkerDiedError, match="3 processes in a row"):
         list(loader)
 
 
@@ -214,23 +215,49 @@ class RefusesBirth(DiesAtBirth):
 
 def test_unpickling_kills() -> None:
     """It is tried a few times, and told."""
-    with pytest.raises(WorkerDiedError, match="before it had begun"):
-        list(DataLoader(DiesAtBirth(), 4, num_workers=2))
+    with pytest.raises(WorkerDiedError, match="3 processes in a row"):
+        list(DataLoader(DiesAtBirth(), 4, num_workers=2, **SERVED))
 
 
 @pytest.mark.parametrize("consume", CONSUMERS)
 def test_unpickling_raises(consume: Any) -> None:
     """The user's exception arrives as it is."""
     with pytest.raises(KeyError, match="no such state"):
-        consume(DataLoader(RefusesBirth(), 4, num_workers=2))
+        consume(DataLoader(RefusesBirth(), 4, num_workers=2, **SERVED))
 
 
 # -- who watches is gone, too ------------------------------------------------------
 
 
-def test_the_nursery_dies() -> None:
+@pytest.mark.parametrize("consume", CONSUMERS)
+def test_the_forked_supervisor_dies(consume: Any) -> None:
+    """The process is not forked again in mid-epoch: the epoch ends with an error."""
+    loader = DataLoader(KillsSupervisor(200, 40), 4, num_workers=2)
+    with pytest.raises(WorkerDiedError, match=r"supervisor .* SIGKILL"):
+        consume(loader)
+    loader.dataset.at = -1
+    assert len(consume(loader)) == 50
+
+
+class KillsSupervisor:
+    """Kills the parent of its worker with sample ``at``."""
+
+    def __init__(self, n: int, at: int) -> None:
+        self.n, self.at = n, at
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.at:
+            os.kill(os.getppid(), signal.SIGKILL)
+            signal.pause()
+        return index
+
+
+def test_the_served_supervisor_dies() -> None:
     """Its workers die with it; others take over in a new one."""
-    iterator = iter(DataLoader(Faulty(200), 4, num_workers=2))
+    iterator = iter(DataLoader(Faulty(200), 4, num_workers=2, **SERVED))
     found = [next(iterator)]
     pool = pools_of(iterator)
     pids = [worker.pid for worker in pool._ledger.workers]
@@ -250,33 +277,31 @@ def test_all_workers_die_at_once() -> None:
     assert [i for batch in found for i in batch[2].tolist()] == list(range(200))
 
 
-def test_the_template_dies() -> None:
-    """What runs goes on; the next loader gets a new template."""
-    template = template_in_use()
-    assert template is not None
-    iterator = iter(DataLoader(Faulty(200), 4, num_workers=2))
+def test_the_fork_server_dies() -> None:
+    """What runs continues; the next loader gets a new one."""
+    iterator = iter(DataLoader(Faulty(200), 4, num_workers=2, **SERVED))
+    server = fork_server_in_use()
+    assert server is not None
     found = [next(iterator)]
-    kill_and_wait(template.pid)
+    kill_and_wait(server.pid)
     found += iterator
-    again = list(DataLoader(Faulty(200), 4, num_workers=2))
-    warm_up()
-    assert template_in_use() is not template
+    again = list(DataLoader(Faulty(200), 4, num_workers=2, **SERVED))
+    assert fork_server_in_use() is not server
     for batches in (found, again):
         labels = [i for batch in batches for i in batch[2].tolist()]
         assert labels == list(range(200))
 
 
-def test_the_template_and_all_below_it_die() -> None:
+def test_the_fork_server_and_all_below_it_die() -> None:
     """In the middle of an epoch."""
-    template = template_in_use()
-    assert template is not None
-    iterator = iter(DataLoader(Faulty(200), 4, num_workers=2))
+    iterator = iter(DataLoader(Faulty(200), 4, num_workers=2, **SERVED))
+    server = fork_server_in_use()
+    assert server is not None
     found = [next(iterator)]
     workers = [one.pid for one in pools_of(iterator)._ledger.workers if one.pid]
-    kill_and_wait(template.pid)
+    kill_and_wait(server.pid)
     kill_and_wait(parent_of(workers[0]))
     found += iterator
-    warm_up()
     assert [i for batch in found for i in batch[2].tolist()] == list(range(200))
 
 
@@ -297,9 +322,16 @@ def test_deaths_between_epochs(consume: Any) -> None:
         assert len(consume(loader)) == 6
 
 
-def test_the_nursery_dies_between_epochs() -> None:
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_the_supervisor_dies_between_epochs(method: str) -> None:
     """The next epoch has a new one."""
-    with DataLoader(Pids(), 4, num_workers=2, persistent_workers=True) as loader:
+    with DataLoader(
+        Pids(),
+        4,
+        num_workers=2,
+        persistent_workers=True,
+        multiprocessing_context=method,
+    ) as loader:
         list(loader)
         kill_and_wait(parent_of(workers_of(loader)[0]))
         assert len(list(loader)) == 6

@@ -4,16 +4,15 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aioloader import DataLoader
 from aioloader.errors import LoaderClosedError
-from faulty import await_gone
+from faulty import await_gone, session
 
-KINDS: list[Any] = ["process", "thread"]
+KINDS: list[Any] = ["process", "forkserver", "thread"]
 FLAGS = [True, False]
 
 SCRIPT = """
@@ -22,15 +21,16 @@ from aioloader import DataLoader
 class D:
     def __len__(self): return 100
     def __getitem__(self, i):
-        if i >= 12: time.sleep(60 if sys.argv[1] == 'process' else 0.2)
+        if i >= 12: time.sleep(0.2 if sys.argv[1] == 'thread' else 60)
         return i
+by = {'workers': sys.argv[1]}
+if sys.argv[1] == 'forkserver': by = {'multiprocessing_context': sys.argv[1]}
 def begun(worker): os.write(1, b'begun\\n')
 def loaders():
     for in_order in (True, False):
         for kept in (True, False):
-            yield DataLoader(D(), 4, num_workers=2, workers=sys.argv[1],
-                             in_order=in_order, persistent_workers=kept,
-                             worker_init_fn=begun)
+            yield DataLoader(D(), 4, num_workers=2, in_order=in_order,
+                             persistent_workers=kept, worker_init_fn=begun, **by)
 def sync():
     iterators = [iter(loader) for loader in loaders()]
     for iterator in iterators: next(iterator)
@@ -64,19 +64,6 @@ def await_ready(process: "subprocess.Popen[str]") -> None:
     assert sorted(lines) == ["begun\n"] * 8 + ["ready\n"]
 
 
-def session(leader: int) -> list[int]:
-    """Return the processes of a session."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (entry / "stat").read_text("ascii", "replace")
-        except OSError:
-            continue
-        if int(text.rpartition(")")[2].split()[3]) == leader:
-            found.append(int(entry.name))
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("statement", ["for", "async for"])
@@ -96,12 +83,13 @@ def test_ctrl_c(statement: str, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("statement", ["for", "async for"])
-def test_the_parent_is_killed(statement: str) -> None:
-    """No worker, nursery or template is left, though the workers were stuck."""
-    process = started("process", statement)
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_the_parent_is_killed(kind: str, statement: str) -> None:
+    """No process is left, though the workers were stuck."""
+    process = started(kind, statement)
     await_ready(process)
     pids = session(process.pid)
-    assert len(pids) >= 4 * 3 + 2
+    assert len(pids) >= 4 * 3 + 1
     process.kill()
     process.communicate(timeout=40)  # whoever is left would hold the pipe
     assert await_gone(session(process.pid)) == []

@@ -106,10 +106,19 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_worker_killed_every_100_ms(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("way", "seed"), [(None, 1), (None, 2), ("forkserver", 3), ("forkserver", 4)]
+)
+def test_a_worker_killed_every_100_ms(way: Any, seed: int) -> None:
     """Every sample once, in order, with the augmentations of an undisturbed run."""
-    loader = DataLoader(Slow(BATCHES * 8), 8, num_workers=2, shuffle=True, timeout=30)
+    loader = DataLoader(
+        Slow(BATCHES * 8),
+        8,
+        num_workers=2,
+        shuffle=True,
+        timeout=30,
+        multiprocessing_context=way,
+    )
     expected, _ = epoch(loader, None)
     found, kills = epoch(loader_like(loader), seed)
     assert kills >= 5
@@ -123,7 +132,12 @@ def test_a_worker_killed_every_100_ms(seed: int) -> None:
 def loader_like(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a loader whose first epoch is that of ``loader``."""
     return DataLoader(
-        loader.dataset, 8, num_workers=2, shuffle=True, timeout=loader.timeout
+        loader.dataset,
+        8,
+        num_workers=2,
+        shuffle=True,
+        timeout=loader.timeout,
+        multiprocessing_context=loader.multiprocessing_context,
     )
 
 

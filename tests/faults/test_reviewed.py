@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
 from typing import Any, Self
 
 import pytest
@@ -88,28 +89,13 @@ async def test_a_cancelled_first_step_of_a_long_permutation() -> None:
 async def test_the_exit_of_one_iterator_leaves_its_siblings_alone(loop: Any) -> None:
     """Its error is its own, and no group."""
 
-    class Cursor:
-        def __init__(self) -> None:
-            self.row = -1
-
-        def __aiter__(self) -> Self:
-            return self
-
-        async def __aenter__(self) -> Self:
-            return self
-
-        async def __aexit__(self, *_exc: object) -> None:
-            raise ValueError("cursor")
-
-        async def __anext__(self) -> int:
-            self.row += 1
-            if self.row > 5:
-                raise StopAsyncIteration
-            return self.row
-
     class Table:
-        def __aiter__(self) -> Any:
-            return Cursor()
+        async def __aiter__(self) -> AsyncIterator[int]:
+            try:
+                for row in range(6):
+                    yield row
+            finally:
+                raise ValueError("cursor")
 
     loader = DataLoader(Table(), batch_size=2, loop=loop)
     one, other = aiter(loader), aiter(loader)
@@ -121,6 +107,11 @@ async def test_the_exit_of_one_iterator_leaves_its_siblings_alone(loop: Any) -> 
         while True:
             found.append((await anext(other)).tolist())
     assert found == [[0, 1], [2, 3], [4, 5]]
+
+
+def itself(dataset: Any) -> Any:
+    """Return a dataset that is its own context manager."""
+    return dataset
 
 
 def test_a_dataset_that_opens_at_the_second_try() -> None:
@@ -138,7 +129,7 @@ def test_a_dataset_that_opens_at_the_second_try() -> None:
         def __exit__(self, *_exc: object) -> None:
             self.tries = -1
 
-    loader = DataLoader(Door(4), batch_size=2)
+    loader = DataLoader(Door(4), batch_size=2, lifespan=itself)
     with pytest.raises(OSError, match="locked"):
         next(iter(loader))
     assert labels(list(loader)) == [[0, 1], [2, 3]]

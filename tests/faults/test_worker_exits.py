@@ -25,11 +25,14 @@ from faulty import (
     pids_of,
     pools_of,
     sleep_forever,
+    workers_by,
     workers_of,
 )
 from working import AsyncSharded
 
-KINDS: list[Any] = ["process", "thread"]
+KINDS: list[Any] = ["process", "thread", "forkserver"]
+# Each worker of a fork server that has not imported torch yet takes a second.
+MARKED = [*KINDS[:2], pytest.param("forkserver", marks=pytest.mark.slow)]
 FLAGS = [True, False]
 
 
@@ -46,7 +49,7 @@ def made(how: str, kind: Any, **options: Any) -> DataLoader[Any]:
     """Return a loader for one cell of the matrix."""
     acts = {"dataset error": refuse, "worker kill": kill_itself}
     dataset = Faulty(40, (17,) if how in acts else (), acts.get(how, refuse))
-    return DataLoader(dataset, 4, num_workers=2, workers=kind, **options)
+    return DataLoader(dataset, 4, num_workers=2, **workers_by(kind), **options)
 
 
 def leave(loader: DataLoader[Any], how: str) -> None:
@@ -73,9 +76,15 @@ async def leave_async(loader: DataLoader[Any], how: str) -> None:
             task.cancel()
 
 
+def cell(how: str, kind: str, in_order: bool, is_kept: bool) -> Any:
+    """Return a cell of the matrix."""
+    marks = [pytest.mark.slow] if kind == "forkserver" else []
+    return pytest.param(how, kind, in_order, is_kept, marks=marks)
+
+
 HOWS = ["end", "break", "consumer error", "dataset error", "worker kill"]
 CELLS = [
-    (how, kind, in_order, is_kept)
+    cell(how, kind, in_order, is_kept)
     for how, kind, in_order, is_kept in itertools.product(HOWS, KINDS, FLAGS, FLAGS)
     if (how, kind) != ("worker kill", "thread")
 ]
@@ -95,7 +104,7 @@ def test_for(how: str, kind: Any, in_order: bool, is_kept: bool) -> None:
 
 @pytest.mark.parametrize(
     ("how", "kind", "in_order", "is_kept"),
-    [*CELLS, *(("cancel", kind, True, flag) for kind in KINDS for flag in FLAGS)],
+    [*CELLS, *(cell("cancel", kind, True, flag) for kind in KINDS for flag in FLAGS)],
 )
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 def test_async_for(
@@ -116,10 +125,15 @@ def test_async_for(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_kept", FLAGS)
-def test_close_while_a_worker_is_stuck(is_kept: bool) -> None:
+@pytest.mark.parametrize("kind", ["process", "forkserver"])
+def test_close_while_a_worker_is_stuck(kind: str, is_kept: bool) -> None:
     """It is asked, then terminated: a matter of seconds."""
     loader = DataLoader(
-        Faulty(40, (9,), sleep_forever), 4, num_workers=2, persistent_workers=is_kept
+        Faulty(40, (9,), sleep_forever),
+        4,
+        num_workers=2,
+        persistent_workers=is_kept,
+        **workers_by(kind),
     )
     iterator = iter(loader)
     next(iterator)
@@ -156,7 +170,7 @@ def test_closing_kept_workers_that_stream_is_silent(
 def test_a_dropped_iterator_is_released_by_the_collector() -> None:
     """Also in a cycle, whichever thread the collector runs in."""
     for kind in KINDS:
-        iterator: Any = iter(DataLoader(Faulty(), 4, num_workers=2, workers=kind))
+        iterator: Any = iter(DataLoader(Faulty(), 4, num_workers=2, **workers_by(kind)))
         next(iterator)
         iterator.me = iterator
         del iterator
@@ -176,12 +190,12 @@ def test_dropped_workers_of_multiprocessing_are_reaped() -> None:
     assert not any(entry.exists() for entry in entries)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MARKED)
 @pytest.mark.parametrize("is_kept", FLAGS)
 def test_two_iterators_at_once(kind: Any, is_kept: bool) -> None:
     """Each sees all batches; what is persistent is shared."""
     loader = DataLoader(
-        Faulty(), 4, num_workers=2, workers=kind, persistent_workers=is_kept
+        Faulty(), 4, num_workers=2, **workers_by(kind), persistent_workers=is_kept
     )
     with loader:
         one, other = iter(loader), iter(loader)
@@ -190,11 +204,11 @@ def test_two_iterators_at_once(kind: Any, is_kept: bool) -> None:
     assert labels == [list(range(24))] * 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MARKED)
 async def test_two_tasks_on_persistent_workers(kind: Any) -> None:
     """One loop watches for both."""
     loader = DataLoader(
-        Faulty(200), 4, num_workers=2, workers=kind, persistent_workers=True
+        Faulty(200), 4, num_workers=2, **workers_by(kind), persistent_workers=True
     )
 
     async def read() -> list[int]:
@@ -205,10 +219,10 @@ async def test_two_tasks_on_persistent_workers(kind: Any) -> None:
     assert found == [list(range(200))] * 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MARKED)
 def test_one_iterator_in_two_threads(kind: Any) -> None:
     """Each batch goes to one of them, and both see the end."""
-    iterator = iter(DataLoader(Faulty(400), 4, num_workers=2, workers=kind))
+    iterator = iter(DataLoader(Faulty(400), 4, num_workers=2, **workers_by(kind)))
     found: list[int] = []
 
     def read() -> None:
@@ -223,20 +237,26 @@ def test_one_iterator_in_two_threads(kind: Any) -> None:
     assert sorted(found) == list(range(400))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MARKED)
 async def test_in_a_thread_beside_a_loop(kind: Any) -> None:
     """``for`` in another thread than the main one, with a death."""
-    loader = DataLoader(Faulty(), 4, num_workers=2, workers=kind)
+    loader = DataLoader(Faulty(), 4, num_workers=2, **workers_by(kind))
     assert len(await beside(lambda: list(loader))) == 6
 
 
 # -- forks and pickles --------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", [MARKED[0], MARKED[2]])
 @pytest.mark.parametrize("is_kept", FLAGS)
-def test_a_forked_child_leaves_the_parents_workers_alone(is_kept: bool) -> None:
+def test_a_forked_child_leaves_the_parents_workers_alone(
+    kind: str, is_kept: bool
+) -> None:
     """Its copies are dropped, and it iterates with workers of its own."""
-    loader = DataLoader(Pids(400), 4, num_workers=2, persistent_workers=is_kept)
+    options = workers_by(kind)
+    loader = DataLoader(
+        Pids(400), 4, num_workers=2, persistent_workers=is_kept, **options
+    )
     iterator = iter(loader)
     found = [next(iterator)]
     pids = pids_of(pools_of(iterator))

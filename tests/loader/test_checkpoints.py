@@ -1,42 +1,42 @@
 """A loader's state in torch.distributed.checkpoint, which restores known keys only."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils.data import Dataset
 
 from aioloader import DataLoader
 from aioloader.datasets import from_iterable
-from aioloader.errors import StateMismatchError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is (unavailable|disabled)"
 )
 
 
-class Training:
-    """A model and a loader that are saved together, as README tells."""
+class Counting(Dataset[int]):
+    """Its state has other keys with each sample, and a tensor."""
 
-    def __init__(self, loader: Any) -> None:
-        self.model = nn.Linear(1, 1)
-        self.loader = loader
+    def __init__(self) -> None:
+        self.read: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> int:
+        self.read[str(index)] = torch.tensor(index)
+        return index
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is saved: the loader's state as one value."""
-        return {
-            "model": self.model.state_dict(),
-            "loader": json.dumps(self.loader.state_dict()),
-        }
+        return {"read": self.read}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what was saved."""
-        self.model.load_state_dict(state["model"])
-        self.loader.load_state_dict(json.loads(state["loader"]))
+        self.read = state["read"]
 
 
 def shuffled() -> Any:
@@ -50,25 +50,45 @@ def streamed() -> Any:
     return DataLoader(from_iterable(range(23)).shuffle(9), 3)
 
 
-@pytest.mark.parametrize("make", [shuffled, streamed])
-def test_a_checkpoint(make: Any, tmp_path: Path) -> None:
-    """The rest is the same, and so is the model."""
-    training = Training(make())
-    iterator = iter(training.loader)
-    for _ in range(4):
-        next(iterator)
-    save({"training": training}, checkpoint_id=tmp_path, no_dist=True)
-    rest = [batch.tolist() for batch in iterator]
-    again = Training(make())
-    load({"training": again}, checkpoint_id=tmp_path, no_dist=True)
-    assert [batch.tolist() for batch in again.loader] == rest
-    assert torch.equal(again.model.weight, training.model.weight)
+def counted() -> Any:
+    """Return a loader of a dataset with a state, read in workers."""
+    return DataLoader(Counting(), 3, num_workers=2)
 
 
-def test_a_part_of_a_state(tmp_path: Path) -> None:
-    """Given as a mapping, only the keys of a fresh loader come back: refused."""
-    one, other = (DataLoader(range(23), 3, shuffle=True) for _ in "ab")
-    next(iter(one))
-    save({"loader": one}, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(StateMismatchError, match="only a part of it"):
-        load({"loader": other}, checkpoint_id=tmp_path, no_dist=True)
+def fresh() -> Any:
+    """Return a loader whose order is drawn from no generator of ours."""
+    return DataLoader(range(23), 3, shuffle=True)
+
+
+@pytest.mark.parametrize("taken", [0, 4, 8, 9])
+@pytest.mark.parametrize("make", [shuffled, streamed, counted, fresh])
+def test_a_checkpoint(make: Any, taken: int, tmp_path: Path) -> None:
+    """The loader is given as it is; the rest is the same, and so is the model."""
+    loader, model = make(), nn.Linear(1, 1)
+    iterator = iter(loader)
+    for _ in range(taken):
+        next(iterator, None)
+    saved = {"model": model.state_dict(), "loader": loader}
+    save(saved, checkpoint_id=tmp_path, no_dist=True)
+    rest = [batch.tolist() for batch in (iterator if taken < 9 else loader)]
+    again, other = make(), nn.Linear(1, 1)
+    load(
+        {"model": other.state_dict(), "loader": again},
+        checkpoint_id=tmp_path,
+        no_dist=True,
+    )
+    is_drawn = make is fresh and taken in {0, 9}
+    found = [batch.tolist() for batch in again]
+    assert is_drawn or found == rest
+    assert torch.equal(other.weight, model.weight)
+
+
+@pytest.mark.parametrize("make", [shuffled, streamed, counted])
+def test_keys(make: Any) -> None:
+    """They are the same at every moment."""
+    loader = make()
+    states = [loader.state_dict(), *(loader.state_dict() for _ in loader)]
+    states.append(loader.state_dict())
+    found = [flatten_state_dict(state)[0].keys() for state in states]
+    assert len(found) == 10
+    assert all(keys == found[0] for keys in found)

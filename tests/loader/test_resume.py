@@ -265,16 +265,22 @@ def test_iterators_that_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("name", ["in order", "tensors", "ahead", "threads", "async"])
-def test_the_last_batch_ends_the_epoch(name: str) -> None:
-    """Nobody has to run into the end of the iteration."""
+def test_the_end_of_an_epoch(name: str) -> None:
+    """It is over once it was seen to end; until then a state resumes into its end."""
     loader = LOADERS[name]()
     iterator = iter(loader)
     for _ in range(len(loader)):
-        assert loader.state_dict()["epoch"] == 0
         next(iterator)
-    state = loader.state_dict()
-    assert (state["epoch"], state["done"]) == (1, 0)
-    iterator.close()
+    inside = loader.state_dict()
+    assert (inside["epoch"], inside["done"]) == (0, len(loader))
+    assert next(iterator, None) is None
+    behind = loader.state_dict()
+    assert (behind["epoch"], behind["done"]) == (1, 0)
+    resumed = LOADERS[name]()
+    resumed.load_state_dict(inside)
+    assert list(resumed) == []
+    assert resumed.state_dict()["epoch"] == 1
+    assert len(list(resumed)) == len(loader)
 
 
 def test_set_epoch_again() -> None:

@@ -224,7 +224,7 @@ def test_a_sampler_with_a_state_is_not_iterated_anew() -> None:
     iterator = iter(loader)
     next(iterator)
     state = loader.state_dict()
-    assert state["states"]["0"]["sampler"] == {"place": 2}
+    assert state["states"][0]["0"]["sampler"] == {"place": 2}
     rest = [batch.tolist() for batch in iterator]
     sampler = Kept()
     resumed: Any = DataLoader(Numbers(N), 2, sampler=sampler)

@@ -96,7 +96,7 @@ def test_the_second_epoch_of_persistent_replicas() -> None:
     with DataLoader(Replica(), 2, **options) as loader:
         list(loader)
         _, state, rest = taken(loader, 3)
-    assert sorted(state["states"]) == ["0", "1"]
+    assert sorted(state["states"][0]) == ["0", "1"]
     resumed = DataLoader(Replica(), 2, num_workers=2)
     resumed.load_state_dict(state)
     assert flat(resumed) == rest
@@ -183,7 +183,7 @@ def test_a_start_that_fails_loses_nothing(options: Any) -> None:
         def __exit__(self, *_exc: object) -> None:
             pass
 
-    loader = DataLoader(Shy(range(8)), 2, **options)
+    loader = DataLoader(Shy(range(8)), 2, lifespan=lambda one: one, **options)
     _, state, rest = taken(DataLoader(list(range(8)), 2), 2)
     loader.load_state_dict(state)
     with pytest.raises(OSError, match="not yet"):

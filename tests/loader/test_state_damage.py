@@ -52,15 +52,16 @@ def state_of(make: Any, batches: int) -> Any:
     return json.loads(json.dumps(loader.state_dict()))
 
 
-def places(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def places(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the paths of all parts."""
-    for key, value in state.items():
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    for key, value in items:
         yield (*path, key)
-        if isinstance(value, dict):
+        if isinstance(value, (dict, list)):
             yield from places(value, (*path, key))
 
 
-def part(state: Any, path: tuple[str, ...]) -> Any:
+def part(state: Any, path: tuple[Any, ...]) -> Any:
     """Return what holds the part at ``path``."""
     for key in path[:-1]:
         state = state[key]

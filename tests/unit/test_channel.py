@@ -33,6 +33,20 @@ def test_frames_arrive_whole(ends: Ends, size: int) -> None:
         assert ends[1].receive() == (frame, [])
 
 
+def test_a_default_timeout_of_the_process_does_not_count() -> None:
+    """``socket.setdefaulttimeout`` is about the user's sockets."""
+    socket.setdefaulttimeout(7)
+    try:
+        ends = Channel.pair()
+        adopted = Channel.adopt(os.dup(ends[0].fileno()))
+    finally:
+        socket.setdefaulttimeout(None)
+    for end in (*ends, adopted):
+        assert os.get_blocking(end.fileno())
+        assert end._socket.gettimeout() is None
+        end.close()
+
+
 @pytest.mark.parametrize("size", [10, MAX_INLINE + 10], ids=str)
 def test_descriptors_travel(ends: Ends, size: int) -> None:
     """Copies of them, in order, beside small and big frames; not inheritable."""

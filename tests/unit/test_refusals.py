@@ -131,9 +131,8 @@ def test_the_path_is_named(part: str, value: Any, words: str) -> None:
 def test_nothing_is_found() -> None:
     """The original words must do."""
     shipment = SimpleNamespace(dataset=[1])
-    assert explain(shipment, ValueError("why")) == (
-        "what the workers need cannot be pickled: why"
-    )
+    message = explain(shipment, ValueError("why"))
+    assert message.startswith("what the workers need cannot be pickled: why; ")
 
 
 def test_nothing_is_changed() -> None:

@@ -77,8 +77,8 @@ def test_torchs_signature() -> None:
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_no_long_files(path: Path) -> None:
-    """400 lines are the cap."""
-    assert len(path.read_text().splitlines()) <= 400
+    """500 lines are the cap."""
+    assert len(path.read_text().splitlines()) <= 500
 
 
 @pytest.mark.parametrize("name", ["aioloader._loader", "aioloader._order.permutation"])

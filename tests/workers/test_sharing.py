@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from aioloader import DataLoader
-from working import Numbers, asked, first
+from aioloader.errors import WorkerStartError
+from working import asked
 
+SERVED: dict[str, Any] = {"multiprocessing_context": "forkserver"}
 # The heap of multiprocessing, once made, stays for the life of the process.
 KEPT = multiprocessing.Value("i", 0)
 
@@ -48,7 +49,7 @@ def test_a_mapped_file_is_mapped_again(path: Path, view: str, mode: Any) -> None
     def question(found: Any) -> Any:
         return is_mapped(found), found.tolist(), type(found).__name__, found.mode
 
-    assert asked(array, question) == (True, array.tolist(), "memmap", mode)
+    assert asked(array, question, **SERVED) == (True, array.tolist(), "memmap", mode)
 
 
 @pytest.mark.parametrize("view", ["strided", "private", "empty", "unlinked"])
@@ -60,7 +61,7 @@ def test_a_mapped_file_that_cannot_be_mapped_again(path: Path, view: str) -> Non
     if view == "unlinked":
         path.unlink()
     array = {"strided": mapped[::3], "empty": mapped[:0]}.get(view, mapped)
-    assert asked(array, lambda found: found.tolist()) == array.tolist()
+    assert asked(array, lambda found: found.tolist(), **SERVED) == array.tolist()
 
 
 def test_writes_to_a_mapped_file_arrive(path: Path) -> None:
@@ -71,7 +72,7 @@ def test_writes_to_a_mapped_file_arrive(path: Path) -> None:
         found[3] = 99
         return int(found[4])
 
-    assert asked(mapped, question) == 4
+    assert asked(mapped, question, **SERVED) == 4
     assert mapped[3] == 99
 
 
@@ -85,7 +86,7 @@ SHARED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", SHARED)
 def test_what_only_a_child_can_share(name: str) -> None:
-    """Workers are forked from here then, with one warning; it is shared."""
+    """Workers are forked, and share it; those of the fork server cannot have it."""
     shared = SHARED[name]()
 
     def question(found: Any) -> Any:
@@ -95,29 +96,8 @@ def test_what_only_a_child_can_share(name: str) -> None:
             found[1] = 5
         return True
 
-    with pytest.warns(
-        UserWarning, match="what only a forked child can share"
-    ) as caught:
-        assert asked(shared, question)
-    assert len(caught) == 1
+    assert asked(shared, question)
     if name != "lock":
         assert (shared.value if name == "value" else int(shared[1])) == 5
-
-
-def test_forking_was_meant() -> None:
-    """With the context there is no warning."""
-    counter = multiprocessing.Value("i", 0)
-
-    def count(_sample: Any) -> Any:
-        with counter:
-            counter.value += 1
-
-    loader: Any = DataLoader(
-        Numbers(),
-        num_workers=2,
-        transform=count,
-        collate_fn=first,
-        multiprocessing_context="fork",
-    )
-    assert len(list(loader)) == 12
-    assert counter.value == 12
+    with pytest.raises(WorkerStartError, match=r"context='fork'"):
+        asked(shared, question, **SERVED)

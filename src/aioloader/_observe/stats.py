@@ -31,6 +31,8 @@ class LoaderStats:
             that an inline ``for`` spends making a batch is not a wait.
         in_flight: Batches requested and not yet taken.
         failures: Samples that failed and were skipped or replaced.
+        worker_deaths: Worker processes that died, over all epochs.
+        worker_restarts: Worker processes started in their place.
     """
 
     epoch: int
@@ -38,3 +40,5 @@ class LoaderStats:
     waited: float
     in_flight: int
     failures: int
+    worker_deaths: int = 0
+    worker_restarts: int = 0

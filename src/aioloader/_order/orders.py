@@ -8,7 +8,7 @@ is asked for it behind each batch; any other is iterated, and what came before d
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -75,8 +75,12 @@ class StreamOrder:
 
     def batches(self, start: int = 0, _behind: Any = None) -> Iterator[IndexBatch]:
         """Yield the batches from number ``start`` on."""
+        yield from self.batches_of(itertools.count(start))
+
+    def batches_of(self, numbers: Iterable[int]) -> Iterator[IndexBatch]:
+        """Yield the batches of these numbers."""
         whole = self._size * self._part.world_size
-        for number in itertools.count(start):
+        for number in numbers:
             first = number * whole
             places = self._part.places(first, first + whole)
             yield IndexBatch(number, places.start, places)
@@ -138,9 +142,16 @@ class IndexOrder:
         elif generator is not None:
             indices = Permuted(torch.randperm(n, generator=generator))
         cutting = Cutting(self._size, self._part, self._drop_last, as_lists)
-        yield from cut(indices, cutting, start)
-        if generator is not None and generator is self._sampler.generator:
-            # As torch does, for a permutation of which nothing is used.
+        # Torch's sampler draws another permutation at its end, and uses nothing of it:
+        # with a short last batch, which runs into the end, else after the last one.
+        is_own = generator is not None and generator is self._sampler.generator
+        short = n // self._size if n % self._size and not self._drop_last else None
+        for batch in cut(indices, cutting, start):
+            if is_own and batch.number == short:
+                torch.randperm(n, generator=generator)
+                is_own = False
+            yield batch
+        if is_own:
             torch.randperm(n, generator=generator)
 
     def state(self) -> State:
@@ -196,17 +207,14 @@ class IteratedOrder:
     def batches(self, start: int = 0, behind: Any = None) -> Iterator[IndexBatch]:
         """Yield the batches from number ``start`` on."""
         iterator = self._begin(behind) if self._iterator is None else self._iterator
-        number = first = 0
-        beginning: list[Any] = []
-        if behind is not None and "is_over" not in behind:
-            number, first = start, behind["first"]
-            beginning = behind.get("beginning", beginning)
-        elif start:
-            self._warn(start)
+        number, first, beginning = self._place(start, behind)
+        if behind is not None and behind.get("ended"):
+            iterator = iter(())
         per_rank, ranks = self._size or 1, self._part.world_size
+        whole = per_rank * ranks
         steps = _stepped(iterator)
-        while found := list(itertools.islice(steps, per_rank * ranks)):
-            if self._drop_last and len(found) < per_rank * ranks:
+        while found := list(itertools.islice(steps, whole)):
+            if self._drop_last and len(found) < whole:
                 break
             if self._size is None:
                 found = [_as_sequence(indices) for indices in found]
@@ -215,13 +223,23 @@ class IteratedOrder:
             if number >= start:
                 for batch in self._dealt(found, beginning, number, first):
                     state = self._state_of(iterator, end)
-                    if state is not None and ranks > 1:
-                        state["beginning"] = beginning
+                    if state is not None:
+                        state |= {"beginning": beginning} if ranks > 1 else {}
+                        # At its end it may have begun anew.
+                        state |= {"ended": True} if len(found) < whole else {}
                     yield batch if state is None else batch._replace(state=state)
             number, first = number + 1, end
         self.end = self._state_of(iterator, first)
         if self.end is not None and iterator is self._sampler:
             self.end["sampler"] = self.end.pop("iterator")
+
+    def _place(self, start: int, behind: Any) -> tuple[int, int, list[Any]]:
+        """Return the numbers of the first batch and sample, and what came at first."""
+        if behind is not None and "is_over" not in behind:
+            return start, behind["first"], behind.get("beginning", [])
+        if start:
+            self._warn(start)
+        return 0, 0, []
 
     def _dealt(
         self, found: list[Any], beginning: list[Any], number: int, first: int

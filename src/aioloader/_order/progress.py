@@ -19,11 +19,14 @@ class Bookmark:
         beyond: Batches above that were delivered too.
         states: What the readers (the sampler, or streams) were left in behind the last
             of their batches below ``done``, by number of the reader.
+        datasets: What state the copies of a stateful map-style dataset were left in by
+            the latest batch of theirs that was delivered, by number of the worker.
     """
 
     done: int = 0
     beyond: frozenset[int] = frozenset()
     states: dict[int, Any] = field(default_factory=dict)
+    datasets: dict[int, Any] = field(default_factory=dict)
 
 
 BEGINNING = Bookmark()
@@ -43,11 +46,13 @@ class Progress:
     def __init__(self, bookmark: Bookmark, *, readers: int = 1) -> None:
         self._done = bookmark.done
         self._states = dict(bookmark.states)
+        self._datasets = dict(bookmark.datasets)
         self._beyond: dict[int, Any] = {}
         # Delivered before; they are passed when their reader's state is known again.
         self._before = set(bookmark.beyond)
         self._failed: dict[int, Any] = {}
         self._readers = readers
+        self._ended: set[int] = set()  # readers
         self._is_over = False
         self._lock = threading.Lock()
 
@@ -83,6 +88,17 @@ class Progress:
             if state is not None:
                 self._states[number % self._readers] = state
 
+    def end_reader(self, number: int) -> None:
+        """Note that the reader of batch ``number`` has ended: no more is to come."""
+        with self._lock:
+            self._ended.add(number % self._readers)
+            self._advance()
+
+    def leave(self, worker: int, state: Any) -> None:
+        """Note what state a delivered batch has left a worker's dataset in."""
+        with self._lock:
+            self._datasets[worker] = state
+
     def finish(self) -> None:
         """Note that the epoch is over."""
         self._is_over = True
@@ -97,7 +113,8 @@ class Progress:
             beyond = _NOTHING
             if self._before or self._beyond:
                 beyond = frozenset(self._before.union(self._beyond))
-            return Bookmark(self._done, beyond, dict(self._states))
+            states, datasets = dict(self._states), dict(self._datasets)
+            return Bookmark(self._done, beyond, states, datasets)
 
     def _is_patchy(self) -> bool:
         """Tell whether batches beyond the position are not simply all to come."""
@@ -107,10 +124,19 @@ class Progress:
         self._before.discard(number)
         if number == self._done and not self._beyond:
             self._pass(state)
-            return
-        self._beyond[number] = state
-        while self._done in self._beyond:
-            self._pass(self._beyond.pop(self._done))
+        elif number >= self._done:  # else it is of a reader that has ended
+            self._beyond[number] = state
+            self._advance()
+
+    def _advance(self) -> None:
+        """Pass what was delivered, and what ended readers will not deliver."""
+        while self._beyond:
+            if self._done in self._beyond:
+                self._pass(self._beyond.pop(self._done))
+            elif self._done % self._readers in self._ended:
+                self._done += 1
+            else:
+                return
 
     def _pass(self, state: Any) -> None:
         if state is not None:

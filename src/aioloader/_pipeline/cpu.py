@@ -5,7 +5,6 @@ is safe from any thread, and from finalizers (``SimpleQueue`` is reentrant).
 """
 
 import asyncio
-import contextvars
 import logging
 import queue
 import threading
@@ -13,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
-from aioloader._pipeline.waiting import Latch, call_threadsafe
+from aioloader._pipeline.waiting import Latch, call_threadsafe, context_elsewhere
 from aioloader.errors import LoaderClosedError
 
 T = TypeVar("T")
@@ -121,7 +120,7 @@ class CpuThread:
     def _start(self) -> None:
         # A daemon, so that a stuck read cannot keep the interpreter from ending; it is
         # the owner of this object that stops and joins it.
-        context = contextvars.copy_context()
+        context = context_elsewhere()
         self._thread = threading.Thread(
             target=context.run, args=(self._run,), name=self._name, daemon=True
         )

@@ -12,58 +12,21 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import anyio
 import anyio.abc
 
-from aioloader._pipeline.cpu import CpuThread
+from aioloader._pipeline.cpu import CpuThread, Job
+from aioloader._pipeline.guests import Guest, Keeper
 from aioloader._pipeline.lifespan import Lifespan
-from aioloader._pipeline.waiting import Latch, call_threadsafe
+from aioloader._pipeline.waiting import Latch, call_threadsafe, context_elsewhere
 from aioloader.errors import LoaderClosedError
 
 # How long a close waits for user code that does not return, in seconds.
 GRACE = 10.0
-
-
-class Guest(Protocol):
-    """What a home hosts: one iteration."""
-
-    ended: Latch
-    exit_error: BaseException | None
-
-    async def main(self) -> None:
-        """Run on the home's loop until closed."""
-
-    def end(self) -> None:
-        """Let go of what the iteration holds; in the home's own thread."""
-
-    def fail(self, error: BaseException) -> None:
-        """Learn that the home cannot host."""
-
-    def join(self) -> bool:
-        """Wait, bounded, for what goes on elsewhere; tell whether it has ended."""
-
-
-class Keeper:
-    """A guest that only holds a lease: a loader inside of its ``with`` block."""
-
-    def __init__(self) -> None:
-        self.ended = Latch()
-        self.exit_error: BaseException | None = None
-
-    async def main(self) -> None:
-        """Do nothing."""
-
-    def end(self) -> None:
-        """Hold nothing."""
-
-    def fail(self, error: BaseException) -> None:
-        """Leave it to those who iterate."""
-
-    def join(self) -> bool:
-        """Wait for nothing."""
-        return True
+_NAME = "aioloader pipeline"  # of an iteration's task
 
 
 class Home(abc.ABC):
@@ -86,6 +49,7 @@ class Home(abc.ABC):
         self.exit_error: BaseException | None = None
         self._broken: BaseException | None = None
         self._guests: set[Guest] = set()
+        self._held: list[Job] = []
         self._leases = 1  # of whoever makes it
         self._lock = threading.RLock()  # a finalizer may come in between
         self._pid = os.getpid()
@@ -96,6 +60,10 @@ class Home(abc.ABC):
             is_open = not self.is_closing and not self.is_foreign()
             self._leases += is_open
             return is_open
+
+    def is_left(self) -> bool:
+        """Tell whether all leases were returned: then it closes."""
+        return not self._leases
 
     def is_foreign(self) -> bool:
         """Tell whether this is a forked child's copy, which has no threads."""
@@ -109,6 +77,24 @@ class Home(abc.ABC):
         """Wait until the lifespan was entered; return what has failed, if anything."""
         self.opened.wait()
         return self._broken
+
+    def post(self, job: Job) -> None:
+        """Run ``job`` in the thread once the lifespan was entered, if it can be."""
+        if not self.opened.is_set():
+            with self._lock:
+                if not self.opened.is_set():
+                    self._held.append(job)
+                    return
+        if self._broken is None:
+            self.cpu.post(job)
+
+    def _entered(self) -> None:
+        """Begin with the jobs that had to wait."""
+        with self._lock:
+            for job in self._held:
+                self.cpu.post(job)
+            self._held.clear()
+            self.opened.set()
 
     @abc.abstractmethod
     def admit(self, guest: Guest) -> None:
@@ -141,17 +127,18 @@ class Home(abc.ABC):
             is_told = is_told or any(not isinstance(one, Keeper) for one in guests)
             self._broken = self._broken or (_again(error) if is_told else error)
             self.is_closing = True
+            self._held.clear()
         self.opened.set()
         for guest in guests:
             guest.fail(error)
 
     def _returned(self, guest: Guest) -> bool:
-        """Take back a lease; tell whether it was the last."""
-        self._guests.discard(guest)
+        """Take back a lease, once; tell whether it was the last."""
         with self._lock:
-            self._leases -= 1
-            self.is_closing = self.is_closing or not self._leases
-            return not self._leases
+            self._leases -= guest in self._guests or isinstance(guest, Keeper)
+            self._guests.discard(guest)
+            self.is_closing = self.is_closing or self.is_left()
+            return self.is_left()
 
 
 def _again(error: BaseException) -> LoaderClosedError:
@@ -195,7 +182,8 @@ class PoolHome(Home):
 
     def admit(self, guest: Guest) -> None:
         """Begin to host ``guest``: there is nothing to host."""
-        self._welcome(guest)
+        if self._welcome(guest):
+            self.open()
 
     def dismiss(self, guest: Guest) -> None:
         """End ``guest`` at once."""
@@ -237,7 +225,8 @@ class ThreadHome(Home):
             self.lifespan.enter()
         except BaseException as error:  # handed to the consumers
             self._break(error)
-        self.opened.set()
+        else:
+            self._entered()
 
     def _dismiss(self, guest: Guest) -> None:
         guest.end()
@@ -254,18 +243,19 @@ class ThreadHome(Home):
 class LoopHome(Home):
     """An event loop: one of its own in a private thread, or the caller's.
 
-    One host task alone holds the task group in which guests run.
+    One host task alone holds the task group in which guests run, and touches it: what
+    happens elsewhere is noted in ``_waiting``, and the host task is woken.
     """
 
     def __init__(
         self, lifespan: Lifespan, caller: asyncio.AbstractEventLoop | None
     ) -> None:
         super().__init__(lifespan)
-        self._group: anyio.abc.TaskGroup | None = None
-        self._early: dict[Guest, contextvars.Context] = {}
+        self._waiting: dict[Guest, contextvars.Context] = {}
         self._opening: anyio.CancelScope | None = None
         self._wanted = asyncio.Event()
-        self._stop = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._is_over = False
         self._thread: threading.Thread | None = None
         self._task: asyncio.Task[None] | None = None
         if caller is not None:
@@ -274,7 +264,7 @@ class LoopHome(Home):
             self._task.add_done_callback(self._finish)
         else:
             self.loop = new_event_loop()
-            context = contextvars.copy_context()
+            context = context_elsewhere()
             self._thread = threading.Thread(
                 target=context.run,
                 args=(self._host,),
@@ -291,12 +281,13 @@ class LoopHome(Home):
         """Begin to host ``guest`` on the loop, as soon as the lifespan was entered."""
         if self._welcome(guest):
             self.open()
-            self._on_loop(self._begin, guest, contextvars.copy_context())
+            self._on_loop(self._begin, guest, context_elsewhere())
 
     def dismiss(self, guest: Guest) -> None:
         """End ``guest`` on the loop; it returns its lease when its tasks have ended."""
-        if not self.is_foreign():
-            self._on_loop(self._dismiss, guest)
+        if not self.is_foreign() and not self._on_loop(self._dismiss, guest):
+            self._returned(guest)
+            guest.ended.set()
 
     def is_here(self) -> bool:
         """Tell whether the caller is on the loop, or the loop does not run."""
@@ -332,28 +323,33 @@ class LoopHome(Home):
                 stack.push_async_callback(self.lifespan.leave_async, self.cpu)
                 with anyio.CancelScope() as self._opening:
                     await self._wanted.wait()
-                    if not self._stop.is_set():
+                    if not self._is_over:
                         await self.lifespan.enter_async(self.cpu)
-                self.opened.set()
-                async with anyio.create_task_group() as self._group:
-                    for guest, context in self._early.items():
-                        context.run(self._start, guest)
-                    await self._stop.wait()
+                self._entered()
+                async with anyio.create_task_group() as group:
+                    while not self._is_over:
+                        await self._wake.wait()
+                        self._wake.clear()
+                        self._start_waiting(group)
         except Exception as error:  # handed to the consumers
-            is_exit = self._stop.is_set()
-            if is_exit:
+            if self._is_over:
                 self.exit_error = error
-            self._break(error, is_told=is_exit)
+            self._break(error, is_told=self._is_over)
 
     def _begin(self, guest: Guest, context: contextvars.Context) -> None:
-        if self._group is None:
-            self._early[guest] = context
-        else:
-            context.run(self._start, guest)
+        self._waiting[guest] = context
+        self._wake.set()
 
-    def _start(self, guest: Guest) -> None:
-        if self._group is not None:
-            self._group.start_soon(self._live, guest, name="aioloader pipeline")
+    def _start_waiting(self, group: anyio.abc.TaskGroup) -> None:
+        """Start the guests that wait; one that cannot start fails, and leaves."""
+        while self._waiting:
+            guest = next(iter(self._waiting))
+            context = self._waiting.pop(guest)
+            try:
+                context.run(partial(group.start_soon, self._live, guest, name=_NAME))
+            except Exception as error:  # handed to the consumer
+                guest.fail(error)
+                self._return(guest)
 
     async def _live(self, guest: Guest) -> None:
         """Run ``guest`` to its end, and take back its lease."""
@@ -364,16 +360,14 @@ class LoopHome(Home):
 
     def _dismiss(self, guest: Guest) -> None:
         guest.end()
-        if isinstance(guest, Keeper):
-            self._return(guest)
-        elif self._group is None and guest in self._early:
-            del self._early[guest]
+        if isinstance(guest, Keeper) or self._waiting.pop(guest, None) is not None:
             self._return(guest)
 
     def _return(self, guest: Guest) -> None:
         if self._returned(guest):
-            self._stop.set()
+            self._is_over = True
             self._wanted.set()
+            self._wake.set()
             if self._opening is not None:
                 self._opening.cancel()  # a lifespan that is slow to enter
         guest.ended.set()
@@ -386,9 +380,12 @@ class LoopHome(Home):
             guest.ended.set()
         self.cpu.stop(self.closed.set)
 
-    def _on_loop(self, callback: Callable[..., None], *args: Any) -> None:
-        if self.loop is None or not call_threadsafe(self.loop, callback, *args):
-            self._finish()  # the caller closed its loop under the loader
+    def _on_loop(self, callback: Callable[..., None], *args: Any) -> bool:
+        """Call on the loop; tell whether there still is one."""
+        if self.loop is not None and call_threadsafe(self.loop, callback, *args):
+            return True
+        self._finish()  # it has failed, or the caller closed its loop
+        return False
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

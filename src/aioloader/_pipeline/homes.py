@@ -6,10 +6,10 @@ import warnings
 import weakref
 from typing import Any, Literal, TypeAlias
 
+from aioloader._pipeline.guests import Keeper
 from aioloader._pipeline.home import (
     Home,
     InlineHome,
-    Keeper,
     LoopHome,
     PoolHome,
     ThreadHome,

@@ -17,7 +17,8 @@ import torch
 from aioloader._observe.stats import Counters
 from aioloader._order.indices import IndexBatch
 from aioloader._pipeline.cpu import CpuThread
-from aioloader._pipeline.home import Home, InlineHome, Keeper
+from aioloader._pipeline.guests import Keeper
+from aioloader._pipeline.home import Home, InlineHome
 from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.recipe import Recipe
 from aioloader._pipeline.stream import SyncStream
@@ -35,9 +36,8 @@ class _LocalSource(abc.ABC):
     """What both sources share: an async consumer is served in place."""
 
     def __init__(self, counters: Counters, plan: Plan) -> None:
-        self._counters = counters
+        self.counters = counters
         self._progress = plan.progress
-        self._plan = plan
         self._is_closed = False
         self._breathed = time.monotonic()
 
@@ -81,16 +81,6 @@ class _LocalSource(abc.ABC):
         if not self._is_closed:
             self._progress.finish()
         self.close()
-
-    def _left(self, requests: Iterator[IndexBatch]) -> Iterator[IndexBatch]:
-        """Return what is left behind the batch that should be the last.
-
-        With it the epoch is over, though its consumer may never ask for more.
-        """
-        left = list(itertools.islice(requests, 1))
-        if not left:
-            self._progress.finish()
-        return itertools.chain(left, requests)
 
     async def next_async(self) -> Any:
         """Return the next batch; give way to other tasks about every millisecond.
@@ -165,10 +155,8 @@ class InlineSource(_LocalSource):
                 self._end()
                 raise StopIteration
             self._progress.take(work.number, work.state)
-            if work.number == self._plan.last:
-                self._requests = self._left(self._requests)
             if not outcome.is_empty and work.number not in self._dropped:
-                self._counters.batches += 1
+                self.counters.batches += 1
                 return outcome.batch
 
     def _made(self, work: Work) -> Outcome:
@@ -240,10 +228,8 @@ class GatherSource(_LocalSource):
         except BaseException:
             self._progress.fail(number)
             raise
-        self._counters.batches += 1
+        self.counters.batches += 1
         self._progress.take(number)
-        if number == self._plan.last:
-            self._batches = self._left(self._batches)
         return batch
 
     async def next_async(self) -> Any:

@@ -20,6 +20,7 @@ from aioloader._pipeline.inline import GatherSource, InlineSource
 from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.source import HostedSource
+from aioloader._pipeline.waiting import require_asyncio
 from aioloader._warnings import warn
 
 Batch = TypeVar("Batch", default=Any)
@@ -29,33 +30,37 @@ Source: TypeAlias = InlineSource | GatherSource | HostedSource
 class BatchIterator(Generic[Batch]):
     """Batches of one epoch, for ``for`` or for ``async for``.
 
-    It is lazy: threads, tasks and reads begin with the first step. Leaving the loop
+    Worker processes start with it; threads, tasks and reads of this process begin with
+    the first step. Leaving the loop
     early releases everything, in the background; ``close`` or ``aclose`` waits for it.
     An exception from one batch does not end the iteration.
 
     Args:
         start: Makes the source, when the first batch is asked for.
-        counters: What the source counts.
         length: Returns the number of batches of an epoch.
         expected: Length that ``len(loader)`` reported for an iterable, or None.
         base_seed: What random draws are keyed with; None if it is not drawn yet.
+        prepared: What ``start`` will return, if it holds workers already; released
+            with the iterator, should it never be used.
     """
 
     def __init__(
         self,
         start: Callable[[], Source],
-        counters: Counters,
         length: Callable[[], int],
         expected: int | None = None,
         base_seed: int | None = None,
+        prepared: Source | None = None,
     ) -> None:
         self._length = length
-        self._counters = counters
         self._start: Callable[[], Source] | None = start
         self._source: Source | None = None
         self._expected = expected
         self._base_seed = base_seed  # torch's name
         self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._prepared = prepared
+        if prepared is not None:
+            self._hold(prepared)
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -76,14 +81,16 @@ class BatchIterator(Generic[Batch]):
         source = self._source or self._begin()
         batch: Any = source.next()
         if self._expected is not None:
-            self._check_length()
+            self._check_length(source.counters.batches)
         return cast("Batch", batch)
 
     async def __anext__(self) -> Batch:
+        if self._source is None:
+            require_asyncio()
         source = self._source or self._begin()
         batch: Any = await source.next_async()
         if self._expected is not None:
-            self._check_length()
+            self._check_length(source.counters.batches)
         return cast("Batch", batch)
 
     def close(self) -> None:
@@ -92,14 +99,16 @@ class BatchIterator(Generic[Batch]):
         Later steps end the loop, as those of a closed generator do.
         """
         self._start = None
-        if self._source is not None:
-            self._source.close()
+        source = self._source or self._prepared
+        if source is not None:
+            source.close()
 
     async def aclose(self) -> None:
         """End the iteration and wait, without blocking the loop."""
         self._start = None
-        if self._source is not None:
-            await self._source.aclose()
+        source = self._source or self._prepared
+        if source is not None:
+            await source.aclose()
 
     def _shutdown_workers(self) -> None:
         """Close, under torch's name."""
@@ -115,22 +124,27 @@ class BatchIterator(Generic[Batch]):
                 if self._start is None:  # closed before it began
                     nothing = torch.empty(0)
                     plan = Plan(iter(()), Progress(BEGINNING), BEGINNING)
-                    return GatherSource((nothing,), plan, self._counters)
+                    return GatherSource((nothing,), plan, Counters())
                 source = self._start()
-                self._start = None
-                if isinstance(source, HostedSource):
-                    self._finalizer = weakref.finalize(self, _abandon, source.run)
-                elif source.must_close():
-                    self._finalizer = weakref.finalize(self, source.close)
+                self._start = self._prepared = None
+                if self._finalizer is None:
+                    self._hold(source)
                 self._source = source
             return self._source
 
-    def _check_length(self) -> None:
-        if self._expected is not None and self._counters.batches > self._expected:
+    def _hold(self, source: Source) -> None:
+        """Release ``source`` when this iterator is dropped."""
+        if isinstance(source, HostedSource):
+            self._finalizer = weakref.finalize(self, _abandon, source.run)
+        elif source.must_close():
+            self._finalizer = weakref.finalize(self, source.close)
+
+    def _check_length(self, delivered: int) -> None:
+        if self._expected is not None and delivered > self._expected:
             warn(
                 "the iterable dataset's length was reported to be "
                 f"{self._expected} batches (when len(loader) was called), but "
-                f"{self._counters.batches} have been delivered"
+                f"{delivered} have been delivered"
             )
             self._expected = None
 
@@ -151,7 +165,7 @@ def _abandon(run: Run) -> None:
             ResourceWarning,
         )
     run.ended.wait(GRACE)
-    if run.home.is_closing and run.home.closed.wait(GRACE):
+    if run.home.is_left() and run.home.closed.wait(GRACE):
         run.home.join()
     if run.stage is not None:
         run.stage.join()

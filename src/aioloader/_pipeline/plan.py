@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 from aioloader._order.indices import IndexBatch
 from aioloader._order.progress import Bookmark, Progress
+from aioloader._pipeline.turns import Turns
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,15 +18,14 @@ class Plan:
         bookmark: Where this iteration began.
         is_stream: Whether what was delivered beyond the bookmark has to be made again,
             to get behind it.
-        expected: How many batches the sampler says that the epoch has, if it does:
-            behind so many it is worth a look whether there are more.
+        turns: What chooses the requests, if they do not ascend.
     """
 
     batches: Iterator[IndexBatch]
     progress: Progress
     bookmark: Bookmark
     is_stream: bool = False
-    expected: int | None = None
+    turns: Turns | None = None
 
     def requests(self) -> Iterator[IndexBatch]:
         """Yield the requests, but for those that need not be made again."""
@@ -36,16 +35,6 @@ class Plan:
                 self.progress.pass_over(batch.number, batch.state)
             else:
                 yield batch
-
-    @cached_property
-    def last(self) -> int | None:
-        """Number of the batch behind which none should be left to deliver, if known."""
-        if self.expected is None:
-            return None
-        number = self.expected - 1
-        while number in self.bookmark.beyond:
-            number -= 1
-        return number
 
     def dropped(self) -> frozenset[int]:
         """Return the batches that are made, and not delivered again."""

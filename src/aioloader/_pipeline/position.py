@@ -6,13 +6,15 @@ and what was delivered is dropped.
 """
 
 import copy
+import pickle
 from typing import Any, TypeAlias
 
 from aioloader.protocols import is_stateful
 
 # "read": samples read in all; "skip": those of them behind the state below;
 # "iterator", "dataset": their states, where they have one; "is_dataset": the iterator
-# is the dataset; "is_over": they are those behind the epoch before.
+# is the dataset; "is_over": they are those behind the epoch before; "is_first": those
+# before anything was read; "ended": the stream was seen to end.
 StreamState: TypeAlias = dict[str, Any]
 STATES = ("dataset", "iterator")
 
@@ -23,7 +25,8 @@ class Position:
     Args:
         dataset: What is iterated.
         resume: Where to begin; None: at the beginning.
-        every: Batches from one state of a stateful stream to the next.
+        every: Batches from one state of a stateful stream to the next; 0: it is only
+            asked at first.
 
     Attributes:
         read: Samples read so far, by all ranks that read alike.
@@ -40,7 +43,8 @@ class Position:
             kept = name in self._resume
             self._resume = {"dataset": self._resume[name]} if kept else {}
         self.read: int = self._resume.get("read", 0)
-        self.to_skip: int = self._resume.get("skip", 0)
+        self.has_ended = bool(self._resume.get("ended"))
+        self.to_skip: int = 0 if self.has_ended else self._resume.get("skip", 0)
         self._iterator: Any = None
         self._latest: StreamState = {
             name: self._resume[name]
@@ -49,28 +53,55 @@ class Position:
         }
         self._at = self.read - self.to_skip
 
-    def load_dataset(self) -> None:
-        """Give the dataset its state back, before it is iterated."""
-        if "dataset" in self._resume:
-            self._dataset.load_state_dict(self._resume["dataset"])
+    def load_dataset(self) -> bool:
+        """Give the dataset its state back, before it is iterated; tell whether so."""
+        if "dataset" not in self._resume or self._is_as_at_first():
+            return False
+        self._dataset.load_state_dict(self._resume["dataset"])
+        return True
+
+    def _is_as_at_first(self) -> bool:
+        """Tell whether nothing was read, and the dataset is as it was then.
+
+        One that is its own iterator may take any state for one from its middle.
+        """
+        if "is_first" not in self._resume:
+            return False
+        now, then = self._dataset.state_dict(), self._resume["dataset"]
+        try:
+            return pickle.dumps(now) == pickle.dumps(then)
+        except Exception:  # of the user's state; it is given then
+            return False
 
     def load_iterator(self, iterator: Any) -> None:
         """Give the iterator its state back, before it is read."""
         self._iterator = iterator
         if "iterator" in self._resume:
             iterator.load_state_dict(self._resume["iterator"])
+        elif not self._every and not self.read:
+            self._latest = self._states()
 
-    def state(self, number: int) -> StreamState:
-        """Return where the stream is, behind batch ``number``."""
-        if number % self._every == 0 or not self._latest:
+    def state(self, number: int, *, has_ended: bool = False) -> StreamState:
+        """Return where the stream is, behind batch ``number``.
+
+        Args:
+            number: The batch.
+            has_ended: Whether the end was seen: a dataset that begins anew there, as
+                generators do, is not to be read again in the same epoch.
+        """
+        every = self._every
+        if has_ended or (every and (number % every == 0 or not self._latest)):
             latest = self._states()
             if latest:
                 self._latest, self._at = latest, self.read
-        return {"read": self.read, "skip": self.read - self._at, **self._latest}
+        state = {"read": self.read, "skip": self.read - self._at, **self._latest}
+        if has_ended and not hasattr(self._iterator, "pull"):
+            state["ended"] = True
+        return state
 
     def end(self) -> StreamState:
         """Return where the stream is at its end."""
-        return {"read": self.read, "skip": 0, **self._states()}
+        return self.state(0, has_ended=True)
 
     def _states(self) -> dict[str, Any]:
         """Return the states of what has one, by who is to be given it."""
@@ -91,8 +122,3 @@ class Position:
 def has_state(position: StreamState) -> bool:
     """Tell whether a position holds the stream's own state."""
     return any(name in position for name in STATES)
-
-
-def is_read_again(position: StreamState) -> bool:
-    """Tell whether resuming costs a second read of what was delivered."""
-    return bool(position["skip"]) and not has_state(position)

@@ -5,12 +5,13 @@ asynchronous twins of ``read`` and ``transform``.
 """
 
 import contextlib
+import copy
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 
@@ -20,48 +21,17 @@ from aioloader._order.failures import SKIP, Failure, FailurePolicy, noted
 from aioloader._order.indices import IndexBatch
 from aioloader._order.ranks import WHOLE, Part
 from aioloader._order.retry import Retry
+from aioloader._pipeline.keys import BatchSeeds, Keys
 from aioloader._pipeline.work import Outcome, Work, shorten
 from aioloader._transport.slots import Lender, SlotPool
 from aioloader.protocols import (
     Kind,
     batch_getter,
     is_async_function,
+    is_stateful,
     kind_of,
     reads_async,
 )
-
-# Batch number and place of its first sample to ``Work.key`` and ``Work.sample_keys``.
-Keys: TypeAlias = Callable[[int, int], tuple[int, tuple[int, int, int] | None]]
-
-
-@dataclass(frozen=True)
-class BatchSeeds:
-    """The seeds of the batches of one reader of a stream.
-
-    Attributes:
-        keys: Of the recipe.
-        part: Which rank's.
-        reader: Number of the reader.
-        readers: How many take turns.
-    """
-
-    keys: Keys
-    part: Part
-    reader: int = 0
-    readers: int = 1
-
-    def __call__(
-        self, number: int, whole: int
-    ) -> tuple[int, tuple[int, int, int] | None]:
-        """Return ``Work.key`` and ``Work.sample_keys`` of one of the reader's batches.
-
-        Args:
-            number: Its place among the reader's.
-            whole: Samples of a batch of all ranks.
-        """
-        number = number * self.readers + self.reader
-        return self.keys(number, number * whole + self.part.rank)
-
 
 _NOTHING: Final = contextlib.nullcontext()
 
@@ -86,6 +56,8 @@ class Recipe:
         pool: What big batches are written into.
         reads: Whether samples are to be read; else they come with the work.
         around: What is entered while plain code makes a work, to seed generators.
+        reseed: Seeds the generators for a work once more, which is under way: the
+            user's code has restored them.
         seed: Called before each read and transform of a sample that has a seed of its
             own, with the work, the position and the stage (0: read, 1: transform).
         at: Called so before a coroutine reads or transforms a sample, or awaits for a
@@ -108,6 +80,7 @@ class Recipe:
     pool: Lender = field(default_factory=SlotPool)
     reads: bool = True
     around: Callable[[Work], AbstractContextManager[None]] = nothing_around
+    reseed: Callable[[Work], None] | None = None
     seed: Callable[[Work, int, int], None] | None = None
     at: Callable[[Work, int, int], None] | None = None
     keys: Keys | None = None
@@ -119,6 +92,7 @@ class Recipe:
     get: Callable[[Any], Any] = field(init=False)
     get_batch: Callable[[Any], Any] | None = field(init=False, default=None)
     reads_async: bool = field(init=False, default=False)
+    keeps_state: bool = field(init=False, default=False)
     transforms_async: bool = field(init=False)
     collates_async: bool = field(init=False)
 
@@ -128,6 +102,7 @@ class Recipe:
             self.get = self.dataset.__getitem__
             self.get_batch = self._batch_getter() if self.batched else None
             self.reads_async = reads_async(self.dataset)
+            self.keeps_state = is_stateful(self.dataset)
         self.transforms_async = is_async_function(self.transform)
         self.collates_async = is_async_function(self.collate_fn)
 
@@ -169,7 +144,8 @@ class Recipe:
 
     def leave_generators(self) -> None:
         """Seed nothing: the user's code is in charge."""
-        self.around, self.seed, self.at = nothing_around, None, None
+        self.around, self.reseed = nothing_around, None
+        self.seed = self.at = None
 
     # -- the steps, as plain code -------------------------------------------------
 
@@ -260,6 +236,17 @@ class Recipe:
 
     def _may_skip(self) -> bool:
         return bool(self.policy.count) or not self.reads
+
+    def leave(self, work: Work, outcome: Outcome) -> Outcome:
+        """Note in an outcome what state it leaves a map-style dataset in."""
+        if not self.keeps_state or outcome.error is not None:
+            return outcome
+        try:
+            outcome.dataset = 0, copy.deepcopy(self.dataset.state_dict())
+        except Exception as error:  # handed to the consumer
+            where = f"in the dataset's state_dict(), {self.place('fetch', work)}"
+            return Outcome(error=noted(raisable(error), where), state=outcome.state)
+        return outcome
 
     # -- failures -----------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """Waiting for the end of an iteration, bounded, by whoever closes it."""
 
 from aioloader._pipeline.cpu import beside
-from aioloader._pipeline.home import GRACE, Guest, Home
+from aioloader._pipeline.guests import Guest
+from aioloader._pipeline.home import GRACE, Home
 from aioloader._warnings import warn
 
 
@@ -13,9 +14,9 @@ def wait_released(home: Home, guest: Guest) -> None:
     """
     if home.is_here():
         return
-    if not guest.ended.wait(GRACE) or (home.is_closing and not home.closed.wait(GRACE)):
+    if not guest.ended.wait(GRACE) or (home.is_left() and not home.closed.wait(GRACE)):
         _warn_stuck()
-    elif home.is_closing:
+    elif home.is_left():
         home.join()
     if not guest.join():
         _warn_stuck()
@@ -31,7 +32,7 @@ async def wait_released_async(home: Home, guest: Guest) -> None:
     if home.is_foreign():
         return
     is_gone = await guest.ended.wait_async(GRACE)
-    if not is_gone or (home.is_closing and not await home.closed.wait_async(GRACE)):
+    if not is_gone or (home.is_left() and not await home.closed.wait_async(GRACE)):
         _warn_stuck()
     if not await beside(guest.join):
         _warn_stuck()

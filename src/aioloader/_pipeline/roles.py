@@ -25,7 +25,10 @@ class Pool(Protocol):
         """Where the run lives then."""
 
     def open(self, run: "Run") -> None:
-        """Make ready for ``run``, or fail it; may take long."""
+        """Make ready for ``run``, or fail it; may take long. Again is harmless."""
+
+    def wait_up(self) -> None:
+        """Wait until the time that passes is the user's, not that of a start."""
 
     def submit(self, run: "Run", work: Work) -> None:
         """Take a work; ``run.deliver`` will be called with what came of it."""

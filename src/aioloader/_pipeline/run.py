@@ -84,6 +84,9 @@ class Run:
         )
         self.pool = pool
         self.stage: Stage | None = None
+        # Workers that are processes have copies of the dataset, with states of theirs.
+        is_here = pool is None or not pool.reads or pool.pump is None
+        self._leaves = recipe.keeps_state and is_here
         self._sink = sink or self._put
         self.ended = Latch()
         self.exit_error: BaseException | None = None
@@ -138,8 +141,11 @@ class Run:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 await self._host(stack)
-        except Exception as error:  # raised by the iterator's close
-            self.exit_error = error
+        except Exception as error:  # raised by the iterator's close, or by its next
+            if self._is_closing:
+                self.exit_error = error
+            else:
+                self.fail(_only(error))
         finally:
             self._is_closing = True
             if self._stream is not None:
@@ -262,7 +268,7 @@ class Run:
         if place == "pool":
             self._into_pool(work)
         elif place == "thread":
-            self.home.cpu.post(partial(self._advance, work, "thread"))
+            self.home.post(partial(self._advance, work, "thread"))
         elif threading.get_ident() == self._loop_ident:
             self._advance(work, "loop")
         elif self.home.loop is not None and not call_threadsafe(
@@ -289,6 +295,8 @@ class Run:
         if self.under_way.pop(id(work), None) is not None:
             if outcome.state is None:
                 outcome.state = work.state
+            if self._leaves:
+                outcome = self.recipe.leave(work, outcome)
             self._sink(work, outcome)
 
     def _put(self, work: Work, outcome: Outcome) -> None:
@@ -351,3 +359,11 @@ class Run:
                 self._stream.close()
         except BaseException as error:  # raised where it is closed
             self.home.exit_error = error
+
+
+def _only(error: Exception) -> BaseException:
+    """Return what a task group was left by, without the group if it is but one."""
+    if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        only: BaseException = error.exceptions[0]
+        return only
+    return error

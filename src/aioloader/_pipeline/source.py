@@ -73,13 +73,13 @@ class HostedSource:
     ) -> None:
         self.run: Final = run
         self._ready: Final = run.stage or run.ready
-        self._counters = counters
+        self.counters = counters
         self._requests = plan.requests() if plan.bookmark.beyond else plan.batches
         self._progress = plan.progress
         self._dropped = plan.dropped()
+        self._turns = plan.turns
         self._numbers: deque[int] = deque()  # issued, and not yet taken
         self._next = plan.bookmark.done
-        self._plan = plan
         self._is_cut = False
         self._window_for = window.size
         self._window = 0
@@ -87,6 +87,7 @@ class HostedSource:
         self._timeout = patience.timeout
         self._restarts = patience.restarts
         self._restarted: Work | None = None
+        self._is_begun = False
         self._issued = 0
         self._taken = 0
         self._is_exhausted = False
@@ -104,7 +105,7 @@ class HostedSource:
             StopIteration: At the end.
             BatchTimeoutError: If it did not come in time.
         """
-        if not self._window and not self._is_finished:
+        if not self._is_begun and not self._is_finished:
             self._begin()
         self._fill()
         while True:
@@ -128,7 +129,7 @@ class HostedSource:
             StopAsyncIteration: At the end.
             BatchTimeoutError: If it did not come in time.
         """
-        if not self._window and not self._is_finished:
+        if not self._is_begun and not self._is_finished:
             await beside(self._begin)  # a sampler may permute millions
         self._fill()
         while True:
@@ -151,19 +152,22 @@ class HostedSource:
         """Tell whether there is no more to come."""
         return self._is_finished
 
+    def open(self, *, fills: bool) -> None:
+        """Start the workers, before anybody has asked for a batch.
+
+        Args:
+            fills: Whether to issue the first requests, which may draw a permutation.
+        """
+        self.run.open()
+        if fills:
+            self._fill()
+
     def issue(self) -> None:
         """Issue one request, before anybody has asked for a batch."""
         with self._lock:
-            if not self._window:
-                self.run.open()
-            if not self._is_exhausted and (
-                not self._window or self._issued < self._window
-            ):
+            self.run.open()
+            if self._may_issue(self._issued):
                 self._issue()
-
-    def count_in(self, counters: Counters) -> None:
-        """Count in ``counters`` from now on."""
-        self._counters = counters
 
     # -- the end ------------------------------------------------------------------
 
@@ -182,19 +186,27 @@ class HostedSource:
     # -- requests out -------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Make the first requests."""
+        """Make the first requests, and wait for what is not the user's to start."""
         with self._lock:
-            if not self._window:
-                self.run.open()
-                self._fill()
+            if self._is_begun:
+                return
+            self._is_begun = True
+            self.run.open()
+            self._fill()
+        if self.run.pool is not None:
+            self.run.pool.wait_up()
 
     def _fill(self) -> None:
         """Issue requests until the window is full."""
         with self._lock:
-            while not self._is_exhausted and (
-                self._issued - self._taken < self._window or not self._window
-            ):
+            while self._may_issue(self._issued - self._taken):
                 self._issue()
+
+    def _may_issue(self, in_flight: int) -> bool:
+        if self._is_exhausted or not self._window:
+            return not self._is_exhausted
+        is_free = self._turns is None or self._turns.may_issue(self._window)
+        return is_free and in_flight < self._window
 
     def _issue(self) -> None:
         try:
@@ -241,9 +253,9 @@ class HostedSource:
                 outcome = self._noted(*item)
                 if outcome.attempted or outcome.failures:
                     self.run.count(outcome)
-                self._is_exhausted = self._is_exhausted or outcome.is_end
+                self._is_exhausted = self._is_exhausted or self._is_end(outcome)
                 self._go_on()
-                self._counters.in_flight = self._issued - self._taken
+                self.counters.in_flight = self._issued - self._taken
                 if outcome.is_empty:
                     self._fill()  # its consumer goes on waiting
                 self._is_finished = self._is_exhausted and self._taken == self._issued
@@ -251,12 +263,13 @@ class HostedSource:
                     self._ready.finish()  # others may wait for what will not come
                 if outcome.error is not None:
                     self._raise(outcome)
-                if self._is_finished:
-                    self._finish()
                 if not outcome.is_end and not outcome.is_empty:
-                    self._counters.batches += 1
+                    self.counters.batches += 1
                     return outcome.batch
             return _NOTHING
+
+    def _is_end(self, outcome: Outcome) -> bool:
+        return outcome.is_end or (self._turns is not None and self._turns.are_over())
 
     def _pop(self) -> tuple[int, Outcome] | None:
         try:
@@ -275,6 +288,12 @@ class HostedSource:
             self._progress.end(number, outcome.state)
         else:
             self._progress.take(number, outcome.state)
+        if self._turns is not None:
+            self._turns.take(number, has_ended=outcome.has_ended)
+            if outcome.has_ended:
+                self._progress.end_reader(number)
+        if outcome.dataset is not None:
+            self._progress.leave(*outcome.dataset)
         if number in self._dropped:
             return Outcome(is_empty=True, is_end=outcome.is_end)
         return outcome
@@ -287,8 +306,7 @@ class HostedSource:
 
     def _go_on(self) -> None:
         """Put something else in flight, in place of what has been taken."""
-        # Not even a lazy one may leave open whether the epoch is over.
-        if not self._is_lazy or self._next - 1 == self._plan.last:
+        if not self._is_lazy:
             self._fill()
         if self._is_exhausted and self.when_exhausted is not None:
             self.when_exhausted()
@@ -303,7 +321,7 @@ class HostedSource:
 
     def _count_wait(self, began: float) -> float:
         seconds = time.perf_counter() - began
-        self._counters.waited += seconds
+        self.counters.waited += seconds
         return seconds
 
     def _time_out(self, waited: float) -> None:

@@ -16,8 +16,9 @@ from torch.utils.data import ChainDataset
 
 from aioloader._collate import default_collate
 from aioloader._order.blocks import Bad, Block, join
+from aioloader._pipeline.keys import BatchSeeds
 from aioloader._pipeline.position import Position, StreamState
-from aioloader._pipeline.recipe import BatchSeeds, Recipe
+from aioloader._pipeline.recipe import Recipe
 from aioloader._pipeline.work import MISSING, Outcome, Work
 from aioloader.protocols import HasLifespan
 
@@ -74,7 +75,7 @@ class _Stream:
             return
         if found < wanted and self._ranks > 1:
             self._deal_tail(work)
-        work.state = self._position.state(work.number)
+        work.state = self._position.state(work.number, has_ended=self._ended)
 
     def _deal_tail(self, work: Work) -> None:
         """Make our part of the last global batch what the tail's mode says."""
@@ -128,6 +129,9 @@ class SyncStream(_Stream):
     def pull(self, work: Work) -> None:
         """Read the samples of ``work``, or set the end as its outcome."""
         wanted = self._begin(work)
+        if self._position.has_ended and not self._ended:
+            self._open(work)  # its dataset may have to know where the epoch ended
+            self._ended = True
         self._pay()
         while not self._ended and self._found < wanted:
             try:
@@ -184,27 +188,38 @@ class SyncStream(_Stream):
             if self._keys is not None:
                 seeded.key, seeded.sample_keys = self._keys(number, whole)
             with self._recipe.around(seeded):
-                iterator = self._open()
+                iterator = self._open(seeded)
                 count = min(whole, self._position.to_skip)
                 self._position.to_skip -= count
                 self._skip(iterator, count)
-        with self._recipe.around(work):
-            pass  # its own seeds again
-        return self._open()
+        if earlier:
+            self._reseed(work)
+        return self._open(work)
 
-    def _open(self) -> Iterator[Any]:
-        """Return the iterator, opened once."""
+    def _open(self, work: Work) -> Iterator[Any]:
+        """Return the iterator, opened once, before ``work``.
+
+        The user's code may restore global generators, or draw: the batch is drawn with
+        its own seeds all the same.
+        """
         if self._iterator is not None:
             return self._iterator
         dataset = self._recipe.dataset
-        self._position.load_dataset()
+        if self._position.load_dataset():
+            self._reseed(work)
         iterator: Any = iter(dataset)
         self._position.load_iterator(iterator)
         if inspect.isgenerator(iterator):
             self._stack.callback(iterator.close)
         self._iterator = iterator
+        if work.number:
+            self._reseed(work)
         opened: Iterator[Any] = iterator
         return opened
+
+    def _reseed(self, work: Work) -> None:
+        if self._recipe.reseed is not None:
+            self._recipe.reseed(work)
 
     def _skip(self, iterator: Iterator[Any], count: int) -> None:
         for _ in range(count):
@@ -232,6 +247,9 @@ class AsyncStream(_Stream):
     async def pull(self, work: Work, stack: contextlib.AsyncExitStack) -> None:
         """Read the samples of ``work``, or set the end as its outcome."""
         wanted = self._begin(work)
+        if self._position.has_ended and not self._ended:
+            await self._opened(stack)  # as above
+            self._ended = True
         while not self._ended and self._found < wanted:
             try:
                 iterator = await self._open(stack)

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import contextvars
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -123,6 +125,36 @@ def call_threadsafe(
             return False
         raise
     return True
+
+
+def context_elsewhere() -> contextvars.Context:
+    """Return a copy of the current context, for code that runs in another place.
+
+    sniffio, which anyio asks where it is installed, may keep the name of the caller's
+    async library there. It is not that of the other place.
+    """
+    context = contextvars.copy_context()
+    sniffio = sys.modules.get("sniffio")
+    if sniffio is not None:
+        context.run(sniffio.current_async_library_cvar.set, None)
+    return context
+
+
+def require_asyncio() -> None:
+    """Raise unless an asyncio task runs here.
+
+    Raises:
+        RuntimeError: If another async library, such as trio, does.
+    """
+    with contextlib.suppress(RuntimeError):
+        if asyncio.current_task() is not None:
+            return
+    raise RuntimeError(
+        "`async for` over a DataLoader needs asyncio, and no asyncio task runs here "
+        "(trio is not supported): start the program with asyncio.run(...) or "
+        "anyio.run(..., backend='asyncio'), or iterate with a plain `for`, under trio "
+        "in a thread (trio.to_thread.run_sync)"
+    )
 
 
 def resolve(future: asyncio.Future[None]) -> None:

@@ -25,18 +25,23 @@ class Outcome:
         error: What to raise instead.
         is_empty: Every sample was skipped: there is no batch.
         is_end: The stream had ended.
+        has_ended: Of several readers, the one whose batch it was to be had ended.
         attempted: Samples that a worker process tried to read; counted on delivery.
         failures: Those of them that were skipped or replaced.
         state: What its reader (sampler or stream) was left in behind it, if known.
+        dataset: Of a stateful map-style dataset: which worker's copy made it (0, if it
+            was made here), and the state that this was left in.
     """
 
     batch: Any = None
     error: BaseException | None = None
     is_empty: bool = False
     is_end: bool = False
+    has_ended: bool = False
     attempted: int = 0
     failures: Sequence[Any] = ()
     state: Any = None
+    dataset: tuple[int, Any] | None = None
 
 
 @dataclass(slots=True, eq=False)

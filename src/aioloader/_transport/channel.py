@@ -38,6 +38,8 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
+        if end.gettimeout() is not None:  # of socket.setdefaulttimeout()
+            end.settimeout(None)
         # A worker process ends without unwinding; its sockets go without a word.
         weakref.finalize(self, end.close).atexit = False
         self.fileno = end.fileno

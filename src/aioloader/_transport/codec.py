@@ -10,6 +10,7 @@ import io
 import pickle
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeAlias
 
 import cloudpickle
@@ -18,36 +19,53 @@ Reducers: TypeAlias = Mapping[type, Callable[[Any], Any]]
 Buffers: TypeAlias = list[pickle.PickleBuffer]
 
 # Smaller buffers stay in the header: a place of their own would cost more.
-_LEAST_BYTES = 1 << 9
+LEAST_BYTES = 1 << 9
 
 
-def encode(value: Any, reducers: Reducers) -> tuple[bytes, Buffers]:
+def encode(
+    value: Any, reducers: Reducers, least_bytes: int = LEAST_BYTES
+) -> tuple[bytes, Buffers]:
     """Return ``value`` as a header and the buffers it refers to.
 
     Args:
         value: What to send; it is not changed.
         reducers: How to reduce objects of exact types, as ``copyreg`` takes them.
+        least_bytes: Buffers of fewer bytes stay in the header.
 
     Raises:
         Exception: What pickling it by value raised, whatever that is.
     """
     try:
-        return _dump(_plain(reducers), value)
+        return _dump(_plain(reducers), value, least_bytes)
     except (pickle.PicklingError, AttributeError, TypeError):
-        return encode_by_value(value, reducers)
+        return encode_by_value(value, reducers, least_bytes)
 
 
-def encode_by_value(value: Any, reducers: Reducers) -> tuple[bytes, Buffers]:
+def encode_by_value(
+    value: Any, reducers: Reducers, least_bytes: int = LEAST_BYTES
+) -> tuple[bytes, Buffers]:
     """Encode for a process that has another ``__main__``, or none of our modules."""
     table = ChainMap(dict(reducers), cloudpickle.Pickler.dispatch_table)
     # A class of its own: the pickler looks at its class's table, when it is made.
     pickler = type("ByValue", (cloudpickle.Pickler,), {"dispatch_table": table})
-    return _dump(pickler, value)
+    return _dump(pickler, value, least_bytes)
+
+
+class _Table(dict[type, Callable[[Any], Any]]):
+    """Reducers, and those that ``multiprocessing`` knows, torch's own among them.
+
+    So that these picklers take what a queue between processes takes.
+    """
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any]:
+        known = ForkingPickler._extra_reducers  # type: ignore[attr-defined]  # noqa: SLF001
+        reducer: Callable[[Any], Any] = known.get(kind) or copyreg.dispatch_table[kind]
+        return reducer
 
 
 def _plain(reducers: Reducers) -> Callable[..., Any]:
     """Return what makes plain picklers that know ``reducers``."""
-    table = {**copyreg.dispatch_table, **reducers}
+    table = _Table(reducers)
 
     def make(*args: Any, **options: Any) -> pickle.Pickler:
         pickler = pickle.Pickler(*args, **options)
@@ -62,11 +80,13 @@ def decode(header: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
     return pickle.loads(header, buffers=buffers)  # noqa: S301  (our own processes)
 
 
-def _dump(pickler_class: Callable[..., Any], value: Any) -> tuple[bytes, Buffers]:
+def _dump(
+    pickler_class: Callable[..., Any], value: Any, least_bytes: int
+) -> tuple[bytes, Buffers]:
     file, buffers = io.BytesIO(), Buffers()
 
     def is_in_band(buffer: pickle.PickleBuffer) -> bool:
-        if buffer.raw().nbytes < _LEAST_BYTES:
+        if buffer.raw().nbytes < least_bytes:
             return True
         buffers.append(buffer)
         return False

@@ -2,12 +2,13 @@
 
 ::
 
-    loader ──order──▶ template ──fork──▶ nursery ──fork──▶ workers
+    loader ──fork──▶ supervisor ──fork──▶ workers     (sync datasets, as torch does)
+    loader ──order──▶ fork server ──fork──▶ supervisor ──fork──▶ workers
     loader ──requests──▶ whichever worker is free  (one socket that all read: they pull)
     loader ◀──results─── all workers               (one socket; batches stay in arenas)
-    loader ◀──births and deaths─── nursery         (it is the parent that reaps them)
+    loader ◀──births and deaths─── supervisor      (it is the parent that reaps them)
 
-``pool`` is the loader's side, ``child`` the worker's; ``template`` and ``nursery``
-start and reap processes, ``contexts`` does so by ``multiprocessing``. ``threads`` and
-``executors`` are the other kinds of workers.
+``start`` chooses how workers start, ``launch`` is the loader's handle on a supervisor,
+``spawn`` does without one. ``pool`` is the loader's side of the workers, ``child`` the
+worker's. ``threads`` and ``executors`` are the other kinds of workers.
 """

@@ -2,8 +2,8 @@
 
 Plain code runs in the main thread, request by request. Where a part is ``async``, the
 pipeline of the loader itself is hosted in here, with a loop of its own, and several
-batches are in hand at once. A worker ends by ``os._exit``: no thread of the user's code
-can hold it back.
+batches are in hand at once. The process is one of ``multiprocessing``, which runs its
+hooks at the beginning and at the end; the supervisor ends one that does not end.
 """
 
 import contextlib
@@ -11,20 +11,18 @@ import ctypes
 import faulthandler
 import os
 import signal
-import sys
 
 import torch
 
 from aioloader._transport.channel import Channel
-from aioloader._workers.desk import Desk, Ends
+from aioloader._workers.desk import Desk, Ends, send_fatal
 from aioloader._workers.hosted import serve_hosted
 from aioloader._workers.info import WorkerInfo, be_worker_process
 from aioloader._workers.keyed import initialise
-from aioloader._workers.messages import Kind
+from aioloader._workers.messages import RESULT_HEAD, Kind
 from aioloader._workers.plain import serve_plainly
-from aioloader._workers.remote import RemoteError
 from aioloader._workers.seeds import seed_worker
-from aioloader._workers.shipment import Shipment, Surroundings
+from aioloader._workers.shipment import Shipment
 
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + 7
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -32,60 +30,56 @@ _KEPT_BYTES, _MAPPED_BYTES = 1 << 26, 1 << 25
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
-def run(
-    worker: int,
-    ends: Ends,
-    shipment: Shipment,
-    surroundings: Surroundings,
-    *,
-    parent: int | None,
-) -> None:
-    """Be worker number ``worker``; never return.
+def settle(worker: int, ends: Ends, supervisor: int | None) -> None:
+    """Make this process a worker: signals, process group, name, threads.
 
     Args:
         worker: Number of the worker.
         ends: Its descriptors.
-        shipment: What it is to do, unpickled.
-        surroundings: Of the loader's process.
-        parent: The process whose death ends this one, if the kernel can see to it.
+        supervisor: The parent whose death ends this process; None: there is none.
     """
-    status = 1
-    try:
-        _settle(worker, ends, surroundings, parent)
-        status = _live(worker, ends, shipment)
-    except SystemExit as leaving:
-        status = leaving.code if isinstance(leaving.code, int) else 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
-
-
-def _settle(
-    worker: int, ends: Ends, surroundings: Surroundings, parent: int | None
-) -> None:
-    """Make the process a worker: signals, name, standard input, threads."""
+    os.setpgid(0, 0)  # what it starts ends with it
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    name_process(f"aioloader-{worker}".encode())
-    if parent is not None:
-        _die_with(parent)
+    with contextlib.suppress(AttributeError, OSError):
+        name = f"aioloader-{worker}".encode()
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
+    if supervisor is not None:
+        _die_with(supervisor)
     os.set_blocking(ends.stacks, False)
     faulthandler.enable(ends.stacks)
     faulthandler.register(STACK_SIGNAL, ends.stacks)
     _keep_freed_memory()
-    surroundings.enter_environment()
     torch.set_num_threads(1)
 
 
-def name_process(name: bytes) -> None:
-    """Set the name of this process, at most 15 bytes, where the system can."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
+def tell_up(worker: int, ends: Ends) -> None:
+    """Tell the loader that the process runs; what follows is the user's code."""
+    Channel.adopt(os.dup(ends.results)).send(RESULT_HEAD.pack(Kind.UP, worker, -1))
+
+
+def run(worker: int, ends: Ends, shipment: Shipment) -> None:
+    """Serve requests until the loader is gone.
+
+    An error before the first batch ends the epoch: the loader raises it.
+
+    Args:
+        worker: Number of the worker.
+        ends: Its descriptors.
+        shipment: What it is to do.
+    """
+    seed = seed_worker(shipment.base_seed, worker)
+    info = WorkerInfo(worker, shipment.num_workers, seed, shipment.dataset)
+    be_worker_process(info, tell_torch=True)
+    desk = None
+    try:
+        desk = Desk(worker, ends, shipment)
+        _serve(worker, ends, shipment, desk)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the loader is gone
+    except Exception as error:
+        send_fatal(worker, ends, error)
 
 
 def _keep_freed_memory() -> None:
@@ -106,28 +100,11 @@ def _die_with(parent: int) -> None:
         os._exit(0)
 
 
-def _live(worker: int, ends: Ends, shipment: Shipment) -> int:
-    """Serve requests until the loader is gone; return the exit status."""
-    seed = seed_worker(shipment.base_seed, worker)
-    info = WorkerInfo(worker, shipment.num_workers, seed, shipment.dataset)
-    be_worker_process(info, tell_torch=True)
-    desk = Desk(worker, ends, shipment)
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        return _serve(worker, ends, shipment, desk)
-    return 0  # the loader is gone
-
-
-def _serve(worker: int, ends: Ends, shipment: Shipment, desk: Desk) -> int:
-    try:
-        is_in_charge = initialise(shipment, worker)
-    except Exception as error:  # of the user's init function: the loader raises it
-        desk.send(Kind.FATAL, -1, RemoteError.of(error, worker))
-        return 1
-    desk.send(Kind.READY, -1, is_in_charge)
+def _serve(worker: int, ends: Ends, shipment: Shipment, desk: Desk) -> None:
+    is_in_charge = initialise(shipment, worker)
+    desk.send(Kind.READY, -1, None)
     if is_in_charge or shipment.rng == "worker":
         desk.recipe.leave_generators()
-    is_own = is_in_charge or shipment.is_addressed()
-    requests = Channel.adopt(ends.own if is_own else ends.requests)
+    requests = Channel.adopt(ends.own if shipment.is_addressed() else ends.requests)
     serve = serve_plainly if desk.recipe.is_plain() else serve_hosted
     serve(desk, requests)
-    return 0

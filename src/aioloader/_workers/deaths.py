@@ -7,6 +7,7 @@ it has a state of its own, and is over else.
 
 from aioloader._pipeline.work import Outcome
 from aioloader._transport.board import Board, InHand
+from aioloader._workers.copies import Copies
 from aioloader._workers.ledger import Ledger, Worker
 from aioloader._workers.obituary import died_with, died_with_stream
 
@@ -29,6 +30,8 @@ def mend(ledger: Ledger, board: Board, dead: Worker, exitcode: int, stack: str) 
     ledger.free_answered(dead)
     if ledger.is_replicated:
         _bury_streams(ledger, dead, held, exitcode, stack)
+    elif ledger.copies is not None:
+        _restore_copy(ledger, ledger.copies, dead)
     for one in held:
         _blame(ledger, dead, one, len(held), exitcode, stack)
     _send_again(ledger, board, dead)
@@ -69,6 +72,15 @@ def _send_again(ledger: Ledger, board: Board, dead: Worker) -> None:
             queue.waiting.append(name)
 
 
+def _restore_copy(ledger: Ledger, copies: Copies, dead: Worker) -> None:
+    """Have the successor's dataset begin in the state of the dead worker's."""
+    copies.lose(dead.number)
+    for ticket in ledger.tickets.values():
+        if ticket.worker is dead:
+            resume = copies.lost_by(dead.number)
+            ticket.request = ticket.request._replace(resume=resume)
+
+
 def _bury_streams(
     ledger: Ledger, dead: Worker, held: list[InHand], exitcode: int, stack: str
 ) -> None:
@@ -84,7 +96,9 @@ def _bury_streams(
             if ticket.run is run and ticket.worker is dead:
                 del ledger.tickets[name]
                 early = ledger.replicas.outcome_of(run, dead.number)
-                run.receive(ticket.work, early or Outcome(is_empty=True))
+                run.receive(
+                    ticket.work, early or Outcome(is_empty=True, has_ended=True)
+                )
 
 
 def _is_last_straw(ledger: Ledger, held: list[InHand]) -> bool:

@@ -1,6 +1,9 @@
 """A worker's desk: what it takes in hand, and how it sends what came of it."""
 
+import contextlib
+import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -12,7 +15,7 @@ from aioloader._transport.arena import ArenaReader, ArenaWriter
 from aioloader._transport.board import Board
 from aioloader._transport.channel import Channel
 from aioloader._workers.info import be_at_sample
-from aioloader._workers.keyed import Seeded, seed_for_sample
+from aioloader._workers.keyed import Seeded, seed_batch, seed_for_sample
 from aioloader._workers.messages import RESULT_HEAD, Answer, Kind, Request, sendable
 from aioloader._workers.parcel import Packer, unpack
 from aioloader._workers.remote import RemoteError
@@ -94,12 +97,14 @@ class Desk:
             pool=self._packers,
             reads=shipment.reads,
             around=Seeded,
+            reseed=seed_batch,
             seed=seed_for_sample,
             at=be_at_sample,
             part=shipment.part,
             snapshot_every=shipment.snapshot_every,
             keeps_step=shipment.keeps_step,
         )
+        self._is_restored = not self.recipe.keeps_state
 
     def lifespan(self) -> Lifespan:
         """Return what is to be entered before samples are read here."""
@@ -111,6 +116,14 @@ class Desk:
         """Have the loader end all iterations with ``error``, and end this worker."""
         self.send(Kind.FATAL, -1, RemoteError.of(error, self.id))
         raise SystemExit(1)
+
+    @contextlib.contextmanager
+    def printing(self) -> Iterator[None]:
+        """Print what is raised at the end: the loader listens no more."""
+        try:
+            yield
+        except Exception:  # of the user's code
+            sys.excepthook(*sys.exc_info())
 
     def receive(self, requests: Channel) -> Request:
         """Return the next request.
@@ -134,6 +147,17 @@ class Desk:
             work.samples = request.samples
         return work
 
+    def restore(self, request: Request) -> None:
+        """Set a map-style dataset to the state that its first batch is to find."""
+        if self._is_restored:
+            return
+        self._is_restored = True
+        saved = self.shipment.datasets
+        if request.resume is not None:  # after a death
+            self.recipe.dataset.load_state_dict(*request.resume)
+        elif self.id in saved:
+            self.recipe.dataset.load_state_dict(saved[self.id])
+
     def enter(self, stage: int, place: int = 0) -> None:
         """Note the stage that what is in hand has come to."""
         self._board.enter(self.id, place, stage)
@@ -148,6 +172,8 @@ class Desk:
         # Those since the last result; the loader keeps the list and the budget.
         failures = sendable(self._policy.latest, self.id)
         outcome.state = work.state
+        if outcome.dataset is not None:
+            outcome.dataset = self.id, outcome.dataset[1]
         try:
             self._send_outcome(ticket, outcome, failures)
         except (BrokenPipeError, ConnectionResetError):
@@ -168,7 +194,7 @@ class Desk:
         self, ticket: int, outcome: Outcome, failures: list[Failure]
     ) -> None:
         is_else = outcome.error or outcome.is_empty or outcome.is_end or failures
-        if not is_else and outcome.state is None:
+        if not is_else and outcome.state is outcome.dataset is None:
             self.send(Kind.BATCH, ticket, outcome.batch)
             return
         error = outcome.error and RemoteError.of(outcome.error, self.id)
@@ -179,5 +205,6 @@ class Desk:
             outcome.is_end,
             failures,
             outcome.state,
+            outcome.dataset,
         )
         self.send(Kind.OUTCOME, ticket, answer)

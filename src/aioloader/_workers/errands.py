@@ -14,7 +14,7 @@ from aioloader._pipeline.run import Run
 from aioloader._pipeline.work import Outcome, Work
 from aioloader._transport.codec import Buffers, decode, encode, encode_by_value
 from aioloader._workers.messages import Answer, sendable
-from aioloader._workers.parcel import REDUCERS
+from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.refusals import explain
 from aioloader._workers.remote import RemoteError
 from aioloader._workers.shipment import (

@@ -76,6 +76,9 @@ class ExecutorWorkers:
         except WorkerStartError as error:
             run.fail(error)
 
+    def wait_up(self) -> None:
+        """Wait for nothing."""
+
     def submit(self, run: Run, work: Work) -> None:
         """Hand ``work`` to the executor."""
         if self._is_here:

@@ -12,7 +12,7 @@ import threading
 from typing import Any
 
 from aioloader._order.progress import Bookmark
-from aioloader._pipeline.home import Keeper
+from aioloader._pipeline.guests import Keeper
 from aioloader._pipeline.homes import Homes
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.work import Outcome, Work
@@ -81,6 +81,11 @@ class _Server:
                     self._free.get()
             work = self._desk.take(request, place)
             self._held[id(work)] = (request.ticket, place, request.is_alone)
+            try:
+                self._desk.restore(request)
+            except Exception as error:  # of the user's class; handed to the consumer
+                self._deliver(work, Outcome(error=error))
+                continue
             self._run_of(request).submit(work)
 
     def _watch(self, requests: Channel) -> None:
@@ -96,7 +101,8 @@ class _Server:
             run.dismiss()
         self._home.dismiss(Keeper())
         self._homes.leave()
-        self._homes.release()
+        with self._desk.printing():
+            self._homes.release()
 
     def _run_of(self, request: Request) -> Run:
         # Map-style datasets have no state of an iteration: one run serves all.

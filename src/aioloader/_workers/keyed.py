@@ -23,6 +23,12 @@ class Seeded:
         pass
 
 
+def seed_batch(work: Work) -> None:
+    """Seed the global generators for a work."""
+    if work.key is not None:
+        seed_all(work.key)
+
+
 def seed_for_sample(work: Work, position: int, stage: int) -> None:
     """Seed the global generators for a sample of ``work``, in one of its stages."""
     seed_all(key_of_sample(work, position, stage))

@@ -1,7 +1,7 @@
 """Leases on workers: one per iteration, of its own pool or of one for all that follow.
 
-Workers start with the first request, so that an iterator that is never used costs
-nothing. With ``persistent_workers`` they stay when the iteration ends.
+Worker processes start with ``iter()``, as torch's do, others with the first request.
+With ``persistent_workers`` they stay when the iteration ends.
 """
 
 import threading
@@ -64,6 +64,12 @@ class Pools:
             self._kept[:] = [pool]
             return pool
 
+    def drop(self) -> None:
+        """Let kept workers end, in the background: others are to begin."""
+        with self._lock:
+            kept, self._kept[:] = self._kept[:], []
+        _end_all(kept)
+
     def close(self) -> None:
         """Let kept workers end, and wait for it, bounded."""
         with self._lock:
@@ -104,11 +110,15 @@ class Lease(Generic[AnyPool]):
         self._start = start
         self._keep = keep
         self._pool: AnyPool | None = None
+        self._is_begun = False
         self._is_over = False
         self._lock = threading.RLock()
 
     def open(self, run: Run) -> None:
-        """Start the workers, or find those that are kept; it may take long."""
+        """Start the workers, or find those that are kept, once; it may take long."""
+        if self._is_begun:
+            return
+        self._is_begun = True
         try:
             pool = self._pools.open(self._start, keep=self._keep)
         except Exception as error:  # what cannot be shipped, above all
@@ -121,6 +131,9 @@ class Lease(Generic[AnyPool]):
                 weakref.finalize(self, pool.close)
                 if self._is_over:
                     pool.end()
+
+    def wait_up(self) -> None:
+        """Wait until the time that passes is the user's: here it always is."""
 
     def submit(self, run: Run, work: Work) -> None:
         """Have the rest of ``work`` made."""

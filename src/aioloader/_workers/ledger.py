@@ -9,6 +9,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from aioloader._pipeline.run import Run
 from aioloader._pipeline.work import Outcome, Work
@@ -16,6 +17,7 @@ from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef, make_a
 from aioloader._transport.board import PLACES
 from aioloader._transport.channel import NO_WAIT, Channel
 from aioloader._transport.locked import Locker
+from aioloader._workers.copies import Copies
 from aioloader._workers.messages import FORGET, Request
 from aioloader._workers.parcel import Packer, slot_of
 from aioloader._workers.replicas import Replicas
@@ -66,9 +68,7 @@ class Worker:
         own: Requests for it alone, where there are such.
         arena: The loader's side of its batches' memory.
         pid: Its process, once that is known.
-        is_ready: Whether it has begun to serve.
-        stillborn: How often it has died before, since it last had begun.
-        delivered_before: Batches that the pool had delivered at the first of these.
+        starts: How many processes it has cost since it last had a batch in hand.
         answered: Its latest results: the ticket, and where its samples were.
     """
 
@@ -76,9 +76,7 @@ class Worker:
     own: Queue | None
     arena: ArenaReader
     pid: int | None = None
-    is_ready: bool = False
-    stillborn: int = 0
-    delivered_before: int = 0
+    starts: int = 0
     answered: deque[tuple[int, SlotRef | None]] = field(
         default_factory=lambda: deque(maxlen=PLACES)
     )
@@ -127,8 +125,8 @@ class Ledger:
             number if self.is_replicated else 0,
             has_state=is_stateful(shipment.dataset),
         )
-        # None: the first worker tells, once the user's init function has run.
-        self.is_addressed = None if shipment.worker_init_fn else is_addressed
+        self.is_addressed = is_addressed
+        self.copies = Copies() if shipment.has_copies() else None
         self.requests = self._queue(stack)
         self.samples: ArenaWriter | None = None
         self._readers: dict[int, int] = {}  # by slot of samples: the latest ticket
@@ -136,10 +134,9 @@ class Ledger:
             self.samples = ArenaWriter(make_arena())
             stack.callback(self.samples.close)
             self._packer = Packer(self.samples, _INLINE_BYTES)
-        has_own = is_addressed or shipment.worker_init_fn is not None
         self.workers: list[Worker] = []
         for place in range(number):
-            own = self._queue(stack) if has_own else None
+            own = self._queue(stack) if is_addressed else None
             worker = Worker(place, own, self.new_arena())
             stack.callback(_close_arena, worker)
             self.workers.append(worker)
@@ -161,20 +158,8 @@ class Ledger:
         own = self.tickets[name].worker.own
         return own if self.is_addressed and own is not None else self.requests
 
-    def address(self, *, to_each: bool) -> None:
-        """Learn, from the first worker, whether requests are for certain workers."""
-        if self.is_addressed is not None:
-            return
-        self.is_addressed = to_each
-        waiting = [name for name in self.requests.waiting if name in self.tickets]
-        self.requests.waiting.clear()
-        for name in waiting:
-            self.queue_of(name).waiting.append(name)
-
     def flush(self) -> None:
         """Send requests, as far as there is room for them."""
-        if self.is_addressed is None:
-            return
         own = [worker.own for worker in self.workers if worker.own is not None]
         for queue in (self.requests, *own):
             waiting = queue.waiting
@@ -240,6 +225,7 @@ class Ledger:
     def close(self) -> None:
         """Strike out everything, and let workers find no more requests."""
         self.tickets.clear()
+        self.replicas = Replicas(0)  # it would keep iterations
         for queue in (self.requests, *(worker.own for worker in self.workers)):
             if queue is not None:
                 self.take_back(queue)
@@ -251,7 +237,7 @@ class Ledger:
 
     def _request(self, name: int, run: Run, work: Work) -> Request:
         number, indices, samples = work.number, work.indices, None
-        resume = None
+        resume: Any = None
         if not self.shipment.reads:
             samples = work.samples
         elif self.is_replicated:
@@ -261,6 +247,8 @@ class Ledger:
             state = self.replicas.ask(run, worker, number)
             if state is not None:
                 resume = state, run.recipe.seeds(worker, len(self.workers))
+        elif self.copies is not None:
+            resume = self.copies.lost_by(number % len(self.workers))
         return Request(
             ticket=name,
             run=id(run),

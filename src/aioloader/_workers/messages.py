@@ -23,10 +23,11 @@ STAGES = ("fetch", "transform", "collate", "send")
 class Kind(IntEnum):
     """What a result holds."""
 
-    READY = 0  # whether the user's init function has seeded the generators itself
+    READY = 0  # the worker has begun to serve
     BATCH = 1  # a batch
     OUTCOME = 2  # anything else: an ``Answer``
     FATAL = 3  # a RemoteError: the worker could not begin
+    UP = 4  # the process of the worker runs, and none of the user's code yet
 
 
 class Request(NamedTuple):
@@ -41,7 +42,9 @@ class Request(NamedTuple):
         sample_keys: As in ``Work``.
         padding: As in ``Work``.
         resume: Of a replica: where its stream begins, if it is not open yet, and with
-            what its earlier batches were seeded; or None.
+            what its earlier batches were seeded. Of a worker that died, and had a copy
+            of a stateful map-style dataset: a tuple of the state that this was in. Or
+            None.
         is_alone: Whether it has cost a worker its life, and must not share one.
         indices: What the sampler gave.
         samples: What was read already, where the loader reads.
@@ -80,6 +83,7 @@ class Answer(NamedTuple):
         failures: Samples that failed and were skipped or replaced, as ``Failure``s
             whose error is a ``RemoteError``.
         state: What a replica's stream was left in behind it.
+        dataset: As in ``Outcome``.
     """
 
     batch: Any = None
@@ -88,6 +92,7 @@ class Answer(NamedTuple):
     is_end: bool = False
     failures: Sequence[Any] = ()
     state: Any = None
+    dataset: tuple[int, Any] | None = None
 
 
 FORGET = Request(-1, 0, 0, 0, None, None, False, ())  # noqa: FBT003  (fields, in order)
@@ -110,6 +115,11 @@ def opened(answer: Answer) -> tuple[Outcome, list[Failure]]:
         for one in answer.failures
     ]
     outcome = Outcome(
-        answer.batch, error, answer.is_empty, answer.is_end, state=answer.state
+        answer.batch,
+        error,
+        answer.is_empty,
+        answer.is_end,
+        state=answer.state,
+        dataset=answer.dataset,
     )
     return outcome, failures

@@ -5,7 +5,7 @@ import signal
 from aioloader._pipeline.work import Work, shorten
 from aioloader._transport.board import InHand
 from aioloader._workers.messages import STAGES
-from aioloader._workers.nursery import UNKNOWN
+from aioloader._workers.supervisor import UNKNOWN
 from aioloader.errors import WorkerDiedError
 
 
@@ -62,12 +62,13 @@ def died_with_stream(
 
 
 def died_too_early(
-    worker: int, pid: int | None, exitcode: int, stack: str
+    worker: int, pid: int | None, exitcode: int, stack: str, starts: int
 ) -> WorkerDiedError:
-    """Return the error for workers that die before they have begun."""
+    """Return the error for workers that die without having made a batch."""
     message = (
-        f"DataLoader worker (pid(s) {pid}) exited unexpectedly, {cause_of(exitcode)}, "
-        "before it had begun, and so did those before it; see what it printed"
+        f"DataLoader worker (pid(s) {pid}) exited unexpectedly, {cause_of(exitcode)}; "
+        f"{starts} processes in a row have died so without making a batch; see what "
+        "they printed"
     )
     return WorkerDiedError(
         _with_stack(message, stack), worker=worker, pid=pid, exitcode=exitcode

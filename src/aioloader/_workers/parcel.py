@@ -5,75 +5,21 @@ not there when the batch is packed (a custom collate function's tensors) is copi
 Small batches travel inside the frame: below some 64 KB a copy is cheaper than a slot.
 """
 
-import pickle
 import struct
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef
-from aioloader._transport.codec import Reducers, decode, encode
+from aioloader._transport.codec import LEAST_BYTES, decode, encode
+from aioloader._transport.layout import Layout, Place, aligned, do_overlap, lay_out
+from aioloader._workers.reducers import Span, reducers
 
 # slot number (-1: none), start, size; bytes used; header: place and size; buffers
 _HEAD = struct.Struct("<qqqqqqq")
 _PLACE = struct.Struct("<qq")  # first byte and size of a buffer
-_ALIGN = 64
 _HEADER_INLINE = 1 << 14
-
-Place: TypeAlias = tuple[int, int]
-
-
-def _reduce(tensor: torch.Tensor) -> Any:
-    """Reduce a plain tensor to its bytes, which go out of band."""
-    try:
-        array = tensor.numpy()
-        buffer = pickle.PickleBuffer(array)  # type: ignore[arg-type]
-    except (RuntimeError, TypeError):  # a type that numpy lacks, a gradient, no memory
-        return _reduce_rare(tensor)
-    if not array.flags.c_contiguous:
-        return _reduce_rare(tensor)
-    return _rebuild, (buffer, array.dtype.str, array.shape)
-
-
-def _reduce_rare(tensor: torch.Tensor) -> Any:
-    is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
-    if not is_plain or tensor.requires_grad or tensor.is_quantized:
-        return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
-    tensor = tensor.resolve_conj().resolve_neg()
-    order = _order_of(tensor)
-    block = tensor.permute(order).contiguous()
-    buffer = pickle.PickleBuffer(block.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    return _rebuild_rare, (buffer, tensor.dtype, tuple(block.shape), order)
-
-
-def _order_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the order in which the dimensions lie in memory, if they fill a block."""
-    strides, as_it_is = tensor.stride(), tuple(range(tensor.ndim))
-    order = tuple(sorted(as_it_is, key=lambda k: -strides[k]))
-    return order if tensor.permute(order).is_contiguous() else as_it_is
-
-
-def _rebuild(buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    # Half the cost of ``torch.frombuffer`` and a view.
-    return torch.from_numpy(np.ndarray(shape, dtype, buffer))
-
-
-def _rebuild_rare(
-    buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...]
-) -> torch.Tensor:
-    block = (
-        torch.frombuffer(buffer, dtype=dtype).view(shape)
-        if len(buffer)
-        else torch.empty(shape, dtype=dtype)
-    )
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return block.permute(back)
-
-
-REDUCERS: Reducers = {torch.Tensor: _reduce}
 
 
 class Packer:
@@ -108,7 +54,7 @@ class Packer:
         """
         if self._ref is None:
             self._ref, self._view = self._arena.take(max(nbytes, self._wanted))
-        start = _aligned(self._used)
+        start = aligned(self._used)
         self._used = start + nbytes
         if self._used > len(self._view):
             return np.empty(nbytes, np.uint8)  # the slot of the next batch is larger
@@ -122,24 +68,33 @@ class Packer:
             Exception: What pickling ``value`` raised.
             BatchTooLargeError: If the machine has no memory for it.
         """
-        header, buffers = encode(value, REDUCERS)
+        spans: list[Span] = []
+        header, buffers = encode(value, reducers(spans))
+        if _have_small_overlaps(spans):
+            # Tensors of one memory stay together, however small.
+            spans.clear()
+            header, buffers = encode(value, reducers(spans), least_bytes=0)
+        of_tensors = {id(buffer): address for buffer, address, _ in spans}
         raws = [buffer.raw() for buffer in buffers]
-        total = sum(_aligned(raw.nbytes) for raw in raws)
+        addresses = [of_tensors.get(id(buffer), 0) for buffer in buffers]
+        total = sum(aligned(raw.nbytes) for raw in raws)
         is_small = len(header) + total <= self._inline_bytes
         if is_small and (self._ref is None or not total):
             self.reset()
-            return _inline(header, raws)
+            return _inline(header, lay_out(raws, addresses, 0))
         if len(header) > _HEADER_INLINE:
             # A list of long strings, say: the header is one more buffer.
-            return self._in_slot(b"", [*raws, memoryview(header)])
-        return self._in_slot(header, raws)
+            return self._in_slot(b"", [*raws, memoryview(header)], [*addresses, 0])
+        return self._in_slot(header, raws, addresses)
 
     def _forget(self) -> None:
         self._ref = None
         self._view, self._used = np.empty(0, np.uint8), 0
 
-    def _in_slot(self, header: bytes, raws: list[memoryview]) -> list[Any]:
-        places = self._place(raws)
+    def _in_slot(
+        self, header: bytes, raws: list[memoryview], addresses: list[int]
+    ) -> list[Any]:
+        places = self._place(raws, addresses)
         ref, used = self._ref, max(start + size for start, size in places)
         assert ref is not None
         self._wanted = max(self._wanted, used)
@@ -147,34 +102,46 @@ class Packer:
         self._forget()
         return [head, *(_PLACE.pack(*place) for place in places), header]
 
-    def _place(self, raws: Sequence[memoryview]) -> list[Place]:
+    def _place(self, raws: list[memoryview], addresses: list[int]) -> list[Place]:
         """Copy what is not in the slot behind what is; move all if that is too much."""
-        begin = _address(self._view) if self._ref is not None else 0
-        end = begin + len(self._view)
-        inside = [begin <= _address(raw) < end for raw in raws]
-        used = _aligned(min(self._used, len(self._view)))
-        sizes = [_aligned(raw.nbytes) for raw in raws]
-        missing = sum(n for n, there in zip(sizes, inside, strict=True) if not there)
-        if self._ref is None or used + missing > len(self._view):
-            before = self._ref
-            self._ref, self._view = self._arena.take(max(sum(sizes), self._wanted))
-            places = self._copy(raws, [False] * len(raws), 0, 0)
-            if before is not None:
-                self._arena.give_back(before)
-            return places
-        return self._copy(raws, inside, begin, used)
-
-    def _copy(
-        self, raws: Sequence[memoryview], inside: list[bool], begin: int, used: int
-    ) -> list[Place]:
-        places = []
-        for raw, is_inside in zip(raws, inside, strict=True):
-            start = _address(raw) - begin if is_inside else used
-            if not is_inside:
-                self._view[used : used + raw.nbytes] = np.frombuffer(raw, np.uint8)
-                used = _aligned(used + raw.nbytes)
-            places.append((start, raw.nbytes))
+        if self._ref is None:
+            return self._move(lay_out(raws, addresses, 0))
+        begin, size = _address(self._view), len(self._view)
+        # An array that is not a tensor's may be in the slot too.
+        places = [(_address(raw) - begin, raw.nbytes) for raw in raws]
+        rest = [k for k, (at, _) in enumerate(places) if not 0 <= at < size]
+        if rest:
+            raws_left, addresses_left = (
+                [raws[k] for k in rest],
+                [addresses[k] for k in rest],
+            )
+            layout = lay_out(raws_left, addresses_left, min(self._used, size))
+            if layout.end > size:
+                return self._move(lay_out(raws, addresses, 0))
+            self._copy(layout)
+            for k, place in zip(rest, layout.places, strict=True):
+                places[k] = place
         return places
+
+    def _move(self, layout: Layout) -> list[Place]:
+        """Copy everything into a slot that is large enough."""
+        before = self._ref
+        self._ref, self._view = self._arena.take(max(layout.end, self._wanted))
+        self._copy(layout)
+        if before is not None:
+            self._arena.give_back(before)
+        return layout.places
+
+    def _copy(self, layout: Layout) -> None:
+        for start, raw in layout.copies:
+            self._view[start : start + raw.nbytes] = np.frombuffer(raw, np.uint8)
+
+
+def _have_small_overlaps(spans: list[Span]) -> bool:
+    """Tell whether tensors of one memory were separated by what stays in the header."""
+    if len(spans) < 2 or min(nbytes for *_, nbytes in spans) >= LEAST_BYTES:
+        return False
+    return do_overlap([(address, nbytes) for _, address, nbytes in spans])
 
 
 def unpack(frame: bytes, at: int, arena: ArenaReader, *, copy: bool = False) -> Any:
@@ -209,22 +176,15 @@ def slot_of(frame: bytes, at: int) -> SlotRef | None:
     return None if ref.number < 0 else ref
 
 
-def _inline(header: bytes, raws: list[memoryview]) -> list[Any]:
-    places: list[bytes] = []
+def _inline(header: bytes, layout: Layout) -> list[Any]:
     parts: list[Any] = []
     used = 0
-    for raw in raws:
-        places.append(_PLACE.pack(used, raw.nbytes))
-        gap = -raw.nbytes % _ALIGN
-        parts += (raw, bytes(gap))
-        used += raw.nbytes + gap
-    head = _HEAD.pack(-1, 0, 0, used, len(header), len(header), len(raws))
+    for start, raw in layout.copies:
+        parts += (bytes(start - used), raw)
+        used = start + raw.nbytes
+    places = [_PLACE.pack(*place) for place in layout.places]
+    head = _HEAD.pack(-1, 0, 0, used, len(header), len(header), len(places))
     return [head, *places, header, *parts]
-
-
-def _aligned(place: int) -> int:
-    """Return ``place`` rounded up to where a buffer may begin."""
-    return -(-place // _ALIGN) * _ALIGN
 
 
 def _address(buffer: Any) -> int:

@@ -2,11 +2,13 @@
 
 import contextlib
 import time
+from collections.abc import Callable
 
 from aioloader._pipeline.stream import SyncStream
 from aioloader._pipeline.work import Outcome, Work
 from aioloader._transport.channel import Channel
 from aioloader._workers.desk import COLLATE, TRANSFORM, Desk
+from aioloader._workers.messages import Request
 from aioloader.protocols import Kind
 
 
@@ -18,12 +20,7 @@ def serve_plainly(desk: Desk, requests: Channel) -> None:
     """
     streams: dict[int, SyncStream] = {}
     with contextlib.ExitStack() as stack:
-        lifespan = desk.lifespan()
-        try:
-            lifespan.enter()
-        except Exception as error:  # raised by the loader
-            desk.give_up(error)
-        stack.callback(lifespan.leave)
+        stack.callback(_enter(desk))
         stack.callback(_close_all, streams)
         while True:
             request = desk.receive(requests)
@@ -42,7 +39,24 @@ def serve_plainly(desk: Desk, requests: Channel) -> None:
                         desk.recipe, drop_last=drop_last, resume=state, keys=keys
                     )
                     streams[request.run] = stream
-            desk.answer(work, request.ticket, 0, _make(desk, work, stream))
+            outcome = _make(desk, request, work, stream)
+            outcome = desk.recipe.leave(work, outcome)
+            desk.answer(work, request.ticket, 0, outcome)
+
+
+def _enter(desk: Desk) -> Callable[[], None]:
+    """Enter the lifespan of the dataset; return what leaves it."""
+    lifespan = desk.lifespan()
+    try:
+        lifespan.enter()
+    except Exception as error:  # raised by the loader
+        desk.give_up(error)
+
+    def leave() -> None:
+        with desk.printing():
+            lifespan.leave()
+
+    return leave
 
 
 def _close_all(streams: dict[int, SyncStream]) -> None:
@@ -50,9 +64,12 @@ def _close_all(streams: dict[int, SyncStream]) -> None:
         stream.close()
 
 
-def _make(desk: Desk, work: Work, stream: SyncStream | None) -> Outcome:
+def _make(
+    desk: Desk, request: Request, work: Work, stream: SyncStream | None
+) -> Outcome:
     recipe = desk.recipe
     try:
+        desk.restore(request)
         with recipe.around(work):
             if stream is not None:
                 stream.pull(work)

@@ -6,10 +6,13 @@ requests from a queue that lies in the kernel.
 """
 
 import contextlib
+import logging
 import os
 import select
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from aioloader._order.failures import Failure
 from aioloader._pipeline.run import Run
@@ -19,19 +22,37 @@ from aioloader._transport.channel import Channel
 from aioloader._transport.locked import Locker
 from aioloader._workers.deaths import mend
 from aioloader._workers.guard import close_in_children
-from aioloader._workers.launch import PATIENCE, Launcher
+from aioloader._workers.launch import PATIENCE, ForkLauncher, Launcher
 from aioloader._workers.ledger import Ledger, Worker
 from aioloader._workers.messages import RESULT_HEAD, Kind, opened
-from aioloader._workers.nursery import Note
-from aioloader._workers.obituary import died_too_early
+from aioloader._workers.obituary import cause_of, died_too_early
 from aioloader._workers.parcel import slot_of, unpack
 from aioloader._workers.shipment import Shipment
-from aioloader.errors import LoaderClosedError, WorkerError
+from aioloader._workers.spawn import SpawnLauncher
+from aioloader._workers.supervisor import Note
+from aioloader.errors import LoaderClosedError, WorkerError, WorkerStartError
 
-# How often a worker may die before it has begun: while no batch comes, and in any case.
-_STILLBORN, _STILLBORN_EVER = 3, 10
+_LOG = logging.getLogger("aioloader")
+
+# So many processes may one worker cost without beginning a batch.
+_STARTS = 3
+# Seconds for spawned interpreters to import torch.
+_SPAWNING = 60.0
 # Batches that a consumer may hold, beside those in flight, before it gets copies.
 _HELD = 4
+
+
+@dataclass
+class Tally:
+    """What has become of a loader's worker processes, over all epochs.
+
+    Attributes:
+        deaths: Processes that died and were not asked to.
+        restarts: Processes that were started in their place.
+    """
+
+    deaths: int = 0
+    restarts: int = 0
 
 
 class ProcessPool:
@@ -41,20 +62,23 @@ class ProcessPool:
         shipment: What the workers are to do.
         launch: Makes what starts workers, given the descriptors that they share.
         locker: Page-locks what workers write batches into, or None.
+        tally: Counts the deaths of workers.
     """
 
     def __init__(
         self,
         shipment: Shipment,
         launch: Callable[[list[int]], Launcher],
-        locker: Locker | None = None,
+        locker: Locker | None,
+        tally: Tally,
     ) -> None:
         self._shipment = shipment
+        self._tally = tally
         self._lock = threading.RLock()  # a finalizer may come in between
         self._joining = threading.Lock()
         self._is_over = False
         self._error: BaseException | None = None  # that ended it, and nobody was told
-        self._delivered = 0
+        self._is_up = False  # whether a process of a worker runs
         with contextlib.ExitStack() as stack:
             self._ledger = Ledger(shipment, stack, locker)
             self._results, self._far_results = Channel.pair()
@@ -72,6 +96,9 @@ class ProcessPool:
             close_in_children(self._abandon)  # before workers are forked from here
             with contextlib.ExitStack() as launching:
                 launching.callback(self._launcher.close)
+                self._launcher.open()
+                self._is_up = not isinstance(self._launcher, SpawnLauncher)
+                self.is_forked = isinstance(self._launcher, ForkLauncher)
                 for worker in self._ledger.workers:
                     self._start(worker)
                 launching.pop_all()
@@ -103,6 +130,23 @@ class ProcessPool:
         with self._lock:
             if not self._is_over:
                 self._ledger.forget(run)
+
+    def wait_up(self) -> None:
+        """Wait until a worker process runs: none of the time counts as the user's.
+
+        Raises:
+            WorkerStartError: If none does within a minute.
+        """
+        until = time.monotonic() + _SPAWNING
+        while not (self._is_up or self._is_over):
+            poll = select.poll()
+            for descriptor in self.descriptors():
+                poll.register(descriptor, select.POLLIN)
+            if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+                raise WorkerStartError(
+                    f"no worker process has started within {_SPAWNING:g} s"
+                )
+            self.collect()
 
     def descriptors(self) -> list[int]:
         """Return what becomes readable when ``collect`` has something to do."""
@@ -138,15 +182,13 @@ class ProcessPool:
         kind, number, name = RESULT_HEAD.unpack_from(frame)
         worker = self._ledger.workers[number]
         at = RESULT_HEAD.size
-        if kind == Kind.READY:
-            worker.is_ready, worker.stillborn = True, 0
-            is_in_charge: bool = unpack(frame, at, worker.arena)
-            self._ledger.address(to_each=is_in_charge or self._shipment.is_addressed())
+        if kind in {Kind.READY, Kind.UP}:
+            self._is_up = True
             return
         if kind == Kind.FATAL:
             self._fail(unpack(frame, at, worker.arena).raisable())
             return
-        self._delivered += 1
+        worker.starts = 0
         ticket = self._ledger.tickets.pop(name, None)
         if ticket is None:  # of an iteration that has ended, or made twice
             slot = slot_of(frame, at)
@@ -158,6 +200,8 @@ class ProcessPool:
         outcome = self._ledger.replicas.passed(
             ticket.run, worker.number, outcome, ticket.request.number
         )
+        if self._ledger.copies is not None:
+            self._ledger.copies.note(worker.number, outcome.dataset)
         ticket.work.samples = []
         ticket.run.receive(ticket.work, outcome, failures)
 
@@ -186,6 +230,7 @@ class ProcessPool:
         return ends if ledger.samples is None else [*ends, ledger.samples.descriptor]
 
     def _start(self, worker: Worker) -> None:
+        worker.starts += 1
         own = [] if worker.own is None else [worker.own.far.fileno()]
         self._launcher.start(worker.number, [worker.arena.descriptor, *own])
 
@@ -206,22 +251,22 @@ class ProcessPool:
         if self._is_over:  # one of these said that there is no use
             return
         stack = self.stack()
-        if not worker.is_ready and self._is_hopeless(worker):
-            self._fail(died_too_early(worker.number, worker.pid, exitcode, stack))
-            return
+        self._tally.deaths += 1
+        died = f"worker {worker.number} (pid {worker.pid}) died, {cause_of(exitcode)}"
+        if self._board.in_hand(worker.number):
+            worker.starts = 0  # it had begun: a batch that kills has its own count
         mend(self._ledger, self._board, worker, exitcode, stack)
+        if worker.starts >= _STARTS:
+            _LOG.warning("%s; it is not replaced again", died)
+            number, pid = worker.number, worker.pid
+            self._fail(died_too_early(number, pid, exitcode, stack, worker.starts))
+            return
+        _LOG.warning("%s; it is replaced, and its batches are made again", died)
+        self._tally.restarts += 1
         arena, worker.arena = worker.arena, self._ledger.new_arena()
         arena.close()
-        worker.is_ready, worker.pid = False, None
+        worker.pid = None
         self._start(worker)
-
-    def _is_hopeless(self, worker: Worker) -> bool:
-        """Count a death before the worker had begun; tell whether that is too often."""
-        if not worker.stillborn:
-            worker.delivered_before = self._delivered
-        worker.stillborn += 1
-        is_alone = self._delivered == worker.delivered_before
-        return worker.stillborn >= (_STILLBORN if is_alone else _STILLBORN_EVER)
 
     def _fail(self, error: BaseException) -> None:
         """End all iterations: no worker can do the work."""
@@ -269,7 +314,8 @@ class ProcessPool:
     # -- the end ------------------------------------------------------------------
 
     def is_open(self) -> bool:
-        """Tell whether it takes works."""
+        """Tell whether it takes works; who died in idleness is noticed here."""
+        self.collect()
         return not self._is_over
 
     def end(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from aioloader._pipeline.work import Work
+from aioloader._workers.launch import advice_on_forks
 from aioloader._workers.lease import Lease
 from aioloader._workers.messages import STAGES
 from aioloader._workers.pool import ProcessPool
@@ -16,6 +17,15 @@ class ProcessLease(Lease[ProcessPool]):
     def pump(self) -> "ProcessLease":
         """What the consumer works while it waits."""
         return self
+
+    def wait_up(self) -> None:
+        """Wait until a worker process runs, which takes seconds where one is spawned.
+
+        Raises:
+            WorkerStartError: If none does within a minute.
+        """
+        if self._pool is not None:
+            self._pool.wait_up()
 
     def descriptors(self) -> Sequence[int]:
         """Return what becomes readable when ``collect`` has something to do."""
@@ -39,6 +49,8 @@ class ProcessLease(Lease[ProcessPool]):
             )
             if pid is not None and self._pool is not None:
                 parts.append(stack_of(pid, self._pool.stack))
+        if self._pool is not None and self._pool.is_forked:
+            parts += advice_on_forks()
         return "\n".join(parts)
 
     def restart(self, work: Work) -> bool:

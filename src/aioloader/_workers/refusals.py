@@ -4,19 +4,26 @@ import contextlib
 import types
 from typing import Any
 
-import cloudpickle
+from aioloader._transport.codec import Reducers, encode_by_value
 
+_NONE: Reducers = {}
 _PARTS = (
     *("dataset", "transform", "collate_fn", "worker_init_fn", "lifespan"),
     *("on_error", "retry"),
 )
 
 
-def explain(shipment: object, error: Exception) -> str:
-    """Return the message for ``shipment``, the pickling of which gave ``error``."""
+def explain(shipment: object, error: Exception, reducers: Reducers = _NONE) -> str:
+    """Return the message for ``shipment``, the pickling of which gave ``error``.
+
+    Args:
+        shipment: What was to be pickled.
+        error: What came of it.
+        reducers: How objects of some types were to be reduced.
+    """
     for name in _PARTS:
         part = getattr(shipment, name, None)
-        found = _refusal(part, set())
+        found = _refusal(part, set(), reducers)
         if found is not None:
             path, culprit = found
             what = _title(name, part) + path
@@ -24,22 +31,28 @@ def explain(shipment: object, error: Exception) -> str:
                 f"{what} cannot be pickled, so it cannot be sent to worker processes: "
                 f"a {type(culprit).__name__!r} object ({error}); open it in the worker "
                 "(lazily, in `lifespan=` or in `worker_init_fn`), leave it out in "
-                "`__getstate__`, or use workers='thread'"
+                "`__getstate__`, let workers inherit it with "
+                "multiprocessing_context='fork', or use workers='thread'"
             )
-    return f"what the workers need cannot be pickled: {error}"
+    return (
+        f"what the workers need cannot be pickled: {error}; "
+        "multiprocessing_context='fork' lets them inherit it"
+    )
 
 
 def _title(name: str, part: object) -> str:
     return type(part).__name__ if name == "dataset" else name
 
 
-def _refusal(value: object, seen: set[int]) -> tuple[str, object] | None:
+def _refusal(
+    value: object, seen: set[int], reducers: Reducers
+) -> tuple[str, object] | None:
     """Return the path below ``value`` to what refuses, and the culprit; or None."""
-    if len(seen) > 10_000 or id(value) in seen or _can_be_pickled(value):
+    if len(seen) > 10_000 or id(value) in seen or _can_be_pickled(value, reducers):
         return None
     seen.add(id(value))
     for step, part in _parts(value):
-        found = _refusal(part, seen)
+        found = _refusal(part, seen, reducers)
         if found is not None:
             return step + found[0], found[1]
     return "", value
@@ -94,9 +107,9 @@ def _parts_of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
     return parts + [(f".<{k}>", space[k]) for k in code.co_names if k in space]
 
 
-def _can_be_pickled(value: object) -> bool:
+def _can_be_pickled(value: object, reducers: Reducers) -> bool:
     try:
-        cloudpickle.dumps(value, protocol=5, buffer_callback=lambda _: None)
+        encode_by_value(value, reducers)
     except Exception:  # whatever a user's __reduce__ raises
         return False
     return True

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aioloader._transport.codec import decode, encode
-from aioloader._workers.parcel import REDUCERS
+from aioloader._workers.reducers import REDUCERS
 from aioloader.errors import WorkerError
 
 _MOST_TEXT = 20_000

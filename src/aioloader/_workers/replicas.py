@@ -39,10 +39,12 @@ class Replicas:
             return None
         lost = self._lost.pop((run, worker), None)
         if lost is not None:
-            return Outcome(error=lost)
+            return Outcome(error=lost, has_ended=True)
         if len(ended) == self._number:
-            return Outcome(is_end=True)
-        return Outcome(is_empty=True) if worker in ended else None
+            return Outcome(is_end=True, has_ended=True)
+        if worker not in ended:
+            return None
+        return Outcome(is_empty=True, has_ended=True)
 
     def ask(self, run: Run, worker: int, number: int) -> Any:
         """Note a request; return where a worker that has not begun is to begin.
@@ -90,7 +92,7 @@ class Replicas:
         if not outcome.is_end:
             return outcome
         self._ended.setdefault(run, set()).add(worker)
-        return Outcome(is_empty=True, state=outcome.state)
+        return Outcome(is_empty=True, has_ended=True, state=outcome.state)
 
     def restart(self, run: Run, worker: int) -> bool:
         """Let a dead worker's stream go on where it was left; tell whether it can.

@@ -7,6 +7,7 @@ sees what another one, or the loader, writes.
 
 import contextlib
 import functools
+import logging
 import mmap
 import multiprocessing
 import os
@@ -28,11 +29,17 @@ from aioloader._order.failures import OnError
 from aioloader._order.ranks import WHOLE, Part
 from aioloader._order.retry import Retry
 from aioloader._transport.codec import Reducers, decode, encode_by_value
-from aioloader._workers.parcel import REDUCERS
+from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.refusals import explain
 from aioloader._workers.seeds import Rng
 from aioloader.errors import WorkerStartError
-from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
+from aioloader.protocols import (
+    Kind,
+    is_async_function,
+    is_stateful,
+    kind_of,
+    reads_async,
+)
 
 _HEAD = struct.Struct("<qq")  # bytes of the header, number of buffers
 _PLACE = struct.Struct("<qq")
@@ -54,6 +61,7 @@ class Shipment:
         snapshot_every: Batches from one state of a stateful stream to the next.
         keeps_step: Whether other ranks read the same batches.
         lifespan: Returns what is entered where samples are read, or None.
+        datasets: States to give to the copies of a map-style dataset, by worker.
     """
 
     dataset: Any
@@ -75,6 +83,7 @@ class Shipment:
     snapshot_every: int = 1
     keeps_step: bool = False
     lifespan: Any = None
+    datasets: dict[int, Any] = field(default_factory=dict)
 
     def is_plain(self) -> bool:
         """Tell whether no step needs an event loop in the worker."""
@@ -92,53 +101,97 @@ class Shipment:
     def is_addressed(self) -> bool:
         """Tell whether each request is for a certain worker, not for any that is free.
 
-        So it is for replicas, and where random numbers are the worker's own.
+        So it is for replicas, for stateful map-style datasets (each copy's state
+        depends on what it has read), where random numbers are the worker's own, and
+        where the user's init function may have made them so. These are torch's turns.
         """
-        return self.is_replicated() or self.rng == "worker"
+        is_own = self.rng == "worker" or self.worker_init_fn is not None
+        return is_own or self.is_replicated() or self.has_copies()
+
+    def has_copies(self) -> bool:
+        """Tell whether workers have copies of a stateful map-style dataset."""
+        is_map = self.reads and kind_of(self.dataset) is Kind.MAP
+        return is_map and is_stateful(self.dataset)
+
+
+# OpenBLAS and OpenMP would start threads at import, and threads do not survive a fork.
+QUIET = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+
+
+def _logging_levels() -> dict[str, int]:
+    """Return the levels that loggers were set to; the root's by an empty name."""
+    root = logging.getLogger()
+    found = {
+        name: logger.level
+        for name, logger in list(root.manager.loggerDict.items())
+        if isinstance(logger, logging.Logger) and logger.level
+    }
+    return {"": root.level, **found}
 
 
 @dataclass
 class Surroundings:
-    """What code may take for granted about the process it runs in."""
+    """What code may take for granted about the process it runs in.
+
+    For workers that are not forked from the user's process, where all of this is as it
+    was when the iteration began.
+    """
 
     directory: str = field(default_factory=os.getcwd)
-    path: list[str] = field(default_factory=lambda: list(sys.path))
+    path: list[bytes] = field(default_factory=lambda: _pickled(sys.path))
     argv: list[str] = field(default_factory=lambda: list(sys.argv))
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    affinity: set[int] = field(default_factory=lambda: os.sched_getaffinity(0))
     filters: list[bytes] = field(default_factory=lambda: _pickled(warnings.filters))
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    numpy_errors: Any = field(default_factory=np.geterr)
+    levels: dict[str, int] = field(default_factory=_logging_levels)
     secret: bytes = field(
         default_factory=lambda: bytes(multiprocessing.current_process().authkey)
     )
 
     def enter(self) -> None:
-        """Make them this process's own, but for the environment."""
-        sys.path[:] = self.path
+        """Make them this process's own, before anything of the user's is imported.
+
+        Libraries that would start threads when they are imported do not, here.
+        """
+        os.environ.clear()
+        os.environ.update(self.environment | QUIET)
+        sys.path[:] = _unpickled(self.path)
         sys.argv[:] = self.argv
         os.chdir(self.directory)
+        with contextlib.suppress(OSError):  # of processors that went offline
+            os.sched_setaffinity(0, self.affinity)
         warnings.filters[:] = _unpickled(self.filters)  # type: ignore[index]
         warnings._filters_mutated()  # type: ignore[attr-defined]  # noqa: SLF001  (else caches stay)
         torch.set_default_dtype(self.dtype)
+        np.seterr(**self.numpy_errors)
+        for name, level in self.levels.items():
+            logging.getLogger(name or None).setLevel(level)
         multiprocessing.current_process().authkey = self.secret
 
     def enter_environment(self) -> None:
-        """Make the environment variables this process's own."""
+        """Make the environment variables this process's own, all of them."""
         os.environ.clear()
         os.environ.update(self.environment)
 
 
-def _pickled(filters: Iterable[Any]) -> list[bytes]:
-    """Return those filters that can be sent; their categories may be anybody's."""
+def _pickled(objects: Iterable[Any]) -> list[bytes]:
+    """Return those objects that can be sent: anybody may have put anything there."""
     found = []
-    for one in filters:
+    for one in objects:
         with contextlib.suppress(Exception):
             found.append(pickle.dumps(one, 5))
     return found
 
 
-def _unpickled(filters: Iterable[bytes]) -> list[Any]:
+def _unpickled(pickles: Iterable[bytes]) -> list[Any]:
     found = []
-    for one in filters:
+    for one in pickles:
         with contextlib.suppress(Exception):
             found.append(pickle.loads(one))  # noqa: S301  (of the loader)
     return found
@@ -158,15 +211,13 @@ def send_by_value_what_cannot_be_imported() -> None:
 @functools.cache
 def _is_known(name: str) -> bool:
     """Tell whether a process with the same ``sys.path`` finds a top-level module."""
-    if name in sys.stdlib_module_names or name in {"__main__", "__mp_main__"}:
+    if name in sys.stdlib_module_names or name == "__main__":
         return True
+    if name == "__mp_main__":  # of a process that multiprocessing has spawned
+        return False
     with contextlib.suppress(Exception):  # of somebody's finder
         return any(finder.find_spec(name, None) for finder in sys.meta_path)
     return True
-
-
-class OnlyInheritedError(Exception):
-    """Say that an object can be shared by inheritance alone: an ``mp.Value``, say."""
 
 
 def ship(shipment: Shipment) -> int:
@@ -175,18 +226,13 @@ def ship(shipment: Shipment) -> int:
     Nothing in it is changed, and no buffer is copied on the way.
 
     Raises:
-        OnlyInheritedError: If workers must be forked from this process to share it.
         WorkerStartError: If it cannot be pickled; names the attribute and a way out.
     """
     send_by_value_what_cannot_be_imported()
     try:
         header, buffers = encode_by_value(shipment, SHIPPING)
-    except OnlyInheritedError:
-        raise
     except Exception as error:
-        if "through inheritance" in str(error):
-            raise OnlyInheritedError(str(error)) from error
-        raise WorkerStartError(explain(shipment, error)) from error
+        raise WorkerStartError(explain(shipment, error, SHIPPING)) from error
     raws = [buffer.raw() for buffer in buffers]
     places, end = [], _start(len(header), len(raws))
     for raw in raws:
@@ -244,7 +290,9 @@ def _write(file: int, data: memoryview, at: int) -> None:
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if tensor.is_shared():  # type: ignore[no-untyped-call]
-        raise OnlyInheritedError("a tensor in shared memory (share_memory_)")
+        raise pickle.PicklingError(
+            "a tensor in shared memory (share_memory_) is shared by inheritance alone"
+        )
     return REDUCERS[torch.Tensor](tensor)
 
 

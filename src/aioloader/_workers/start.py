@@ -1,65 +1,57 @@
-"""How workers come to be: by the template, by ``multiprocessing``, by inheritance."""
+"""How workers start: forked from this process, below the fork server, or spawned."""
 
 import multiprocessing
 from typing import Any
 
 from aioloader._transport.locked import Locker
-from aioloader._warnings import warn
-from aioloader._workers.contexts import ContextLauncher
-from aioloader._workers.launch import Launcher, NurseryLauncher
-from aioloader._workers.pool import ProcessPool
-from aioloader._workers.shipment import (
-    OnlyInheritedError,
-    Shipment,
-    Surroundings,
-    ship,
-)
+from aioloader._workers.launch import ForkLauncher, Launcher, ServerLauncher, Servers
+from aioloader._workers.pool import ProcessPool, Tally
+from aioloader._workers.shipment import Shipment, Surroundings, ship
+from aioloader._workers.spawn import SpawnLauncher
+
+
+def start_method(context: Any, *, is_plain: bool) -> str:
+    """Return how workers are to start, in the words of ``multiprocessing``.
+
+    Args:
+        context: The context that the user asked for, or None.
+        is_plain: Whether nothing of the user's is async: event loops and their clients
+            do not survive a fork, so only an explicit context forks them.
+    """
+    if context is not None:
+        return str(context.get_start_method())
+    method = multiprocessing.get_start_method(allow_none=True)
+    if method is None:  # not fixed yet; to ask otherwise would fix it
+        method = multiprocessing.get_all_start_methods()[0]
+    return "forkserver" if method == "fork" and not is_plain else method
 
 
 def start_pool(
     shipment: Shipment,
-    surroundings: Surroundings,
-    context: Any,
-    locker: Locker | None = None,
+    method: str,
+    servers: Servers,
+    locker: Locker | None,
+    tally: Tally,
 ) -> ProcessPool:
-    """Ship, and start the workers; they come up in the background.
+    """Start the workers; they come up in the background.
 
     Args:
         shipment: What they are to do.
-        surroundings: Of this process when the iteration began.
-        context: A ``multiprocessing`` context that the user asked for, or None.
-        locker: Page-locks what they write batches into, or None.
+        method: What ``start_method`` returned.
+        servers: The loader's supervisors below the fork server.
+        locker: Page-locks what workers write batches into, or None.
+        tally: Counts the deaths of workers.
 
     Raises:
         WorkerStartError: If it cannot be pickled, or no worker can be started.
     """
-    if context is None and forks_by_default() and shipment.is_plain():
-        context = multiprocessing.get_context("fork")
-    is_fork = context is not None and context.get_start_method() == "fork"
-    payload: Shipment | int = shipment
-    if not is_fork:
-        try:
-            payload = ship(shipment)
-        except OnlyInheritedError as reason:
-            warn(
-                "the dataset holds what only a forked child can share "
-                f"({reason}); its workers are forked from this process, threads, locks "
-                "and all; multiprocessing_context='fork' says that this is meant"
-            )
-            context = multiprocessing.get_context("fork")
 
     def launch(ends: list[int]) -> Launcher:
-        if context is not None:
-            return ContextLauncher(context, payload, surroundings, ends)
-        assert isinstance(payload, int)
-        return NurseryLauncher(surroundings, payload, ends)
+        if method == "fork":
+            return ForkLauncher(shipment, ends)
+        surroundings, file = Surroundings(), ship(shipment)
+        if method == "spawn":
+            return SpawnLauncher(surroundings, file, ends)
+        return ServerLauncher(servers, surroundings, file, ends)
 
-    return ProcessPool(shipment, launch, locker)
-
-
-def forks_by_default() -> bool:
-    """Tell whether processes of this interpreter are forked unless told otherwise."""
-    method = multiprocessing.get_start_method(allow_none=True)
-    if method is None:  # nobody has fixed it yet, and neither do we
-        method = multiprocessing.get_all_start_methods()[0]
-    return method == "fork"
+    return ProcessPool(shipment, launch, locker, tally)

@@ -83,6 +83,9 @@ class ThreadWorkers:
         # At the interpreter's exit, before anybody waits for the threads.
         weakref.finalize(self, _end, self._over, self._works, self._number)
 
+    def wait_up(self) -> None:
+        """Wait for nothing."""
+
     def submit(self, run: Run, work: Work) -> None:  # noqa: ARG002  (the pool's protocol)
         """Have the rest of ``work`` made."""
         self._works.put(work)

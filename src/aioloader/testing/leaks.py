@@ -2,8 +2,8 @@
 
 A release that goes on in the background (a ``break`` drops an iterator; its threads and
 worker processes end a little later) is waited for, bounded, before anything is called a
-leak. What serves the whole process is none: the template that worker processes are
-forked from, and ``multiprocessing``'s own servers.
+leak. What serves the whole process is none: the fork server of worker processes,
+and ``multiprocessing``'s own servers.
 """
 
 import asyncio
@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
-from aioloader._workers.nursery import NAME
-from aioloader._workers.template import template_in_use
+from aioloader._workers.fork_server import fork_server_in_use
 
 _PATIENCE = 10.0
 # What a finalizer releases may have a finalizer itself.
@@ -110,9 +109,9 @@ def _descriptors() -> Iterator[tuple[int, str]]:
     folder = _PROCESSES / "self" / "fd"
     if not folder.exists():
         return
-    template = template_in_use()
+    server = fork_server_in_use()
     shared = {
-        template and template.descriptor,
+        server and server.descriptor,
         getattr(resource_tracker._resource_tracker, "_fd", None),  # noqa: SLF001
         getattr(forkserver._forkserver, "_forkserver_alive_fd", None),  # noqa: SLF001
     }
@@ -134,9 +133,9 @@ def _children() -> Iterator[int]:
         state = _state(pid)
         if state is not None:
             below.setdefault(state[1], []).append(pid)
-    template = template_in_use()
+    server = fork_server_in_use()
     shared = {
-        template and template.pid,
+        server and server.pid,
         getattr(resource_tracker._resource_tracker, "_pid", None),  # noqa: SLF001
         getattr(forkserver._forkserver, "_forkserver_pid", None),  # noqa: SLF001
     }
@@ -144,8 +143,6 @@ def _children() -> Iterator[int]:
     while to_visit:
         parent = to_visit.pop()
         found = below.get(parent, [])
-        if template is not None and parent == template.pid:
-            found = [pid for pid in found if _name(pid) == NAME.decode()]
         to_visit += found
         yield from (pid for pid in found if pid not in shared)
 

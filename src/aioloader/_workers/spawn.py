@@ -1,8 +1,6 @@
-"""Workers started by ``multiprocessing``, for those who ask for a start method.
+"""Workers started by ``multiprocessing`` as new interpreters, on request ("spawn").
 
-The loader's own process is their parent. ``fork`` shares everything by inheritance,
-also what cannot be pickled; ``spawn`` and ``forkserver`` get the same shipment that the
-template's workers get.
+The loader's own process is their parent, and ends what they leave behind.
 """
 
 import _thread
@@ -10,6 +8,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -18,35 +17,32 @@ from typing import Any
 
 from aioloader._workers import child
 from aioloader._workers.desk import Ends, send_fatal
-from aioloader._workers.nursery import ASKED, TERMINATED, Note
-from aioloader._workers.shipment import Shipment, Surroundings, receive
+from aioloader._workers.shipment import Surroundings, receive
+from aioloader._workers.supervisor import ASKED, TERMINATED, Note
 
 
-class ContextLauncher:
-    """Starts workers by a ``multiprocessing`` context.
+class SpawnLauncher:
+    """Starts workers by spawning.
 
     Args:
-        context: The context.
-        payload: The shipment itself, to be inherited; or the file that ``ship`` wrote,
-            owned from now on.
         surroundings: Of this process when the iteration began.
+        file: What ``ship`` wrote; owned from now on.
         ends: The descriptors that all workers share; not owned.
     """
 
     def __init__(
-        self,
-        context: Any,
-        payload: Shipment | int,
-        surroundings: Surroundings,
-        ends: Sequence[int],
+        self, surroundings: Surroundings, file: int, ends: Sequence[int]
     ) -> None:
-        self._context = context
-        self._payload: Shipment | int | None = payload
+        self._context = multiprocessing.get_context("spawn")
         self._surroundings = surroundings
+        self._file: int | None = file
         self._ends = tuple(ends)
         self._processes: dict[int, Any] = {}
         self._births: list[Note] = []
         self._pid = os.getpid()
+
+    def open(self) -> None:
+        """Do nothing: there is no supervisor."""
 
     def start(self, worker: int, descriptors: Sequence[int]) -> None:
         """Start a worker; ``descriptors`` are its arena and its own queue."""
@@ -63,15 +59,14 @@ class ContextLauncher:
         )
         # Copies, for a forked child closes all that this process holds.
         copies = [os.dup(end) if end >= 0 else -1 for end in ends]
-        payload = self._payload
-        is_inherited = not isinstance(payload, int)
+        assert self._file is not None
         try:
             process = self._context.Process(
                 target=_be_worker,
                 args=(
                     worker,
                     [_Passed(copy) for copy in copies],
-                    payload if is_inherited else _Passed(payload),  # type: ignore[arg-type]
+                    _Passed(self._file),
                     self._surroundings,
                 ),
                 name=f"aioloader-{worker}",
@@ -83,7 +78,7 @@ class ContextLauncher:
                 if copy >= 0:
                     os.close(copy)
         self._processes[worker] = process
-        self._births.append(Note("born", worker, process.pid))
+        self._births.append(Note("born", worker, process.pid or 0))
 
     def descriptors(self) -> list[int]:
         """Return what becomes readable when there are notes."""
@@ -95,6 +90,7 @@ class ContextLauncher:
         for worker, process in list(self._processes.items()):
             if process.exitcode is not None:
                 del self._processes[worker]
+                _kill_group(process.pid)
                 found.append(Note("died", worker, process.exitcode))
         return found
 
@@ -118,9 +114,9 @@ class ContextLauncher:
 
     def close(self) -> None:
         """Close what this process holds; nobody may be left to reap the workers."""
-        if isinstance(self._payload, int):
-            os.close(self._payload)
-        self._payload = None
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
         if self._processes and os.getpid() == self._pid:
             with contextlib.suppress(RuntimeError):  # at exit, multiprocessing does
                 # Bare: a finalizer may come while threading holds its own locks.
@@ -132,11 +128,12 @@ class ContextLauncher:
             process.join(max(0.0, until - time.monotonic()))
             if process.exitcode is not None:
                 del self._processes[worker]
+                _kill_group(process.pid)
         return not self._processes
 
 
 class _Passed:
-    """A descriptor that ``multiprocessing`` takes along, by any start method."""
+    """A descriptor that ``multiprocessing`` takes along."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -149,26 +146,32 @@ class _Passed:
 
 
 def _be_worker(
-    worker: int, ends: list[_Passed], payload: Any, surroundings: Surroundings
+    worker: int, passed: list[_Passed], file: _Passed, surroundings: Surroundings
 ) -> None:
-    process = multiprocessing.current_process()
-    process._config["daemon"] = False  # type: ignore[attr-defined]  # noqa: SLF001  (it may have children)
-    found = Ends(*(end.descriptor for end in ends))
-    shipment = payload
-    if isinstance(payload, _Passed):
-        try:
-            surroundings.enter()
-            shipment = receive(payload.descriptor)
-        except BaseException as error:
-            send_fatal(worker, found, error)
-            os._exit(1)
-        os.close(payload.descriptor)
+    process: Any = multiprocessing.current_process()
+    process._config["daemon"] = False  # noqa: SLF001  (it may have children)
+    ends = Ends(*(end.descriptor for end in passed))
+    child.settle(worker, ends, None)
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    child.run(worker, found, shipment, surroundings, parent=None)
+    child.tell_up(worker, ends)
+    try:
+        surroundings.enter()
+        shipment = receive(file.descriptor)
+    except BaseException as error:
+        send_fatal(worker, ends, error)
+        raise SystemExit(1) from None
+    os.close(file.descriptor)
+    surroundings.enter_environment()
+    child.run(worker, ends, shipment)
 
 
 def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])
-        os._exit(0)
+        os.killpg(0, signal.SIGKILL)  # this process, and what it has started
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,137 @@
+"""How tensors are pickled between processes: their memory goes out of band.
+
+Dense tensors of the CPU travel as the bytes that they span, at their strides. All other
+kinds travel as torch's own workers send them, with the difference that storages go out
+of band too.
+"""
+
+import pickle
+import warnings
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
+
+from aioloader._transport.codec import Reducers
+
+# The buffer of a tensor, its address and its size in bytes.
+Span: TypeAlias = tuple[pickle.PickleBuffer, int, int]
+
+
+class Spans(Protocol):
+    """Takes note of the memory of tensors that are pickled."""
+
+    def append(self, span: Span, /) -> None:
+        """Note one more."""
+
+
+def reducers(spans: Spans) -> Reducers:
+    """Return the reducers for one pickle, which note in ``spans`` what they meet."""
+    return {
+        torch.Tensor: partial(_reduce, spans),
+        torch.UntypedStorage: partial(_reduce_storage, spans),
+    }
+
+
+def _reduce(spans: Spans, tensor: torch.Tensor) -> Any:
+    """Reduce a plain tensor to its bytes, which go out of band."""
+    try:
+        array = tensor.numpy()
+        buffer = pickle.PickleBuffer(array)  # type: ignore[arg-type]
+    except (RuntimeError, TypeError):  # a type that numpy lacks, a gradient, no memory
+        return _reduce_rare(spans, tensor)
+    shape = array.shape
+    if not array.flags.c_contiguous or not _has_usual_strides(tensor, shape):
+        return _reduce_rare(spans, tensor)
+    spans.append((buffer, tensor.data_ptr(), array.nbytes))
+    return _rebuild, (buffer, array.dtype.str, shape)
+
+
+def _has_usual_strides(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    """Tell whether strides follow from the shape, in contiguous memory."""
+    if 1 not in shape and 0 not in shape:
+        return True
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return False
+        expected *= max(1, size)
+    return True
+
+
+def _rebuild(buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    # Half the cost of ``torch.frombuffer`` and a view.
+    return torch.from_numpy(np.ndarray(shape, dtype, buffer))
+
+
+def _reduce_rare(spans: Spans, tensor: torch.Tensor) -> Any:
+    if tensor.is_quantized:  # torch's workers lose its scales
+        return _rebuild_quietly, tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+    if tensor.requires_grad or tensor.is_nested or tensor.is_meta:
+        return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+    bits = tensor.is_conj(), tensor.is_neg()  # torch's workers lose them
+    tensor = _flipped(tensor, *bits)
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    if not tensor.numel():
+        return _rebuild_empty, (tensor.dtype, shape, strides)
+    size = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    block = tensor.as_strided((size,), (1,)).view(torch.uint8)
+    buffer = _noted(spans, block)
+    return _rebuild_rare, (buffer, tensor.dtype, shape, strides, bits)
+
+
+def _flipped(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:  # noqa: FBT001
+    """Return a view of the same memory with bits flipped that are True."""
+    tensor = tensor.conj() if conj else tensor
+    return torch._neg_view(tensor) if neg else tensor  # noqa: SLF001
+
+
+def _noted(spans: Spans, octets: torch.Tensor) -> pickle.PickleBuffer:
+    buffer = pickle.PickleBuffer(octets.numpy())  # type: ignore[arg-type]
+    spans.append((buffer, octets.data_ptr(), octets.nbytes))
+    return buffer
+
+
+def _rebuild_rare(
+    buffer: Any,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    bits: tuple[bool, bool],
+) -> torch.Tensor:
+    memory = torch.frombuffer(buffer, dtype=dtype)
+    return _flipped(memory.as_strided(shape, strides), *bits)
+
+
+def _rebuild_empty(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+def _rebuild_quietly(rebuild: Callable[..., torch.Tensor], args: Any) -> torch.Tensor:
+    """Rebuild by a function of torch's that torch itself calls deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return rebuild(*args)
+
+
+def _reduce_storage(spans: Spans, storage: torch.UntypedStorage) -> Any:
+    if storage.device.type != "cpu" or not storage.nbytes():
+        return storage.__reduce__()  # type: ignore[no-untyped-call]
+    octets = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return _rebuild_storage, (_noted(spans, octets),)
+
+
+def _rebuild_storage(buffer: Any) -> torch.UntypedStorage:
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+# For pickles in which tensors need not stay together.
+REDUCERS = reducers(deque(maxlen=0))

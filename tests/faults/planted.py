@@ -1,0 +1,174 @@
+"""Datasets whose workers fail as they start, and marks that count the starts."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import IterableDataset
+
+from aioloader import DataLoader, get_worker_info
+from faulty import is_alive, kill_itself
+from samples import AsyncMap
+
+FORKED: list[Any] = [None, pytest.param("fork", marks=pytest.mark.slow)]
+UNPICKLED: list[Any] = [
+    pytest.param(way, marks=pytest.mark.slow) for way in ("forkserver", "spawn")
+]
+WAYS = [*FORKED, *UNPICKLED]
+WORKERS = 2
+STARTS = 3
+SECONDS = 40
+
+
+class PlantedError(Exception):
+    """The user's own; its constructor wants two arguments."""
+
+    def __init__(self, where: str, pid: int) -> None:
+        super().__init__(f"planted in {where}")
+        self.pid = pid
+
+
+class HungError(BaseException):
+    """A test took too long."""
+
+
+@pytest.fixture(autouse=True)
+def in_time() -> Iterator[None]:
+    """Fail a test that hangs, and go on with the next."""
+
+    def give_up(*_: object) -> None:
+        raise HungError
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def marks(tmp_path: Path) -> Iterator["Marks"]:
+    """Return a file for marks; end what has left one and is still there."""
+    marks = Marks(tmp_path)
+    yield marks
+    for pid in filter(is_alive, {*marks.pids()} - {os.getpid()}):
+        os.kill(pid, signal.SIGKILL)
+
+
+class Marks:
+    """A file to which each start adds a line: the worker, if it has a number yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "marks"
+        self.path.touch()
+
+    def add(self, word: object = "") -> None:
+        """Add a line, in one piece."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(f"{os.getpid()} {word}\n")
+
+    def pids(self) -> list[int]:
+        """Return the processes that have left a mark, in order."""
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        return [*dict.fromkeys(int(line.split()[0]) for line in lines)]
+
+    def __len__(self) -> int:
+        return len(self.pids())
+
+
+Act = Callable[[], object]
+
+
+def refuse() -> None:
+    """Raise the user's error."""
+    raise PlantedError("a start", os.getpid())
+
+
+def leave() -> None:
+    """End without a word."""
+    os._exit(3)
+
+
+def exit_politely() -> None:
+    """End as scripts do."""
+    sys.exit(3)
+
+
+DEATHS: list[Act] = [kill_itself, leave, exit_politely]
+PLACES = ["init", "read", "iterate", "unpickle"]
+
+
+class Planted:
+    """A dataset that does something where it is told to.
+
+    Args:
+        marks: Where each start leaves a mark.
+        place: Where it happens: one of ``PLACES``.
+        act: What happens.
+        only: The worker in which it happens; None: in each.
+    """
+
+    def __init__(
+        self, marks: Marks, place: str, act: Act, only: int | None = None
+    ) -> None:
+        self.marks = marks
+        self.place = place
+        self.act = act
+        self.only = only
+        self.home = os.getpid()
+
+    def happen(self, place: str) -> None:
+        """Leave a mark and let it happen, if this is where."""
+        if place != self.place or os.getpid() == self.home:
+            return
+        info = get_worker_info()
+        number = None if info is None else info.id
+        if self.only is None or number == self.only:
+            self.marks.add(number)
+            self.act()
+
+    def init(self, worker: int) -> None:
+        """Be the worker's init function."""
+        self.happen("init")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.happen("unpickle")
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        self.happen("read")
+        return index
+
+
+class PlantedStream(Planted, IterableDataset[int]):
+    """The same, iterated."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.happen("iterate")
+        yield from range(12)
+
+
+class PlantedAsync(Planted, AsyncMap):
+    """The same, by a coroutine."""
+
+    async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+        self.happen("read")
+        return index
+
+
+def loader_of(dataset: Planted, **options: Any) -> DataLoader[Any]:
+    """Return a loader with two workers."""
+    options = {"batch_size": 2, "num_workers": WORKERS, **options}
+    return DataLoader(dataset, worker_init_fn=dataset.init, **options)
+
+
+def kinds_at(place: str) -> Any:
+    """Return the kind of dataset that has such a place."""
+    return PlantedStream if place == "iterate" else Planted

@@ -1,0 +1,166 @@
+"""Whose children workers are: forked by a supervisor, ended with it and the parent."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aioloader import DataLoader
+from aioloader.errors import WorkerError
+from faults.planted import WAYS, Marks, in_time, marks  # noqa: F401  (fixtures too)
+from faulty import (
+    await_gone,
+    is_alive,
+    parent_of,
+    pids_of,
+    pools_of,
+    session,
+    sleep_forever,
+)
+
+FORKS: list[int] = []
+os.register_at_fork(after_in_parent=lambda: FORKS.append(os.getpid()))
+
+
+def killed(iterator: Any) -> list[Any]:
+    """Return the batches of an epoch in which each worker is killed once."""
+    found = [next(iterator)]
+    for pid in pids_of(pools_of(iterator)).values():
+        os.kill(pid, signal.SIGKILL)
+        await_gone([pid])
+        found.append(next(iterator))
+    return found + list(iterator)
+
+
+def test_this_process_is_forked_once_per_epoch() -> None:
+    """Workers, and their replacements, are children of the supervisor."""
+    loader = DataLoader(range(64), 2, num_workers=2)
+    FORKS.clear()
+    for epochs in (1, 2):
+        assert len(killed(iter(loader))) == 32
+        assert len(FORKS) == epochs
+
+
+def test_this_process_is_forked_once_for_workers_that_persist() -> None:
+    """In all."""
+    FORKS.clear()
+    with DataLoader(range(64), 2, num_workers=2, persistent_workers=True) as loader:
+        for _ in range(3):
+            assert len(killed(iter(loader))) == 32
+    assert len(FORKS) == 1
+
+
+def test_the_supervisor_dies() -> None:
+    """The epoch ends with an error; nothing is forked in its midst."""
+    iterator = iter(DataLoader(range(64), 2, num_workers=2))
+    next(iterator)
+    pids = pids_of(pools_of(iterator))
+    (supervisor,) = set(map(parent_of, pids.values()))
+    assert supervisor != os.getpid()
+    FORKS.clear()
+    os.kill(supervisor, signal.SIGKILL)
+    with pytest.raises(WorkerError):
+        list(iterator)
+    assert await_gone([supervisor, *pids.values()]) == []
+    assert FORKS == []
+
+
+class Parents:
+    """Its workers have children: a process of multiprocessing, and a program."""
+
+    def __init__(self, marks: Marks) -> None:
+        self.marks = marks
+        self.children: list[Any] = []
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        if not self.children:
+            context = torch.multiprocessing.get_context("fork")
+            process = context.Process(target=self.live, daemon=True)
+            process.start()
+            program = subprocess.Popen(["sleep", "600"])
+            with self.marks.path.open("a", encoding="utf-8") as file:
+                file.write(f"{program.pid} program\n")
+            self.children += [process, program]
+        return index
+
+    def live(self) -> None:
+        """Leave a mark and stay."""
+        self.marks.add("child")
+        sleep_forever()
+
+
+def await_marks(marks: Marks, number: int) -> list[int]:
+    """Return so many processes that have left marks, and run."""
+    while len(marks) < number:
+        os.sched_yield()
+    pids = marks.pids()
+    assert all(map(is_alive, pids))
+    return pids
+
+
+@pytest.mark.parametrize("how", ["end", "break", "close", "worker killed"])
+@pytest.mark.parametrize("way", WAYS)
+def test_children_of_workers_end_with_them(way: Any, how: str, marks: Marks) -> None:
+    """Whether the epoch ends, or is left, or the worker is killed."""
+    loader = DataLoader(Parents(marks), 4, num_workers=1, multiprocessing_context=way)
+    iterator = iter(loader)
+    next(iterator)
+    children = await_marks(marks, 2)
+    if how == "worker killed":
+        for pid in pids_of(pools_of(iterator)).values():
+            os.kill(pid, signal.SIGKILL)
+        assert await_gone(children) == []
+    elif how == "close":
+        loader.close()
+    if how == "end":
+        list(iterator)
+    del iterator
+    loader.close()
+    assert await_gone(marks.pids()) == []
+
+
+PARENT = """
+import os, sys, subprocess, threading
+from aioloader import DataLoader
+
+class Stuck(list):
+    def __getitem__(self, index):
+        if index == 4:
+            subprocess.Popen(["sleep", "600"])
+            os.write(1, b"stuck\\n")
+            threading.Event().wait()
+        return index
+
+if __name__ == "__main__":
+    way = sys.argv[1] if sys.argv[1:] else None
+    data = Stuck(range(8))
+    list(DataLoader(data, 2, num_workers=2, multiprocessing_context=way))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [None, "fork", "forkserver", "spawn"])
+def test_workers_end_with_their_parent(way: str | None, tmp_path: Path) -> None:
+    """Killed by SIGKILL, while one of them and its child are stuck."""
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    process = subprocess.Popen(
+        [sys.executable, str(script), *([way] if way else [])],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"stuck\n"
+    assert len(session(process.pid)) >= 4
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert await_gone(session(process.pid)) == []

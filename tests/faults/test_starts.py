@@ -1,0 +1,283 @@
+"""Workers that fail at their start: soon, once, and with the user's error.
+
+An exception ends the epoch at the first start of a worker; a death is tried again,
+three starts in all. Each start leaves a mark in a file, by the user code in it.
+"""
+
+import logging
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aioloader import DataLoader
+from aioloader.errors import BatchTimeoutError, WorkerError
+from faults.planted import (  # noqa: F401  (fixtures too)
+    DEATHS,
+    FORKED,
+    STARTS,
+    UNPICKLED,
+    WAYS,
+    WORKERS,
+    Act,
+    Marks,
+    Planted,
+    PlantedAsync,
+    PlantedError,
+    in_time,
+    kinds_at,
+    leave,
+    loader_of,
+    marks,
+    refuse,
+)
+from faulty import await_gone, kill_itself, sleep_forever
+
+# -- exceptions ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("place", ["init", "read", "iterate"])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_exception_is_raised_once(
+    way: Any, place: str, is_kept: bool, marks: Marks
+) -> None:
+    """The user's error, at the first start: no worker is started again."""
+    dataset = kinds_at(place)(marks, place, refuse)
+    loader = loader_of(dataset, multiprocessing_context=way, persistent_workers=is_kept)
+    with pytest.raises(PlantedError, match="planted in a start") as caught:
+        list(loader)
+    assert caught.value.pid in marks.pids()
+    loader.close()
+    assert 1 <= len(marks) <= WORKERS
+
+
+@pytest.mark.parametrize("way", UNPICKLED)
+def test_what_cannot_be_unpickled_is_tried_once(way: Any, marks: Marks) -> None:
+    """The user's error; each worker has tried at most once."""
+    loader = loader_of(Planted(marks, "unpickle", refuse), multiprocessing_context=way)
+    with pytest.raises(PlantedError, match="planted in a start"):
+        list(loader)
+    loader.close()
+    assert 1 <= len(marks) <= WORKERS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["read", "unpickle"])
+def test_async_datasets_fail_once(place: str, marks: Marks) -> None:
+    """They come by the fork server, by default."""
+    loader = loader_of(PlantedAsync(marks, place, refuse), fetch="workers")
+    with pytest.raises(PlantedError, match="planted in a start"):
+        list(loader)
+    loader.close()
+    assert 1 <= len(marks) <= WORKERS
+
+
+MODULE = """
+import os, time
+with open(os.environ["MARKS"], "a") as file:
+    file.write(f"{os.getpid()} import\\n")
+if os.environ["HOME_PID"] != str(os.getpid()):
+    exec(os.environ["ACT"])
+
+class Data(list):
+    pass
+"""
+
+
+@pytest.mark.parametrize("way", UNPICKLED)
+@pytest.mark.parametrize(
+    ("act", "error", "starts"),
+    [("raise LookupError('planted')", LookupError, 1), ("os._exit(3)", WorkerError, 3)],
+    ids=["raises", "exits"],
+)
+def test_a_module_that_cannot_be_imported(
+    way: Any,
+    act: str,
+    error: type[Exception],
+    starts: int,
+    marks: Marks,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the dataset; where workers do not inherit it."""
+    (tmp_path / "planted_module.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, value in (("MARKS", marks.path), ("HOME_PID", os.getpid()), ("ACT", act)):
+        monkeypatch.setenv(name, str(value))
+    import planted_module  # type: ignore[import-not-found]  # noqa: PLC0415
+
+    try:
+        loader = DataLoader(
+            planted_module.Data(range(8)),
+            num_workers=WORKERS,
+            multiprocessing_context=way,
+        )
+        with pytest.raises(error):
+            list(loader)
+        loader.close()
+    finally:
+        del sys.modules["planted_module"]
+    assert 2 <= len(marks) <= 1 + starts * WORKERS
+
+
+# -- deaths -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("act", DEATHS)
+@pytest.mark.parametrize("place", ["init", "read", "iterate"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_death_is_tried_three_times(
+    way: Any, place: str, act: Act, marks: Marks
+) -> None:
+    """An error that says so; no more than three starts for each worker."""
+    dataset = kinds_at(place)(marks, place, act)
+    loader = loader_of(dataset, multiprocessing_context=way)
+    with pytest.raises(WorkerError, match=r"DataLoader worker \(pid"):
+        list(loader)
+    loader.close()
+    assert 1 <= len(marks) <= STARTS * WORKERS
+
+
+@pytest.mark.parametrize("way", UNPICKLED)
+def test_a_death_while_unpickling(way: Any, marks: Marks) -> None:
+    """The same, before the worker has run anything of ours."""
+    loader = loader_of(Planted(marks, "unpickle", leave), multiprocessing_context=way)
+    with pytest.raises(WorkerError):
+        list(loader)
+    loader.close()
+    assert 1 <= len(marks) <= STARTS * WORKERS
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_of_two_workers_dies_at_each_start(way: Any, marks: Marks) -> None:
+    """The other one delivers meanwhile; that does not buy the first more starts."""
+    dataset = Planted(marks, "init", kill_itself, only=1)
+    loader = loader_of(dataset, multiprocessing_context=way)
+    with pytest.raises(WorkerError):
+        list(loader)
+    loader.close()
+    assert 1 <= len(marks) <= STARTS
+
+
+@pytest.mark.parametrize("way", FORKED)
+def test_a_death_at_the_first_start_only(way: Any, marks: Marks) -> None:
+    """The second start succeeds, and the epoch is whole."""
+
+    def first_two() -> None:
+        if len(marks) <= WORKERS:
+            kill_itself()
+
+    dataset = Planted(marks, "init", first_two)
+    with loader_of(dataset, multiprocessing_context=way) as loader:
+        assert [batch.tolist() for batch in loader] == [
+            [k, k + 1] for k in range(0, 12, 2)
+        ]
+    assert len(marks) <= STARTS * WORKERS
+
+
+def test_deaths_are_logged(marks: Marks, caplog: pytest.LogCaptureFixture) -> None:
+    """By the logger of the package: which worker, which process, and of what."""
+
+    def once() -> None:
+        if len(marks) == 1:
+            kill_itself()
+
+    with caplog.at_level(logging.WARNING, "aioloader"):
+        list(loader_of(Planted(marks, "init", once, only=0)))
+    (record,) = [one for one in caplog.records if one.name.startswith("aioloader")]
+    assert str(marks.pids()[0]) in record.getMessage()
+    assert "SIGKILL" in record.getMessage()
+
+
+# -- silence ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["init", "iterate"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_worker_stuck_at_its_start(way: Any, place: str, marks: Marks) -> None:
+    """``timeout`` counts user code; the worker does not outlive the loader."""
+    dataset = kinds_at(place)(marks, place, sleep_forever)
+    loader = loader_of(dataset, multiprocessing_context=way, timeout=0.5)
+    with pytest.raises(BatchTimeoutError, match=r"timed out after 0\.5 seconds"):
+        list(loader)
+    loader.close()
+    assert await_gone(marks.pids()) == []
+    assert len(marks) <= STARTS * WORKERS
+
+
+@pytest.mark.parametrize("way", UNPICKLED)
+def test_stuck_while_unpickling(way: Any, marks: Marks) -> None:
+    """The same, before the worker has run anything of ours."""
+    dataset = Planted(marks, "unpickle", sleep_forever)
+    loader = loader_of(dataset, multiprocessing_context=way, timeout=0.5)
+    with pytest.raises(BatchTimeoutError, match=r"timed out after 0\.5 seconds"):
+        list(loader)
+    loader.close()
+    assert await_gone(marks.pids()) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_close_ends_a_worker_stuck_at_its_start(way: Any, marks: Marks) -> None:
+    """Without a timeout, too."""
+    dataset = Planted(marks, "init", sleep_forever)
+    loader = loader_of(dataset, multiprocessing_context=way)
+    iterator = iter(loader)
+    while len(marks) < WORKERS:
+        os.sched_yield()
+    loader.close()
+    assert await_gone(marks.pids()) == []
+    del iterator
+
+
+# -- draws --------------------------------------------------------------------------
+
+
+class Drawn:
+    """Samples of what the three generators give."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand(1), np.random.rand(), random.random()
+
+
+def seed_one_of_two(worker: int) -> None:
+    """Seed in worker 0 only."""
+    if worker == 0:
+        torch.manual_seed(5)
+        np.random.seed(5)
+        random.seed(5)
+
+
+def draw_in_one_of_two(worker: int) -> None:
+    """Draw in worker 1 only."""
+    if worker == 1:
+        torch.rand(3)
+        random.random()
+
+
+@pytest.mark.parametrize("init", [seed_one_of_two, draw_in_one_of_two])
+@pytest.mark.parametrize("rng", ["batch", "sample", "worker"])
+def test_an_init_function_that_draws_in_one_worker(rng: Any, init: Any) -> None:
+    """No hang, all batches in order; under ``rng="worker"`` torch's to the bit."""
+    found = []
+    kinds: list[Any] = [torch.utils.data.DataLoader, DataLoader]
+    for make in kinds:
+        extra: Any = {"rng": rng} if make is DataLoader else {}
+        torch.manual_seed(1)
+        loader: Any = make(Drawn(), 2, num_workers=2, worker_init_fn=init, **extra)
+        found.append(list(loader))
+    theirs, ours = found
+    assert [batch[0].tolist() for batch in ours] == [
+        batch[0].tolist() for batch in theirs
+    ]
+    if rng == "worker":
+        for one, other in zip(ours, theirs, strict=True):
+            assert all(map(torch.equal, one, other))

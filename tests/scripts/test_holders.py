@@ -1,0 +1,35 @@
+"""What a dataset may hold where torch forks its workers, it may hold here, too."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aioloader import DataLoader
+from scripts.holders import HOLDERS, Holding
+
+
+def delivered(kind: Any, name: str, folder: Path) -> list[Any]:
+    """Return what two workers read through a fresh thing of this kind."""
+    make, use = HOLDERS[name]
+    folder.mkdir()
+    with ExitStack() as stack:
+        dataset: Any = Holding(make(stack, folder), use)
+        loader = kind(dataset, batch_size=2, num_workers=2, collate_fn=list)
+        return list(loader)
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_holders(name: str, tmp_path: Path) -> None:
+    """The same batches as torch's workers give."""
+    theirs = delivered(torch.utils.data.DataLoader, name, tmp_path / "theirs")
+    ours = delivered(DataLoader, name, tmp_path / "ours")
+    assert [len(batch) for batch in theirs] == [2, 2, 2]
+    assert repr(ours) == repr(theirs)
+
+
+def test_the_table_is_long() -> None:
+    """At least the 38 kinds that were counted."""
+    assert len(HOLDERS) >= 38

@@ -1,0 +1,134 @@
+"""Whole scripts: output, exit status and processes left are those of torch's loader.
+
+Only the line that imports ``DataLoader`` differs. Scripts that draw in workers are
+compared bit for bit, under ``rng="worker"``.
+"""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.running import (
+    CASES,
+    CELLS,
+    COVERAGE,
+    KERNEL,
+    OURS,
+    OURS_BY_WORKER,
+    PYTHON,
+    THEIRS,
+    TORCHRUN,
+    Ended,
+    begin,
+    end,
+    run_both,
+)
+
+pytestmark = pytest.mark.slow
+
+# Those that draw in workers.
+AUGMENTED = {"mnist_like", "persistent", "notebook", "seeding", "spawned_ranks"}
+RUN = {"notebook": CELLS, "torchrun_ddp": TORCHRUN}
+ARGUMENTS = {
+    "command_line": (
+        *("--size", "30", "--scale", "0.5", "--workers", "2"),
+        *("--epochs", "2", "--drop-last"),
+    )
+}
+# These have a test of their own.
+SPECIAL = {"crashing", "interrupted", "pool_in_worker"}
+PLAIN = sorted({path.stem for path in CASES.glob("*.py")} - SPECIAL)
+
+
+def line_of(case: str) -> str:
+    """Return what a script imports our loader by."""
+    return OURS_BY_WORKER if case in AUGMENTED else OURS
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_scripts(case: str, tmp_path: Path) -> None:
+    """The same output, exit status, number of tracebacks, and nothing left."""
+    theirs, ours = run_both(
+        case,
+        tmp_path,
+        line_of(case),
+        RUN.get(case, PYTHON),
+        ARGUMENTS.get(case, ()),
+    )
+    assert theirs.output, theirs.errors
+    assert ours.seen == theirs.seen, ours.errors
+
+
+def test_a_notebook(tmp_path: Path) -> None:
+    """The cells in a real kernel, which has threads, sockets and a running loop."""
+    theirs, ours = run_both("notebook", tmp_path, OURS_BY_WORKER, KERNEL)
+    assert "one batch: [" in theirs.output, theirs.errors
+    assert ours.seen == theirs.seen, ours.errors
+
+
+def test_a_pool_in_a_worker(tmp_path: Path) -> None:
+    """A deliberate difference: torch's workers may not have children, ours may."""
+    theirs, ours = run_both("pool_in_worker", tmp_path)
+    threads = "[tensor([285]), tensor([2470])]\n"
+    refused = "refused: AssertionError: daemonic processes are not allowed"
+    assert theirs.output == f"{threads}{refused} to have children\n"
+    assert ours.output == threads * 2
+    assert (ours.status, ours.left) == (0, []), ours.errors
+
+
+def test_a_crash_in_native_code(tmp_path: Path) -> None:
+    """The same error, of the class and with the words that scripts look for."""
+    theirs, ours = run_both("crashing", tmp_path)
+    assert theirs.output == "RuntimeError True\n"
+    assert (ours.status, ours.output, ours.left) == (0, theirs.output, []), ours.errors
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    """One traceback, the user's; the same exit status, and nothing left."""
+    found: list[Ended] = []
+    for line in (THEIRS, OURS):
+        folder = tmp_path / str(len(found))
+        process = begin("interrupted", line, folder, PYTHON)
+        assert process.stdout is not None
+        for _ in range(5):
+            assert process.stdout.readline() == "a batch\n"
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        found.append(end(process, folder))
+    theirs, ours = found
+    assert theirs.status == -signal.SIGINT
+    for ended in found:
+        assert ended.seen[2] == 1, ended.errors
+        assert ended.errors.rstrip().endswith("KeyboardInterrupt")
+    assert ours.seen == theirs.seen
+    noise = [line for line in ours.errors.splitlines() if "aioloader" in line.lower()]
+    assert not [line for line in noise if not line.startswith("  File ")]
+
+
+COVERAGE_SETTINGS = """
+[run]
+concurrency = multiprocessing, thread
+parallel = true
+include = covered.py
+"""
+
+
+def test_coverage(tmp_path: Path) -> None:
+    """Lines that run in workers only are seen, as they are with torch's loader."""
+    settings = tmp_path / "settings"
+    settings.write_text(COVERAGE_SETTINGS)
+    missing = {}
+    for name, line in (("theirs", THEIRS), ("ours", OURS)):
+        folder = tmp_path / name
+        run = (*COVERAGE, "run", f"--rcfile={settings}")
+        ended = end(begin("covered", line, folder, run), folder)
+        assert (ended.status, ended.left) == (0, []), ended.errors
+        for words in ("combine", "json"):
+            command = [*COVERAGE, words, "-q", f"--rcfile={settings}"]
+            subprocess.run(command, cwd=folder, check=True)
+        report = json.loads((folder / "coverage.json").read_text())
+        missing[name] = report["files"]["covered.py"]["missing_lines"]
+    assert missing["ours"] == missing["theirs"] == [12]

@@ -1,0 +1,154 @@
+"""``in_order=False`` over iterables that workers read: a slow one delays nobody."""
+
+import multiprocessing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from aioloader import DataLoader
+from aioloader._pipeline.turns import Turns
+from working import share
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning"),
+]
+Loader: Any = DataLoader  # options are tables here
+CONTEXT = multiprocessing.get_context("fork")
+
+
+class Gated(IterableDataset[int]):
+    """The first worker waits at a sample until the gate is opened."""
+
+    def __init__(self, n: int, at: int = 0) -> None:
+        self.n, self.at = n, at
+        self.gate = CONTEXT.Event()
+
+    def __iter__(self) -> Iterator[int]:
+        for number in share(self.n):
+            if number == self.at:
+                assert self.gate.wait(20)
+            yield number
+
+
+class Cursor:
+    """An iterator with a state."""
+
+    def __init__(self, dataset: Gated) -> None:
+        self.numbers, self.place, self.dataset = share(dataset.n), 0, dataset
+
+    def __iter__(self) -> "Cursor":
+        return self
+
+    def __next__(self) -> int:
+        if self.place == len(self.numbers):
+            raise StopIteration
+        if self.numbers[self.place] == self.dataset.at:
+            assert self.dataset.gate.wait(20)
+        self.place += 1
+        return self.numbers[self.place - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class GatedCursors(Gated):
+    """The same, with a state."""
+
+    def __iter__(self) -> Any:
+        return Cursor(self)
+
+
+def make(dataset: Any, cls: Any = Loader, workers: int = 2, **options: Any) -> Any:
+    """Return a loader; torch's has the same arguments."""
+    arguments = {"num_workers": workers, "multiprocessing_context": CONTEXT}
+    return cls(dataset, 2, in_order=False, **arguments, **options)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    "cls", [Loader, torch.utils.data.DataLoader], ids=["ours", "torch"]
+)
+def test_a_slow_worker_delays_nobody(cls: Any, persistent: bool) -> None:
+    """All that the other one reads is delivered first, as torch does."""
+    dataset = Gated(81)
+    loader = make(dataset, cls, persistent_workers=persistent)
+    iterator = iter(loader)
+    early = [next(iterator).tolist() for _ in range(20)]
+    assert early == [[k, k + 2] for k in range(1, 81, 4)]
+    dataset.gate.set()
+    late = [batch.tolist() for batch in iterator]
+    assert late == [*([k, k + 2] for k in range(0, 80, 4)), [80]]
+    again = sorted(batch.tolist() for batch in loader)
+    assert again == sorted(early + late)
+    if persistent and cls is Loader:
+        loader.close()
+
+
+@pytest.mark.parametrize("cls", [Gated, GatedCursors])
+@pytest.mark.parametrize("taken", [0, 3, 10, 13])
+def test_states(cls: Any, taken: int) -> None:
+    """What was delivered, from any reader, is not delivered again."""
+    dataset = cls(41, at=4)
+    loader = make(dataset)
+    iterator = iter(loader)
+    delivered = []
+    for place in range(taken):
+        if place == 11:  # all others were
+            dataset.gate.set()
+        delivered.append(next(iterator).tolist())
+    state = loader.state_dict()
+    dataset.gate.set()
+    iterator.close()
+    again = cls(41, at=-1)
+    resumed = make(again)
+    resumed.load_state_dict(state)
+    rest = [batch.tolist() for batch in resumed]
+    whole = [[k, k + 2] for k in (*range(0, 40, 4), *range(1, 40, 4))]
+    assert sorted(delivered + rest) == sorted([*whole, [40]])
+    assert resumed.state_dict()["epoch"] == 1
+
+
+def test_readers_of_other_lengths() -> None:
+    """Those that have ended get no more requests, and hold up no state."""
+    loader = make(Ragged(), workers=3)
+    iterator = iter(loader)
+    found = [next(iterator).tolist() for _ in range(30)]
+    state = loader.state_dict()
+    rest = [batch.tolist() for batch in iterator]
+    resumed = make(Ragged(), workers=3)
+    resumed.load_state_dict(state)
+    assert sorted(batch.tolist() for batch in resumed) == sorted(rest)
+    assert len(found + rest) == 33
+
+
+class Ragged(IterableDataset[int]):
+    """The workers have 2, 4 and 60 samples."""
+
+    def __iter__(self) -> Any:
+        worker = torch.utils.data.get_worker_info()
+        assert worker is not None
+        return iter(range((2, 4, 60)[worker.id]))
+
+
+def test_turns() -> None:
+    """Who has answered gets the next request; who has ended gets none."""
+    turns = Turns(3, 4)
+    numbers = iter(turns)
+    assert [next(numbers) for _ in range(6)] == [4, 5, 6, 7, 8, 9]
+    assert not turns.may_issue(6)
+    turns.take(5, has_ended=False)
+    assert turns.may_issue(6)
+    assert next(numbers) == 11
+    turns.take(4, has_ended=True)
+    assert [turns.may_issue(6), next(numbers)] == [True, 12]
+    for number in (6, 8):
+        turns.take(number, has_ended=True)
+    assert turns.are_over()
+    assert not turns.may_issue(6)

@@ -1,0 +1,272 @@
+"""``lifespan=`` in worker processes, and of aioloader's own datasets."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import ConcatDataset, Subset
+
+from aioloader import DataLoader
+from aioloader.datasets import FileDataset
+from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
+
+Loader: Any = DataLoader  # options are tables here
+
+
+# -- in worker processes --------------------------------------------------------------
+
+
+class Logged:
+    """Mixed into datasets: writes into a file what happens in which process."""
+
+    def __init__(self, path: Path, n: int = 16) -> None:
+        super().__init__(n)  # type: ignore[call-arg]
+        self.path = path
+
+    def note(self, event: str) -> None:
+        """Append one line."""
+        file = os.open(self.path, os.O_APPEND | os.O_CREAT | os.O_WRONLY)
+        os.write(file, f"{os.getpid()} {event}\n".encode())
+        os.close(file)
+
+
+class LoggedMap(Logged, SyncMap):
+    """Read in a worker's main thread."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.note("read")
+        return super().__getitem__(index)
+
+
+class LoggedAsyncMap(Logged, AsyncMap):
+    """Read on a worker's loop."""
+
+    async def __getitem__(self, index: int) -> Any:
+        self.note("read")
+        return await super().__getitem__(index)
+
+
+class LoggedStream(Logged, SyncStream):
+    """A replica for each worker."""
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            for sample in super().__iter__():
+                self.note("read")
+                yield sample
+        finally:
+            self.note("closed")
+
+
+class LoggedAsyncStream(Logged, AsyncStream):
+    """Likewise, with ``fetch="workers"``."""
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        async for sample in super().__aiter__():
+            self.note("read")
+            yield sample
+
+
+@contextlib.contextmanager
+def plain(dataset: Any) -> Iterator[None]:
+    """Note entry and exit."""
+    dataset.note("enter")
+    yield
+    dataset.note("leave")
+
+
+@contextlib.asynccontextmanager
+async def on_loop(dataset: Any) -> AsyncIterator[None]:
+    """Note entry and exit, on a loop."""
+    await asyncio.sleep(0)
+    dataset.note("enter")
+    yield
+    dataset.note("leave")
+
+
+KINDS = [
+    pytest.param(LoggedMap, plain, {}, id="map"),
+    pytest.param(LoggedAsyncMap, on_loop, {}, id="async map"),
+    pytest.param(LoggedStream, plain, {}, id="iterable"),
+    pytest.param(
+        *(LoggedAsyncStream, on_loop, {"fetch": "workers"}), id="async iterable"
+    ),
+]
+
+
+def lives(path: Path) -> dict[int, list[str]]:
+    """Return what happened in each process; reads in a row count as one."""
+    events: dict[int, list[str]] = {}
+    for line in path.read_text().splitlines():
+        pid, event = line.split()
+        events.setdefault(int(pid), []).append(event)
+    return {pid: [name for name, _ in groupby(found)] for pid, found in events.items()}
+
+
+@pytest.mark.parametrize(("make", "lifespan", "options"), KINDS)
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_once_in_each_worker(
+    make: Any, lifespan: Any, options: dict[str, Any], is_cut: bool, tmp_path: Path
+) -> None:
+    """Around all reads, with their generators; not in this process."""
+    path = tmp_path / "log"
+    loader = Loader(make(path), 2, num_workers=2, lifespan=lifespan, **options)
+    iterator = iter(loader)
+    next(iterator)
+    if not is_cut:
+        list(iterator)
+    iterator.close()
+    found = lives(path)
+    assert found  # a worker may never have begun
+    assert os.getpid() not in found
+    for events in found.values():
+        assert events[0] == "enter"
+        assert events[-1] == "leave", events
+        assert {*events[1:-1]} <= {"read", "closed"}
+    assert any("read" in events for events in found.values())
+
+
+@pytest.mark.parametrize(("make", "lifespan", "options"), KINDS)
+def test_persistent_workers(
+    make: Any, lifespan: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """They enter once, and leave when they end."""
+    path = tmp_path / "log"
+    options = {**options, "num_workers": 1, "persistent_workers": True}
+    loader = Loader(make(path), 2, lifespan=lifespan, **options)
+    for _ in range(3):
+        list(loader)
+    assert "leave" not in path.read_text()
+    loader.close()
+    (events,) = lives(path).values()
+    assert events[0] == "enter"
+    assert events[-1] == "leave"
+    assert events.count("enter") == events.count("leave") == 1
+
+
+def test_the_loader_reads(tmp_path: Path) -> None:
+    """Then it is entered here, and in no worker."""
+    path = tmp_path / "log"
+    options = {"num_workers": 1, "fetch": "loader"}
+    list(Loader(LoggedMap(path), 2, lifespan=plain, **options))
+    assert lives(path) == {os.getpid(): ["enter", "read", "leave"]}
+
+
+@pytest.mark.parametrize(("make", "lifespan", "options"), KINDS)
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_an_error_on_entering(
+    make: Any, lifespan: Any, options: dict[str, Any], is_kept: bool, tmp_path: Path
+) -> None:
+    """The iteration's error, of the user's type; no worker is started again."""
+    path = tmp_path / "log"
+
+    @contextlib.contextmanager
+    def refuse(dataset: Any) -> Iterator[None]:
+        dataset.note("enter")
+        raise ConnectionRefusedError("no such server")
+        yield
+
+    options = {**options, "num_workers": 2, "persistent_workers": is_kept}
+    loader = Loader(make(path), 2, lifespan=refuse, **options)
+    for epoch in (1, 2):
+        with pytest.raises(ConnectionRefusedError, match="no such server") as caught:
+            list(loader)
+        notes = "\n".join(caught.value.__notes__)
+        assert "aioloader: in stage 'lifespan', entering it" in notes
+        assert "in DataLoader worker process" in notes
+        assert len(lives(path)) <= 2 * epoch
+    loader.close()
+    assert {*map(tuple, lives(path).values())} == {("enter",)}
+
+
+@pytest.mark.parametrize("make", [LoggedMap, LoggedStream])
+def test_an_error_on_leaving(
+    make: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All batches were delivered: the worker prints it."""
+
+    @contextlib.contextmanager
+    def refuse(dataset: Any) -> Iterator[None]:
+        dataset.note("enter")
+        yield
+        raise BrokenPipeError("late")
+
+    dataset = make(tmp_path / "log")
+    with Loader(dataset, 2, num_workers=1, lifespan=refuse) as loader:
+        assert len(list(loader)) == 8
+    printed = capfd.readouterr().err
+    assert "BrokenPipeError: late" in printed
+    assert "aioloader: in stage 'lifespan', leaving it" in printed
+
+
+class Killed(LoggedMap):
+    """Kills its first worker."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5 and not (flag := self.path.with_name("flag")).exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_replaces_another(tmp_path: Path) -> None:
+    """Enters anew."""
+    path = tmp_path / "log"
+    with Loader(Killed(path), 2, num_workers=1, lifespan=plain) as loader:
+        assert labels(list(loader)) == [[i, i + 1] for i in range(0, 16, 2)]
+    first, second = lives(path).values()
+    assert first == ["enter", "read"]
+    assert second == ["enter", "read", "leave"]
+
+
+# -- aioloader's own datasets ----------------------------------------------------------
+
+
+class Watched(FileDataset):
+    """Counts entries and exits."""
+
+    entered = 0
+    left = 0
+
+    async def __aenter__(self) -> Any:
+        self.entered += 1
+        return await super().__aenter__()
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.left += 1
+        await super().__aexit__(*exc)
+
+
+WRAPPERS: dict[str, Any] = {
+    "itself": lambda files: files,
+    "subset": lambda files: Subset(files, [0, 1]),
+    "twice": lambda files: ConcatDataset([Subset(files, [0]), files]),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+async def test_our_own_need_nothing(wrapper: str, tmp_path: Path) -> None:
+    """Also inside of torch's wrappers, and beside a lifespan of the user's."""
+    (tmp_path / "a").write_bytes(b"a")
+    (tmp_path / "b").write_bytes(b"b")
+    events: list[Any] = []
+
+    @contextlib.asynccontextmanager
+    async def lifespan(dataset: Any) -> AsyncIterator[None]:
+        events.append((files.entered, files.left))
+        yield
+        events.append((files.entered, files.left))
+
+    files = Watched(["a", "b"], root=tmp_path)
+    dataset = WRAPPERS[wrapper](files)
+    assert len(await collect(DataLoader(dataset, collate_fn=b"".join))) >= 2
+    assert (files.entered, files.left) == (1, 1)
+    await collect(DataLoader(dataset, collate_fn=b"".join, lifespan=lifespan))
+    assert (files.entered, files.left) == (2, 2)
+    assert events == [(2, 1), (2, 1)]
