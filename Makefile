@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LOWEST := .venv-lowest
+COMPAT := .venv-compat
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test lint types imports pytest lowest bench gpu format clean
+.PHONY: demo test compat lint types imports pytest lowest bench gpu format clean
 
 demo: $(VENV)/.dev
 	$(BIN)/python examples/train_digits.py
@@ -30,6 +31,11 @@ pytest: $(VENV)/.dev
 # the same tests, but the slow ones, with the lowest versions that are allowed
 lowest: $(LOWEST)/.dev
 	$(LOWEST)/bin/pytest -n 3 --dist worksteal -m "not slow"
+
+# real packages beside torch's loader, in an environment of their own
+compat: $(COMPAT)/.ready
+	$(COMPAT)/bin/pytest tests/compat --confcutdir=tests/compat -W ignore \
+		-o faulthandler_timeout=600 -p no:cacheprovider
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py
@@ -60,9 +66,16 @@ $(LOWEST)/.dev: tools/lowest.py $(INPUTS)
 	$(LOWEST)/bin/python -m pip install --quiet -c $(LOWEST)/constraints.txt -e ".[objects,arrow,sql,zstd,json]" --group test --group examples
 	touch $@
 
+$(COMPAT)/.ready: $(INPUTS)
+	$(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(COMPAT)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(COMPAT)/bin/python -m pip install --quiet -c constraints.txt -e . --group compat
+	touch $@
+
 $(VENV)/.bench: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group bench
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LOWEST) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(COMPAT) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -7,7 +7,9 @@ a framework that fell back to torch's loader delivers values without the shift.
 
 import contextlib
 import dataclasses
+import logging
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -217,9 +219,6 @@ def dataset(kind: str, n: int = 23) -> Any:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep frameworks from writing pages."""
-    import logging
-    import warnings
-
     logging.disable(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

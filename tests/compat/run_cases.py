@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import aioloader
 from compat.kit import Kit, plain, quiet, seed
 
 
@@ -76,8 +77,6 @@ def main() -> None:
     place = Path(folder) / engine
     place.mkdir(parents=True, exist_ok=True)
     if engine == "ours":
-        import aioloader
-
         aioloader.warm_up()
     records = run(package, Kit(engine, rank, world, place))
     out = Path(folder) / f"{engine}-{rank}.json"

@@ -23,6 +23,7 @@ from torch.utils.data.dataloader import (
 )
 
 from aioloader import DataLoader, Retry
+from aioloader._torch_face import check_torch_suffices
 
 
 class Numbers(IterableDataset[int]):
@@ -353,3 +354,47 @@ def test_default_samplers_are_torchs() -> None:
     data = range(10)
     assert type(DataLoader(data, shuffle=True).sampler) is RandomSampler
     assert type(DataLoader(data).sampler) is SequentialSampler
+
+
+class AsyncMap:
+    """Ten numbers by coroutines."""
+
+    def __len__(self) -> int:
+        return 10
+
+    async def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("loader", "lost"),
+    [
+        (DataLoader[Any](range(10), transform=add_one), "transform="),
+        (DataLoader[Any](range(10), rng="sample"), "rng="),
+        (DataLoader[Any](range(10), rank=0, world_size=2), "rank=, world_size="),
+        (DataLoader[Any](AsyncMap()), "an async dataset"),
+        (DataLoader[Any](AsyncNumbers()), "an async dataset"),
+    ],
+    ids=["transform", "rng", "ranks", "async map", "async stream"],
+)
+def test_what_torchs_engine_would_lose_is_refused(loader: Any, lost: str) -> None:
+    """accelerate makes a loader of torch's class, and asks before it does."""
+    with pytest.raises(ValueError, match=f"without .*{lost}.*aioloader.accelerate"):
+        check_torch_suffices(loader)
+    assert loader._is_accelerate_prepared is False  # for others it is an attribute
+
+
+def test_what_torchs_engine_does_as_well_is_warned_of() -> None:
+    """Nothing but speed is lost."""
+    loader = DataLoader[Any](range(10), 4, concurrency=3)
+    with pytest.warns(UserWarning, match=r"batches are the same.*accelerate\.prepare"):
+        check_torch_suffices(loader)
+
+
+def test_a_loaded_state_is_not_lost() -> None:
+    """A loader that torch's class replaces would begin anew."""
+    loader = DataLoader[Any](range(10), 4)
+    next(iter(loader))
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="without a loaded state"):
+        check_torch_suffices(loader)

@@ -97,7 +97,9 @@ def fit_from_a_hook(kit: Kit, workers: int) -> Any:
             return [kit.loader(dataset("map", 5), 2), kit.loader(dataset("map", 3))]
 
     class Several(Model):
-        def validation_step(self, batch: Any, index: int, dataloader_idx: int) -> None:
+        def validation_step(  # type: ignore[override]
+            self, batch: Any, index: int, dataloader_idx: int
+        ) -> None:
             self.seen.append(["val", dataloader_idx, index, batch.tolist()])
 
     model, training = Several(), trainer(kit, max_epochs=2)

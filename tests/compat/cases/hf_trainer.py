@@ -1,0 +1,160 @@
+"""transformers' Trainer: steps, accumulation, evaluation, checkpoints."""
+
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+
+from aioloader.accelerate import TrainerMixin
+from compat.kit import Cases, Kit, Shifted, ShiftedStream, Stream, seed, shift
+
+cases = Cases()
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """Dicts of one number."""
+
+    def __init__(self, n: int = 23) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.tensor([float(index)])}
+
+
+class AsyncSamples(Samples):
+    """The same, read by coroutines."""
+
+    async def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+        return {"x": torch.tensor([float(index)])}
+
+
+class SampleStream(Stream):
+    """The same, one after the other."""
+
+    def __iter__(self) -> Any:
+        for number in super().__iter__():
+            yield {"x": number}
+
+
+class Model(PreTrainedModel):
+    """One weight; it records what it is given."""
+
+    config_class = PretrainedConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.seen: list[Any] = []
+        self.post_init()
+
+    def _init_weights(self, module: Any) -> None:
+        torch.nn.init.ones_(self.weight)
+
+    def forward(self, x: Any, **_kwargs: Any) -> dict[str, Any]:
+        mode = "train" if self.training else "eval"
+        self.seen.append([mode, x.flatten().tolist()])
+        return {"loss": ((x / 1000 * self.weight) ** 2).mean(), "logits": x}
+
+
+class Ours(TrainerMixin, Trainer):
+    """As the documentation has it."""
+
+    loader_options = {"transform": shift}  # noqa: RUF012
+
+
+def samples(kit: Kit, kind: str, n: int = 23) -> Any:
+    if kind == "stream":
+        found: Any = SampleStream(n)
+        return found if kit.is_ours else ShiftedStream(found)
+    if kit.is_ours:
+        return AsyncSamples(n) if kind == "async" else Samples(n)
+    return Shifted(Samples(n))
+
+
+def trainer(kit: Kit, workers: int, kind: str = "map", **options: Any) -> Trainer:
+    seed()
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    if kit.world == 1:
+        PartialState._reset_state()
+    arguments = TrainingArguments(
+        output_dir=str(kit.folder / f"{kind}-{workers}-{len(options)}"),
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=2,
+        dataloader_num_workers=workers,
+        dataloader_pin_memory=False,
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=1,
+        learning_rate=0.01,
+        seed=5,
+        **options,
+    )
+    cls = Ours if kit.is_ours else Trainer
+    return cls(
+        Model(PretrainedConfig()),
+        arguments,
+        train_dataset=samples(kit, kind),
+        eval_dataset=samples(kit, "map" if kind == "async" else kind, 9),
+    )
+
+
+def told(one: Any) -> list[Any]:
+    """Return batches, steps, logged losses, and the weight at the end."""
+    losses = [entry.get("loss") for entry in one.state.log_history]
+    return [one.model.seen, one.state.global_step, losses, one.model.weight.item()]
+
+
+@cases.add(
+    {"workers": 0, "kind": "map"},
+    {"workers": 2, "kind": "map"},
+    {"workers": 0, "kind": "async"},
+)
+def train(kit: Kit, workers: int, kind: str) -> Any:
+    """Two epochs, gradients of four batches: the last group is smaller."""
+    one = trainer(
+        kit,
+        workers,
+        kind,
+        num_train_epochs=2,
+        gradient_accumulation_steps=4,
+        save_strategy="no",
+    )
+    one.train()
+    if kit.is_ours:
+        kit.check_engine(one.get_train_dataloader().base_dataloader)
+    found = [one.predict(one.eval_dataset).predictions for _ in range(2)]
+    one.evaluate()
+    return [told(one), found]
+
+
+@cases.add({"workers": 2})
+def train_on_async(kit: Kit, workers: int) -> Any:
+    """One epoch: its workers start clean and import what the samples need."""
+    one = trainer(kit, workers, "async", num_train_epochs=1, save_strategy="no")
+    one.train()
+    return told(one)
+
+
+@cases.add({"workers": 0}, {"workers": 2})
+def train_on_a_stream(kit: Kit, workers: int) -> Any:
+    """Its length is unknown: so many steps."""
+    one = trainer(kit, workers, "stream", max_steps=9, save_strategy="no")
+    one.train()
+    return told(one)
+
+
+@cases.add(*[{"workers": w, "step": s} for w in (0, 2) for s in (2, 8)])
+def resume(kit: Kit, workers: int, step: int) -> Any:
+    """From a checkpoint in mid-epoch, in the first epoch and in the second."""
+    options: dict[str, Any] = {"max_steps": 12, "save_steps": step}
+    first = trainer(kit, workers, f"map-{step}", **options)
+    first.train()
+    second = trainer(kit, workers, f"map-{step}", **options)
+    second.train(resume_from_checkpoint=f"{first.args.output_dir}/checkpoint-{step}")
+    return [told(first), told(second)]
