@@ -27,7 +27,9 @@ def work(rank, world_size, port, queue):
     torch.manual_seed(rank)
     dataset = Numbers(21)
     sampler = DistributedSampler(dataset, shuffle=True, seed=3)
-    loader = DataLoader(dataset, 4, sampler=sampler, num_workers=2)
+    loader = DataLoader(
+        dataset, 4, sampler=sampler, num_workers=2, persistent_workers=True
+    )
     seen = []
     for epoch in range(2):
         sampler.set_epoch(epoch)
@@ -35,7 +37,7 @@ def work(rank, world_size, port, queue):
             total = noise.sum()
             dist.all_reduce(total)
             seen.append((epoch, index.tolist(), total.item()))
-    whole = sum(len(batch[0]) for batch in DataLoader(dataset, 8, num_workers=1))
+    whole = sum(len(batch[0]) for batch in DataLoader(dataset, 8))
     queue.put((rank, seen, whole))
     dist.destroy_process_group()
 

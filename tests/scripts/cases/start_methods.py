@@ -15,14 +15,14 @@ class Rows(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index):
-        return self.rows[index], multiprocessing.get_start_method(), __name__
+        return self.rows[index], multiprocessing.get_start_method()
 
 
 def main():
     for context in (None, "fork", multiprocessing.get_context("forkserver")):
         loader = DataLoader(Rows(6), 3, num_workers=2, multiprocessing_context=context)
-        for rows, methods, names in loader:
-            print(rows.tolist(), methods, names)
+        for rows, methods in loader:
+            print(rows.tolist(), methods)
 
 
 if __name__ == "__main__":
