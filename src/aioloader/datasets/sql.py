@@ -48,8 +48,8 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
     A row is a dict of column name to Python value; PostgreSQL's ``numeric`` is a
     ``Decimal``, which has no tensor form. Several event loops may read one
     dataset at once, each with connections of its own; as an async context manager it
-    ends with ``aclose``, which a loader sees to. It may be pickled if the URL has no password. Rows are read as
-    they are when they are asked for: there is no snapshot.
+    ends with ``aclose``, which a loader sees to. It may be pickled if the URL has no
+    password. Rows are read as they are when they are asked for: there is no snapshot.
 
     Args:
         url: ``sqlite:///path``, ``postgresql://user@host/name``, or the caller's own
