@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jupyter_client import KernelManager
+from jupyter_client.manager import KernelManager
 
 
 def show(message: dict[str, Any]) -> None:
@@ -20,6 +20,8 @@ def show(message: dict[str, Any]) -> None:
 def main() -> None:
     """Send one cell after the other; stop at the first that fails."""
     manager = KernelManager(kernel_name="python3")
+    if manager.kernel_spec is None:
+        raise RuntimeError("no kernel is installed")
     manager.kernel_spec.argv[0] = sys.executable
     manager.start_kernel()
     client = manager.blocking_client()
