@@ -105,6 +105,13 @@ ALL_ALIKE = "runs 3 ranks, and this DataLoader delivers every sample on each"
 STREAM = from_iterable(range(9))
 
 
+def _named(value: Any) -> str:
+    """Name a parameter without an address: processes must agree on the tests."""
+    return (
+        type(value).__name__ if type(value).__repr__ is object.__repr__ else str(value)
+    )
+
+
 @pytest.mark.parametrize(
     ("dataset", "options", "warns"),
     [
@@ -122,7 +129,7 @@ STREAM = from_iterable(range(9))
         (STREAM, {"rank": 0, "world_size": 1}, False),
         (STREAM.shard(1, 3), {}, False),
     ],
-    ids=str,
+    ids=_named,
 )
 def test_the_warning(
     dataset: Any, options: dict[str, Any], warns: bool, group: Group
