@@ -135,8 +135,9 @@ def context_elsewhere() -> contextvars.Context:
     """
     context = contextvars.copy_context()
     sniffio = sys.modules.get("sniffio")
-    if sniffio is not None:
-        context.run(sniffio.current_async_library_cvar.set, None)
+    library = getattr(sniffio, "current_async_library_cvar", None)
+    if library is not None:  # nor is another thread importing it just now
+        context.run(library.set, None)
     return context
 
 
@@ -167,7 +168,7 @@ def refuse_trio() -> None:
         RuntimeError: Then.
     """
     sniffio = sys.modules.get("sniffio")  # trio brings it
-    if sniffio is None:
+    if sniffio is None or not hasattr(sniffio, "current_async_library"):
         return
     with contextlib.suppress(sniffio.AsyncLibraryNotFoundError):
         if sniffio.current_async_library() != "asyncio":
