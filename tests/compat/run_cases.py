@@ -8,6 +8,7 @@ import contextlib
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -40,9 +41,12 @@ def children() -> list[str]:
 def left_behind(before: list[str]) -> int:
     """Return how many more children there are, once those that end have ended."""
     gc.collect()
+    # It waits for those that have ended, as each start of a process does.
+    multiprocessing.active_children()
     deadline = time.monotonic() + 10
     while len(children()) > len(before) and time.monotonic() < deadline:
         time.sleep(0.02)
+        multiprocessing.active_children()
     return max(0, len(children()) - len(before))
 
 
