@@ -17,6 +17,8 @@ from aioloader._collate import default_collate
 from aioloader.datasets._arrow.rows import Rows
 from datasets.tables import assert_same, rows_of
 
+# Before 20, only of numpy's own numbers.
+HALVES = [pa.float16()] if int(pa.__version__.split(".")[0]) >= 20 else []
 WIDTHS = [
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float32", "float64"),
@@ -42,7 +44,7 @@ def numbers(kind: Any) -> st.SearchStrategy[Any]:
 
 
 NUMBERS = st.sampled_from([
-    *map(pa.type_for_alias, [*WIDTHS, "bool"]), pa.float16()
+    *map(pa.type_for_alias, [*WIDTHS, "bool"]), *HALVES
 ])  # fmt: skip
 
 
@@ -181,7 +183,7 @@ KEPT: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [decimal.Decimal("1.50")],
         [decimal.Decimal("1.5")],
     ),
-    "uuid": (pa.uuid(), [KEY, None], [KEY, None]),
+    "uuid": (pa.uuid(), [KEY.bytes, None], [KEY, None]),
     "texts": (pa.list_(pa.string()), [["a", "b"], None, []], [["a", "b"], None, []]),
     "map": (pa.map_(pa.string(), pa.int8()), [[("a", 1)]], [[("a", 1)]]),
     "interval": (pa.month_day_nano_interval(), [(1, 2, 3)], [(1, 2, 3)]),

@@ -271,7 +271,7 @@ def _times(array: "pa.Array") -> list[Any]:
         return _numpy_times(array)
     try:
         values: list[Any] = array.to_pylist()
-    except (OverflowError, ValueError):
+    except (OverflowError, ValueError, LookupError):  # pytz knows no such zone
         exact = _numpy_times(array)
         values = [_python_time(*pair) for pair in zip(array, exact, strict=True)]
     return values
@@ -280,7 +280,7 @@ def _times(array: "pa.Array") -> list[Any]:
 def _python_time(scalar: "pa.Scalar", exact: Any) -> Any:
     try:
         return scalar.as_py()
-    except (OverflowError, ValueError):
+    except (OverflowError, ValueError, LookupError):  # pytz knows no such zone
         return exact
 
 
