@@ -1,5 +1,6 @@
 """Which rank a loader serves: it deals nothing unless it is asked to."""
 
+import re
 import warnings
 from typing import Any
 
@@ -105,11 +106,9 @@ ALL_ALIKE = "runs 3 ranks, and this DataLoader delivers every sample on each"
 STREAM = from_iterable(range(9))
 
 
-def _named(value: Any) -> str:
+def _named(value: object) -> str:
     """Name a parameter without an address: processes must agree on the tests."""
-    return (
-        type(value).__name__ if type(value).__repr__ is object.__repr__ else str(value)
-    )
+    return re.sub("<(.*) object at .*>", r"\1", str(value))
 
 
 @pytest.mark.parametrize(
