@@ -154,8 +154,15 @@ class Loop:
         return True
 
 
+def end_with_the_watchdog() -> None:
+    """Wait until nobody is left who would end this process, and end it."""
+    os.read(0, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
 def live(kind: str, epochs: int, url: str) -> None:
     """Be the process: print a line per epoch, its milliseconds."""
+    threading.Thread(target=end_with_the_watchdog, daemon=True).start()
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(os.environ["DUMP_FILE"]).open("a")  # noqa: SIM115  (for life)
         faulthandler.register(DUMP, dump)  # forked children inherit it
@@ -201,6 +208,7 @@ def watch(kind: str, epochs: int) -> Figures:
     ):
         process = subprocess.Popen(
             [sys.executable, __file__, "--live", kind, str(epochs), server.url],
+            stdin=subprocess.PIPE,  # its end is the end of the process
             stdout=subprocess.PIPE,
             bufsize=0,  # what has been read is what select does not see
             start_new_session=True,
@@ -222,6 +230,8 @@ def watch(kind: str, epochs: int) -> Figures:
         if process.wait() and not has_hung:
             raise RuntimeError(f"it ended with {process.returncode}")
         output.close()
+        if process.stdin is not None:
+            process.stdin.close()
     return {
         "epochs": len(took) + deaf,
         "hung": has_hung,
