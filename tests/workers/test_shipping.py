@@ -214,11 +214,18 @@ class Threaded(Numbers):
         return index if self.answer.wait(10) else -1
 
 
-def test_unpickling_may_start_threads() -> None:
-    """Each worker then unpickles for itself, and has the thread."""
-    loader: Any = DataLoader(Threaded(), 4, num_workers=2, **SERVED)
-    for _ in range(2):
+def test_unpickling_may_start_threads(tmp_path: Path) -> None:
+    """Each worker then unpickles for itself, and has the thread; no other starts."""
+
+    def note(_worker: int) -> None:
+        (tmp_path / str(os.getpid())).touch()
+
+    loader: Any = DataLoader(
+        Threaded(), 4, num_workers=2, worker_init_fn=note, **SERVED
+    )
+    for epoch in range(1, 3):
         found = [batch.tolist() for batch in loader]
+        assert len(list(tmp_path.iterdir())) == 2 * epoch
     assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 

@@ -149,8 +149,8 @@ class Supervisor:
         frame, descriptors = received
         word, argument = pickle.loads(frame)  # noqa: S301  (the loader)
         if word == "begin":
-            self._begin(argument, descriptors)
-        elif word == "start":
+            return self._begin(argument, descriptors)
+        if word == "start":
             self._start(argument, descriptors)
         elif word == "kill":
             self._kill(argument)
@@ -161,8 +161,11 @@ class Supervisor:
 
     # -- sets of workers, one after the other ---------------------------------------
 
-    def _begin(self, order: Order, descriptors: list[int]) -> None:
-        """Enter the surroundings, and unpickle what the workers are to do."""
+    def _begin(self, order: Order, descriptors: list[int]) -> bool:
+        """Enter the surroundings, and unpickle; tell whether workers can be forked.
+
+        If not, this process ends: workers that it started would take requests along.
+        """
         self._file, *self._ends = descriptors
         self._surroundings = order.surroundings
         try:
@@ -171,9 +174,11 @@ class Supervisor:
             self._shipment = receive(self._file) if order.is_shared else None
         except BaseException as error:
             self.tell(Note("failed", error=RemoteError.of(error, 0)))
-            return
+            return False
         if number_of_threads() > 1:
             self.tell(Note("threads"))
+            return False
+        return True
 
     def _end(self) -> None:
         """End the workers: their requests are over, so most end by themselves."""
