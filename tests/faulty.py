@@ -255,6 +255,16 @@ def await_news(loader: DataLoader[Any]) -> None:
     assert poll.poll(20_000), "nobody told of a death"
 
 
+def await_ready(pool: Any) -> None:
+    """Wait until all workers of a pool take requests."""
+    while not all(worker.is_ready for worker in pool._ledger.workers):
+        poll = select.poll()
+        for descriptor in pool.descriptors():
+            poll.register(descriptor, select.POLLIN)
+        poll.poll()
+        pool.collect()
+
+
 def pools_of(iterator: Any) -> Any:
     """Return the pool that an iterator draws from."""
     return iterator._source.run.pool._pool

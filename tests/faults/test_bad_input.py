@@ -81,8 +81,10 @@ class Strange(Returns):
         return self.value()
 
 
-@pytest.mark.parametrize("value", [broadcast, expanded])
-@pytest.mark.parametrize("collate_fn", [None, as_it_is])
+@pytest.mark.parametrize(
+    ("value", "collate_fn"),
+    [(broadcast, None), (broadcast, as_it_is), (expanded, None)],
+)
 def test_a_batch_too_large_for_memory(value: Any, collate_fn: Any) -> None:
     """An error of ours or of an allocator, no signal; the workers live on."""
     loader = DataLoader(Strange(value, 8), 4, num_workers=2, collate_fn=collate_fn)

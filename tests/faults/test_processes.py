@@ -30,7 +30,9 @@ os.register_at_fork(after_in_parent=lambda: FORKS.append(os.getpid()))
 def killed(iterator: Any) -> list[Any]:
     """Return the batches of an epoch in which each worker is killed once."""
     found = [next(iterator)]
-    for pid in pids_of(pools_of(iterator)).values():
+    pool = pools_of(iterator)
+    for pid in pids_of(pool).values():
+        await_ready(pool)  # three deaths in a row before that would be too many
         os.kill(pid, signal.SIGKILL)
         await_gone([pid])
         found.append(next(iterator))
@@ -55,9 +57,21 @@ def test_this_process_is_forked_once_for_workers_that_persist() -> None:
     assert len(FORKS) == 1
 
 
+class Ending:
+    """Samples of which only the first two come."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        if index > 1:
+            signal.pause()
+        return index
+
+
 def test_the_supervisor_dies() -> None:
     """The epoch ends with an error; nothing is forked in its midst."""
-    iterator = iter(DataLoader(range(64), 2, num_workers=2))
+    iterator = iter(DataLoader(Ending(), 2, num_workers=2))
     next(iterator)
     pids = pids_of(pools_of(iterator))
     (supervisor,) = set(map(parent_of, pids.values()))

@@ -167,14 +167,6 @@ class NoLength:
         return index
 
 
-class Guarded(Numbers):
-    """Can be sent until it was read."""
-
-    def __getitem__(self, index: int) -> Any:
-        self.handle = (one for one in range(3))
-        return index
-
-
 class Holding(IterableDataset[int]):
     """Holds a generator."""
 
@@ -190,7 +182,6 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "iterator": (lambda: Once(5), "gave 5 samples in one epoch and 0 in the next"),
     "unequal": (lambda: Unequal(3), r"read again, in batches, gave another Unequal\[0"),
     "batches": (lambda: Batches(3), r"Batches read again, in batches, gave another"),
-    "lock": (lambda: Guarded(3), "Guarded cannot be sent to a worker process"),
     "generator": (Holding, "Holding cannot be sent to a worker process"),
     "length": (Wrong, r"len\(Wrong\) is 19, but it gave 20 samples"),
     "state": (Counting, "resumed behind 1 batch: batch 1 differs: expected 1, found 0"),

@@ -105,7 +105,7 @@ def unsendable(message: str) -> Exception:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"), [(odd, OddError), (unsendable, WorkerError)], ids=["odd", "not"]
+    ("error", "kind"), [(odd, OddError), (unsendable, RuntimeError)], ids=["odd", "not"]
 )
 async def test_exceptions_of_any_make(error: Any, kind: Any) -> None:
     """An odd constructor, or what cannot be pickled: the text comes in any case."""

@@ -108,8 +108,10 @@ def _die_with(parent: int) -> None:
 
 
 def _serve(worker: int, ends: Ends, shipment: Shipment, desk: Desk) -> None:
-    is_in_charge = initialise(shipment, worker)
-    desk.send(Kind.READY, -1, None)
+    try:
+        is_in_charge = initialise(shipment, worker)
+    except Exception as error:  # raised by the loader
+        desk.give_up(error)
     if is_in_charge or shipment.rng == "worker":
         desk.recipe.leave_generators()
     requests = Channel.adopt(ends.own if shipment.is_addressed() else ends.requests)

@@ -20,7 +20,7 @@ from aioloader._pipeline.work import Outcome, Work
 from aioloader._transport.board import PLACES
 from aioloader._transport.channel import Channel
 from aioloader._workers.desk import Desk
-from aioloader._workers.messages import Request
+from aioloader._workers.messages import Kind, Request
 
 
 def serve_hosted(desk: Desk, requests: Channel) -> None:
@@ -32,6 +32,7 @@ def serve_hosted(desk: Desk, requests: Channel) -> None:
     server = _Server(desk)
     try:
         server.open()
+        desk.send(Kind.READY, -1, None)
         server.serve(requests)
     finally:
         server.close()

@@ -377,6 +377,8 @@ class ServerLauncher(_SupervisedLauncher):
         self._file: int | None = file
         self._ends = tuple(ends)
         self._has_ended = False
+        self._supervisor = 0  # its pid, once that is known
+        self._has_forked = False
 
     def open(self) -> None:
         """Have a supervisor unpickle what the workers are to do.
@@ -397,13 +399,25 @@ class ServerLauncher(_SupervisedLauncher):
             self._hang_up()
             self.open()
 
+    def end(self) -> None:
+        """End the workers, in the background."""
+        super().end()
+        if self._supervisor and not self._has_forked:
+            with contextlib.suppress(RuntimeError):  # at exit it sees the end of this
+                _thread.start_new_thread(self._insist, (self._supervisor,))
+
+    def _insist(self, supervisor: int) -> None:
+        """Kill a supervisor that is stuck in what it unpickles: the user's code."""
+        if not has_ended(supervisor, PATIENCE) and not self._has_ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(supervisor, signal.SIGKILL)
+
     def join(self, timeout: float) -> bool:
         """Wait until the workers have ended; the supervisor is kept."""
-        if self._control is None or not super().join(timeout):
-            return self._control is None
-        if self._is_over and self._control is not None:
-            self._has_ended = True
-        return True
+        if self._control is None:
+            return True
+        self._has_ended = super().join(timeout) and self._is_over
+        return self._has_ended
 
     def close(self) -> None:
         """Close what this process holds; without ``end`` the workers are killed."""
@@ -419,6 +433,9 @@ class ServerLauncher(_SupervisedLauncher):
         if note.word == "threads":
             self._start_apart()
             return
+        if note.word == "up":
+            self._supervisor = note.number
+        self._has_forked = self._has_forked or note.word == "born"
         super()._heed(note, found)
 
     def _start_apart(self) -> None:
@@ -441,7 +458,7 @@ class ServerLauncher(_SupervisedLauncher):
 
 def _reap(process: Any, timeout: float) -> None:
     """Wait for a supervisor that has nothing left to do, and kill it if it stays."""
-    if not _has_ended(process.pid, timeout):
+    if not has_ended(process.pid, timeout):
         process.kill()
     process.join()
 
@@ -452,12 +469,12 @@ def _await_end(pid: int) -> None:
     That is a matter of microseconds, but until then it may take a request with it.
     What it has started goes with it.
     """
-    _has_ended(pid, _ORPHANED)
+    has_ended(pid, _ORPHANED)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
-def _has_ended(pid: int, timeout: float) -> bool:
+def has_ended(pid: int, timeout: float) -> bool:
     """Wait for a process to end; tell whether it has."""
     try:
         process = os.pidfd_open(pid)

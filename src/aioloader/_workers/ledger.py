@@ -68,6 +68,7 @@ class Worker:
         own: Requests for it alone, where there are such.
         arena: The loader's side of its batches' memory.
         pid: Its process, once that is known.
+        is_ready: Whether the process takes requests.
         starts: How many processes it has cost since it last had a batch in hand.
         answered: Its latest results: the ticket, and where its samples were.
     """
@@ -76,6 +77,7 @@ class Worker:
     own: Queue | None
     arena: ArenaReader
     pid: int | None = None
+    is_ready: bool = False
     starts: int = 0
     answered: deque[tuple[int, SlotRef | None]] = field(
         default_factory=lambda: deque(maxlen=PLACES)

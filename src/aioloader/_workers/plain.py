@@ -8,8 +8,8 @@ from aioloader._pipeline.stream import SyncStream
 from aioloader._pipeline.work import Outcome, Work
 from aioloader._transport.channel import Channel
 from aioloader._workers.desk import COLLATE, TRANSFORM, Desk
-from aioloader._workers.messages import Request
-from aioloader.protocols import Kind
+from aioloader._workers.messages import Kind, Request
+from aioloader.protocols import Kind as DatasetKind
 
 
 def serve_plainly(desk: Desk, requests: Channel) -> None:
@@ -21,6 +21,7 @@ def serve_plainly(desk: Desk, requests: Channel) -> None:
     streams: dict[int, SyncStream] = {}
     with contextlib.ExitStack() as stack:
         stack.callback(_enter(desk))
+        desk.send(Kind.READY, -1, None)
         stack.callback(_close_all, streams)
         while True:
             request = desk.receive(requests)
@@ -30,7 +31,7 @@ def serve_plainly(desk: Desk, requests: Channel) -> None:
                 continue
             work = desk.take(request, 0)
             stream = None
-            if desk.recipe.reads and desk.recipe.kind is Kind.ITERABLE:
+            if desk.recipe.reads and desk.recipe.kind is DatasetKind.ITERABLE:
                 stream = streams.get(request.run)
                 if stream is None:
                     drop_last = desk.shipment.drop_last

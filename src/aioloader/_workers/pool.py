@@ -34,8 +34,9 @@ from aioloader.errors import LoaderClosedError, WorkerError, WorkerStartError
 
 _LOG = logging.getLogger("aioloader")
 
-# So many processes may one worker cost without beginning a batch.
-_STARTS = 3
+# So many processes may one worker cost without beginning a batch: while it does not
+# come so far as to take one, and in all, for it may be killed while it is idle.
+_STARTS, _STARTS_IN_ALL = 3, 10
 # Seconds for spawned interpreters to import torch.
 _SPAWNING = 60.0
 # Batches that a consumer may hold, beside those in flight, before it gets copies.
@@ -184,6 +185,7 @@ class ProcessPool:
         at = RESULT_HEAD.size
         if kind in {Kind.READY, Kind.UP}:
             self._is_up = True
+            worker.is_ready = worker.is_ready or kind == Kind.READY
             return
         if kind == Kind.FATAL:
             self._fail(unpack(frame, at, worker.arena).raisable())
@@ -256,7 +258,7 @@ class ProcessPool:
         if self._board.in_hand(worker.number):
             worker.starts = 0  # it had begun: a batch that kills has its own count
         mend(self._ledger, self._board, worker, exitcode, stack)
-        if worker.starts >= _STARTS:
+        if worker.starts >= (_STARTS_IN_ALL if worker.is_ready else _STARTS):
             _LOG.warning("%s; it is not replaced again", died)
             number, pid = worker.number, worker.pid
             self._fail(died_too_early(number, pid, exitcode, stack, worker.starts))
@@ -265,7 +267,7 @@ class ProcessPool:
         self._tally.restarts += 1
         arena, worker.arena = worker.arena, self._ledger.new_arena()
         arena.close()
-        worker.pid = None
+        worker.pid, worker.is_ready = None, False
         self._start(worker)
 
     def _fail(self, error: BaseException) -> None:

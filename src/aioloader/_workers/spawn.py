@@ -17,6 +17,7 @@ from typing import Any
 
 from aioloader._workers import child
 from aioloader._workers.desk import Ends, send_fatal
+from aioloader._workers.launch import has_ended
 from aioloader._workers.shipment import Surroundings, receive
 from aioloader._workers.supervisor import ASKED, TERMINATED, Note
 
@@ -40,6 +41,8 @@ class SpawnLauncher:
         self._processes: dict[int, Any] = {}
         self._births: list[Note] = []
         self._pid = os.getpid()
+        self._is_ending = False
+        self._ended = threading.Event()
 
     def open(self) -> None:
         """Do nothing: there is no supervisor."""
@@ -79,6 +82,7 @@ class SpawnLauncher:
                     os.close(copy)
         self._processes[worker] = process
         self._births.append(Note("born", worker, process.pid or 0))
+        _thread.start_new_thread(_bury, (process,))
 
     def descriptors(self) -> list[int]:
         """Return what becomes readable when there are notes."""
@@ -90,7 +94,6 @@ class SpawnLauncher:
         for worker, process in list(self._processes.items()):
             if process.exitcode is not None:
                 del self._processes[worker]
-                _kill_group(process.pid)
                 found.append(Note("died", worker, process.exitcode))
         return found
 
@@ -100,36 +103,36 @@ class SpawnLauncher:
             self._processes[worker].kill()
 
     def end(self) -> None:
-        """Do nothing: workers end when their requests do, and ``join`` sees to it."""
+        """End the workers, in the background; they were asked already."""
+        if self._is_ending or os.getpid() != self._pid:
+            return
+        self._is_ending = True
+        with contextlib.suppress(RuntimeError):  # at exit, multiprocessing does
+            # Bare: a finalizer may come while threading holds its own locks.
+            _thread.start_new_thread(self._end_all, (list(self._processes.values()),))
 
     def join(self, timeout: float) -> bool:
-        """Wait until all are gone: asked, then terminated, then killed."""
-        until = time.monotonic() + timeout
-        for seconds, insist in ((ASKED, "terminate"), (TERMINATED, "kill")):
-            if self._await_all(min(seconds, until - time.monotonic())):
-                return True
-            for process in self._processes.values():
-                getattr(process, insist)()
-        return self._await_all(until - time.monotonic())
+        """Wait until all are gone; tell whether they are."""
+        self.end()
+        return self._ended.wait(timeout)
 
     def close(self) -> None:
-        """Close what this process holds; nobody may be left to reap the workers."""
+        """Close what this process holds; the workers end."""
+        self.end()
         if self._file is not None:
             os.close(self._file)
             self._file = None
-        if self._processes and os.getpid() == self._pid:
-            with contextlib.suppress(RuntimeError):  # at exit, multiprocessing does
-                # Bare: a finalizer may come while threading holds its own locks.
-                _thread.start_new_thread(self.join, (ASKED + 2 * TERMINATED,))
 
-    def _await_all(self, seconds: float) -> bool:
-        until = time.monotonic() + seconds
-        for worker, process in list(self._processes.items()):
-            process.join(max(0.0, until - time.monotonic()))
-            if process.exitcode is not None:
-                del self._processes[worker]
-                _kill_group(process.pid)
-        return not self._processes
+    def _end_all(self, processes: Sequence[Any]) -> None:
+        """Wait for the workers; terminate those that stay, and kill those that do."""
+        for seconds, insist in ((ASKED, "terminate"), (TERMINATED, "kill")):
+            until = time.monotonic() + seconds
+            for process in processes:
+                if not has_ended(process.pid, max(0.0, until - time.monotonic())):
+                    getattr(process, insist)()
+        for process in processes:
+            has_ended(process.pid, TERMINATED)
+        self._ended.set()
 
 
 class _Passed:
@@ -173,6 +176,9 @@ def _die_with_parent() -> None:
         os.killpg(0, signal.SIGKILL)  # this process, and what it has started
 
 
-def _kill_group(pid: int) -> None:
+def _bury(process: Any) -> None:
+    """Wait for the end of a worker, and end what it has started."""
+    pid = process.pid
+    process.join()
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

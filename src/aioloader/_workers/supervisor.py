@@ -224,6 +224,7 @@ class Supervisor:
             signal.signal(number, handler)
         child.settle(worker, ends, supervisor)
         if self._surroundings is not None:
+            multiprocessing.set_start_method("forkserver", force=True)  # as torch's has
             self._surroundings.enter_environment()
         shipment = self._shipment
         if shipment is None:

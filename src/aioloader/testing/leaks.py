@@ -21,7 +21,7 @@ from pathlib import Path
 
 from aioloader._workers.fork_server import fork_server_in_use
 
-_PATIENCE = 10.0
+_PATIENCE, _PAUSE = 10.0, 0.002
 # What a finalizer releases may have a finalizer itself.
 _COLLECTIONS = 4
 _PROCESSES = Path("/proc")
@@ -68,7 +68,9 @@ class Resources:
             if thread not in self.threads and thread.name.startswith("aioloader"):
                 thread.join(_PATIENCE)
         _await_end(self.children)
-        left = self._left_over()
+        until = time.monotonic() + _PATIENCE
+        while (left := self._left_over()) and time.monotonic() < until:
+            time.sleep(_PAUSE)  # threads that reap processes are about to end
         if left:
             raise AssertionError(f"left behind: {left}")
 
