@@ -15,6 +15,7 @@ from aioloader.errors import WorkerError
 from faults.planted import WAYS, Marks, in_time, marks  # noqa: F401  (fixtures too)
 from faulty import (
     await_gone,
+    await_ready,
     is_alive,
     parent_of,
     pids_of,
