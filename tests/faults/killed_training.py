@@ -70,12 +70,13 @@ def dataset_of(variant: str, shards: Path) -> Any:
             f"{shards}/*.jsonl", shuffle=True, seed=2, interleave=2
         )
         return lines.shuffle(10, seed=3)
-    return Numbers() if variant == "processes" else Waiting()
+    return Numbers() if variant in {"processes", "served"} else Waiting()
 
 
 # Without workers nothing is drawn: with keyed draws nothing would be read ahead.
 WORKERS: dict[str, dict[str, Any]] = {
     "processes": {"num_workers": 2},
+    "served": {"num_workers": 2, "multiprocessing_context": "forkserver"},
     "loop": {"concurrency": 16},
     "stream": {"num_workers": 2, "workers": "thread"},
     "unordered": {"num_workers": 2, "workers": "thread", "in_order": False},
@@ -192,9 +193,10 @@ def in_fork(work: Callable[[], None]) -> int:
 
 
 def attempt(order: dict[str, Any], report: int) -> None:
-    """Be one training, with a template that is new, or forked from here."""
-    if not order["spawns_template"]:
+    """Be one training, with a fork server that is new, or forked from here."""
+    if not order["spawns_server"]:
         os.posix_spawn = run_in_fork  # type: ignore[assignment]
+    if order["variant"] == "served":
         warm_up()
     train(order["variant"], Path(order["folder"]), report)
 

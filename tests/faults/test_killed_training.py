@@ -49,7 +49,7 @@ class Server:
         letters: int = ALL,
         later: float = 0.0,
         *,
-        spawns_template: bool = False,
+        spawns_server: bool = False,
     ) -> bool:
         """Run one training; tell whether it was killed, else it has ended well.
 
@@ -58,13 +58,13 @@ class Server:
             folder: Of its log and state.
             letters: After how many of its reports it is killed.
             later: How many seconds after that.
-            spawns_template: Whether it begins with the imports of a new template.
+            spawns_server: Whether it begins with the imports of a new fork server.
         """
         folder.mkdir(exist_ok=True)
         order = {
             "variant": variant,
             "folder": str(folder),
-            "spawns_template": spawns_template,
+            "spawns_server": spawns_server,
         }
         pid = int(self._ask(json.dumps(order)))
         with contextlib.ExitStack() as stack:
@@ -133,7 +133,7 @@ def members(session: int) -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """Start what trainings are forked from; its imports are those of a template."""
+    """Start what trainings are forked from; its imports are those of a fork server."""
     reports, theirs = os.pipe()
     with subprocess.Popen(
         [sys.executable, killed_training.__file__, str(theirs)],
@@ -174,7 +174,7 @@ def trained(server: Server, variant: str, folder: Path, chosen: random.Random) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["processes", "loop", "stream"])
+@pytest.mark.parametrize("variant", ["processes", "served", "loop", "stream"])
 def test_killed_at_random_moments(variant: str, server: Server, tmp_path: Path) -> None:
     """Batches, their order and what was drawn for them are those of a whole run."""
     write_shards(tmp_path / "shards")
@@ -204,11 +204,11 @@ def test_killed_out_of_order(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_with_a_template_that_is_new(server: Server, tmp_path: Path) -> None:
+def test_killed_with_a_fork_server_that_is_new(server: Server, tmp_path: Path) -> None:
     """While it imports torch, and when it has forked workers."""
-    assert not server.train("processes", tmp_path / "whole")
+    assert not server.train("served", tmp_path / "whole")
     folder = tmp_path / "killed"
-    assert server.train("processes", folder, 1, spawns_template=True)
-    server.train("processes", folder, 10, spawns_template=True)
-    assert not server.train("processes", folder)
+    assert server.train("served", folder, 1, spawns_server=True)
+    server.train("served", folder, 10, spawns_server=True)
+    assert not server.train("served", folder)
     assert delivered(folder) == delivered(tmp_path / "whole")
