@@ -6,7 +6,7 @@ LOWEST := .venv-lowest
 COMPAT := .venv-compat
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test compat lint types imports pytest lowest bench gpu format clean
+.PHONY: demo test compat lint types imports pytest fuzz lowest bench gpu format clean
 
 demo: $(VENV)/.dev
 	$(BIN)/python examples/train_digits.py
@@ -26,11 +26,15 @@ imports: $(VENV)/.dev
 
 # three processes for two cores: many tests mostly wait
 pytest: $(VENV)/.dev
-	$(BIN)/pytest -n 3 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal -m "not fuzz"
+
+# slow combinations of what the others hold
+fuzz: $(VENV)/.dev
+	$(BIN)/pytest -n 3 --dist worksteal -m fuzz
 
 # the same tests, but the slow ones, with the lowest versions that are allowed
 lowest: $(LOWEST)/.dev
-	$(LOWEST)/bin/pytest -n 3 --dist worksteal -m "not slow"
+	$(LOWEST)/bin/pytest -n 3 --dist worksteal -m "not slow and not fuzz"
 
 # real packages beside torch's loader, in an environment of their own
 compat: $(COMPAT)/.ready

@@ -38,12 +38,12 @@ from aioloader._transport.slots import SlotPool
 from aioloader._workers.fork_server import warm_fork_server
 from aioloader._workers.info import be_at_sample
 from aioloader._workers.keyed import seed_batch
-from aioloader._workers.launch import Servers
 from aioloader._workers.lease import Pools
 from aioloader._workers.pool import Tally
 from aioloader._workers.process_lease import ProcessLease
 from aioloader._workers.ray_workers import RayWorkers
 from aioloader._workers.seeds import BatchKeys, SampleKeys, seed_sample, swapped_in
+from aioloader._workers.server_launcher import Servers
 from aioloader._workers.shipment import Shipment
 from aioloader._workers.start import start_method, start_pool
 from aioloader._workers.threads import KeyedHere, ThreadWorkers
@@ -67,6 +67,7 @@ class Prepared:
         counters: What the source counts.
         policy: What becomes of failed samples.
         epochs: How epochs were counted before it, and are when it is begun.
+        loaded: The state that it resumes from, or None.
     """
 
     source: Source
@@ -74,6 +75,7 @@ class Prepared:
     counters: Counters
     policy: FailurePolicy
     epochs: tuple[Any, Any] = (None, None)
+    loaded: dict[str, Any] | None = None
 
 
 class Live:
@@ -147,7 +149,7 @@ class Live:
             order = loader._epochs.state()
         finally:
             loader._epochs.restore(before)  # it is not begun, and may be tried again
-        prepared.epochs = before, order
+        prepared.epochs, prepared.loaded = (before, order), self.loaded
         self.prepared = weakref.ref(prepared.passage)
         return prepared
 
@@ -157,8 +159,9 @@ class Live:
         if loader._epochs.state() == before:  # nobody has chosen another meanwhile
             loader._epochs.restore(after)
         self.passage, self.policy = prepared.passage, prepared.policy
-        self.counters, self.loaded = prepared.counters, None
-        self.prepared = _nothing
+        self.counters, self.prepared = prepared.counters, _nothing
+        if self.loaded is prepared.loaded:  # none was loaded meanwhile
+            self.loaded = None
         return prepared.source
 
     def _passage(self, loader: "DataLoader[Any]", draft: Draft | None) -> Passage:

@@ -16,7 +16,8 @@ from samples import AsyncMap
 
 FORKED: list[Any] = [None, pytest.param("fork", marks=pytest.mark.slow)]
 UNPICKLED: list[Any] = [
-    pytest.param(way, marks=pytest.mark.slow) for way in ("forkserver", "spawn")
+    pytest.param("forkserver", marks=pytest.mark.slow),
+    pytest.param("spawn", marks=pytest.mark.fuzz),
 ]
 WAYS = [*FORKED, *UNPICKLED]
 WORKERS = 2

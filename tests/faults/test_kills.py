@@ -107,7 +107,13 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("way", "seed"), [(None, 1), (None, 2), ("forkserver", 3), ("forkserver", 4)]
+    ("way", "seed"),
+    [
+        (None, 1),
+        ("forkserver", 3),
+        pytest.param(None, 2, marks=pytest.mark.fuzz),
+        pytest.param("forkserver", 4, marks=pytest.mark.fuzz),
+    ],
 )
 def test_a_worker_killed_every_100_ms(way: Any, seed: int) -> None:
     """Every sample once, in order, with the augmentations of an undisturbed run."""

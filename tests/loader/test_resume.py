@@ -376,3 +376,24 @@ def refuse_three(sample: Any) -> Any:
     if sample[1] == 3:
         raise ValueError("three")
     return sample
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_loaded_beside_an_iterator_that_has_not_begun(num_workers: int) -> None:
+    """It is for the next one that begins; one with workers has begun with them."""
+    loader = DataLoader(range(8), 2, num_workers=num_workers)
+    begun = iter(loader)
+    next(begun)
+    state = loader.state_dict()
+    del begun
+    loader = DataLoader(range(8), 2, num_workers=num_workers)
+    waiting = iter(loader)
+    loader.load_state_dict(state)
+    found = [batch.tolist() for batch in waiting]
+    again = [batch.tolist() for batch in loader]
+    if num_workers:  # it had its workers, and their order, from the beginning
+        assert found == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert again == [[2, 3], [4, 5], [6, 7]]
+    else:
+        assert found == [[2, 3], [4, 5], [6, 7]]
+        assert again == [[0, 1], [2, 3], [4, 5], [6, 7]]

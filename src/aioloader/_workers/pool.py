@@ -21,8 +21,9 @@ from aioloader._transport.board import Board, InHand, make_board
 from aioloader._transport.channel import Channel
 from aioloader._transport.locked import Locker
 from aioloader._workers.deaths import mend
+from aioloader._workers.fork_launcher import ForkLauncher
 from aioloader._workers.guard import close_in_children
-from aioloader._workers.launch import PATIENCE, ForkLauncher, Launcher
+from aioloader._workers.launch import PATIENCE, Launcher
 from aioloader._workers.ledger import Ledger, Worker
 from aioloader._workers.messages import RESULT_HEAD, Kind, opened
 from aioloader._workers.obituary import cause_of, died_too_early

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from aioloader._pipeline.work import Work
-from aioloader._workers.launch import advice_on_forks
+from aioloader._workers.fork_launcher import advice_on_forks
 from aioloader._workers.lease import Lease
 from aioloader._workers.messages import STAGES
 from aioloader._workers.pool import ProcessPool

@@ -4,8 +4,10 @@ import multiprocessing
 from typing import Any
 
 from aioloader._transport.locked import Locker
-from aioloader._workers.launch import ForkLauncher, Launcher, ServerLauncher, Servers
+from aioloader._workers.fork_launcher import ForkLauncher
+from aioloader._workers.launch import Launcher
 from aioloader._workers.pool import ProcessPool, Tally
+from aioloader._workers.server_launcher import ServerLauncher, Servers
 from aioloader._workers.shipment import Shipment, Surroundings, ship
 from aioloader._workers.spawn import SpawnLauncher
 
