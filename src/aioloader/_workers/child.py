@@ -46,7 +46,7 @@ def settle(worker: int, ends: Ends, supervisor: int | None) -> None:
         name = f"aioloader-{worker}".encode()
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
     if supervisor is not None:
-        _die_with(supervisor)
+        die_with(supervisor)
     os.set_blocking(ends.stacks, False)
     faulthandler.enable(ends.stacks)
     faulthandler.register(STACK_SIGNAL, ends.stacks)
@@ -100,10 +100,15 @@ def _keep_freed_memory() -> None:
         libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int | None) -> None:
+    """Have the kernel kill this process when its parent ends; None: no more.
+
+    It is the parent's *thread* that counts, so this is for single-threaded parents.
+    """
+    number = signal.SIGKILL if parent is not None else 0
     with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
         os._exit(0)
 
 

@@ -7,8 +7,10 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing.util import Finalize, close_fds  # type: ignore[attr-defined]
 from typing import Any
 
 from aioloader._transport.channel import Channel
@@ -41,6 +43,7 @@ class ForkLauncher(SupervisedLauncher):
         self._shipment: Shipment | None = shipment
         self._ends = ends
         self._process: Any = None
+        self._patience = PATIENCE
         self._pid = os.getpid()
 
     def open(self) -> None:
@@ -70,10 +73,18 @@ class ForkLauncher(SupervisedLauncher):
             "child; use multiprocessing_context='forkserver'"
         )
 
+    def end(self) -> None:
+        """End the workers, in the background; a stopped supervisor is continued."""
+        super().end()
+        if self._process is not None and os.getpid() == self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGCONT)
+
     def join(self, timeout: float) -> bool:
         """Wait until the supervisor, which outlives the workers, is gone."""
         process = self._process
         if process is None or not super().join(timeout):
+            self._patience = 0.0
             return process is None
         _reap(process, timeout)
         self._process = None
@@ -87,7 +98,7 @@ class ForkLauncher(SupervisedLauncher):
         if process is not None and os.getpid() == self._pid:
             with contextlib.suppress(RuntimeError):  # at exit, multiprocessing does
                 # Bare: a finalizer may come while threading holds its own locks.
-                _thread.start_new_thread(_reap, (process, PATIENCE))
+                _thread.start_new_thread(_reap, (process, self._patience))
 
     def _fork(self) -> None:
         self._control, theirs = Channel.pair()
@@ -105,13 +116,12 @@ class ForkLauncher(SupervisedLauncher):
                     daemon=True,  # at exit, ``multiprocessing`` ends it
                 )
                 process.start()
-                # Its pipes would outlive it until somebody reaps it; pidfds tell more.
-                process._popen.finalizer()  # type: ignore[attr-defined]  # noqa: SLF001
+                self._process = process
+                _watch_by_pidfd(process)
         finally:
             theirs.close()
             for descriptor in (loader, *copies):
                 os.close(descriptor)
-        self._process = process
 
     def _dispose(self) -> None:
         """Kill a supervisor that did not come up."""
@@ -147,17 +157,50 @@ def _quiet_fork() -> Iterator[bool]:
     ``multiprocessing`` (a worker of its ``Pool``) may fork all the same.
     """
     config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  (as torch does, the other way round)
-    collects, daemon = gc.isenabled(), config.get("daemon")
-    gc.disable()
-    config["daemon"] = False
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield collects
-    finally:
-        if collects:
-            gc.enable()
-        config["daemon"] = daemon
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with _LOCK.held():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        collects, daemon = gc.isenabled(), config.pop("daemon", None)
+        gc.disable()
+        try:
+            yield collects
+        finally:
+            if collects:
+                gc.enable()
+            if daemon is not None:
+                config["daemon"] = daemon
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Lock:
+    """A lock for one fork at a time, renewed in forked children."""
+
+    def __init__(self) -> None:
+        self._lock: threading.Lock | None = None
+
+    def held(self) -> threading.Lock:
+        """Return the lock, made at the first fork."""
+        if self._lock is None:
+            self._lock = threading.Lock()
+            os.register_at_fork(after_in_child=self._renew)
+        return self._lock
+
+    def _renew(self) -> None:
+        self._lock = self._lock and threading.Lock()
+
+
+_LOCK = _Lock()
+
+
+def _watch_by_pidfd(process: Any) -> None:
+    """Replace the pipes by which ``multiprocessing`` watches a child with a pidfd.
+
+    The pipes would outlive it until it is reaped, and every process that is forked
+    meanwhile would hold one open.
+    """
+    popen = process._popen  # noqa: SLF001  (there is no public way)
+    popen.finalizer()
+    popen.sentinel = process._sentinel = os.pidfd_open(process.pid)  # noqa: SLF001
+    popen.finalizer = Finalize(popen, close_fds, (popen.sentinel,))
 
 
 def _reap(process: Any, timeout: float) -> None:

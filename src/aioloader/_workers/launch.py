@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 PATIENCE = ASKED + 2 * TERMINATED + 2.0
 # Seconds for the kernel to kill the workers of a supervisor that has died.
 ORPHANED = 1.0
+# Seconds for a supervisor to make room for an instruction.
+_CONGESTED = 1.0
+# What sending to a process that has ended raises.
+_GONE = (BrokenPipeError, ConnectionResetError)
 
 
 class Launcher(Protocol):
@@ -80,7 +84,7 @@ class SupervisedLauncher(abc.ABC):
     def start(self, worker: int, descriptors: Sequence[int]) -> None:
         """Start worker number ``worker``."""
         self._started[worker] = tuple(descriptors)
-        with contextlib.suppress(OSError):  # its supervisor died: that will be read
+        with contextlib.suppress(*_GONE):  # its supervisor died: that will be read
             self._instruct("start", worker, descriptors)
 
     def descriptors(self) -> list[int]:
@@ -163,8 +167,19 @@ class SupervisedLauncher(abc.ABC):
     def _instruct(
         self, word: str, argument: Any = None, descriptors: Sequence[int] = ()
     ) -> None:
-        if self._control is not None:
-            self._control.send(dump_instruction(word, argument), descriptors)
+        """Send an instruction.
+
+        Raises:
+            OSError: If the supervisor is gone, or takes nothing for a second.
+        """
+        control, frame = self._control, dump_instruction(word, argument)
+        if control is None or control.send(frame, descriptors):
+            return
+        poll = select.poll()
+        poll.register(control.fileno(), select.POLLOUT)
+        poll.poll(_CONGESTED * 1000)
+        if not control.send(frame, descriptors):
+            raise BlockingIOError("the workers' supervisor takes no instructions")
 
     def _bereaved(self) -> list[Note]:
         """Return the deaths that nobody is left to report."""

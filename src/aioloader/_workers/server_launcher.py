@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from aioloader._workers.fork_server import fork_supervisor, warm_fork_server
 from aioloader._workers.guard import close_in_children
 from aioloader._workers.launch import PATIENCE, SupervisedLauncher, has_ended
 from aioloader._workers.shipment import Surroundings
-from aioloader._workers.supervisor import Note, Order
+from aioloader._workers.supervisor import Note, Order, load_note
 
 
 class Servers:
@@ -73,6 +74,7 @@ class ServerLauncher(SupervisedLauncher):
         self._has_ended = False
         self._supervisor = 0  # its pid, once that is known
         self._has_forked = False
+        self._pid = os.getpid()
 
     def open(self) -> None:
         """Have a supervisor unpickle what the workers are to do.
@@ -80,22 +82,28 @@ class ServerLauncher(SupervisedLauncher):
         Raises:
             WorkerStartError: If there is no fork server.
         """
-        control = self._servers.take()
-        if control is None:
-            warm_fork_server().wait()
-            control = fork_supervisor()
-        self._control = control
-        order = Order(self._surroundings, self._servers.is_shared)
         assert self._file is not None
-        try:
-            self._instruct("begin", order, (self._file, *self._ends))
-        except OSError:  # it died while it was idle
-            self._hang_up()
-            self.open()
+        order = Order(self._surroundings, self._servers.is_shared)
+        while True:
+            idle = self._servers.take()
+            if idle is None:
+                warm_fork_server().wait()
+            self._control = fork_supervisor() if idle is None else idle
+            try:
+                self._instruct("begin", order, (self._file, *self._ends))
+            except OSError:
+                self._hang_up()
+                if idle is None:
+                    raise
+            else:  # else it died while it was idle
+                return
 
     def end(self) -> None:
         """End the workers, in the background."""
         super().end()
+        with contextlib.suppress(EOFError):
+            while self._control is not None and (got := self._control.receive()):
+                self._heed(load_note(got[0]), self._pending)
         if self._supervisor and not self._has_forked:
             with contextlib.suppress(RuntimeError):  # at exit it sees the end of this
                 _thread.start_new_thread(self._insist, (self._supervisor,))
@@ -103,33 +111,38 @@ class ServerLauncher(SupervisedLauncher):
     def _insist(self, supervisor: int) -> None:
         """Kill a supervisor that is stuck in what it unpickles: the user's code."""
         if not has_ended(supervisor, PATIENCE) and not self._has_ended:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(supervisor, signal.SIGKILL)
+            _kill(supervisor)
 
     def join(self, timeout: float) -> bool:
         """Wait until the workers have ended; the supervisor is kept."""
-        if self._control is None:
+        if self._control is None or self._has_ended:
             return True
         self._has_ended = super().join(timeout) and self._is_over
         return self._has_ended
 
     def close(self) -> None:
         """Close what this process holds; without ``end`` the workers are killed."""
-        if self._has_ended and self._control is not None:
-            self._servers.give_back(self._control)
-            self._control = None
-        super().close()
+        control, self._control = self._control, None
+        if control is not None and self._has_ended:
+            self._servers.give_back(control)
+        elif control is not None and (self._has_forked or os.getpid() != self._pid):
+            control.close()
+        elif control is not None:
+            with contextlib.suppress(RuntimeError):  # at exit it sees the end of this
+                _thread.start_new_thread(_see_out, (control, self._supervisor))
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def _heed(self, note: Note, found: list[Note]) -> None:
         if note.word == "threads":
-            self._start_apart()
+            if not self._is_over:
+                self._start_apart()
             return
         if note.word == "up":
             self._supervisor = note.number
         self._has_forked = self._has_forked or note.word == "born"
+        self._has_ended = self._has_ended or note.word == "ended"
         super()._heed(note, found)
 
     def _start_apart(self) -> None:
@@ -148,3 +161,31 @@ class ServerLauncher(SupervisedLauncher):
         died = super()._bereaved()
         self.open()
         return died
+
+
+def _see_out(control: Channel, supervisor: int) -> None:
+    """Kill a supervisor that has forked nothing yet, if it is stuck in doing so.
+
+    Args:
+        control: The channel to it; closed at the end, so that it ends.
+        supervisor: Its pid, or 0 if it has not told it yet.
+    """
+    until = time.monotonic() + PATIENCE
+    try:
+        while (left := until - time.monotonic()) > 0:
+            received = control.receive() if control.wait(left) else None
+            note: Note = load_note(received[0]) if received else Note("nothing")
+            if note.word in {"born", "ended", "failed", "threads"}:
+                return
+            supervisor = note.number if note.word == "up" else supervisor
+        if supervisor:
+            _kill(supervisor)
+    except EOFError:
+        pass
+    finally:
+        control.close()
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

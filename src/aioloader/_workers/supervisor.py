@@ -171,7 +171,10 @@ class Supervisor:
         try:
             order.surroundings.enter()
             self.tell(Note("up", number=os.getpid()))
+            # The user's code may be stuck, and then nobody here sees the loader's end.
+            child.die_with(os.getppid())
             self._shipment = receive(self._file) if order.is_shared else None
+            child.die_with(None)
         except BaseException as error:
             self.tell(Note("failed", error=RemoteError.of(error, 0)))
             return False
@@ -297,6 +300,7 @@ def be_forked(
         ends: The descriptors that all workers share.
         collects: Whether the garbage collector was on.
     """
+    gc.disable()
     gc.freeze()
     signal.set_wakeup_fd(-1)  # the parent's event loop listens at the other end
     supervisor = Supervisor(control, loader)
