@@ -8,6 +8,7 @@ from typing import Any, Self
 import pytest
 
 from aioloader import DataLoader
+from aioloader.errors import LoaderClosedError
 from aioloader.testing import no_leaks
 from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, collect, labels
 
@@ -255,14 +256,27 @@ async def test_a_closed_iterator_is_at_its_end() -> None:
         assert [batch async for batch in unborn] == []
 
 
+class Never(AsyncMap):
+    """No sample ever comes."""
+
+    async def __getitem__(self, index: int) -> Any:
+        await asyncio.Event().wait()
+
+
+async def test_closing_a_pipeline_that_has_not_started() -> None:
+    """Both reach its loop in one step: whoever waits sees the end all the same."""
+    iterator: Any = aiter(DataLoader(Never(), loop="caller"))
+    run = iterator._begin().run
+    run.dismiss()
+    assert await run.ready.wait_async(20)
+    with pytest.raises(LoaderClosedError, match="closed"):
+        run.ready.pop_nowait()
+    await iterator.aclose()
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 async def test_closing_ends_the_wait_of_another_task(loop: Any) -> None:
     """Whoever waits sees the end, not a hang."""
-
-    class Never(AsyncMap):
-        async def __getitem__(self, index: int) -> Any:
-            await asyncio.Event().wait()
-
     loader = DataLoader(Never(), loop=loop)
     task = asyncio.ensure_future(collect(loader))
     for _ in range(10):

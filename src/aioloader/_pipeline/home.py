@@ -360,7 +360,10 @@ class LoopHome(Home):
 
     def _dismiss(self, guest: Guest) -> None:
         guest.end()
-        if isinstance(guest, Keeper) or self._waiting.pop(guest, None) is not None:
+        if self._waiting.pop(guest, None) is not None:  # it has not started
+            guest.fail(LoaderClosedError("the iterator was closed"))
+            self._return(guest)
+        elif isinstance(guest, Keeper):
             self._return(guest)
 
     def _return(self, guest: Guest) -> None:
