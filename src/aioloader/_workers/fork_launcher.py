@@ -175,17 +175,18 @@ class _Lock:
     """A lock for one fork at a time, renewed in forked children."""
 
     def __init__(self) -> None:
-        self._lock: threading.Lock | None = None
+        self._lock = threading.Lock()
+        self._is_registered = False
 
     def held(self) -> threading.Lock:
-        """Return the lock, made at the first fork."""
-        if self._lock is None:
-            self._lock = threading.Lock()
+        """Return the lock, to be entered."""
+        if not self._is_registered:  # twice would be harmless
+            self._is_registered = True
             os.register_at_fork(after_in_child=self._renew)
         return self._lock
 
     def _renew(self) -> None:
-        self._lock = self._lock and threading.Lock()
+        self._lock = threading.Lock()
 
 
 _LOCK = _Lock()
