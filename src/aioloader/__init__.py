@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from aioloader import errors
-from aioloader._collate import default_collate, default_convert
-from aioloader._loader import DataLoader
+from aioloader._collate.collate import default_collate, default_convert
+from aioloader._loader.loader import DataLoader
 from aioloader._observe.stats import LoaderStats
 from aioloader._order.failures import SKIP, Failure
 from aioloader._order.permutation import ShuffledIndices
@@ -19,14 +19,14 @@ from aioloader._workers.info import WorkerInfo, get_worker_info
 
 if TYPE_CHECKING:
     from aioloader import datasets
-    from aioloader._merging import merge_states
-    from aioloader._workers.fork_server import warm_up
-    from aioloader._workers.ray_workers import RayWorkers
+    from aioloader._loader.merge_states import merge_states
+    from aioloader._workers.process.fork_server import warm_up
+    from aioloader._workers.ray.workers import RayWorkers
 
 _LATER = {
-    "RayWorkers": "aioloader._workers.ray_workers",
-    "merge_states": "aioloader._merging",
-    "warm_up": "aioloader._workers.fork_server",
+    "RayWorkers": "aioloader._workers.ray.workers",
+    "merge_states": "aioloader._loader.merge_states",
+    "warm_up": "aioloader._workers.process.fork_server",
 }
 
 __all__ = [

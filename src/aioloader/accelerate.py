@@ -19,8 +19,8 @@ from typing import Any
 
 import torch.utils.data
 
-from aioloader._loader import DataLoader
-from aioloader._torch_face import dataset_kind
+from aioloader._loader.loader import DataLoader
+from aioloader._loader.torch_compat import dataset_kind
 from aioloader.protocols import Kind, kind_of
 
 try:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader._collate import default_collate
+from aioloader._collate.collate import default_collate
 from aioloader.datasets._arrow.rows import Rows
 from datasets.tables import assert_same, rows_of
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from aioloader._collate import lending
+from aioloader._collate.collate import lending
 from aioloader._order.blocks import Columns, join, pick, weave
 from aioloader._transport.slots import SlotPool
 from aioloader.datasets._arrow.numbers import Numbers

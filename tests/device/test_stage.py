@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from aioloader._device.stage import Staged
+from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.ready import ReadyQueue
-from aioloader._pipeline.work import Outcome
 from aioloader.errors import LoaderClosedError
 
 
@@ -72,11 +72,11 @@ def staged(carrier: Carrier, batches: list[Any], depth: int = 1) -> Staged:
     """Return a stage behind a queue of batches."""
     ready = ReadyQueue(in_order=True)
     for number, batch in enumerate(batches):
-        ready.put(number, Outcome(batch))
+        ready.put(number, BatchResult(batch))
     return Staged(ready, carrier, depth, 3)
 
 
-def take(stage: Staged) -> Outcome:
+def take(stage: Staged) -> BatchResult:
     """Return the next outcome, as a source takes it."""
     while (item := stage.pop_nowait()) is None:
         assert stage.wait(20)
@@ -165,7 +165,7 @@ def test_the_pipelines_failure(batches: list[int]) -> None:
     """It is raised behind what came before, once."""
     ready = ReadyQueue(in_order=True)
     for number in batches:
-        ready.put(number, Outcome(number))
+        ready.put(number, BatchResult(number))
     ready.fail(KeyError("lost"))
     stage = Staged(ready, Carrier(), 1, 0)
     assert [take(stage).batch for _ in batches] == batches
@@ -269,7 +269,7 @@ def test_a_timeout() -> None:
     stage = staged(Carrier(), [])
     assert stage.pop_nowait() is None
     assert not stage.wait(0.01)
-    stage._inner.put(0, Outcome(5))
+    stage._inner.put(0, BatchResult(5))
     assert take(stage).batch == 5
     stage.finish()
     assert stage.join()
@@ -284,7 +284,7 @@ async def test_a_cancelled_wait_loses_nothing() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    stage._inner.put(0, Outcome(6))
+    stage._inner.put(0, BatchResult(6))
     assert await stage.wait_async(20)
     item = stage.pop_nowait()
     assert item is not None

@@ -18,7 +18,7 @@ import torch
 import uvloop  # noqa: F401  (each training would import it)
 
 from aioloader import DataLoader, get_worker_info, warm_up
-from aioloader._workers.supervisor import number_of_threads
+from aioloader._workers.process.supervisor import number_of_threads
 from aioloader.datasets import JSONLinesDataset
 
 SAMPLES, BATCH, EPOCHS, SHARDS = 48, 4, 3, 6

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aioloader import DataLoader
-from aioloader._workers.fork_server import fork_server_in_use
+from aioloader._workers.process.fork_server import fork_server_in_use
 from aioloader.errors import WorkerDiedError
 from faulty import (
     ALL_OUTCOMES,

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from aioloader._workers.shipment import QUIET
+from aioloader._workers.worker_spec import QUIET
 from faults import killed_training
 from faults.killed_training import ALL, EPOCHS, SAMPLES, write_shards
 from faulty import await_end

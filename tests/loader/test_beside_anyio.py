@@ -12,7 +12,8 @@ import sniffio
 import trio
 
 from aioloader import DataLoader
-from aioloader._pipeline import home, run
+from aioloader._pipeline import host as home
+from aioloader._pipeline import pipeline as run
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
 
 EXPECTED = [[i, i + 1, i + 2, i + 3] for i in range(0, 20, 4)]
@@ -101,7 +102,7 @@ async def test_a_pipeline_that_cannot_start_fails_its_consumer(
     def refuse(self: Any, guest: Any) -> None:
         raise LookupError("planted")
 
-    monkeypatch.setattr(home.LoopHome, "_live", refuse)
+    monkeypatch.setattr(home.LoopHost, "_live", refuse)
     loader = DataLoader(AsyncMap(), batch_size=4, loop=loop)
     with pytest.raises(LookupError, match="planted"):
         await collect(loader)
@@ -118,7 +119,7 @@ async def test_a_pipeline_that_fails_at_once_fails_its_consumer(
     def refuse(*_arguments: Any) -> None:
         raise LookupError("planted")
 
-    monkeypatch.setattr(run, "Crew", refuse)
+    monkeypatch.setattr(run, "FetcherPool", refuse)
     loader = DataLoader(AsyncMap(), batch_size=4, loop=loop)
     with pytest.raises(LookupError, match="planted"):
         await collect(loader)

@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import (
 )
 
 from aioloader import DataLoader, Retry
-from aioloader._torch_face import check_torch_suffices
+from aioloader._loader.torch_compat import check_torch_suffices
 
 
 class Numbers(IterableDataset[int]):

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
+from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.waiting import Latch
-from aioloader._pipeline.work import Outcome
 from aioloader.errors import LoaderClosedError
 
 
@@ -24,7 +24,7 @@ async def test_a_put_from_a_thread_wakes_a_task() -> None:
     queue = ReadyQueue(in_order=True)
     waiting = asyncio.ensure_future(queue.wait_async())
     await asyncio.sleep(0)
-    thread = threading.Thread(target=queue.put, args=(0, Outcome("a")))
+    thread = threading.Thread(target=queue.put, args=(0, BatchResult("a")))
     thread.start()
     assert await waiting
     thread.join()
@@ -34,7 +34,7 @@ async def test_a_put_from_a_thread_wakes_a_task() -> None:
 def test_a_put_wakes_a_thread() -> None:
     """A blocked thread goes on."""
     queue = ReadyQueue(in_order=True)
-    threading.Thread(target=queue.put, args=(0, Outcome("a"))).start()
+    threading.Thread(target=queue.put, args=(0, BatchResult("a"))).start()
     assert queue.wait(10)
     assert numbers(queue) == [0]
 
@@ -42,10 +42,10 @@ def test_a_put_wakes_a_thread() -> None:
 async def test_early_outcomes_wait_for_their_turn() -> None:
     """Held back until the gap is closed, then released together."""
     queue = ReadyQueue(in_order=True)
-    queue.put(1, Outcome("b"))
+    queue.put(1, BatchResult("b"))
     assert numbers(queue) == []
     assert queue.held_back() == 1
-    queue.put(0, Outcome("a"))
+    queue.put(0, BatchResult("a"))
     assert await queue.wait_async()
     assert numbers(queue) == [0, 1]
 
@@ -55,7 +55,7 @@ async def test_a_cancelled_wait_loses_nothing() -> None:
     queue = ReadyQueue(in_order=True)
     waiting = asyncio.ensure_future(queue.wait_async())
     await asyncio.sleep(0)
-    queue.put(0, Outcome("a"))
+    queue.put(0, BatchResult("a"))
     waiting.cancel()  # after the wake, before it is delivered
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -69,7 +69,7 @@ async def test_a_cancelled_wait_passes_its_wake_on() -> None:
     first = asyncio.ensure_future(queue.wait_async())
     second = asyncio.ensure_future(queue.wait_async())
     await asyncio.sleep(0)
-    queue.put(0, Outcome("a"))
+    queue.put(0, BatchResult("a"))
     first.cancel()
     assert await second
 
@@ -79,7 +79,7 @@ async def test_a_wait_may_time_out() -> None:
     queue = ReadyQueue(in_order=True)
     assert not await queue.wait_async(0)
     assert not queue.wait(0)
-    queue.put(0, Outcome("a"))
+    queue.put(0, BatchResult("a"))
     assert queue.wait(0)
 
 
@@ -88,7 +88,7 @@ async def test_a_failure_ends_every_wait_after_the_items() -> None:
     queue = ReadyQueue(in_order=True)
     waiting = [asyncio.ensure_future(queue.wait_async()) for _ in range(3)]
     await asyncio.sleep(0)
-    queue.put(0, Outcome("a"))
+    queue.put(0, BatchResult("a"))
     queue.fail(KeyError("gone"))
     assert all(await asyncio.gather(*waiting))
     assert queue.pop_nowait() is not None
@@ -117,7 +117,7 @@ def test_a_wake_for_a_closed_loop_is_dropped() -> None:
     waiting = loop.create_task(queue.wait_async())
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
-    queue.put(0, Outcome("a"))
+    queue.put(0, BatchResult("a"))
     assert numbers(queue) == [0]
     waiting.get_coro().close()
     waiting._log_destroy_pending = False  # type: ignore[attr-defined]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from aioloader._transport.board import PLACES, Board, make_board
 from aioloader._transport.channel import MAX_INLINE, Channel
+from aioloader._transport.in_flight_table import PLACES, InFlightTable, make_board
 
 Ends = tuple[Channel, Channel]
 
@@ -115,7 +115,7 @@ def test_waiting(ends: Ends) -> None:
 def test_a_board_outlives_its_writer() -> None:
     """Each row has its own places; the oldest ticket comes first."""
     descriptor = make_board(2)
-    mine, theirs = Board(descriptor, 2), Board(descriptor, 2)
+    mine, theirs = InFlightTable(descriptor, 2), InFlightTable(descriptor, 2)
     os.close(descriptor)
     for place in range(PLACES):
         theirs.begin(1, place, 100 - place)

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader import default_collate
-from aioloader._collate import lending
+from aioloader._collate.collate import lending
 from aioloader._transport.arena import ArenaReader, ArenaWriter, make_arena
-from aioloader._workers.parcel import Packer, slot_of, unpack
+from aioloader._workers.process.batch_codec import Packer, slot_of, unpack
 
 INLINE = 1 << 14
 DTYPES = [

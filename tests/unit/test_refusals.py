@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aioloader._workers.refusals import explain
+from aioloader._workers.pickling_errors import explain
 
 
 class Slotted:

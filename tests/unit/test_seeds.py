@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader._workers.seeds import (
+from aioloader._workers.rng import (
     Keyed,
     key_of,
     seed_all,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader import DataLoader, default_collate
-from aioloader._collate import lending
+from aioloader._collate.collate import lending
 from aioloader._transport.slots import MIN_BYTES, SlotPool
 
 

@@ -82,7 +82,9 @@ def test_no_long_files(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 500
 
 
-@pytest.mark.parametrize("name", ["aioloader._loader", "aioloader._order.permutation"])
+@pytest.mark.parametrize(
+    "name", ["aioloader._loader.loader", "aioloader._order.permutation"]
+)
 def test_docstring_examples_run(name: str) -> None:
     """What the docstrings show is what happens."""
     results = doctest.testmod(importlib.import_module(name))

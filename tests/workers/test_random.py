@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 from aioloader import DataLoader
-from aioloader._workers.seeds import states
+from aioloader._workers.rng import states
 from beside import beside
 from samples import collect
 from working import AsyncDrawing, AsyncNumbers, Drawing, Numbers, Stream, draw, draw_own

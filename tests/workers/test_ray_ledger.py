@@ -4,29 +4,31 @@ from typing import Any
 
 import pytest
 
-from aioloader._pipeline.work import Work
-from aioloader._workers.ray_actor import Begun
-from aioloader._workers.ray_ledger import RayLedger, Seat
+from aioloader._pipeline.batch_task import BatchTask
+from aioloader._workers.ray.actor import Begun
+from aioloader._workers.ray.dispatcher import RayDispatcher, Seat
 
 RUN: Any = object()
 
 
-def make(seats: int = 2, at_once: int = 1, *, is_addressed: bool = False) -> RayLedger:
+def make(
+    seats: int = 2, at_once: int = 1, *, is_addressed: bool = False
+) -> RayDispatcher:
     """Return a ledger with actors that are ready."""
-    ledger = RayLedger(at_once, is_addressed=is_addressed)
+    ledger = RayDispatcher(at_once, is_addressed=is_addressed)
     ledger.seats = [Seat(number, None, Begun(0, "")) for number in range(seats)]
     return ledger
 
 
-def enter(ledger: RayLedger, count: int) -> None:
+def enter(ledger: RayDispatcher, count: int) -> None:
     """Have so many batches wait."""
     for _ in range(count):
-        ledger.enter(RUN, Work(ledger._next, ()))
+        ledger.enter(RUN, BatchTask(ledger._next, ()))
 
 
-def given(ledger: RayLedger) -> list[tuple[int, int]]:
+def given(ledger: RayDispatcher) -> list[tuple[int, int]]:
     """Return who was given what."""
-    return [(seat.number, ticket.work.number) for seat, ticket in ledger.assign()]
+    return [(seat.number, ticket.task.number) for seat, ticket in ledger.assign()]
 
 
 def test_the_free_come_first() -> None:
@@ -68,7 +70,7 @@ def test_what_is_queued_is_asked_back_for_the_idle() -> None:
         ledger.strike(ticket)
     ledger.seats[1].in_hand.clear()
     ((seat, ticket),) = ledger.recall()
-    assert (seat.number, ticket.work.number) == (0, 2)
+    assert (seat.number, ticket.task.number) == (0, 2)
     assert list(ledger.recall()) == []
     seat.in_hand.remove(ticket)
     ledger.put_back(ticket)
@@ -82,7 +84,7 @@ def test_what_the_dead_had_waits_again_in_order(at_once: int) -> None:
     enter(ledger, 7)
     given(ledger)
     dead = ledger.seats[0]
-    had = [ticket.work.number for ticket in dead.in_hand]
+    had = [ticket.task.number for ticket in dead.in_hand]
     assert ledger.bury(dead) == []
     assert [n for _, n in given(ledger)][:1] == had[:1]
     assert [n for _, n in given(ledger)] == []  # the other actor is not idle

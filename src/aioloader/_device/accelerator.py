@@ -29,7 +29,7 @@ class Port(Protocol):
     device: torch.device
 
     def enter_thread(self) -> None:
-        """Make this thread, which is the stage's own, one that works for the device."""
+        """Make this thread, which is the stage's own, one that tasks for the device."""
 
     def copying(self) -> AbstractContextManager[object]:
         """Return what is entered while copies are begun: they go to the copy stream."""

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aioloader._collate import like_mapping, like_sequence
+from aioloader._collate.collate import like_mapping, like_sequence
 
 Convert: TypeAlias = Callable[[Any], Any]
 

@@ -5,7 +5,7 @@ stream waits for the copy, on the device. The host's memory of a batch is held u
 copy has ended, and no longer: at most two are held, the second while the first is
 copied, so that copies follow each other without a gap. The thread sleeps while nothing
 is asked for, and while the device is far behind the consumer: memory that the device
-still works on cannot be used again.
+still tasks on cannot be used again.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ import torch
 from aioloader._device.accelerator import Mark
 from aioloader._device.leaves import map_leaves
 from aioloader._order.failures import noted
+from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.cpu import CpuThread
-from aioloader._pipeline.home import GRACE
+from aioloader._pipeline.host import GRACE
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.waiting import Latch, Waiters
-from aioloader._pipeline.work import Outcome
 from aioloader.errors import LoaderClosedError
 
 
@@ -77,7 +77,7 @@ class Staged:
         self._carrier = carrier
         self._depth = depth
         self._epoch = epoch
-        self._items: deque[tuple[int, Outcome]] = deque()
+        self._items: deque[tuple[int, BatchResult]] = deque()
         self._in_flight: deque[Delivery] = deque()
         self._taken: deque[Mark] = deque()
         self._broken: BaseException | None = None
@@ -91,7 +91,7 @@ class Staged:
 
     # -- for the consumer ---------------------------------------------------------
 
-    def pop_nowait(self) -> tuple[int, Outcome] | None:
+    def pop_nowait(self) -> tuple[int, BatchResult] | None:
         """Take the next item, or None if there is none yet.
 
         Raises:
@@ -99,14 +99,14 @@ class Staged:
         """
         self._begin()
         try:
-            number, outcome = self._items.popleft()
+            number, result = self._items.popleft()
         except IndexError:
             self._raise_broken()
             return None
         self._room.wake()
-        if outcome.batch is not None:
-            self._hand_over(number, outcome)
-        return number, outcome
+        if result.batch is not None:
+            self._hand_over(number, result)
+        return number, result
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until there is an item or an end; tell whether there is."""
@@ -175,25 +175,25 @@ class Staged:
         else:
             self._room.wait()
 
-    def _pass_on(self, number: int, outcome: Outcome) -> None:
-        if outcome.batch is not None:
-            self._move(number, outcome)
-        self._items.append((number, outcome))
+    def _pass_on(self, number: int, result: BatchResult) -> None:
+        if result.batch is not None:
+            self._move(number, result)
+        self._items.append((number, result))
         self._waiters.wake(1)
         while len(self._in_flight) > 1:
             self._in_flight.popleft().release()
 
-    def _move(self, number: int, outcome: Outcome) -> None:
+    def _move(self, number: int, result: BatchResult) -> None:
         """Put the delivery of a batch in its place, or the error."""
         while len(self._taken) > self._depth + 1:
             self._taken.popleft().synchronize()
         try:
-            delivery = self._carrier.move(outcome.batch)
+            delivery = self._carrier.move(result.batch)
         except Exception as error:  # handed to the consumer, in its turn
-            batch, outcome.batch = outcome.batch, None
-            outcome.error = noted(error, self._place(number, batch))
+            batch, result.batch = result.batch, None
+            result.error = noted(error, self._place(number, batch))
         else:
-            outcome.batch = delivery
+            result.batch = delivery
             self._in_flight.append(delivery)
 
     def _place(self, number: int, batch: Any) -> str:
@@ -221,13 +221,13 @@ class Staged:
 
     # -- within -------------------------------------------------------------------
 
-    def _hand_over(self, number: int, outcome: Outcome) -> None:
-        delivery = outcome.batch
+    def _hand_over(self, number: int, result: BatchResult) -> None:
+        delivery = result.batch
         try:
-            outcome.batch = delivery.hand_over()
+            result.batch = delivery.hand_over()
         except Exception as error:  # raised by the step
-            outcome.batch = None
-            outcome.error = noted(error, f"in stage 'device', batch {number}")
+            result.batch = None
+            result.error = noted(error, f"in stage 'device', batch {number}")
         if delivery.taken is not None:
             self._taken.append(delivery.taken)
         if delivery.is_held():

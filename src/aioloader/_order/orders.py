@@ -20,6 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from aioloader._observe.warnings import warn
 from aioloader._order.draws import Draws
 from aioloader._order.indices import (
     Ascending,
@@ -32,7 +33,6 @@ from aioloader._order.indices import (
 )
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.ranks import WHOLE, Part
-from aioloader._warnings import warn
 from aioloader.protocols import is_stateful
 
 State: TypeAlias = dict[str, Any]

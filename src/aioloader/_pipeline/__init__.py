@@ -2,9 +2,9 @@
 
 ::
 
-    consumer ──Work──▶ Run ──▶ Crew ──────▶ CpuThread ──▶ ReadyQueue ──▶ consumer
-                       routes   event loop   plain code    ordered, bounded
+    consumer ─BatchTask─▶ Pipeline ─▶ FetcherPool ─▶ CpuThread ─▶ ReadyQueue ─▶ consumer
+                                      event loop     plain code   ordered, bounded
 
-``source`` decides how an epoch is driven (inline, gathered, hosted), ``home`` owns the
-loop and the thread it is hosted on, ``recipe`` holds the user's functions.
+``source`` decides how an epoch is driven (inline, gathered, hosted), ``host`` owns the
+loop and the thread it is hosted on, ``maker`` holds the user's functions.
 """

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from aioloader._observe.stats import Counters
-from aioloader._pipeline.homes import Homes, Place
-from aioloader._pipeline.inline import InlineSource
+from aioloader._pipeline.batch_maker import BatchMaker
+from aioloader._pipeline.hosts import Hosts, Place
+from aioloader._pipeline.inline import InlineIterator
+from aioloader._pipeline.pipeline import Pipeline
+from aioloader._pipeline.pipeline_iterator import Patience, PipelineIterator, Window
 from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.ready import ReadyQueue
-from aioloader._pipeline.recipe import Recipe
 from aioloader._pipeline.roles import Pool, Stage
-from aioloader._pipeline.run import Run
-from aioloader._pipeline.source import HostedSource, Patience, Window
 
 MakeStage: TypeAlias = Callable[[ReadyQueue], Stage]
 
@@ -45,27 +45,27 @@ class Epoch:
     """One epoch before it begins.
 
     Attributes:
-        recipe: The user's functions.
+        maker: The user's functions.
         plan: What is to be delivered.
         counters: What is counted on the way.
         settings: What decides where it runs.
     """
 
-    recipe: Recipe
+    maker: BatchMaker
     plan: Plan
     counters: Counters
     settings: Settings
 
     def start(
         self,
-        homes: Homes,
+        hosts: Hosts,
         pool: Pool | None = None,
         make_stage: MakeStage | None = None,
-    ) -> InlineSource | HostedSource:
+    ) -> InlineIterator | PipelineIterator:
         """Make the source, when the first batch is asked for.
 
         Args:
-            homes: Where it finds its place.
+            hosts: Where it finds its place.
             pool: What makes the batches; owned by the run.
             make_stage: Makes what stands behind the pipeline, if anything does.
 
@@ -75,17 +75,17 @@ class Epoch:
         settings = self.settings
         ahead = settings.is_async or make_stage is not None
         ahead = bool(ahead or settings.patience.timeout or settings.prefetch_factor)
-        if pool is None and self.recipe.is_plain() and not ahead:
-            return InlineSource(
-                self.recipe,
+        if pool is None and self.maker.is_plain() and not ahead:
+            return InlineIterator(
+                self.maker,
                 self.plan,
                 self.counters,
-                homes.lease("inline") if homes.lifespan else None,
+                hosts.lease("inline") if hosts.lifespan else None,
                 drop_last=settings.drop_last,
             )
-        run = Run(
-            self.recipe,
-            homes.lease(self._place(pool)),
+        run = Pipeline(
+            self.maker,
+            hosts.lease(self._place(pool)),
             concurrency=settings.concurrency,
             in_order=settings.in_order,
             drop_last=settings.drop_last,
@@ -96,15 +96,15 @@ class Epoch:
             run.stage = make_stage(run.ready)
         # Without workers, keyed generators are the process's own: the user's are put
         # aside while a batch is made, so none may be made behind the user's back.
-        is_lazy = pool is None and self.recipe.keys is not None
+        is_lazy = pool is None and self.maker.keys is not None
         window = Window(self._window, is_lazy=is_lazy)
         patience = settings.patience
-        return HostedSource(run, self.plan, window, self.counters, patience)
+        return PipelineIterator(run, self.plan, window, self.counters, patience)
 
     def _place(self, pool: Pool | None) -> Place:
         if pool is not None and pool.reads:
             return pool.place
-        if self.recipe.is_plain():
+        if self.maker.is_plain():
             return "thread"
         if self.settings.loop == "thread":
             return "loop"
@@ -118,12 +118,12 @@ class Epoch:
     def _window(self, indices: Any) -> int:
         """Return how many batches may be in flight, told the first one's indices."""
         settings, readers = self.settings, max(1, self.settings.num_workers)
-        if self.recipe.keys is not None and not settings.num_workers:
+        if self.maker.keys is not None and not settings.num_workers:
             return 1
         window = settings.prefetch_factor
         if window is None:
             window = 2
-            if not self.recipe.is_plain():
+            if not self.maker.is_plain():
                 window = default_window(settings.concurrency, len(indices))
         # What waits on the device has left the pipeline.
         return readers * window + settings.prefetch_device
@@ -133,6 +133,6 @@ def default_window(concurrency: int, batch_size: int) -> int:
     """Return how many batches keep ``concurrency`` samples in flight on one loop.
 
     One batch more than is in flight is being collated, one is handed over, and one is
-    late: with less, the crew runs out of samples to start.
+    late: with less, the fetchers runs out of samples to start.
     """
     return math.ceil(concurrency / max(1, batch_size)) + 3

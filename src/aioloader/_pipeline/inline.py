@@ -1,8 +1,8 @@
-"""Epochs that need no hand-over: work done where ``next`` is called.
+"""Epochs that need no hand-over: task done where ``next`` is called.
 
-``InlineSource`` is torch's plain loop over a sync dataset. ``GatherSource`` serves
+``InlineIterator`` is torch's plain loop over a sync dataset. ``GatherIterator`` serves
 tensors that are in memory: one ``index_select`` per tensor and batch, no per-sample
-work, so that even an async consumer is served in place.
+task, so that even an async consumer is served in place.
 """
 
 import abc
@@ -16,14 +16,14 @@ import torch
 
 from aioloader._observe.stats import Counters
 from aioloader._order.indices import IndexBatch
+from aioloader._pipeline.batch_maker import BatchMaker
+from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import CpuThread
-from aioloader._pipeline.guests import Keeper
-from aioloader._pipeline.home import Home, InlineHome
+from aioloader._pipeline.host import Host, InlineHost
+from aioloader._pipeline.hosted import Keeper
 from aioloader._pipeline.plan import Plan
-from aioloader._pipeline.recipe import Recipe
 from aioloader._pipeline.stream import SyncStream
 from aioloader._pipeline.waiting import Latch
-from aioloader._pipeline.work import Outcome, Work
 from aioloader.protocols import Kind
 
 # An async consumer that never has to wait still lets its loop breathe, in seconds.
@@ -102,42 +102,42 @@ class _LocalSource(abc.ABC):
         self.close()
 
 
-class InlineSource(_LocalSource):
+class InlineIterator(_LocalSource):
     """Read, transform and collate in the caller's thread, one batch at a time.
 
     Args:
-        recipe: The user's functions, all sync.
+        maker: The user's functions, all sync.
         plan: What is to be delivered.
         counters: Where the delivered batches are counted.
-        home: Holds the lifespan, leased; None if there is none.
+        host: Holds the lifespan, leased; None if there is none.
         drop_last: Drop the short last batch of a stream.
     """
 
     def __init__(
         self,
-        recipe: Recipe,
+        maker: BatchMaker,
         plan: Plan,
         counters: Counters,
-        home: Home | None,
+        host: Host | None,
         *,
         drop_last: bool,
     ) -> None:
         super().__init__(counters, plan)
-        self._recipe = recipe
+        self._maker = maker
         self._requests = plan.requests()
         self._dropped = plan.dropped()
-        self._home = home
+        self._host = host
         self._stream: SyncStream | None = None
-        if recipe.kind is Kind.ITERABLE:
+        if maker.kind is Kind.ITERABLE:
             resume = plan.bookmark.states.get(0)
             self._stream = SyncStream(
-                recipe, drop_last=drop_last, resume=resume, keys=recipe.seeds()
+                maker, drop_last=drop_last, resume=resume, keys=maker.seeds()
             )
-        if isinstance(home, InlineHome):
+        if isinstance(host, InlineHost):
             try:
-                home.open()
+                host.open()
             except BaseException:
-                home.dismiss(Keeper())
+                host.dismiss(Keeper())
                 raise
 
     def next(self) -> Any:
@@ -147,38 +147,38 @@ class InlineSource(_LocalSource):
             StopIteration: At the end.
         """
         while True:
-            work = self._recipe.work(self._next(self._requests))
-            with self._recipe.around(work):
-                outcome = self._made(work)
-            if outcome.is_end:
-                self._progress.end(work.number, work.state)
+            task = self._maker.task(self._next(self._requests))
+            with self._maker.around(task):
+                result = self._made(task)
+            if result.is_end:
+                self._progress.end(task.number, task.state)
                 self._end()
                 raise StopIteration
-            self._progress.take(work.number, work.state)
-            if not outcome.is_empty and work.number not in self._dropped:
+            self._progress.take(task.number, task.state)
+            if not result.is_empty and task.number not in self._dropped:
                 self.counters.batches += 1
-                return outcome.batch
+                return result.batch
 
-    def _made(self, work: Work) -> Outcome:
+    def _made(self, task: BatchTask) -> BatchResult:
         try:
-            return self._make(work)
+            return self._make(task)
         except BaseException:
-            self._progress.fail(work.number, work.state)
+            self._progress.fail(task.number, task.state)
             raise
 
-    def _make(self, work: Work) -> Outcome:
+    def _make(self, task: BatchTask) -> BatchResult:
         if self._stream is None:
-            self._recipe.read(work, time.sleep)
+            self._maker.read(task, time.sleep)
         else:
-            self._stream.pull(work)
-        if work.outcome is not None:
-            return work.outcome
-        self._recipe.apply(work)
-        return self._recipe.collate(work)
+            self._stream.pull(task)
+        if task.result is not None:
+            return task.result
+        self._maker.apply(task)
+        return self._maker.collate(task)
 
     def must_close(self) -> bool:
         """Tell whether a stream or a lifespan is open."""
-        return self._stream is not None or self._home is not None
+        return self._stream is not None or self._host is not None
 
     def close(self) -> None:
         """Close the stream, and leave the lifespan after the last iteration."""
@@ -187,12 +187,12 @@ class InlineSource(_LocalSource):
             if self._stream is not None:
                 self._stream.close()
         finally:
-            home, self._home = self._home, None
-            if home is not None:
-                home.dismiss(Keeper())
+            host, self._host = self._host, None
+            if host is not None:
+                host.dismiss(Keeper())
 
 
-class GatherSource(_LocalSource):
+class GatherIterator(_LocalSource):
     """Gather each batch of in-memory tensors by an index tensor.
 
     Args:

@@ -14,17 +14,17 @@ import torch
 from typing_extensions import TypeVar
 
 from aioloader._observe.stats import Counters
+from aioloader._observe.warnings import warn
 from aioloader._order.progress import BEGINNING, Progress
-from aioloader._pipeline.home import GRACE
-from aioloader._pipeline.inline import GatherSource, InlineSource
+from aioloader._pipeline.host import GRACE
+from aioloader._pipeline.inline import GatherIterator, InlineIterator
+from aioloader._pipeline.pipeline import Pipeline
+from aioloader._pipeline.pipeline_iterator import PipelineIterator
 from aioloader._pipeline.plan import Plan
-from aioloader._pipeline.run import Run
-from aioloader._pipeline.source import HostedSource
 from aioloader._pipeline.waiting import require_asyncio
-from aioloader._warnings import warn
 
 Batch = TypeVar("Batch", default=Any)
-Source: TypeAlias = InlineSource | GatherSource | HostedSource
+Source: TypeAlias = InlineIterator | GatherIterator | PipelineIterator
 _LENGTH = (  # torch's words
     "Length of IterableDataset {} was reported to be {}(when accessing "
     "len(dataloader)), but {} samples have been fetched. {}"
@@ -134,7 +134,7 @@ class BatchIterator(Generic[Batch]):
                 if self._start is None:  # closed before it began
                     nothing = torch.empty(0)
                     plan = Plan(iter(()), Progress(BEGINNING), BEGINNING)
-                    return GatherSource((nothing,), plan, Counters())
+                    return GatherIterator((nothing,), plan, Counters())
                 source = self._start()
                 self._start = self._prepared = None
                 if self._finalizer is None:
@@ -144,7 +144,7 @@ class BatchIterator(Generic[Batch]):
 
     def _hold(self, source: Source) -> None:
         """Release ``source`` when this iterator is dropped."""
-        if isinstance(source, HostedSource):
+        if isinstance(source, PipelineIterator):
             self._finalizer = weakref.finalize(self, _abandon, source.run)
         elif source.must_close():
             self._finalizer = weakref.finalize(self, source.close)
@@ -169,7 +169,7 @@ def length_check(loader: Any) -> Callable[[int], None] | None:
     return check
 
 
-def _abandon(run: Run) -> None:
+def _abandon(run: Pipeline) -> None:
     """Release a run whose iterator was dropped, or is left when Python exits."""
     if run.ended.is_set():
         return
@@ -185,8 +185,8 @@ def _abandon(run: Run) -> None:
             ResourceWarning,
         )
     run.ended.wait(GRACE)
-    if run.home.is_left() and run.home.closed.wait(GRACE):
-        run.home.join()
+    if run.host.is_left() and run.host.closed.wait(GRACE):
+        run.host.join()
     if run.stage is not None:
         run.stage.join()
     if run.pool is not None and run.pool.pump is None:

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from aioloader._order.ranks import Part
 
-# Batch number and place of its first sample to ``Work.key`` and ``Work.sample_keys``.
+# Batch number and place of its first sample to the keys of a ``BatchTask``.
 Keys: TypeAlias = Callable[[int, int], tuple[int, tuple[int, int, int] | None]]
 
 
@@ -15,7 +15,7 @@ class BatchSeeds:
     """The seeds of the batches of one reader of a stream.
 
     Attributes:
-        keys: Of the recipe.
+        keys: Of the maker.
         part: Which rank's.
         reader: Number of the reader.
         readers: How many take turns.
@@ -29,7 +29,7 @@ class BatchSeeds:
     def __call__(
         self, number: int, whole: int
     ) -> tuple[int, tuple[int, int, int] | None]:
-        """Return ``Work.key`` and ``Work.sample_keys`` of one of the reader's batches.
+        """Return ``key`` and ``sample_keys`` of one of the reader's batches.
 
         Args:
             number: Its place among the reader's.

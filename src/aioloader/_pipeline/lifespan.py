@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 from torch.utils.data import ChainDataset, ConcatDataset, StackDataset, Subset
 
 from aioloader._order.failures import noted
+from aioloader._pipeline.batch_maker import raisable
 from aioloader._pipeline.cpu import CpuThread
-from aioloader._pipeline.recipe import raisable
 from aioloader.protocols import (
     HasLifespan,
     Kind,

@@ -8,9 +8,9 @@ wait loses nothing.
 from collections import deque
 
 from aioloader._order.reorder import Reorder
+from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.pumping import Pump, PumpingWaiters
 from aioloader._pipeline.waiting import Waiters
-from aioloader._pipeline.work import Outcome
 from aioloader.errors import LoaderClosedError
 
 
@@ -32,10 +32,10 @@ class ReadyQueue:
         without: frozenset[int] = frozenset(),
         pump: Pump | None = None,
     ) -> None:
-        self._reorder: Reorder[Outcome] = Reorder(
+        self._reorder: Reorder[BatchResult] = Reorder(
             in_order=in_order, start=start, without=without
         )
-        self._items: deque[tuple[int, Outcome]] = deque()
+        self._items: deque[tuple[int, BatchResult]] = deque()
         self._broken: BaseException | None = None
         self._is_finished = False
         self._pump = pump
@@ -47,10 +47,10 @@ class ReadyQueue:
         self.wait = self._waiters.wait
         self.wait_async = self._waiters.wait_async
 
-    def put(self, number: int, outcome: Outcome) -> None:
-        """Add the outcome of request ``number``; from any thread."""
+    def put(self, number: int, result: BatchResult) -> None:
+        """Add the result of request ``number``; from any thread."""
         with self._waiters.lock:
-            released = self._reorder.accept(number, outcome)
+            released = self._reorder.accept(number, result)
             self._items.extend(released)
         if released:
             self._waiters.wake(len(released))
@@ -68,7 +68,7 @@ class ReadyQueue:
     def _is_settled(self) -> bool:
         return bool(self._items) or self._is_finished or self._broken is not None
 
-    def pop_nowait(self) -> tuple[int, Outcome] | None:
+    def pop_nowait(self) -> tuple[int, BatchResult] | None:
         """Take the next item, or None if there is none yet.
 
         Raises:
@@ -93,5 +93,5 @@ class ReadyQueue:
         return len(self._items)
 
     def held_back(self) -> int:
-        """Return how many outcomes wait for an earlier one."""
+        """Return how many results wait for an earlier one."""
         return self._reorder.held_back()

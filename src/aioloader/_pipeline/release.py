@@ -1,42 +1,42 @@
 """Waiting for the end of an iteration, bounded, by whoever closes it."""
 
+from aioloader._observe.warnings import warn
 from aioloader._pipeline.cpu import beside
-from aioloader._pipeline.guests import Guest
-from aioloader._pipeline.home import GRACE, Home
-from aioloader._warnings import warn
+from aioloader._pipeline.host import GRACE, Host
+from aioloader._pipeline.hosted import Hosted
 
 
-def wait_released(home: Home, guest: Guest) -> None:
-    """Wait until ``guest`` has ended, and ``home`` if it was the last; bounded.
+def wait_released(host: Host, hosted: Hosted) -> None:
+    """Wait until ``hosted`` has ended, and ``host`` if it was the last; bounded.
 
     Raises:
         BaseException: What the dataset or its iterator raised when it was closed.
     """
-    if home.is_here():
+    if host.is_here():
         return
-    if not guest.ended.wait(GRACE) or (home.is_left() and not home.closed.wait(GRACE)):
+    if not hosted.ended.wait(GRACE) or (host.is_left() and not host.closed.wait(GRACE)):
         _warn_stuck()
-    elif home.is_left():
-        home.join()
-    if not guest.join():
+    elif host.is_left():
+        host.join()
+    if not hosted.join():
         _warn_stuck()
-    _raise_exit_errors(home, guest)
+    _raise_exit_errors(host, hosted)
 
 
-async def wait_released_async(home: Home, guest: Guest) -> None:
+async def wait_released_async(host: Host, hosted: Hosted) -> None:
     """Wait as ``wait_released`` does, without blocking the loop.
 
     Raises:
         BaseException: What the dataset or its iterator raised when it was closed.
     """
-    if home.is_foreign():
+    if host.is_foreign():
         return
-    is_gone = await guest.ended.wait_async(GRACE)
-    if not is_gone or (home.is_left() and not await home.closed.wait_async(GRACE)):
+    is_gone = await hosted.ended.wait_async(GRACE)
+    if not is_gone or (host.is_left() and not await host.closed.wait_async(GRACE)):
         _warn_stuck()
-    if not await beside(guest.join):
+    if not await beside(hosted.join):
         _warn_stuck()
-    _raise_exit_errors(home, guest)
+    _raise_exit_errors(host, hosted)
 
 
 def _warn_stuck() -> None:
@@ -47,9 +47,9 @@ def _warn_stuck() -> None:
     )
 
 
-def _raise_exit_errors(home: Home, guest: Guest) -> None:
+def _raise_exit_errors(host: Host, hosted: Hosted) -> None:
     """Raise what came up while closing, once."""
-    for holder in (guest, home):
+    for holder in (hosted, host):
         error, holder.exit_error = holder.exit_error, None
         if error is not None:
             raise error

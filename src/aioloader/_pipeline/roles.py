@@ -1,12 +1,12 @@
-"""What a run works with and does not make: a pool of workers, a stage behind it."""
+"""What a run tasks with and does not make: a pool of workers, a stage behind it."""
 
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pumping import Pump
-from aioloader._pipeline.work import Outcome, Work
 
 if TYPE_CHECKING:
-    from aioloader._pipeline.run import Run
+    from aioloader._pipeline.pipeline import Pipeline
 
 
 class Pool(Protocol):
@@ -24,23 +24,23 @@ class Pool(Protocol):
     def place(self) -> Literal["thread", "pool"]:
         """Where the run lives then."""
 
-    def open(self, run: "Run") -> None:
+    def open(self, run: "Pipeline") -> None:
         """Make ready for ``run``, or fail it; may take long. Again is harmless."""
 
     def wait_up(self) -> None:
         """Wait until the time that passes is the user's, not that of a start."""
 
-    def submit(self, run: "Run", work: Work) -> None:
-        """Take a work; ``run.deliver`` will be called with what came of it."""
+    def submit(self, run: "Pipeline", task: BatchTask) -> None:
+        """Take a task; ``run.deliver`` will be called with what came of it."""
 
-    def forget(self, run: "Run") -> None:
+    def forget(self, run: "Pipeline") -> None:
         """Drop what ``run`` still waits for; it has ended."""
 
-    def explain(self, work: Work) -> str:
-        """Say who has ``work`` in hand, and where they are stuck; may take a second."""
+    def explain(self, task: BatchTask) -> str:
+        """Say who has ``task`` in hand, and where they are stuck; may take a second."""
 
-    def restart(self, work: Work) -> bool:
-        """Replace the worker that has ``work`` in hand; tell whether that was done."""
+    def restart(self, task: BatchTask) -> bool:
+        """Replace the worker that has ``task`` in hand; tell whether that was done."""
 
     def join(self) -> bool:
         """Wait, bounded, until what ``forget`` released is gone; tell whether it is."""
@@ -49,7 +49,7 @@ class Pool(Protocol):
 class Stage(Protocol):
     """What stands between ``ready`` and the consumer, with a thread of its own."""
 
-    def pop_nowait(self) -> tuple[int, Outcome] | None:
+    def pop_nowait(self) -> tuple[int, BatchResult] | None:
         """Take the next item, or None if there is none yet."""
 
     def wait(self, timeout: float | None = None) -> bool:

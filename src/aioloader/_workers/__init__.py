@@ -1,4 +1,4 @@
-"""Where CPU work runs: worker processes and worker threads.
+"""Where CPU task runs: worker processes and worker threads.
 
 ::
 

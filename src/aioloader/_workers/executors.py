@@ -1,7 +1,7 @@
 """A user's ``concurrent.futures.Executor`` as workers: any number, anywhere.
 
-Threads get the work itself. Whatever else (processes, other machines) gets it pickled
-by value; the functions and the dataset travel with the first works only, and again when
+Threads get the task itself. Whatever else (processes, other machines) gets it pickled
+by value; the functions and the dataset travel with the first tasks only, and again when
 an executor's worker turns out not to have them.
 """
 
@@ -21,27 +21,27 @@ from typing import Any, Literal
 
 import torch
 
-from aioloader._pipeline.recipe import Recipe
-from aioloader._pipeline.run import Run
-from aioloader._pipeline.work import Outcome, Work
+from aioloader._pipeline.batch_maker import BatchMaker
+from aioloader._pipeline.batch_task import BatchResult, BatchTask
+from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.codec import Buffers, decode
-from aioloader._workers.errands import (
+from aioloader._workers.info import WorkerInfo, be_worker_thread
+from aioloader._workers.process.messages import opened
+from aioloader._workers.remote_tasks import (
     Packed,
+    maker_of,
     open_request,
     pack_answer,
     pack_request,
-    pack_shipment,
-    recipe_of,
+    pack_spec,
 )
-from aioloader._workers.info import WorkerInfo, be_worker_thread
-from aioloader._workers.messages import opened
-from aioloader._workers.seeds import seed_sample, swapped_in
-from aioloader._workers.shipment import Shipment
+from aioloader._workers.rng import seed_sample, swapped_in
 from aioloader._workers.threads import make
+from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerStartError
 
 _KEPT = 4
-_recipes: dict[str, Recipe] = {}  # in an executor's worker: those shipped latest
+_recipes: dict[str, BatchMaker] = {}  # in an executor's worker: those shipped latest
 
 
 class ExecutorWorkers:
@@ -49,17 +49,17 @@ class ExecutorWorkers:
 
     Args:
         executor: Where batches are made.
-        shipment: What is to be done there.
+        spec: What is to be done there.
     """
 
     place: Literal["thread"] = "thread"
     pump = None
 
-    def __init__(self, executor: Executor, shipment: Shipment) -> None:
-        self.reads = shipment.reads
+    def __init__(self, executor: Executor, spec: WorkerSpec) -> None:
+        self.reads = spec.reads
         self._executor = executor
         self._is_here = isinstance(executor, ThreadPoolExecutor)
-        self._shipment = shipment
+        self._spec = spec
         self._shipped: Packed | None = None
         self._name = uuid.uuid4().hex
         self._is_over = False
@@ -67,31 +67,31 @@ class ExecutorWorkers:
         self._futures: set[Future[Any]] = set()
         self._numbers: dict[int, int] = {}  # of threads, by identifier
 
-    def open(self, run: Run) -> None:
+    def open(self, run: Pipeline) -> None:
         """Pickle what has to be shipped, if anything has."""
         if self._is_here:
             return
         try:
-            self._shipped = _packed(*pack_shipment(self._shipment))
+            self._shipped = _packed(*pack_spec(self._spec))
         except WorkerStartError as error:
             run.fail(error)
 
     def wait_up(self) -> None:
         """Wait for nothing."""
 
-    def submit(self, run: Run, work: Work) -> None:
-        """Hand ``work`` to the executor."""
+    def submit(self, run: Pipeline, task: BatchTask) -> None:
+        """Hand ``task`` to the executor."""
         if self._is_here:
-            future = self._executor.submit(self._make_here, run, work)
+            future = self._executor.submit(self._make_here, run, task)
             self._watch(
-                future, run, work, lambda done: run.deliver(work, done.result())
+                future, run, task, lambda done: run.deliver(task, done.result())
             )
             return
         if self._shipped is not None:  # else the run has failed
-            is_early = next(self._first) < self._shipment.num_workers
-            self._send(run, work, self._shipped if is_early else None)
+            is_early = next(self._first) < self._spec.num_workers
+            self._send(run, task, self._shipped if is_early else None)
 
-    def forget(self, run: Run) -> None:  # noqa: ARG002  (the pool's protocol)
+    def forget(self, run: Pipeline) -> None:  # noqa: ARG002  (the pool's protocol)
         """Cancel what the executor has not begun."""
         self._is_over = True
         for future in list(self._futures):
@@ -101,45 +101,45 @@ class ExecutorWorkers:
         """Wait for nothing: the executor is the user's."""
         return True
 
-    def explain(self, work: Work) -> str:  # noqa: ARG002  (the pool's protocol)
+    def explain(self, task: BatchTask) -> str:  # noqa: ARG002  (the pool's protocol)
         """Say where a batch is."""
         return f"is with {type(self._executor).__name__}"
 
-    def restart(self, work: Work) -> bool:  # noqa: ARG002  (the pool's protocol)
+    def restart(self, task: BatchTask) -> bool:  # noqa: ARG002  (the pool's protocol)
         """Do nothing: its workers are not ours."""
         return False
 
-    def _make_here(self, run: Run, work: Work) -> Outcome:
+    def _make_here(self, run: Pipeline, task: BatchTask) -> BatchResult:
         """Make a batch in a thread of the executor, which is a worker meanwhile."""
         ident = threading.get_ident()
         number = self._numbers.setdefault(ident, len(self._numbers))
-        seed = self._shipment.base_seed + number
-        dataset = run.recipe.dataset
-        be_worker_thread(WorkerInfo(number, self._shipment.num_workers, seed, dataset))
+        seed = self._spec.base_seed + number
+        dataset = run.maker.dataset
+        be_worker_thread(WorkerInfo(number, self._spec.num_workers, seed, dataset))
         try:
-            return make(run, work, time.sleep)
+            return make(run, task, time.sleep)
         finally:
             be_worker_thread(None)
 
-    def _send(self, run: Run, work: Work, shipped: Packed | None) -> None:
-        request = _packed(*pack_request(run, work, reads=self.reads))
+    def _send(self, run: Pipeline, task: BatchTask, shipped: Packed | None) -> None:
+        request = _packed(*pack_request(run, task, reads=self.reads))
         future = self._executor.submit(_make_remotely, self._name, shipped, request)
 
         def take(done: Future[Any]) -> None:
             answer = done.result()
             if answer is None:  # its worker has not got what was shipped
-                self._send(run, work, self._shipped)
+                self._send(run, task, self._shipped)
                 return
-            work.samples = []
-            run.receive(work, *opened(decode(*_writable(answer))))
+            task.samples = []
+            run.receive(task, *opened(decode(*_writable(answer))))
 
-        self._watch(future, run, work, take)
+        self._watch(future, run, task, take)
 
     def _watch(
         self,
         future: "Future[Any]",
-        run: Run,
-        work: Work,
+        run: Pipeline,
+        task: BatchTask,
         take: Callable[["Future[Any]"], None],
     ) -> None:
         self._futures.add(future)
@@ -155,44 +155,44 @@ class ExecutorWorkers:
                 run.fail(error)
             except CancelledError:
                 text = "the executor was shut down, and has cancelled this batch"
-                run.deliver(work, Outcome(error=LoaderClosedError(text)))
+                run.deliver(task, BatchResult(error=LoaderClosedError(text)))
             except BaseException as error:  # of the executor
-                run.deliver(work, Outcome(error=error))
+                run.deliver(task, BatchResult(error=error))
 
         future.add_done_callback(done)
 
 
 def _make_remotely(name: str, shipped: Packed | None, request: Packed) -> Packed | None:
     """Make a batch in an executor's worker; None if it lacks what was shipped."""
-    recipe = _recipes.get(name)
-    if recipe is None:
+    maker = _recipes.get(name)
+    if maker is None:
         if shipped is None:
             return None
         # One thread, as in any worker; in a forked process more would hang in OpenMP.
         torch.set_num_threads(1)
-        shipment: Shipment = decode(*_writable(shipped))
-        recipe = recipe_of(shipment, seed=seed_sample)
+        spec: WorkerSpec = decode(*_writable(shipped))
+        maker = maker_of(spec, seed=seed_sample)
         while len(_recipes) >= _KEPT:
             _recipes.pop(next(iter(_recipes)), None)
-        _recipes[name] = recipe
-    work = open_request(recipe, _writable(request))
-    return _packed(*pack_answer(recipe, work, _made(recipe, work), -1))
+        _recipes[name] = maker
+    task = open_request(maker, _writable(request))
+    return _packed(*pack_answer(maker, task, _made(maker, task), -1))
 
 
-def _made(recipe: Recipe, work: Work) -> Outcome:
+def _made(maker: BatchMaker, task: BatchTask) -> BatchResult:
     try:
-        if work.key is None:
-            return _make(recipe, work)
-        with swapped_in(work.key):
-            return _make(recipe, work)
+        if task.key is None:
+            return _make(maker, task)
+        with swapped_in(task.key):
+            return _make(maker, task)
     except Exception as error:  # of the user's
-        return Outcome(error=error)
+        return BatchResult(error=error)
 
 
-def _make(recipe: Recipe, work: Work) -> Outcome:
-    if recipe.reads:
-        recipe.read(work, time.sleep)
-    return recipe.finish(work)
+def _make(maker: BatchMaker, task: BatchTask) -> BatchResult:
+    if maker.reads:
+        maker.read(task, time.sleep)
+    return maker.finish(task)
 
 
 def _packed(header: bytes, buffers: Buffers) -> Packed:

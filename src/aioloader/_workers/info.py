@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data._utils import worker as torch_worker
 
-from aioloader._pipeline.work import Work
-from aioloader._workers.seeds import Keyed, key_of_sample
+from aioloader._pipeline.batch_task import BatchTask
+from aioloader._workers.rng import Keyed, key_of_sample
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ def be_at(key: int) -> None:
     _KEYED.set(Keyed(key))
 
 
-def be_at_sample(work: Work, position: int, stage: int) -> None:
-    """Let ``rng`` be that of a sample of ``work``, or of all of it (position -1)."""
-    be_at(key_of_sample(work, position, stage) if position >= 0 else work.key or 0)
+def be_at_sample(task: BatchTask, position: int, stage: int) -> None:
+    """Let ``rng`` be that of a sample of ``task``, or of all of it (position -1)."""
+    be_at(key_of_sample(task, position, stage) if position >= 0 else task.key or 0)
 
 
 def be_worker_thread(info: WorkerInfo | None) -> None:

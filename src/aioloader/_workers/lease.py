@@ -9,22 +9,22 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Generic, Literal, Protocol, TypeVar, cast
 
+from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.cpu import beside
-from aioloader._pipeline.run import Run
-from aioloader._pipeline.work import Work
+from aioloader._pipeline.pipeline import Pipeline
 
 
 class Keepable(Protocol):
     """Workers that may outlive an iteration."""
 
-    def submit(self, run: Run, work: Work) -> None:
-        """Take a work; its outcome is delivered to ``run``."""
+    def submit(self, run: Pipeline, task: BatchTask) -> None:
+        """Take a task; its result is delivered to ``run``."""
 
-    def forget(self, run: Run) -> None:
+    def forget(self, run: Pipeline) -> None:
         """Drop what ``run`` still waits for."""
 
     def is_open(self) -> bool:
-        """Tell whether they take works."""
+        """Tell whether they take tasks."""
 
     def end(self) -> None:
         """Let them end, in the background; from any thread, and finalizers."""
@@ -114,7 +114,7 @@ class Lease(Generic[AnyPool]):
         self._is_over = False
         self._lock = threading.RLock()
 
-    def open(self, run: Run) -> None:
+    def open(self, run: Pipeline) -> None:
         """Start the workers, or find those that are kept, once; it may take long."""
         if self._is_begun:
             return
@@ -135,12 +135,12 @@ class Lease(Generic[AnyPool]):
     def wait_up(self) -> None:
         """Wait until the time that passes is the user's: here it always is."""
 
-    def submit(self, run: Run, work: Work) -> None:
-        """Have the rest of ``work`` made."""
+    def submit(self, run: Pipeline, task: BatchTask) -> None:
+        """Have the rest of ``task`` made."""
         if self._pool is not None:
-            self._pool.submit(run, work)
+            self._pool.submit(run, task)
 
-    def forget(self, run: Run) -> None:
+    def forget(self, run: Pipeline) -> None:
         """End the lease."""
         with self._lock:
             self._is_over = True

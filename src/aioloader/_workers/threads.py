@@ -1,6 +1,6 @@
 """Worker threads: for code that releases the interpreter's lock, or a Python without.
 
-Threads pull works from one queue, whichever is free, and write batches into recycled
+Threads pull tasks from one queue, whichever is free, and write batches into recycled
 memory. They share the dataset and the process's generators; generators of their own are
 in ``get_worker_info().rng``.
 """
@@ -15,10 +15,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
+from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import CpuThread
-from aioloader._pipeline.run import Run
+from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.waiting import Latch
-from aioloader._pipeline.work import Outcome, Work
 from aioloader._workers.info import WorkerInfo, be_at, be_worker_thread
 from aioloader.errors import LoaderClosedError
 
@@ -27,12 +27,12 @@ _GRACE = 10.0
 
 
 class KeyedHere:
-    """Let ``get_worker_info().rng`` be that of a work, in this thread, meanwhile."""
+    """Let ``get_worker_info().rng`` be that of a task, in this thread, meanwhile."""
 
     __slots__ = ("_key",)
 
-    def __init__(self, work: Work) -> None:
-        self._key = work.key
+    def __init__(self, task: BatchTask) -> None:
+        self._key = task.key
 
     def __enter__(self) -> None:
         if self._key is not None:
@@ -67,13 +67,13 @@ class ThreadWorkers:
         self._number = number
         self._init = init
         self._base_seed = base_seed
-        self._works: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[BatchTask] = queue.SimpleQueue()
         self._over: list[bool] = []  # not empty: so it is
         self._threads: list[CpuThread] = []
         self._ended = [Latch() for _ in range(number)]
-        self._in_hand: dict[int, tuple[Work, float]] = {}  # by thread
+        self._in_hand: dict[int, tuple[BatchTask, float]] = {}  # by thread
 
-    def open(self, run: Run) -> None:
+    def open(self, run: Pipeline) -> None:
         """Start the threads."""
         for worker in range(self._number):
             thread = CpuThread(f"aioloader-worker-{worker}")
@@ -81,18 +81,18 @@ class ThreadWorkers:
             thread.stop(self._ended[worker].set)
             self._threads.append(thread)
         # At the interpreter's exit, before anybody waits for the threads.
-        weakref.finalize(self, _end, self._over, self._works, self._number)
+        weakref.finalize(self, _end, self._over, self._tasks, self._number)
 
     def wait_up(self) -> None:
         """Wait for nothing."""
 
-    def submit(self, run: Run, work: Work) -> None:  # noqa: ARG002  (the pool's protocol)
-        """Have the rest of ``work`` made."""
-        self._works.put(work)
+    def submit(self, run: Pipeline, task: BatchTask) -> None:  # noqa: ARG002  (the pool's protocol)
+        """Have the rest of ``task`` made."""
+        self._tasks.put(task)
 
-    def forget(self, run: Run) -> None:  # noqa: ARG002  (the pool's protocol)
+    def forget(self, run: Pipeline) -> None:  # noqa: ARG002  (the pool's protocol)
         """Let the threads end after what they have in hand; finalizers may call it."""
-        _end(self._over, self._works, len(self._threads))
+        _end(self._over, self._tasks, len(self._threads))
 
     def join(self) -> bool:
         """Wait until the threads have ended, bounded."""
@@ -106,10 +106,10 @@ class ThreadWorkers:
                 thread.join(_GRACE)
         return are_gone
 
-    def explain(self, work: Work) -> str:
-        """Say which thread has ``work``, since when, and where it is."""
+    def explain(self, task: BatchTask) -> str:
+        """Say which thread has ``task``, since when, and where it is."""
         for ident, (held, since) in list(self._in_hand.items()):
-            if held is work:
+            if held is task:
                 frame = sys._current_frames().get(ident)  # noqa: SLF001  (the only way)
                 stack = "".join(traceback.format_stack(frame)[-8:]) if frame else ""
                 seconds = time.monotonic() - since
@@ -118,17 +118,17 @@ class ThreadWorkers:
                 )
         return "waits for a worker thread that is free"
 
-    def restart(self, work: Work) -> bool:  # noqa: ARG002  (the pool's protocol)
+    def restart(self, task: BatchTask) -> bool:  # noqa: ARG002  (the pool's protocol)
         """Do nothing: a thread cannot be killed."""
         return False
 
     # -- in the threads -----------------------------------------------------------
 
-    def _live(self, run: Run, worker: int) -> None:
+    def _live(self, run: Pipeline, worker: int) -> None:
         seed = self._base_seed + worker
-        info = WorkerInfo(worker, self._number, seed, run.recipe.dataset)
+        info = WorkerInfo(worker, self._number, seed, run.maker.dataset)
         be_worker_thread(info)
-        if run.home.failure() is not None:
+        if run.host.failure() is not None:
             return
         try:
             if self._init is not None:
@@ -137,12 +137,12 @@ class ThreadWorkers:
             run.fail(error)
             return
         ident = threading.get_ident()
-        while (work := self._works.get()) is not _LAST and not self._over:
-            self._in_hand[ident] = work, time.monotonic()
-            outcome = make(run, work, self._pause)
+        while (task := self._tasks.get()) is not _LAST and not self._over:
+            self._in_hand[ident] = task, time.monotonic()
+            result = make(run, task, self._pause)
             del self._in_hand[ident]
-            run.deliver(work, outcome)
-            del work, outcome  # the consumer may let go of it before the next comes
+            run.deliver(task, result)
+            del task, result  # the consumer may let go of it before the next comes
 
     def _pause(self, seconds: float) -> None:
         """Wait before another attempt, unless the iteration is over."""
@@ -151,23 +151,25 @@ class ThreadWorkers:
         time.sleep(seconds)
 
 
-_LAST = Work(-1, ())
+_LAST = BatchTask(-1, ())
 
 
-def _end(over: list[bool], works: "queue.SimpleQueue[Work]", number: int) -> None:
+def _end(over: list[bool], tasks: "queue.SimpleQueue[BatchTask]", number: int) -> None:
     """Let so many threads end after what they have in hand."""
     over.append(True)
     for _ in range(number):
-        works.put(_LAST)
+        tasks.put(_LAST)
 
 
-def make(run: Run, work: Work, pause: Callable[[float], object]) -> Outcome:
-    """Make the rest of ``work``, in this thread; errors are its outcome."""
-    recipe = run.recipe
+def make(
+    run: Pipeline, task: BatchTask, pause: Callable[[float], object]
+) -> BatchResult:
+    """Make the rest of ``task``, in this thread; errors are its result."""
+    maker = run.maker
     try:
-        with recipe.around(work):
+        with maker.around(task):
             if not run.route:
-                recipe.read(work, pause)
-            return recipe.finish(work)
+                maker.read(task, pause)
+            return maker.finish(task)
     except BaseException as error:  # handed to the consumer
-        return Outcome(error=error)
+        return BatchResult(error=error)

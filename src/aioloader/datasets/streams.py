@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 
 from torch.utils.data import Dataset, get_worker_info
 
+from aioloader._observe.warnings import warn
 from aioloader._order.permutation import ShuffledIndices
-from aioloader._warnings import warn
 from aioloader.datasets._streams.cursors import (
     Batched,
     Cursor,

@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from aioloader._loader import DataLoader
+from aioloader._loader.loader import DataLoader
 from aioloader.errors import WorkerStartError
 from aioloader.protocols import Kind, kind_of
 from aioloader.testing._frozen import frozen, shown

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aioloader._loader import DataLoader
+from aioloader._loader.loader import DataLoader
 from aioloader.testing._frozen import frozen, shown
 
 Make: TypeAlias = Callable[[], "DataLoader[Any]"]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
-from aioloader._workers.fork_server import fork_server_in_use
+from aioloader._workers.process.fork_server import fork_server_in_use
 
 _PATIENCE, _PAUSE = 10.0, 0.002
 # What a finalizer releases may have a finalizer itself.

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioloader._collate import borrowed, torch_dtype
+from aioloader._collate.collate import borrowed, torch_dtype
 
 if TYPE_CHECKING:
     import pyarrow as pa

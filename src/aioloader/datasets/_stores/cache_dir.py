@@ -17,7 +17,7 @@ from typing import Any
 
 from typing_extensions import Buffer
 
-from aioloader._warnings import warn
+from aioloader._observe.warnings import warn
 from aioloader.datasets._stores.cache_bound import Bound, entry_path, temporary_path
 
 # Magic and format version, key's digest, length of the data; then the checksum of that

@@ -1,0 +1,1 @@
+"""The loader: options, epochs, state, sampling, ranks."""

@@ -1,0 +1,416 @@
+"""The loader: torch's arguments, the iterators, epochs.
+
+It checks its arguments and hands over; it reads and schedules nothing itself.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from typing_extensions import TypeVar
+
+from aioloader._collate.collate import default_collate, default_convert
+from aioloader._device.accelerator import accelerator_for
+from aioloader._loader import arguments
+from aioloader._loader.datapipes import settle_shuffle
+from aioloader._loader.ranks import Rank, Ranks
+from aioloader._loader.sampling import Sampling
+from aioloader._loader.state import state_of
+from aioloader._loader.state_check import State, check
+from aioloader._loader.state_format import sealed, unsealed
+from aioloader._loader.torch_compat import TorchLoader, dataset_kind
+from aioloader._observe.stats import LoaderStats
+from aioloader._observe.warnings import warn
+from aioloader._order.epochs import Epochs
+from aioloader._order.failures import (
+    Failure,
+    OnError,
+    check_failure_options,
+)
+from aioloader._order.ranks import Tail
+from aioloader._order.retry import Retry
+from aioloader._pipeline.lifespan import MakeLifespan
+from aioloader._workers.rng import Rng
+from aioloader.protocols import Kind, kind_of
+
+if TYPE_CHECKING:
+    from aioloader._loader.runtime import Runtime
+    from aioloader._pipeline.iterator import BatchIterator
+
+Batch = TypeVar("Batch", default=Any)
+
+
+class DataLoader(TorchLoader[Batch]):
+    """Load batches from a dataset, for ``async for`` and for ``for``.
+
+    A drop-in for ``torch.utils.data.DataLoader``: the same first seventeen arguments,
+    order and random draws. Coroutine functions (``async __getitem__``, ``__aiter__``,
+    an async ``transform``) run on an event loop, ``concurrency`` samples at a time and
+    across batch boundaries; plain functions run off it.
+
+    Example:
+        >>> loader = DataLoader(list(range(6)), batch_size=4)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1, 2, 3], [4, 5]]
+
+    Args:
+        dataset: Map-style, iterable or async iterable; no base class is needed.
+        batch_size: Samples per batch; ``None`` delivers single samples.
+        shuffle: Visit a map-style dataset in a new random order each epoch.
+        sampler: Gives the indices; excludes ``shuffle``.
+        batch_sampler: Gives lists of indices; excludes the three above and
+            ``drop_last``.
+        num_workers: Worker processes (or threads) that make batches.
+        collate_fn: List of samples to batch; may be async.
+        pin_memory: Copy batches into page-locked memory.
+        drop_last: Leave out a short last batch.
+        timeout: Seconds to wait for a batch, from when it is asked for; 0: no limit.
+        worker_init_fn: Called in each worker with its number.
+        multiprocessing_context: Start method of workers.
+        generator: Source of the shuffle order and of ``base_seed``.
+        prefetch_factor: Batches requested and not yet taken, for each worker (or in
+            all, without workers: wider than torch), never more. ``None`` is 2, and for
+            async datasets ``ceil(concurrency / batch_size) + 3``.
+        persistent_workers: Keep workers between epochs.
+        pin_memory_device: Deprecated, as in torch.
+        in_order: Deliver batches in the sampler's order, else as they complete.
+        snapshot_every_n_steps: How often a stateful iterable is asked for its state;
+            what is between is read again; 0 or ``None``: only at first. Positions are
+            exact in any case. A map-style one is asked after each batch.
+        transform: Sample to sample, before collating; may be async.
+        concurrency: Samples in flight on the loop.
+        device: Where batches are delivered, such as ``"cuda:1"``: moved there ahead, on
+            a stream of the loader's own, and handed over without a wait of the host.
+        prefetch_device: Batches moved ahead of those that were asked for.
+        workers: ``"process"``, ``"thread"`` (for code that releases the interpreter's
+            lock), a ``concurrent.futures.Executor``, or ``RayWorkers``.
+        fetch: Where samples are read: ``"workers"``, ``"loader"`` (workers transform
+            and collate), or ``"auto"``: async iterables by the loader, once.
+        rng: What random draws depend on: the ``"batch"`` (with workers the default),
+            the ``"sample"``'s place in the epoch, or the ``"worker"``, as in torch.
+            Without workers, the global generators are put aside meanwhile.
+        on_timeout: ``"raise"``, or ``"restart"`` the worker that holds up the batch.
+        loop: ``"thread"``: the loader's own loop in a private thread, which goes on
+            while the consumer computes; ``"caller"``: the loop that iterates.
+        on_error: ``"raise"``; ``"skip"`` a failed sample (its batch is smaller); or a
+            callable from ``Failure`` to a replacement or ``SKIP``.
+        max_failures: Budget of failed samples per epoch: a count, or a fraction.
+        retry: When to read a sample again.
+        rank: Which part of each global batch is delivered, of ``world_size`` parts;
+            ``"auto"``: as ``torch.distributed``, else RANK and WORLD_SIZE, say at
+            ``iter``. By default all samples are, on every rank, as in torch.
+        world_size: How many ranks there are.
+        tail: What becomes of a last global batch that cannot be dealt evenly:
+            ``"wrap"`` (the default): samples stand in, as in torch; ``"pad"``: and all
+            batches come as ``(batch, mask)``; ``"drop"``; or ``"uneven"``.
+        lifespan: From the dataset to a context manager, plain or async: entered where
+            samples are read (once here, or in each worker process), left at the end.
+
+    Raises:
+        ValueError: If arguments exclude each other, in torch's words.
+        TypeError: If one is of the wrong type.
+    """
+
+    _live: "Runtime"
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        snapshot_every_n_steps: int | None = 1,
+        transform: Callable[[Any], Any] | None = None,
+        concurrency: int = 64,
+        device: Any = None,
+        prefetch_device: int = 1,
+        workers: arguments.Workers = "process",
+        fetch: Literal["auto", "loader", "workers"] = "auto",
+        rng: Rng | None = None,
+        on_timeout: Literal["raise", "restart"] = "raise",
+        loop: Literal["thread", "caller"] = "thread",
+        on_error: OnError = "raise",
+        max_failures: float | None = None,
+        retry: Retry | None = None,
+        rank: Rank = None,
+        world_size: int | None = None,
+        tail: Tail | None = None,
+        lifespan: MakeLifespan | None = None,
+    ) -> None:
+        num_workers = arguments.count_workers(num_workers, workers)
+        arguments.check_numbers(
+            num_workers=num_workers,
+            timeout=timeout,
+            prefetch_factor=prefetch_factor,
+            concurrency=concurrency,
+            prefetch_device=prefetch_device,
+            snapshot_every_n_steps=snapshot_every_n_steps,
+        )
+        dataset, shuffle = settle_shuffle(dataset, shuffle)
+        self._kind = kind_of(dataset)
+        arguments.check_sampling(
+            self._kind,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            drop_last=drop_last,
+        )
+        self.multiprocessing_context = arguments.check_workers(
+            num_workers=num_workers,
+            persistent_workers=persistent_workers,
+            multiprocessing_context=multiprocessing_context,
+            workers=workers,
+            worker_init_fn=worker_init_fn,
+        )
+        arguments.check_options(fetch=fetch, rng=rng, on_timeout=on_timeout)
+        arguments.check_places(
+            loop=loop,
+            collate_fn=collate_fn,
+            transform=transform,
+            worker_init_fn=worker_init_fn,
+        )
+        check_failure_options(on_error, max_failures)
+        arguments.check_reads(on_error=on_error, retry=retry)
+        reads = dataset, transform, collate_fn, workers, fetch
+        arguments.check_resources(lifespan, *reads)
+
+        self.dataset = dataset
+        self.num_workers = num_workers
+        self.prefetch_factor = prefetch_factor
+        self.pin_memory = pin_memory
+        self.pin_memory_device = pin_memory_device
+        self.timeout = timeout
+        self.worker_init_fn = worker_init_fn
+        self.in_order = in_order
+        self.generator = generator
+        self.persistent_workers = persistent_workers
+        self.transform = transform
+        self.concurrency = concurrency
+        self.device = accelerator_for(device)
+        self.prefetch_device = prefetch_device
+        self.workers = workers
+        self.fetch = fetch
+        self.rng = rng
+        self.on_timeout = on_timeout
+        self.loop = loop
+        self.on_error = on_error
+        self.max_failures = max_failures
+        self.retry = retry
+        self.lifespan = lifespan
+        self.snapshot_every_n_steps = snapshot_every_n_steps
+
+        self.rank = rank
+        self.world_size = world_size
+        self.tail = tail
+
+        sampling = self._made_sampling = Sampling.make(
+            dataset,
+            self._kind,
+            Ranks.asked(rank, world_size, tail, dataset),
+            generator,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            drop_last=drop_last,
+        )
+        self.sampler = sampling.sampler
+        self.batch_sampler = sampling.batch_sampler
+        self.batch_size = sampling.batch_size
+        self.drop_last = drop_last
+        if collate_fn is None:
+            collate_fn = default_collate if self._auto_collation else default_convert
+        self.collate_fn = collate_fn
+        if fetch == "workers" and workers != "process":
+            arguments.check_fetch(workers, dataset, transform, collate_fn)
+
+        self._dataset_kind = dataset_kind(dataset, self._kind)
+        self._IterableDataset_len_called = None
+        self._epochs = Epochs(sampling.index_sampler)
+        # Not before a loader is made: it imports all that one may need.
+        from aioloader._loader.runtime import Runtime, warm_workers
+
+        self._live = Runtime(dataset)
+        warm_workers(self)
+        self.__initialized = True  # from here on torch's __setattr__ guards samplers
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_live": self._live.loaded, "_made_sampling": copy.copy(self._sampling)}
+        return {**vars(self), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        from aioloader._loader.runtime import Runtime
+
+        self._live = Runtime(self.dataset, loaded=state["_live"])
+
+    # -- iteration ----------------------------------------------------------------
+
+    @property
+    def _sampling(self) -> Sampling:
+        """What decides about the order: a sub-class may have replaced samplers."""
+        sampling = self._made_sampling
+        sampling.sampler, sampling.batch_sampler = self.sampler, self.batch_sampler
+        return sampling
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch.
+
+        Raises:
+            TypeError: If the dataset or the sampler has no length.
+        """
+        length = self._sampling.length(self.dataset)
+        if self._kind is not Kind.MAP:
+            self._IterableDataset_len_called = len(self.dataset)  # type: ignore[assignment]
+        return length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Number the next epoch, here and in a sampler or dataset that asks for it."""
+        loaded = self._live.loaded
+        if loaded is not None and loaded["epoch"] != epoch:
+            self._live.loaded = None  # another epoch is wanted, from its beginning
+        self._epochs.choose(epoch)
+        for part in (self.sampler, self.batch_sampler, self.dataset):
+            hook = getattr(part, "set_epoch", None)
+            # Who learns of each epoch as it begins would be bound to this one.
+            if callable(hook) and not hasattr(part, "begin_epoch"):
+                hook(epoch)
+
+    def _iterate(self, *, is_async: bool) -> "BatchIterator[Batch]":
+        """Return an iterator, with worker processes if it has any, as torch's has."""
+        from aioloader._loader.runtime import starts_at_iter
+        from aioloader._pipeline.iterator import BatchIterator, length_check
+        from aioloader._pipeline.pipeline_iterator import PipelineIterator
+
+        live = self._live
+        if self._sampling.settle():  # workers that are kept serve other ranks
+            live.forget_ahead()
+            live.pools.close()
+        draft = None if live.loaded is not None else live.draft(self)
+        seed = draft.base_seed if draft is not None else (live.loaded or {}).get("seed")
+        if not starts_at_iter(self, is_async=is_async):
+            # Not before it is begun: an iterator that is dropped unused is no epoch.
+            start = partial(live.start, self, draft, is_async=is_async)
+            prepared = None
+        else:
+            made = live.prepare(self, draft, is_async=is_async)
+            start, prepared = partial(live.commit, self, made), made.source
+            seed = made.passage.base_seed
+        iterator: BatchIterator[Batch] = BatchIterator(
+            start, self.__len__, length_check(self), seed, prepared
+        )
+        self._live.open.add(iterator)
+        if isinstance(prepared, PipelineIterator):
+            prepared.open(fills=not is_async)
+        return iterator
+
+    # -- its state ----------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """Return the position behind the last batch that was delivered.
+
+        It is small, takes microseconds, and may be asked for at any time, from any
+        thread. It is ready for JSON where the states of the user's own parts are.
+        """
+        if self._live.loaded is not None:
+            return sealed(copy.deepcopy(self._live.loaded))
+        return sealed(state_of(self, self._live.passage))
+
+    def load_state_dict(self, state: State) -> None:
+        """Let the next iteration begin where ``state_dict`` was called.
+
+        Only iterables without a state are read again. An empty state is ignored.
+
+        Raises:
+            StateMismatchError: If it does not fit this loader; names what differs.
+        """
+        if state == {}:
+            return
+        self._sampling.settle()
+        state = unsealed(state)
+        check(self, state)
+        if any(iterator.is_under_way() for iterator in self._live.open):
+            warn("an iteration is under way: the state takes effect with the next one")
+        self._live.forget_ahead()
+        self._live.loaded = copy.deepcopy(state)
+
+    # -- what it tells ------------------------------------------------------------
+
+    def stats(self) -> LoaderStats:
+        """Return the figures of the latest epoch, so far."""
+        counters = self._live.counters
+        return LoaderStats(
+            epoch=counters.epoch,
+            batches=counters.batches,
+            waited=counters.waited,
+            in_flight=counters.in_flight,
+            failures=self._live.policy.count,
+            worker_deaths=self._live.tally.deaths,
+            worker_restarts=self._live.tally.restarts,
+        )
+
+    @property
+    def skipped(self) -> tuple[Failure, ...]:
+        """The latest failed samples of the latest epoch, at most 1,000."""
+        return tuple(self._live.policy.latest)
+
+    def __repr__(self) -> str:
+        dataset = type(self.dataset).__name__
+        return (
+            f"DataLoader({dataset}, batch_size={self.batch_size}, "
+            f"num_workers={self.num_workers}, epoch={self._epochs.next}, "
+            f"open={len(self._live.open)})"
+        )
+
+    # -- the end ------------------------------------------------------------------
+
+    def __enter__(self) -> "DataLoader[Batch]":
+        self._live.hosts.keep()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._live.hosts.leave():
+            self.close()
+
+    async def __aenter__(self) -> "DataLoader[Batch]":
+        self._live.hosts.keep()
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        if self._live.hosts.leave():
+            await self.aclose()
+
+    def close(self) -> None:
+        """End all iterations and release what they hold; wait for it, bounded."""
+        for iterator in list(self._live.open):
+            iterator.close()
+        self._live.forget_ahead()
+        self._live.hosts.release()
+        self._live.pools.close()
+        self._live.servers.close()
+
+    async def aclose(self) -> None:
+        """End all iterations and release what they hold, without blocking the loop."""
+        for iterator in list(self._live.open):
+            await iterator.aclose()
+        self._live.forget_ahead()
+        await self._live.hosts.release_async()
+        await self._live.pools.aclose()
+        self._live.servers.close()

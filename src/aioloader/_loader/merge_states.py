@@ -1,0 +1,86 @@
+"""The states of all ranks as one, which any number of ranks can load.
+
+Over a map-style dataset all ranks that have not come to their end have the same state,
+and any of them will do. Streams are shared out, so each rank has a part of their state.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from aioloader._loader.state_check import VERSION, State
+from aioloader._loader.state_format import check_shape, sealed, unsealed
+from aioloader.errors import StateMismatchError
+
+_ALIKE = ("kind", "length", "batch_size", "readers")
+
+
+def merge_states(states: Iterable[State]) -> State:
+    """Return one state for all ranks, from those of each.
+
+    They are to be of one moment: behind the same number of batches. A rank that had
+    fewer, and is before its next epoch, is among them as it is.
+
+    Args:
+        states: What ``state_dict`` of each rank's loader returned, in any order.
+
+    Raises:
+        StateMismatchError: If they are not of one run and one moment, or parts of the
+            streams are missing.
+        ValueError: If there is none.
+    """
+    states = [unsealed(state) for state in states]
+    if not states:
+        raise ValueError("there are no states to merge")
+    for state in states:
+        check_shape(state, VERSION)
+    for key in _ALIKE:
+        _check_alike(states, key, states[0].get(key))
+    epoch = min(state["epoch"] for state in states)
+    going = [state for state in states if state["epoch"] == epoch]
+    over = [state for state in states if state["epoch"] != epoch]
+    for state in over:
+        if state["epoch"] != epoch + 1 or state["done"]:
+            _refuse("epoch", epoch, state["epoch"])
+    for key in ("done", "beyond"):
+        _check_alike(going, key, going[0][key])
+    merged = dict(going[0])
+    if merged["states"]:
+        merged["states"] = {
+            reader: _merged(reader, going, over) for reader in merged["states"]
+        }
+    return sealed(merged)
+
+
+def _merged(reader: str, going: Sequence[State], over: Sequence[State]) -> Any:
+    """Return the state of one reader, which has a part on each rank."""
+    parts = [state["states"].get(reader) for state in going]
+    first = parts[0]
+    if not (isinstance(first, dict) and "streams" in (first.get("dataset") or ())):
+        for part in parts:
+            if part != first:
+                _refuse(f"the state of reader {reader}", first, part)
+        return first
+    from aioloader.datasets._streams.states import merge_states as merge_streams
+
+    streams = [part["dataset"] for part in parts]
+    for state in over:
+        last = (state.get("last") or {}).get(reader)
+        if last is not None and "dataset" in last:
+            streams.append({**last["dataset"], "ended": True})
+    return {**first, "dataset": merge_streams(streams)}
+
+
+def _check_alike(states: Sequence[State], key: str, value: Any) -> None:
+    for state in states:
+        if state.get(key) != value:
+            _refuse(key, value, state.get(key))
+
+
+def _refuse(key: str, one: Any, other: Any) -> None:
+    raise StateMismatchError(
+        f"the states are not of one run and one moment: {key} is {one!r} in one of "
+        f"them and {other!r} in another; save all ranks behind the same batch (with "
+        "in_order=True, if there are batches beyond it)",
+        expected=one,
+        found=other,
+    )

@@ -1,0 +1,205 @@
+"""Which part of the samples a loader delivers, where ranks share a dataset.
+
+Like torch, a loader deals nothing unless it is asked to, by ``rank=``. ``"auto"`` is
+looked up when an iteration begins: the process group may be made after the loader.
+Nothing here talks to other ranks.
+"""
+
+import itertools
+import operator
+import os
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch.distributed
+from torch.utils.data import DistributedSampler
+
+from aioloader._observe.warnings import warn
+from aioloader._order.orders import nested
+from aioloader._order.permutation import ShuffledIndices
+from aioloader._order.ranks import Part, Tail
+from aioloader.protocols import Kind, is_own_stream
+
+Rank: TypeAlias = int | Literal["auto"] | None
+_TAILS = (None, "wrap", "pad", "drop", "uneven")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What was asked for about ranks.
+
+    Attributes:
+        given: The part by numbers; None: nobody has asked, or it is looked up.
+        is_auto: Whether rank and number of ranks are looked up.
+        tail: What becomes of an uneven last global batch.
+    """
+
+    given: Part | None
+    is_auto: bool = False
+    tail: Tail = "wrap"
+
+    @classmethod
+    def asked(cls, rank: Any, world_size: Any, tail: Any, dataset: Any) -> "Ranks":
+        """Return what a loader's arguments ask for.
+
+        Raises:
+            ValueError: If they exclude each other or are out of range.
+            TypeError: If one is of the wrong type.
+        """
+        tail = _tail(tail, is_stream=is_own_stream(dataset))
+        if rank == "auto":
+            if world_size is not None:
+                raise ValueError(
+                    "rank='auto' excludes world_size: both are looked up when an "
+                    "iteration begins"
+                )
+            return cls(None, is_auto=True, tail=tail)
+        if rank == "env":
+            raise ValueError(
+                "rank='env' is now rank='auto': torch.distributed where it is "
+                "initialized, else RANK and WORLD_SIZE of the environment"
+            )
+        if rank is None and world_size is None:
+            # One rank: it is only asked for what becomes of the tail.
+            return cls(None if tail in {"wrap", "uneven"} else Part(tail=tail))
+        return cls(checked(rank, world_size, tail))
+
+    def is_asked(self) -> bool:
+        """Tell whether anything was asked for, if only for one rank."""
+        return self.is_auto or self.given is not None
+
+    def part(self) -> Part | None:
+        """Return the part to deliver, as things are now; None: nobody has asked.
+
+        Raises:
+            ValueError: If the environment holds no rank, or only a half of one.
+        """
+        if not self.is_auto:
+            return self.given
+        return checked(*(_of_group() or _of_environment()), self.tail)
+
+
+def _tail(tail: Any, *, is_stream: bool) -> Tail:
+    if tail not in _TAILS:
+        known = " or ".join(repr(word) for word in _TAILS)
+        raise ValueError(f"tail must be {known}, got {tail!r}")
+    if is_stream and tail not in {None, "uneven"}:
+        raise ValueError(
+            f"tail={tail!r} needs to know where the other ranks' shards end, and "
+            "streams do not tell; use tail='uneven', or take(count) for equal numbers"
+        )
+    found: Tail = tail or ("uneven" if is_stream else "wrap")
+    return found
+
+
+def _of_group() -> tuple[int, int] | None:
+    """Return rank and number of ranks of torch's process group, if there is one."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def _of_environment() -> tuple[int, int]:
+    found = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    rank, world_size = found.values()
+    if rank is None and world_size is None:
+        return 0, 1
+    try:
+        return int(rank or ""), int(world_size or "")
+    except ValueError:
+        raise ValueError(
+            "rank='auto' needs both RANK and WORLD_SIZE in the environment, as numbers "
+            f"(torchrun sets them), or neither; they are {found}"
+        ) from None
+
+
+def checked(rank: Any, world_size: Any, tail: Tail) -> Part:
+    """Return the part of one of ``world_size`` ranks.
+
+    Raises:
+        ValueError: If one of the numbers is missing or out of range.
+        TypeError: If one is no integer.
+    """
+    if rank is None or world_size is None:
+        raise ValueError(
+            f"rank and world_size go together, got rank={rank!r} and "
+            f"world_size={world_size!r}"
+        )
+    try:
+        rank, world_size = operator.index(rank), operator.index(world_size)
+    except TypeError:
+        raise TypeError(
+            "rank must be an integer or 'auto', and world_size an integer, got "
+            f"{rank!r} and {world_size!r}"
+        ) from None
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be in range({world_size}), got {rank}")
+    return Part(rank, world_size, tail)
+
+
+def refuse_two_deals(part: Part | None, dataset: Any, *samplers: Any) -> None:
+    """Check that nothing else deals to ranks where the loader does.
+
+    Raises:
+        ValueError: If a ``DistributedSampler``, or ``shard`` of a stream, does too.
+    """
+    if part is None or part.world_size == 1:
+        return
+    asked = f"rank={part.rank} of world_size={part.world_size}"
+    for sampler in itertools.chain(*map(nested, samplers)):
+        others = _replicas(sampler)
+        if others > 1:
+            raise ValueError(
+                f"{asked} and a {type(sampler).__name__} of {others} replicas would "
+                "both deal: each rank would get 1 of "
+                f"{part.world_size * others} samples; leave out one of them (rank=, or "
+                "the sampler; Lightning puts none in with "
+                "use_distributed_sampler=False)"
+            )
+    dealt = dataset.ranks if is_own_stream(dataset) else None
+    if dealt not in {None, (part.rank, part.world_size)}:
+        raise ValueError(
+            f"{asked}, but the stream is that of shard{dealt}: leave out one of them"
+        )
+
+
+def _replicas(sampler: Any) -> int:
+    """Return to how many ranks a sampler deals: torch's, or accelerate's by shape."""
+    if isinstance(sampler, DistributedSampler):
+        return sampler.num_replicas
+    count = getattr(sampler, "num_processes", 1)
+    is_shard = hasattr(sampler, "process_index") and isinstance(count, int)
+    return count if is_shard else 1
+
+
+def repeats_samples(kind: Kind, dataset: Any, *, shuffle: Any) -> bool:
+    """Tell whether a loader that deals nothing is unlikely to be meant on many ranks.
+
+    To validate on the whole dataset on each rank is; to train in a random order, or to
+    read a stream, is not.
+    """
+    if is_own_stream(dataset):
+        return dataset.ranks is None
+    return kind is Kind.MAP and bool(shuffle)
+
+
+def warn_of_repeats() -> bool:
+    """Warn if several ranks run, each of which gets all samples; tell whether so."""
+    group = _of_group()
+    if group is None or group[1] == 1:
+        return False
+    warn(
+        f"torch.distributed runs {group[1]} ranks, and this DataLoader delivers every "
+        "sample on each of them: pass rank='auto' to share them out, a "
+        "DistributedSampler, or rank=0, world_size=1 if that is meant"
+    )
+    return True
+
+
+def shuffled(dataset: Any, generator: torch.Generator | None) -> ShuffledIndices:
+    """Return an order that is the same on all ranks, however each is seeded."""
+    seed = 0 if generator is None else generator.initial_seed()
+    return ShuffledIndices(len(dataset), seed)

@@ -1,0 +1,233 @@
+"""What makes a loader a torch ``DataLoader`` to those who look at it.
+
+Frameworks check the class, take a loader apart by ``vars`` and the signature of its
+``__init__``, and read private names of torch's class. All of these are kept here, but
+torch's ``__init__``, which knows nothing of async datasets, is not called.
+"""
+
+import functools
+import inspect
+import sys
+from typing import TYPE_CHECKING, Any, Generic
+
+import torch.utils.data
+from torch.utils.data import IterableDataset
+from torch.utils.data.dataloader import _DatasetKind
+from typing_extensions import TypeVar
+
+from aioloader._observe.warnings import warn
+from aioloader._pipeline.waiting import refuse_trio
+from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
+
+if TYPE_CHECKING:
+    from aioloader._pipeline.iterator import BatchIterator
+
+Batch = TypeVar("Batch", default=Any)
+_VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+
+class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
+    """Torch's class with the names that others read, before anything is loaded.
+
+    Every public attribute of an instance is an argument of ``__init__``, so that
+    ``type(loader)(**arguments)`` makes the same loader again. Of torch's private names
+    ``_index_sampler``, ``_auto_collation``, ``_dataset_kind``, ``_get_iterator``,
+    ``_iterator``, ``_IterableDataset_len_called`` and ``_DataLoader__initialized`` are
+    there.
+    """
+
+    # Torch's property checks what it is set to; here the constructor has done so.
+    multiprocessing_context: Any = None
+    dataset: Any
+    _live: Any
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _make_explicit(cls)
+
+    def __iter__(self) -> "BatchIterator[Batch]":  # type: ignore[override]
+        return self._get_iterator()
+
+    def __aiter__(self) -> "BatchIterator[Batch]":
+        if type(self)._get_iterator is not TorchLoader._get_iterator:
+            raise TypeError(
+                f"{type(self).__name__} overrides _get_iterator, which serves `for` "
+                "alone: iterate with `for`, or override __aiter__ too"
+            )
+        refuse_trio()
+        return self._iterate(is_async=True)
+
+    def _get_iterator(self) -> "BatchIterator[Batch]":  # type: ignore[override]
+        return self._iterate(is_async=False)
+
+    def _iterate(self, *, is_async: bool) -> "BatchIterator[Batch]":
+        """Return an iterator of one epoch."""
+        raise NotImplementedError
+
+    @property
+    def _iterator(self) -> Any:
+        """What torch keeps here: the iterator of workers that persist, or None."""
+        if not (self.persistent_workers and self.num_workers):
+            return None
+        return next(iter(self._live.open), None)
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        """End persistent workers, as who sets torch's attribute to None does.
+
+        Raises:
+            AttributeError: If it is set to anything else.
+        """
+        if iterator is not None:
+            raise AttributeError("_iterator can only be set to None, to end workers")
+        if self.persistent_workers and self.num_workers:
+            self.close()
+
+    @_iterator.deleter
+    def _iterator(self) -> None:
+        self._iterator = None
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Whether accelerate is to leave it as it is, which it asks before it takes it.
+
+        Raises:
+            ValueError: If torch's loader, which accelerate makes of it, would not give
+                the same batches; says why.
+        """
+        prepared: bool | None = vars(self).get("_accelerate_prepared")
+        if prepared is None and _is_asked_by("accelerate"):
+            check_torch_suffices(self)
+        return bool(prepared)
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, prepared: bool) -> None:
+        self._accelerate_prepared = prepared
+
+    def close(self) -> None:
+        """End all iterations and release what they hold."""
+        raise NotImplementedError
+
+
+def dataset_kind(dataset: Any, kind: Kind) -> int:
+    """Return torch's name of ``kind``; have an async iterable pass for torch's.
+
+    Frameworks ask ``isinstance(dataset, IterableDataset)`` before they put samplers in.
+    A class that can also be indexed is left alone: torch's own loader would treat its
+    instances in another way from then on.
+    """
+    cls = type(dataset)
+    if kind is Kind.ASYNC_ITERABLE and not isinstance(dataset, IterableDataset):
+        is_of_user = bool(cls.__flags__ & _HEAP_TYPE)
+        if is_of_user and not hasattr(cls, "__getitem__"):
+            IterableDataset.register(cls)
+    return _DatasetKind.Map if kind is Kind.MAP else _DatasetKind.Iterable
+
+
+def check_torch_suffices(loader: TorchLoader[Any]) -> None:
+    """Check that torch's loader, made of the same arguments, gives the same batches.
+
+    Raises:
+        ValueError: If it cannot, because of an argument or of the dataset.
+    """
+    advice = (
+        "use aioloader.accelerate.prepare(accelerator, ...) in the place of "
+        "accelerator.prepare(...), or for transformers' Trainer the TrainerMixin there"
+    )
+    cls = [base for base in type(loader).__mro__ if issubclass(base, TorchLoader)][-2]
+    parameters = inspect.signature(cls).parameters
+    known = inspect.signature(torch.utils.data.DataLoader).parameters
+    lost = [
+        f"{name}="
+        for name, parameter in parameters.items()
+        if name not in known and name not in _FOR_SPEED
+        if getattr(loader, name, parameter.default) != parameter.default
+    ]
+    if kind_of(loader.dataset) is Kind.ASYNC_ITERABLE or reads_async(loader.dataset):
+        lost.append("an async dataset")
+    elif kind_of(loader.dataset) is Kind.ITERABLE and not isinstance(
+        loader.dataset, IterableDataset
+    ):
+        lost.append("an iterable that is no torch IterableDataset")
+    if is_async_function(loader.collate_fn):
+        lost.append("an async collate_fn")
+    if loader._live.loaded is not None:
+        lost.append("a loaded state")
+    if lost:
+        raise ValueError(
+            "accelerate would make a torch.utils.data.DataLoader of this loader, "
+            f"without {', '.join(lost)}: {advice}"
+        )
+    warn(
+        "accelerate makes a torch.utils.data.DataLoader of this loader: the batches "
+        f"are the same, but torch's engine makes them; to keep this one, {advice}"
+    )
+
+
+# Arguments without which the batches are the same.
+_FOR_SPEED = {"concurrency", "prefetch_device", "snapshot_every_n_steps"}
+
+
+def _is_asked_by(package: str) -> bool:
+    """Tell whether the caller's caller is of ``package``; not, say, a debugger."""
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return name.split(".", maxsplit=1)[0] == package
+
+
+# Set for classes that are defined in Python: Py_TPFLAGS_HEAPTYPE.
+_HEAP_TYPE = 1 << 9
+
+
+def _make_explicit(cls: type[TorchLoader[Any]]) -> None:
+    """Spell out the arguments that a sub-class passes on by ``**kwargs``.
+
+    Of a signature with ``**kwargs`` frameworks take it that it means torch's arguments,
+    and leave out all others when they make the loader again.
+    """
+    owner = next(base for base in cls.__mro__ if "__init__" in vars(base))
+    init: Any = vars(owner)["__init__"]
+    if owner is not cls:
+        if issubclass(owner, TorchLoader):
+            return  # has been here
+        init = _passing_on(init)
+    if not inspect.isfunction(init):
+        return
+    mine = list(inspect.signature(init).parameters.values())
+    if all(one.kind is not one.VAR_KEYWORD for one in mine):
+        return
+    above = next(
+        base
+        for base in cls.__mro__[cls.__mro__.index(owner) + 1 :]
+        if "__init__" in vars(base) and issubclass(base, torch.utils.data.DataLoader)
+    )
+    theirs = list(inspect.signature(above.__init__).parameters.values())[1:]
+    init.__signature__ = inspect.Signature(_merged(mine, theirs))  # type: ignore[attr-defined]
+    if owner is not cls:
+        cls.__init__ = init  # type: ignore[method-assign]
+
+
+def _merged(
+    mine: list[inspect.Parameter], theirs: list[inspect.Parameter]
+) -> list[inspect.Parameter]:
+    """Return my parameters, with theirs in the place of the variadic ones."""
+    named = [one for one in mine if one.kind not in _VARIADIC]
+    passes_all = len(named) == 1 and mine[1].kind is mine[1].VAR_POSITIONAL
+    names = {one.name for one in named}
+    rest = [one for one in theirs if one.name not in names]
+    if not passes_all:  # by name only
+        rest = [
+            one if one.kind in _VARIADIC else one.replace(kind=one.KEYWORD_ONLY)
+            for one in rest
+        ]
+    merged = named + rest
+    return sorted(merged, key=lambda one: one.kind)
+
+
+def _passing_on(init: Any) -> Any:
+    """Return a function that does the same, and can have a signature of its own."""
+
+    @functools.wraps(init)
+    def passed_on(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+
+    return passed_on

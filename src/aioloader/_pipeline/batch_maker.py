@@ -1,0 +1,380 @@
+"""The user's functions, and what surrounds each call: retries, skips, notes.
+
+Plain code that runs in whatever thread it is called from; the fetchers awaits the
+asynchronous twins of ``read`` and ``transform``.
+"""
+
+import contextlib
+import copy
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from aioloader._collate.collate import collates_as_torch, default_collate, lending
+from aioloader._collate.gather import Rows, gatherable
+from aioloader._order.failures import SKIP, Failure, FailurePolicy, noted
+from aioloader._order.indices import IndexBatch
+from aioloader._order.ranks import WHOLE, Part
+from aioloader._order.retry import Retry
+from aioloader._pipeline.batch_task import BatchResult, BatchTask, shorten
+from aioloader._pipeline.keys import BatchSeeds, Keys
+from aioloader._transport.slots import Lender, SlotPool
+from aioloader.protocols import (
+    Kind,
+    batch_getter,
+    is_async_function,
+    is_stateful,
+    kind_of,
+    reads_async,
+)
+
+_NOTHING: Final = contextlib.nullcontext()
+
+
+def nothing_around(_task: BatchTask) -> AbstractContextManager[None]:
+    """Leave the generators alone."""
+    return _NOTHING
+
+
+@dataclass(eq=False)
+class BatchMaker:
+    """How one epoch of one loader turns indices into batches.
+
+    Attributes:
+        dataset: Where samples come from.
+        transform: Sample to sample, sync or async, or None.
+        collate_fn: Samples to batch (one sample to batch if not ``batched``).
+        batched: Whether samples are gathered into batches.
+        policy: What becomes of failed samples.
+        epoch: Epoch number, for notes.
+        retry: When to read again, or None.
+        pool: What big batches are written into.
+        reads: Whether samples are to be read; else they come with the task.
+        around: What is entered while plain code makes a task, to seed generators.
+        reseed: Seeds the generators for a task once more, which is under way: the
+            user's code has restored them.
+        seed: Called before each read and transform of a sample that has a seed of its
+            own, with the task, the position and the stage (0: read, 1: transform).
+        at: Called so before a coroutine reads or transforms a sample, or awaits for a
+            whole batch (position -1), if its batch has a seed.
+        keys: What generators are seeded with; None: they are left alone.
+        part: Which samples of an iterable are this rank's, and whether batches come
+            with a mask.
+        snapshot_every: Batches from one state of a stateful stream to the next.
+        keeps_step: Whether other ranks read the same batches: one that raises must not
+            put them out of step.
+    """
+
+    dataset: Any
+    transform: Callable[[Any], Any] | None
+    collate_fn: Callable[[Any], Any]
+    batched: bool
+    policy: FailurePolicy
+    epoch: int = 0
+    retry: Retry | None = None
+    pool: Lender = field(default_factory=SlotPool)
+    reads: bool = True
+    around: Callable[[BatchTask], AbstractContextManager[None]] = nothing_around
+    reseed: Callable[[BatchTask], None] | None = None
+    seed: Callable[[BatchTask, int, int], None] | None = None
+    at: Callable[[BatchTask, int, int], None] | None = None
+    keys: Keys | None = None
+    part: Part = WHOLE
+    snapshot_every: int = 1
+    keeps_step: bool = False
+    # Derived, and looked up once: a look-up per sample is 5 % of a small one.
+    kind: Kind = field(init=False)
+    get: Callable[[Any], Any] = field(init=False)
+    get_batch: Callable[[Any], Any] | None = field(init=False, default=None)
+    reads_async: bool = field(init=False, default=False)
+    keeps_state: bool = field(init=False, default=False)
+    transforms_async: bool = field(init=False)
+    collates_async: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kind = kind_of(self.dataset)
+        if self.kind is Kind.MAP and self.reads:
+            self.get = self.dataset.__getitem__
+            self.get_batch = self._batch_getter() if self.batched else None
+            self.reads_async = reads_async(self.dataset)
+            self.keeps_state = is_stateful(self.dataset)
+        self.transforms_async = is_async_function(self.transform)
+        self.collates_async = is_async_function(self.collate_fn)
+
+    def _batch_getter(self) -> Callable[[Any], Any] | None:
+        """Return what reads a whole batch at once, if anything does."""
+        is_plain = self.transform is None and self.collate_fn is default_collate
+        if is_plain and self.policy.on_error == "raise" and collates_as_torch():
+            tensors = gatherable(self.dataset)
+            if tensors is not None:
+                return partial(Rows, tensors)
+        return batch_getter(self.dataset)
+
+    def is_plain(self) -> bool:
+        """Tell whether no step needs an event loop."""
+        return not (
+            self.kind is Kind.ASYNC_ITERABLE
+            or self.reads_async
+            or self.transforms_async
+            or self.collates_async
+        )
+
+    def task(self, batch: IndexBatch) -> BatchTask:
+        """Return the task for a request."""
+        number, first, indices, padding, state = batch
+        task = BatchTask(number, indices, padding=padding, state=state)
+        if self.keys is not None:
+            task.key, task.sample_keys = self.keys(number, first)
+        return task
+
+    def seeds(self, reader: int = 0, readers: int = 1) -> BatchSeeds | None:
+        """Return the seeds of the batches of a reader, if there are any."""
+        if self.keys is None:
+            return None
+        return BatchSeeds(self.keys, self.part, reader, readers)
+
+    def is_stream(self) -> bool:
+        """Tell whether an iteration reads one after the other, and has a state."""
+        return self.reads and self.kind is not Kind.MAP
+
+    def leave_generators(self) -> None:
+        """Seed nothing: the user's code is in charge."""
+        self.around, self.reseed = nothing_around, None
+        self.seed = self.at = None
+
+    # -- the steps, as plain code -------------------------------------------------
+
+    def read(self, task: BatchTask, pause: Callable[[float], object]) -> None:
+        """Read the samples of ``task``; ``pause`` sleeps between attempts."""
+        self.policy.begin(len(task.indices))
+        if self.get_batch is not None:
+            task.samples = self._read_batch(task, pause)
+        else:
+            get = self.get if task.sample_keys is None else self._seeded_get(task)
+            read_each(task, get, lambda error: self._reread(task, error, pause))
+        _refuse_awaitables(task.samples, "dataset's __getitem__")
+
+    def _seeded_get(self, task: BatchTask) -> Callable[[Any], Any]:
+        """Return ``get`` for the samples of ``task`` in order, each with its seed."""
+        position = len(task.samples)
+
+        def get(index: Any) -> Any:
+            nonlocal position
+            # Behind an error, its place is that of a sample that stands in.
+            position = max(position, len(task.samples))
+            self._seed(task, position, 0)
+            position += 1
+            return self.get(index)
+
+        return get
+
+    def _seed(self, task: BatchTask, position: int, stage: int) -> None:
+        if task.sample_keys is not None and self.seed is not None:
+            self.seed(task, position, stage)
+
+    def apply(self, task: BatchTask) -> None:
+        """Transform the samples of ``task`` in place."""
+        transform, samples = self.transform, task.samples
+        if transform is None or self.transforms_async:
+            return
+        for position, sample in enumerate(samples):
+            if sample is not SKIP:
+                try:
+                    self._seed(task, position, 1)
+                    samples[position] = transform(sample)
+                except Exception as error:  # the policy decides
+                    samples[position] = self.resolve("transform", task, position, error)
+        _refuse_awaitables(samples, "transform")
+
+    def collate(self, task: BatchTask) -> BatchResult:
+        """Make the batch of ``task``, or nothing if every sample was skipped."""
+        samples = self.kept(task)
+        if self.is_void(samples):
+            return BatchResult(is_empty=True)
+        try:
+            with lending(self.pool):
+                batch = self.collate_fn(samples if self.batched else samples[0])
+            _refuse_awaitables(batch, "collate_fn")
+        except Exception as error:
+            raise self.collate_error(task, error)  # noqa: B904  (it keeps its cause)
+        return self.made(task, batch)
+
+    def made(self, task: BatchTask, batch: Any) -> BatchResult:
+        """Return the result of a batch, with a mask of what does not stand in."""
+        if self.part.masks():
+            batch = batch, self._mask(task)
+        return BatchResult(batch)
+
+    def _mask(self, task: BatchTask) -> torch.Tensor:
+        samples = task.samples if type(task.samples) is list else task.indices
+        real = len(samples) - task.padding
+        kept = [k < real for k, sample in enumerate(samples) if sample is not SKIP]
+        return torch.tensor(kept if self.batched else kept[0])
+
+    def finish(self, task: BatchTask) -> BatchResult:
+        """Transform and collate ``task``; errors become its result."""
+        try:
+            self.apply(task)
+            return self.collate(task)
+        except Exception as error:  # handed to the consumer
+            return BatchResult(error=error)
+
+    def kept(self, task: BatchTask) -> Any:
+        """Return the samples of ``task`` that were not skipped."""
+        samples = task.samples
+        if self._may_skip() and type(samples) is list:
+            samples = [sample for sample in samples if sample is not SKIP]
+        return samples
+
+    def is_void(self, samples: Any) -> bool:
+        """Tell whether skipping left nothing of a batch."""
+        return self._may_skip() and type(samples) is list and not samples
+
+    def _may_skip(self) -> bool:
+        return bool(self.policy.count) or not self.reads
+
+    def leave(self, task: BatchTask, result: BatchResult) -> BatchResult:
+        """Note in an result what state it leaves a map-style dataset in."""
+        if not self.keeps_state or result.error is not None:
+            return result
+        try:
+            result.dataset = 0, copy.deepcopy(self.dataset.state_dict())
+        except Exception as error:  # handed to the consumer
+            where = f"in the dataset's state_dict(), {self.place('fetch', task)}"
+            return BatchResult(error=noted(raisable(error), where), state=result.state)
+        return result
+
+    # -- failures -----------------------------------------------------------------
+
+    def resolve(
+        self, stage: str, task: BatchTask, position: int, error: Exception
+    ) -> Any:
+        """Return what stands for a failed sample, or raise by the policy."""
+        failure = Failure(
+            stage=stage,
+            epoch=self.epoch,
+            batch=task.number,
+            position=position,
+            index=task.indices[position],
+            error=raisable(error),
+        )
+        return self.policy.resolve(failure)
+
+    def collate_error(self, task: BatchTask, error: Exception) -> BaseException:
+        """Return what to raise when ``collate_fn`` gave ``error``, noted."""
+        return noted(raisable(error), self.place("collate", task))
+
+    def place(self, stage: str, task: BatchTask) -> str:
+        """Say where a batch-wide stage was, for a note."""
+        return (
+            f"in stage {stage!r} of epoch {self.epoch}, batch {task.number}, "
+            f"sample indices {shorten(task.indices)}"
+        )
+
+    def _reread(
+        self, task: BatchTask, error: Exception, pause: Callable[[float], object]
+    ) -> Any:
+        """Try the next sample of ``task`` again; its first read gave ``error``."""
+        position = len(task.samples)
+        for delay in self.delays(error):
+            pause(delay)
+            try:
+                self._seed(task, position, 0)
+                return self.get(task.indices[position])
+            except Exception as again:  # counted, then resolved
+                error = again
+                if not self.may_retry(error):
+                    break
+        return self.resolve("fetch", task, position, error)
+
+    def _read_batch(self, task: BatchTask, pause: Callable[[float], object]) -> Any:
+        """Read all of ``task`` by ``__getitems__``; retried as a whole."""
+        delays: Iterator[float] | None = None
+        while True:
+            try:
+                return self.checked(task, self.get_batch(task.indices))  # type: ignore[misc]
+            except Exception as error:
+                delays = delays or self.delays(error)
+                delay = next(delays, None) if self.may_retry(error) else None
+                if delay is None:
+                    raise self.batch_error(task, error)  # noqa: B904  (it keeps its cause)
+                pause(delay)
+
+    def batch_error(self, task: BatchTask, error: Exception) -> BaseException:
+        """Return what to raise when ``__getitems__`` gave ``error``, noted."""
+        return noted(raisable(error), self.place("fetch", task))
+
+    def checked(self, task: BatchTask, samples: Any) -> Any:
+        """Return what ``__getitems__`` gave, if it can be used.
+
+        Without a transform it goes to ``collate_fn`` as it is, as in torch.
+
+        Raises:
+            ValueError: If it is to be transformed and is not as long as asked.
+        """
+        if self.transform is None:
+            return samples
+        if len(samples) != len(task.indices):
+            raise ValueError(
+                f"{type(self.dataset).__name__}.__getitems__ returned {len(samples)} "
+                f"samples for {len(task.indices)} indices"
+            )
+        return list(samples)
+
+    def delays(self, error: Exception) -> Iterator[float]:
+        """Return the waits before further attempts at a read that gave ``error``."""
+        if self.retry is None or not self.may_retry(error):
+            return iter(())
+        return self.retry.delays()
+
+    def may_retry(self, error: Exception) -> bool:
+        return self.retry is not None and self.retry.is_worth(error)
+
+
+def read_each(
+    task: BatchTask,
+    get: Callable[[Any], Any],
+    recover: Callable[[Exception], Any],
+) -> None:
+    """Append ``get(index)`` for each index of ``task``; ``recover`` stands in."""
+    samples, indices = task.samples, task.indices
+    while len(samples) < len(indices):
+        rest = indices[len(samples) :] if samples else indices
+        try:
+            # What came before an error stays in the list.
+            samples.extend(map(get, rest))
+        except Exception as error:  # retried, or the policy decides
+            samples.append(recover(error))
+        else:
+            if len(samples) < len(indices):  # ``map`` took it for its own end
+                samples.append(recover(StopIteration()))
+
+
+def _refuse_awaitables(samples: Any, what: str) -> None:
+    """Raise a clear error when a plain function turns out to return coroutines."""
+    if isinstance(samples, types.CoroutineType):
+        samples = [samples]
+    is_list = type(samples) is list and samples
+    if not is_list or not isinstance(samples[0], types.CoroutineType):
+        return
+    for sample in samples:
+        if isinstance(sample, types.CoroutineType):
+            sample.close()
+    raise TypeError(
+        f"the {what} is a plain function but returned a coroutine; declare it (or its "
+        "wrapper) `async def`, so that it runs on the loader's loop"
+    )
+
+
+def raisable(error: Exception) -> Exception:
+    """Return ``error``, or a RuntimeError for one that would end the loop quietly."""
+    if not isinstance(error, (StopIteration, StopAsyncIteration)):
+        return error
+    stand_in = RuntimeError(f"the dataset raised {type(error).__name__}")
+    stand_in.__cause__ = error
+    return stand_in

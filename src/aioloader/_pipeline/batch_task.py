@@ -1,0 +1,84 @@
+"""The unit that travels: one batch on its way from indices to tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+
+class _Missing:
+    """The type of ``MISSING``."""
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING: Final = _Missing()
+"""Marks the place of a sample that has not arrived."""
+
+
+@dataclass(slots=True, eq=False)
+class BatchResult:
+    """What became of one request: a batch, an error, nothing left, or the end.
+
+    Attributes:
+        batch: The batch, or ``None``.
+        error: What to raise instead.
+        is_empty: Every sample was skipped: there is no batch.
+        is_end: The stream had ended.
+        has_ended: Of several readers, the one whose batch it was to be had ended.
+        attempted: Samples that a worker process tried to read; counted on delivery.
+        failures: Those of them that were skipped or replaced.
+        state: What its reader (sampler or stream) was left in behind it, if known.
+        dataset: Of a stateful map-style dataset: which worker's copy made it (0, if it
+            was made here), and the state that this was left in.
+    """
+
+    batch: Any = None
+    error: BaseException | None = None
+    is_empty: bool = False
+    is_end: bool = False
+    has_ended: bool = False
+    attempted: int = 0
+    failures: Sequence[Any] = ()
+    state: Any = None
+    dataset: tuple[int, Any] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class BatchTask:
+    """One batch under way; owned by the stage that has it in hand.
+
+    Attributes:
+        number: Place in the epoch, from 0.
+        indices: What the sampler gave; for a stream, what it will number its samples.
+        key: What the generators are seeded with before its plain code runs, or None.
+        sample_keys: Where each sample has a seed of its own: that of the epoch, the
+            place of the first sample in the epoch, and the step to that of the next.
+        padding: How many of its samples, the last ones, only stand in.
+        samples: Samples so far, with ``MISSING`` where one is still being read; or what
+            ``__getitems__`` gave, of any type.
+        step: Which step of the route comes next.
+        cursor: Place of the next sample that the fetchers will start.
+        pending: Samples that the fetchers has not finished.
+        result: What became of it, once that is known; late samples are dropped.
+        state: As in ``BatchResult``.
+    """
+
+    number: int
+    indices: Sequence[Any]
+    key: int | None = None
+    sample_keys: tuple[int, int, int] | None = None
+    padding: int = 0
+    samples: Any = field(default_factory=list)
+    step: int = 0
+    cursor: int = 0
+    pending: int = 0
+    result: BatchResult | None = None
+    state: Any = None
+
+
+def shorten(indices: Sequence[Any]) -> str:
+    """Return up to eight indices as text."""
+    shown = ", ".join(repr(index) for index in indices[:8])
+    more = f", … ({len(indices)} in all)" if len(indices) > 8 else ""
+    return f"[{shown}{more}]"

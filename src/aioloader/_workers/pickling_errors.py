@@ -1,0 +1,115 @@
+"""Words for what cannot be pickled: which attribute it is, and what to do about it."""
+
+import contextlib
+import types
+from typing import Any
+
+from aioloader._transport.codec import Reducers, encode_by_value
+
+_NONE: Reducers = {}
+_PARTS = (
+    *("dataset", "transform", "collate_fn", "worker_init_fn", "lifespan"),
+    *("on_error", "retry"),
+)
+
+
+def explain(spec: object, error: Exception, reducers: Reducers = _NONE) -> str:
+    """Return the message for ``spec``, the pickling of which gave ``error``.
+
+    Args:
+        spec: What was to be pickled.
+        error: What came of it.
+        reducers: How objects of some types were to be reduced.
+    """
+    for name in _PARTS:
+        part = getattr(spec, name, None)
+        found = _refusal(part, set(), reducers)
+        if found is not None:
+            path, culprit = found
+            what = _title(name, part) + path
+            return (
+                f"{what} cannot be pickled, so it cannot be sent to worker processes: "
+                f"a {type(culprit).__name__!r} object ({error}); open it in the worker "
+                "(lazily, in `lifespan=` or in `worker_init_fn`), leave it out in "
+                "`__getstate__`, let workers inherit it with "
+                "multiprocessing_context='fork', or use workers='thread'"
+            )
+    return (
+        f"what the workers need cannot be pickled: {error}; "
+        "multiprocessing_context='fork' lets them inherit it"
+    )
+
+
+def _title(name: str, part: object) -> str:
+    return type(part).__name__ if name == "dataset" else name
+
+
+def _refusal(
+    value: object, seen: set[int], reducers: Reducers
+) -> tuple[str, object] | None:
+    """Return the path below ``value`` to what refuses, and the culprit; or None."""
+    if len(seen) > 10_000 or id(value) in seen or _can_be_pickled(value, reducers):
+        return None
+    seen.add(id(value))
+    for step, part in _parts(value):
+        found = _refusal(part, seen, reducers)
+        if found is not None:
+            return step + found[0], found[1]
+    return "", value
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """Return the parts of ``value`` that pickling would visit, with their names."""
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{place}]", part) for place, part in enumerate(value)]
+    if isinstance(value, types.FunctionType):
+        return _parts_of_function(value)
+    if isinstance(value, type):
+        return [(f".{name}", part) for name, part in vars(value).items()]
+    inner = ("func", "args", "keywords", "__self__")  # of partials and bound methods
+    parts = [(f".{k}", getattr(value, k)) for k in inner if hasattr(value, k)]
+    # Its class comes last; workers cannot import it if it is of a script, or local.
+    cls = type(value)
+    is_sent = cls.__module__ == "__main__" or "<locals>" in cls.__qualname__
+    return [*_state_of(value), *parts, *([("", cls)] if is_sent else [])]
+
+
+def _state_of(value: Any) -> list[tuple[str, Any]]:
+    """Return the attributes that ``value`` itself would have pickled."""
+    try:
+        state = value.__getstate__()
+    except Exception:  # of the user's
+        return []
+    states = state if isinstance(state, tuple) else (state,)  # a dict, and slots
+    return [
+        (f".{name}", part)
+        for one in states
+        if isinstance(one, dict)
+        for name, part in one.items()
+    ]
+
+
+def _parts_of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """Return what a function refers to: closure, defaults, globals."""
+    parts = []
+    code, space = function.__code__, function.__globals__
+    cells = function.__closure__ or ()
+    for name, cell in zip(code.co_freevars, cells, strict=True):
+        with contextlib.suppress(ValueError):  # it is empty
+            parts.append((f".<{name}>", cell.cell_contents))
+    defaults = (
+        *(function.__defaults__ or ()),
+        *(function.__kwdefaults__ or {}).values(),
+    )
+    parts += [(f".__defaults__[{place}]", part) for place, part in enumerate(defaults)]
+    return parts + [(f".<{k}>", space[k]) for k in code.co_names if k in space]
+
+
+def _can_be_pickled(value: object, reducers: Reducers) -> bool:
+    try:
+        encode_by_value(value, reducers)
+    except Exception:  # whatever a user's __reduce__ raises
+        return False
+    return True

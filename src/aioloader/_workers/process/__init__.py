@@ -1,0 +1,1 @@
+"""Worker processes: supervisor, ways to start, dispatcher, recovery."""

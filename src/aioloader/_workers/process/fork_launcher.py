@@ -1,0 +1,227 @@
+"""Workers below this process: ``iter()`` forks a supervisor, as torch forks workers."""
+
+import _thread
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.util import Finalize, close_fds  # type: ignore[attr-defined]
+from typing import Any
+
+from aioloader._transport.channel import Channel
+from aioloader._workers.process.death_errors import cause_of
+from aioloader._workers.process.launch import (
+    ORPHANED,
+    PATIENCE,
+    SupervisedLauncher,
+    has_ended,
+)
+from aioloader._workers.process.supervisor import UNKNOWN, Note, be_forked
+from aioloader._workers.worker_spec import WorkerSpec
+from aioloader.errors import WorkerDiedError, WorkerStartError
+
+# Seconds for a forked supervisor to run at all; to take the locks of generators, at the
+# first fork and at later ones, each so many times longer; and for all forks together.
+_ALIVE, _UP, _LONGER, _FORKING = 10.0, 0.3, 1.3, 30.0
+
+
+class ForkLauncher(SupervisedLauncher):
+    """Forks a supervisor from this process, as ``multiprocessing`` forks.
+
+    Args:
+        spec: What the workers are to do; they inherit it.
+        ends: The descriptors that all workers share; not owned.
+    """
+
+    def __init__(self, spec: WorkerSpec, ends: Sequence[int]) -> None:
+        super().__init__()
+        self._spec: WorkerSpec | None = spec
+        self._ends = ends
+        self._process: Any = None
+        self._patience = PATIENCE
+        self._pid = os.getpid()
+
+    def open(self) -> None:
+        """Fork; again if a lock was held by another thread at the moment of the fork.
+
+        A lock that is locked in the child stays so, in every worker: no such supervisor
+        reports that it is up.
+
+        Raises:
+            WorkerStartError: If none comes up.
+        """
+        began, patience, count = time.monotonic(), _UP, 0
+        while time.monotonic() - began < _FORKING:
+            count += 1
+            self._fork()
+            with contextlib.suppress(EOFError):
+                is_alive = self._await("alive", _ALIVE)
+                if is_alive and self._await("up", patience):
+                    self._spec = None
+                    return
+            self._dispose()
+            patience *= _LONGER
+        raise WorkerStartError(
+            f"the workers' supervisor was forked {count} times in {_FORKING:g} s, and "
+            "was never ready: a lock that another thread of this process holds (of a "
+            "random generator, of logging, or of a library) stays locked in a forked "
+            "child; use multiprocessing_context='forkserver'"
+        )
+
+    def end(self) -> None:
+        """End the workers, in the background; a stopped supervisor is continued."""
+        super().end()
+        if self._process is not None and os.getpid() == self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGCONT)
+
+    def join(self, timeout: float) -> bool:
+        """Wait until the supervisor, which outlives the workers, is gone."""
+        process = self._process
+        if process is None or not super().join(timeout):
+            self._patience = 0.0
+            return process is None
+        _reap(process, timeout)
+        self._process = None
+        return True
+
+    def close(self) -> None:
+        """Close what this process holds; without ``end`` the workers are killed."""
+        super().close()
+        self._spec = None
+        process, self._process = self._process, None
+        if process is not None and os.getpid() == self._pid:
+            with contextlib.suppress(RuntimeError):  # at exit, multiprocessing does
+                # Bare: a finalizer may come while threading holds its own locks.
+                _thread.start_new_thread(_reap, (process, self._patience))
+
+    def _fork(self) -> None:
+        self._control, theirs = Channel.pair()
+        self._control.never_block()
+        # Copies: a forked child closes all that the pools of this process hold.
+        copies = [os.dup(end) for end in self._ends]
+        loader = os.pidfd_open(self._pid)
+        try:
+            with _quiet_fork() as collects:
+                process = multiprocessing.get_context("fork").Process(
+                    target=be_forked,
+                    args=(theirs, loader, self._spec, copies),
+                    kwargs={"collects": collects},
+                    name="aioloader-supervisor",
+                    daemon=True,  # at exit, ``multiprocessing`` ends it
+                )
+                process.start()
+                self._process = process
+                _watch_by_pidfd(process)
+        finally:
+            theirs.close()
+            for descriptor in (loader, *copies):
+                os.close(descriptor)
+
+    def _dispose(self) -> None:
+        """Kill a supervisor that did not come up."""
+        self._hang_up()
+        self._process.kill()
+        self._process.join()
+
+    def _bereaved(self) -> list[Note]:
+        """End: this process is not forked again in mid-epoch.
+
+        Raises:
+            WorkerDiedError: Always.
+        """
+        pid = self._process.pid
+        super()._bereaved()
+        self._is_over = True
+        _reap(self._process, ORPHANED)
+        code = self._process.exitcode
+        raise WorkerDiedError(
+            f"the supervisor (pid {pid}) of the DataLoader worker processes exited "
+            f"unexpectedly, {cause_of(UNKNOWN if code is None else code)}, and its "
+            "workers with it; iterate again",
+            pid=pid,
+            exitcode=code,
+        )
+
+
+@contextlib.contextmanager
+def _quiet_fork() -> Iterator[bool]:
+    """Keep the child quiet until it has settled; yield whether the collector is on.
+
+    Nothing is collected there, no Ctrl-C arrives, and a process that is a daemon of
+    ``multiprocessing`` (a worker of its ``Pool``) may fork all the same.
+    """
+    config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  (as torch does, the other way round)
+    with _LOCK.held():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        collects, daemon = gc.isenabled(), config.pop("daemon", None)
+        gc.disable()
+        try:
+            yield collects
+        finally:
+            if collects:
+                gc.enable()
+            if daemon is not None:
+                config["daemon"] = daemon
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Lock:
+    """A lock for one fork at a time, renewed in forked children."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_registered = False
+
+    def held(self) -> threading.Lock:
+        """Return the lock, to be entered."""
+        if not self._is_registered:  # twice would be harmless
+            self._is_registered = True
+            os.register_at_fork(after_in_child=self._renew)
+        return self._lock
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+
+
+_LOCK = _Lock()
+
+
+def _watch_by_pidfd(process: Any) -> None:
+    """Replace the pipes by which ``multiprocessing`` watches a child with a pidfd.
+
+    The pipes would outlive it until it is reaped, and every process that is forked
+    meanwhile would hold one open.
+    """
+    popen = process._popen  # noqa: SLF001  (there is no public way)
+    popen.finalizer()
+    popen.sentinel = process._sentinel = os.pidfd_open(process.pid)  # noqa: SLF001
+    popen.finalizer = Finalize(popen, close_fds, (popen.sentinel,))
+
+
+def _reap(process: Any, timeout: float) -> None:
+    """Wait for a supervisor that has nothing left to do, and kill it if it stays."""
+    if not has_ended(process.pid, timeout):
+        process.kill()
+    process.join()
+
+
+def advice_on_forks() -> list[str]:
+    """Return a sentence on what is loaded here and does not task in forked children."""
+    found: list[str] = [one for one in ("obstore", "grpc") if one in sys.modules]
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        found.append("CUDA")
+    if not found:
+        return []
+    advice = (
+        f"this process has loaded {' and '.join(found)}: what was used before the fork "
+        "hangs in a forked worker; multiprocessing_context='forkserver' starts workers "
+        "without a fork of this process"
+    )
+    return [advice]

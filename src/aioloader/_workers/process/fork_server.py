@@ -1,0 +1,218 @@
+"""The fork server: a clean process that has imported torch once, and forks on request.
+
+It forks a supervisor for each loader that must not fork the user's process: event loops
+and their clients do not survive a fork. It is single-threaded, holds nothing of the
+user's, serves all loaders of a process, and ends with it: its socket tells.
+"""
+
+import contextlib
+import gc
+import multiprocessing.spawn
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+
+from aioloader._transport.channel import Channel
+from aioloader._workers.process import supervisor
+from aioloader._workers.process.guard import close_in_children
+from aioloader._workers.rng import seed_worker
+from aioloader._workers.worker_spec import QUIET
+from aioloader.errors import WorkerStartError
+
+READY = b"ready"
+_PATIENCE = 60.0
+
+
+class ForkServer:
+    """The loader's handle on the fork server; made once, used by any thread."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = Channel.pair()
+        self.descriptor = self._channel.fileno()
+        self._is_ready = False
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        close_in_children(self._channel.close)
+        weakref.finalize(self, self._channel.close)
+        try:
+            os.set_inheritable(theirs.fileno(), True)  # noqa: FBT003  (its only argument)
+            self.pid = os.posix_spawn(*_command(theirs.fileno()))
+        except OSError as error:
+            self._channel.close()
+            raise WorkerStartError(
+                f"the fork server of the worker processes could not be started: {error}"
+            ) from error
+        finally:
+            theirs.close()
+
+    def is_alive(self) -> bool:
+        """Tell whether it can be asked, from this process."""
+        if os.getpid() != self._pid:
+            return False
+        try:
+            ended, _ = os.waitpid(self.pid, os.WNOHANG)
+        except ChildProcessError:  # reaped by somebody else
+            return False
+        return not ended
+
+    def wait(self) -> None:
+        """Wait until it has imported what it preloads.
+
+        Raises:
+            WorkerStartError: If it ended instead, or takes longer than a minute.
+        """
+        with self._lock:
+            if self._is_ready:
+                return
+            with contextlib.suppress(EOFError):
+                is_here = self._channel.wait(_PATIENCE)
+                self._is_ready = is_here and self._channel.receive() is not None
+        if not self._is_ready:
+            raise WorkerStartError(
+                "the fork server of the worker processes has ended, or has not started "
+                f"within {_PATIENCE:g} s; what it printed says why"
+            )
+
+    def fork(self) -> Channel:
+        """Have a supervisor forked, and return the channel to it.
+
+        Raises:
+            OSError: If the fork server is gone.
+        """
+        ours, theirs = Channel.pair()
+        loader = os.pidfd_open(os.getpid())
+        try:
+            self._channel.send(b"", [theirs.fileno(), loader])
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(loader)
+        return ours.never_block()
+
+    def abandon(self) -> None:
+        """Close this end; it has ended, or is another process's."""
+        self._channel.close()
+
+
+class _Shared:
+    """The fork server of this process, made on demand."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.latest: ForkServer | None = None
+
+    def get(self) -> ForkServer:
+        with self._lock:
+            if self.latest is not None and not self.latest.is_alive():
+                self.latest.abandon()
+                self.latest = None
+            if self.latest is None:
+                self.latest = ForkServer()
+            return self.latest
+
+
+_SHARED = _Shared()
+
+
+def fork_server_in_use() -> ForkServer | None:
+    """Return the fork server that this process uses, if it has started one."""
+    return _SHARED.latest
+
+
+def warm_fork_server() -> ForkServer:
+    """Start the fork server in the background, if it does not run, and return it.
+
+    Raises:
+        WorkerStartError: If it cannot be started.
+    """
+    return _SHARED.get()
+
+
+def warm_up() -> None:
+    """Start the fork server of worker processes, and wait until it is ready.
+
+    Loaders that need it (async datasets with workers, and
+    ``multiprocessing_context="forkserver"``) start it in the background when they are
+    made; to call this earlier hides the second or two that importing torch takes.
+
+    Raises:
+        WorkerStartError: If it cannot be started.
+    """
+    warm_fork_server().wait()
+
+
+def fork_supervisor() -> Channel:
+    """Return the channel to a new supervisor below the fork server.
+
+    Raises:
+        WorkerStartError: If there is no fork server.
+    """
+    try:
+        return warm_fork_server().fork()
+    except OSError:  # it died just now
+        return warm_fork_server().fork()
+
+
+def _command(descriptor: int) -> tuple[str, list[str], dict[str, str]]:
+    """Return program, arguments and environment of the fork server."""
+    executable = os.fsdecode(multiprocessing.spawn.get_executable())
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001  (as multiprocessing does)
+    path = [os.fspath(entry) for entry in sys.path if isinstance(entry, str)]
+    code = (
+        f"import sys; sys.path[:] = {path!r}; "
+        f"from aioloader._workers.process.fork_server import serve; serve({descriptor})"
+    )
+    return executable, [executable, *flags, "-c", code], {**os.environ, **QUIET}
+
+
+# -- the program of the fork server -------------------------------------------------
+
+
+def serve(descriptor: int) -> None:
+    """Be the fork server: fork a supervisor for each order, until the socket closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the supervisors
+    _read_nothing()
+    if supervisor.number_of_threads() > 1:
+        sys.stderr.write("aioloader: an import started threads in the fork server\n")
+        os._exit(1)
+    seed_worker(0, 0)  # its first call takes 2 ms longer than the next
+    gc.collect()
+    gc.freeze()
+    os.set_inheritable(descriptor, False)  # noqa: FBT003  (its only argument)
+    channel = Channel.adopt(descriptor)
+    with contextlib.suppress(EOFError, OSError):
+        channel.send(READY)
+        while received := channel.receive():
+            _fork(channel, received[1])
+    os._exit(0)
+
+
+def _fork(channel: Channel, descriptors: list[int]) -> None:
+    control, loader = descriptors
+    if os.fork() == 0:
+        channel.close()
+        status = 1
+        try:
+            supervisor.be_served(Channel.adopt(control), loader)
+            status = 0
+        except SystemExit as leaving:
+            status = leaving.code if isinstance(leaving.code, int) else 1
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(status)
+    os.close(control)
+    os.close(loader)
+
+
+def _read_nothing() -> None:
+    """Keep the terminal for the loader's process."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)

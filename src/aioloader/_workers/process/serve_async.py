@@ -1,0 +1,139 @@
+"""Serving coroutines: the loader's own pipeline, hosted inside the worker.
+
+A private loop reads many samples at once, across batch boundaries, and a thread beside
+it runs the plain code. The worker's main thread takes requests, at most ``window`` at a
+time, so that a batch that nobody tasks on stays where another worker can take it.
+"""
+
+import contextlib
+import queue
+import select
+import threading
+from typing import Any
+
+from aioloader._order.progress import Bookmark
+from aioloader._pipeline.batch_task import BatchResult, BatchTask
+from aioloader._pipeline.host import GRACE
+from aioloader._pipeline.hosted import Keeper
+from aioloader._pipeline.hosts import Hosts
+from aioloader._pipeline.pipeline import Pipeline
+from aioloader._transport.channel import Channel
+from aioloader._transport.in_flight_table import PLACES
+from aioloader._workers.process.endpoint import Endpoint
+from aioloader._workers.process.messages import Kind, Request
+
+
+def serve_hosted(endpoint: Endpoint, requests: Channel) -> None:
+    """Serve until the loader is gone.
+
+    Raises:
+        EOFError: Then.
+    """
+    server = _Server(endpoint)
+    try:
+        server.open()
+        endpoint.send(Kind.READY, -1, None)
+        server.serve(requests)
+    finally:
+        server.close()
+
+
+_OVER = -1
+
+
+class _Server:
+    """Requests in, tasks to the pipeline, results to the endpoint."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._size = max(1, min(PLACES, endpoint.spec.window))
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._open(range(self._size))
+        self._held: dict[int, tuple[int, int, bool]] = {}  # by the task's identity
+        spec = endpoint.spec
+        reads = (spec.dataset, spec.lifespan) if spec.reads else ((), None)
+        self._hosts = Hosts(*reads)
+        self._hosts.keep()
+        self._host = self._hosts.lease("loop")
+        self._runs: dict[int, Pipeline] = {}
+
+    def open(self) -> None:
+        """Enter the lifespan of the dataset, on the loop that reads it."""
+        self._host.open()
+        failure = self._host.failure()
+        if failure is not None:
+            self._endpoint.give_up(failure)
+
+    def serve(self, requests: Channel) -> None:
+        """Take requests while there is a place for them."""
+        threading.Thread(target=self._watch, args=(requests,), daemon=True).start()
+        while True:
+            place = self._free.get()
+            if place == _OVER:
+                raise EOFError("the loader is gone")
+            request = self._endpoint.receive(requests)
+            if request.ticket < 0:
+                run = self._runs.pop(request.run, None)
+                if run is not None:
+                    run.dismiss()
+                self._free.put(place)
+                continue
+            if request.is_alone:
+                for _ in range(self._size - 1):
+                    self._free.get()
+            task = self._endpoint.take(request, place)
+            self._held[id(task)] = (request.ticket, place, request.is_alone)
+            try:
+                self._endpoint.restore(request)
+            except Exception as error:  # of the user's class; handed to the consumer
+                self._deliver(task, BatchResult(error=error))
+                continue
+            self._run_of(request).submit(task)
+
+    def _watch(self, requests: Channel) -> None:
+        """Learn that requests are over also while there is no place for one."""
+        poll = select.poll()
+        poll.register(requests.fileno(), 0)  # hang-ups are told anyway
+        poll.poll()
+        self._free.put(_OVER)
+
+    def close(self) -> None:
+        """End all iterations, and leave the lifespan."""
+        for run in self._runs.values():
+            run.dismiss()
+        for run in self._runs.values():
+            run.ended.wait(GRACE)
+        self._host.dismiss(Keeper())
+        self._hosts.leave()
+        with self._endpoint.printing():
+            self._hosts.release()
+
+    def _run_of(self, request: Request) -> Pipeline:
+        # Map-style datasets have no state of an iteration: one run serves all.
+        key = request.run if self._endpoint.maker.is_stream() else -1
+        run = self._runs.get(key)
+        if run is None:
+            spec = self._endpoint.spec
+            run = Pipeline(
+                self._endpoint.maker,
+                self._hosts.lease("loop"),
+                concurrency=spec.concurrency,
+                in_order=False,
+                drop_last=spec.drop_last,
+                bookmark=Bookmark(states={0: request.resume and request.resume[0]}),
+                sink=self._deliver,
+            )
+            self._runs[key] = run
+        return run
+
+    def _deliver(self, task: BatchTask, result: BatchResult) -> None:
+        """Send an result, in whatever thread it came about."""
+        ticket, place, is_alone = self._held.pop(id(task))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            # The loader may be gone: whoever reads requests ends this process.
+            self._endpoint.answer(task, ticket, place, result)
+        self._open(range(self._size) if is_alone else [place])
+
+    def _open(self, places: Any) -> None:
+        for place in places:
+            self._free.put(place)

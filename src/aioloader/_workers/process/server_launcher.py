@@ -1,0 +1,191 @@
+"""Workers below the fork server; a loader keeps its supervisor there between epochs."""
+
+import _thread
+import contextlib
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+from aioloader._transport.channel import Channel
+from aioloader._workers.process.fork_server import fork_supervisor, warm_fork_server
+from aioloader._workers.process.guard import close_in_children
+from aioloader._workers.process.launch import PATIENCE, SupervisedLauncher, has_ended
+from aioloader._workers.process.supervisor import Note, Order, load_note
+from aioloader._workers.worker_spec import Surroundings
+
+
+class Servers:
+    """The supervisors below the fork server that a loader keeps between epochs."""
+
+    def __init__(self) -> None:
+        self._idle: list[Channel] = []
+        self._lock = threading.Lock()
+        # Whether unpickling has started threads: then each worker unpickles by itself.
+        self.is_shared = True
+        weakref.finalize(self, _close_all, self._idle)
+
+    def take(self) -> Channel | None:
+        """Return the channel to one that is idle, owned by the caller; or None."""
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def give_back(self, control: Channel) -> None:
+        """Keep one that has ended its workers."""
+        close_in_children(control.close)
+        with self._lock:
+            self._idle.append(control)
+
+    def close(self) -> None:
+        """End those that are idle."""
+        with self._lock:
+            _close_all(self._idle)
+
+
+def _close_all(idle: list[Channel]) -> None:
+    while idle:
+        idle.pop().close()
+
+
+class ServerLauncher(SupervisedLauncher):
+    """Starts workers through a supervisor below the fork server.
+
+    Args:
+        servers: Where supervisors are kept between epochs.
+        surroundings: Of this process when the iteration began.
+        file: What ``ship`` wrote; owned from now on.
+        ends: The descriptors that all workers share; not owned.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        surroundings: Surroundings,
+        file: int,
+        ends: Sequence[int],
+    ) -> None:
+        super().__init__()
+        self._servers = servers
+        self._surroundings = surroundings
+        self._file: int | None = file
+        self._ends = tuple(ends)
+        self._has_ended = False
+        self._supervisor = 0  # its pid, once that is known
+        self._has_forked = False
+        self._pid = os.getpid()
+
+    def open(self) -> None:
+        """Have a supervisor unpickle what the workers are to do.
+
+        Raises:
+            WorkerStartError: If there is no fork server.
+        """
+        assert self._file is not None
+        order = Order(self._surroundings, self._servers.is_shared)
+        while True:
+            idle = self._servers.take()
+            if idle is None:
+                warm_fork_server().wait()
+            self._control = fork_supervisor() if idle is None else idle
+            try:
+                self._instruct("begin", order, (self._file, *self._ends))
+            except OSError:
+                self._hang_up()
+                if idle is None:
+                    raise
+            else:  # else it died while it was idle
+                return
+
+    def end(self) -> None:
+        """End the workers, in the background."""
+        super().end()
+        with contextlib.suppress(EOFError):
+            while self._control is not None and (got := self._control.receive()):
+                self._heed(load_note(got[0]), self._pending)
+        if self._supervisor and not self._has_forked:
+            with contextlib.suppress(RuntimeError):  # at exit it sees the end of this
+                _thread.start_new_thread(self._insist, (self._supervisor,))
+
+    def _insist(self, supervisor: int) -> None:
+        """Kill a supervisor that is stuck in what it unpickles: the user's code."""
+        if not has_ended(supervisor, PATIENCE) and not self._has_ended:
+            _kill(supervisor)
+
+    def join(self, timeout: float) -> bool:
+        """Wait until the workers have ended; the supervisor is kept."""
+        if self._control is None or self._has_ended:
+            return True
+        self._has_ended = super().join(timeout) and self._is_over
+        return self._has_ended
+
+    def close(self) -> None:
+        """Close what this process holds; without ``end`` the workers are killed."""
+        control, self._control = self._control, None
+        if control is not None and self._has_ended:
+            self._servers.give_back(control)
+        elif control is not None and (self._has_forked or os.getpid() != self._pid):
+            control.close()
+        elif control is not None:
+            with contextlib.suppress(RuntimeError):  # at exit it sees the end of this
+                _thread.start_new_thread(_see_out, (control, self._supervisor))
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _heed(self, note: Note, found: list[Note]) -> None:
+        if note.word == "threads":
+            if not self._is_over:
+                self._start_apart()
+            return
+        if note.word == "up":
+            self._supervisor = note.number
+        self._has_forked = self._has_forked or note.word == "born"
+        self._has_ended = self._has_ended or note.word == "ended"
+        super()._heed(note, found)
+
+    def _start_apart(self) -> None:
+        """Start over with workers that unpickle by themselves: threads do not fork."""
+        self._servers.is_shared = False
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._hang_up()
+        self.open()
+        for worker, descriptors in list(self._started.items()):
+            self.start(worker, descriptors)
+
+    def _bereaved(self) -> list[Note]:
+        """Return the deaths that nobody is left to report, with a new supervisor."""
+        died = super()._bereaved()
+        self.open()
+        return died
+
+
+def _see_out(control: Channel, supervisor: int) -> None:
+    """Kill a supervisor that has forked nothing yet, if it is stuck in doing so.
+
+    Args:
+        control: The channel to it; closed at the end, so that it ends.
+        supervisor: Its pid, or 0 if it has not told it yet.
+    """
+    until = time.monotonic() + PATIENCE
+    try:
+        while (left := until - time.monotonic()) > 0:
+            received = control.receive() if control.wait(left) else None
+            note: Note = load_note(received[0]) if received else Note("nothing")
+            if note.word in {"born", "ended", "failed", "threads"}:
+                return
+            supervisor = note.number if note.word == "up" else supervisor
+        if supervisor:
+            _kill(supervisor)
+    except EOFError:
+        pass
+    finally:
+        control.close()
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

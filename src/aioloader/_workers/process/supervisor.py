@@ -1,0 +1,391 @@
+"""The supervisor: the parent of a loader's workers, in a process below the user's.
+
+It forks the workers from the data set as it has it, reports births and deaths to the
+loader, forks replacements, and ends everything: asked first, then terminated, then
+killed. There are two kinds. One is forked from the user's process by ``iter()``, for
+one set of workers, and inherits the data set (``forking``). The other is forked from
+the clean fork server, serves a loader from epoch to epoch, and unpickles the data set
+anew for each set of workers, with the modules that it has imported before.
+"""
+
+import contextlib
+import gc
+import io
+import logging
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.process
+import os
+import pickle
+import random
+import select
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from aioloader._transport.channel import Channel
+from aioloader._workers.process import child
+from aioloader._workers.process.endpoint import Ends, send_fatal
+from aioloader._workers.remote_error import RemoteError
+from aioloader._workers.worker_spec import Surroundings, WorkerSpec, receive
+
+# Seconds for workers to end by themselves, and then after SIGTERM.
+ASKED = 3.0
+TERMINATED = 1.0
+# The exit status of a worker whose supervisor died with it.
+UNKNOWN = -1000
+# Signals that supervisor and workers treat in their own way.
+_OURS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGCHLD", signal.SIGTERM)}
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a served supervisor is to do for one set of workers.
+
+    Attributes:
+        surroundings: Of the loader's process.
+        is_shared: Whether to unpickle here, for all workers; else each does by itself.
+    """
+
+    surroundings: Surroundings
+    is_shared: bool
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a supervisor reports to the loader.
+
+    Attributes:
+        word: ``"alive"`` (it runs), ``"up"`` (it can fork; its pid), ``"born"``
+            (worker, pid), ``"died"`` (worker, exit status), ``"ended"`` (all workers),
+            ``"threads"`` (it cannot fork: unpickling has started threads) or
+            ``"failed"`` (error).
+    """
+
+    word: str
+    worker: int = -1
+    number: int = 0
+    error: RemoteError | None = None
+
+
+class Supervisor:
+    """Forks workers and reaps them, as the loader instructs.
+
+    Args:
+        control: The channel to the loader.
+        loader: A pidfd of the loader's process.
+    """
+
+    def __init__(self, control: Channel, loader: int) -> None:
+        self._control = control
+        self._loader = loader
+        self._ends: list[int] = []
+        self._spec: WorkerSpec | None = None  # None: each worker unpickles the file
+        self._file = -1
+        self._surroundings: Surroundings | None = None
+        self._is_served = False
+        self._workers: dict[int, tuple[int, Any]] = {}  # pidfd -> worker, process
+        # What ``multiprocessing.parent_process()`` is in a worker: the user's process.
+        self._parent: Any = _parent_by(loader)
+        self._handlers = _ignored_signals()
+        self._collects = True
+
+    def serve_one(self, spec: WorkerSpec, ends: list[int], *, collects: bool) -> None:
+        """Serve one set of workers, which inherit ``spec``; then return.
+
+        Args:
+            spec: What they are to do.
+            ends: The descriptors that all of them share.
+            collects: Whether their garbage collector is on.
+        """
+        self._spec, self._ends, self._collects = spec, ends, collects
+        self._live()
+
+    def serve_many(self) -> None:
+        """Serve one set of workers after the other, until the loader is gone."""
+        self._is_served = True
+        self._live()
+
+    def tell(self, note: Note) -> None:
+        """Report to the loader."""
+        with contextlib.suppress(OSError):  # it is gone, or does not listen
+            self._control.send(pickle.dumps(note, 5))
+
+    def _live(self) -> None:
+        try:
+            with contextlib.suppress(EOFError):
+                while self._wait_and_act():
+                    pass
+        finally:
+            self._kill_all()
+
+    def _wait_and_act(self) -> bool:
+        """Wait for something to do, and do it; tell whether there may be more.
+
+        Raises:
+            EOFError: If the loader has closed the channel.
+        """
+        poll = select.poll()
+        for descriptor in (self._control.fileno(), self._loader, *self._workers):
+            poll.register(descriptor, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        for pidfd in ready & set(self._workers):
+            self._reap(pidfd)
+        if self._control.fileno() in ready:
+            return self._follow()
+        return self._loader not in ready
+
+    def _follow(self) -> bool:
+        """Follow one instruction; tell whether there may be more."""
+        received = self._control.receive()
+        if received is None:
+            return True
+        frame, descriptors = received
+        word, argument = pickle.loads(frame)  # noqa: S301  (the loader)
+        if word == "begin":
+            return self._begin(argument, descriptors)
+        if word == "start":
+            self._start(argument, descriptors)
+        elif word == "kill":
+            self._kill(argument)
+        else:
+            self._end()
+            return self._is_served
+        return True
+
+    # -- sets of workers, one after the other ---------------------------------------
+
+    def _begin(self, order: Order, descriptors: list[int]) -> bool:
+        """Enter the surroundings, and unpickle; tell whether workers can be forked.
+
+        If not, this process ends: workers that it started would take requests along.
+        """
+        self._file, *self._ends = descriptors
+        self._surroundings = order.surroundings
+        try:
+            order.surroundings.enter()
+            self.tell(Note("up", number=os.getpid()))
+            # The user's code may be stuck, and then nobody here sees the loader's end.
+            child.die_with(os.getppid())
+            self._spec = receive(self._file) if order.is_shared else None
+            child.die_with(None)
+        except BaseException as error:
+            self.tell(Note("failed", error=RemoteError.of(error, 0)))
+            return False
+        if number_of_threads() > 1:
+            self.tell(Note("threads"))
+            return False
+        return True
+
+    def _end(self) -> None:
+        """End the workers: their requests are over, so most end by themselves."""
+        if not self._is_alone():
+            self._await_all(ASKED)
+        self._signal_all(signal.SIGTERM)
+        self._signal_all(signal.SIGCONT)  # a stopped one would not notice
+        self._await_all(TERMINATED)
+        self._kill_all()
+        if self._is_served:
+            for descriptor in (self._file, *self._ends):
+                os.close(descriptor)
+            self._spec, self._ends = None, []
+            gc.collect()
+            self.tell(Note("ended"))
+
+    # -- workers --------------------------------------------------------------------
+
+    def _start(self, worker: int, descriptors: list[int]) -> None:
+        arena, own = (*descriptors, -1)[:2]
+        requests, results, board, stacks, *samples = self._ends
+        ends = Ends(requests, own, results, board, stacks, arena, *(samples or [-1]))
+        process = multiprocessing.get_context("fork").Process(
+            target=self._be_worker, args=(worker, ends), name=f"aioloader-{worker}"
+        )
+        process.start()
+        assert process.pid is not None
+        self._workers[os.pidfd_open(process.pid)] = worker, process
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self.tell(Note("born", worker, process.pid))
+
+    def _be_worker(self, worker: int, ends: Ends) -> None:
+        """Be a worker, in a process of its own."""
+        supervisor = os.getppid()
+        gc.freeze()  # a collection would touch, and so copy, every page
+        own = multiprocessing.process
+        own._parent_process = self._parent  # type: ignore[attr-defined]  # noqa: SLF001  (the user's process)
+        self._control.close()
+        for pidfd in self._workers:
+            os.close(pidfd)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        child.settle(worker, ends, supervisor)
+        if self._surroundings is not None:
+            multiprocessing.set_start_method("forkserver", force=True)  # as torch's has
+            self._surroundings.enter_environment()
+        spec = self._spec
+        if spec is None:
+            try:
+                spec = receive(self._file)
+            except BaseException as error:
+                send_fatal(worker, ends, error)
+                raise SystemExit(1) from None
+        if self._collects:
+            gc.enable()
+        child.run(worker, ends, spec)
+
+    def _reap(self, pidfd: int) -> None:
+        worker, process = self._workers.pop(pidfd)
+        os.close(pidfd)
+        _kill_group(process.pid)  # what the worker has started, and left behind
+        process.join()
+        status = process.exitcode
+        process.close()
+        self.tell(Note("died", worker, status))
+
+    def _kill(self, worker: int) -> None:
+        for number, process in self._workers.values():
+            if number == worker:
+                process.kill()
+
+    def _kill_all(self) -> None:
+        self._signal_all(signal.SIGKILL)
+        for _, process in self._workers.values():
+            _kill_group(process.pid)
+        self._await_all(TERMINATED)
+
+    def _await_all(self, seconds: float) -> None:
+        """Reap workers until none is left, for at most ``seconds``."""
+        until = time.monotonic() + seconds
+        while self._workers and (left := until - time.monotonic()) > 0:
+            poll = select.poll()
+            for pidfd in self._workers:
+                poll.register(pidfd, select.POLLIN)
+            for pidfd, _ in poll.poll(left * 1000):
+                self._reap(pidfd)
+
+    def _is_alone(self) -> bool:
+        """Tell whether the loader's process has ended."""
+        return bool(multiprocessing.connection.wait([self._loader], timeout=0))
+
+    def _signal_all(self, number: int) -> None:
+        for _, process in self._workers.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+
+def be_forked(
+    control: Channel,
+    loader: int,
+    spec: WorkerSpec,
+    ends: list[int],
+    *,
+    collects: bool,
+) -> None:
+    """Be the supervisor that ``iter()`` forks from the user's process.
+
+    Nothing that exists is ever collected here: an object of the parent's event loop
+    would unregister the parent's sockets, for both share the selector.
+
+    Args:
+        control: The channel to the loader.
+        loader: A pidfd of the loader's process.
+        spec: What the workers are to do.
+        ends: The descriptors that all workers share.
+        collects: Whether the garbage collector was on.
+    """
+    gc.disable()
+    gc.freeze()
+    signal.set_wakeup_fd(-1)  # the parent's event loop listens at the other end
+    supervisor = Supervisor(control, loader)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    process: Any = multiprocessing.current_process()
+    process._config["daemon"] = False  # noqa: SLF001  (it, and workers, have children)
+    supervisor.tell(Note("alive"))
+    torch.set_num_threads(1)
+    _try_locks()
+    supervisor.tell(Note("up", number=os.getpid()))
+    supervisor.serve_one(spec, ends, collects=collects)
+
+
+def _try_locks() -> None:
+    """Take every lock that workers need; hang if another thread held it at the fork.
+
+    The loader then forks again. A file that is written to has its own lock. numpy's
+    lock belongs to its bit generator, so a new one is enough; workers seed it.
+    """
+    np.random.set_bit_generator(np.random.MT19937())  # type: ignore[attr-defined]
+    torch.default_generator.get_state()
+    random.getstate()
+    logging.getLogger(__name__)
+    handlers = [reference() for reference in logging._handlerList]  # type: ignore[attr-defined]  # noqa: SLF001  (there is no other list)
+    logs = [getattr(handler, "stream", None) for handler in handlers]
+    for stream in (sys.stdout, sys.stderr, *logs):
+        buffer = getattr(stream, "buffer", None)
+        if isinstance(buffer, io.BufferedWriter):
+            with contextlib.suppress(ValueError):  # it is closed
+                buffer.write(b"")
+
+
+def be_served(control: Channel, loader: int) -> None:
+    """Be a loader's supervisor below the fork server, until the loader is gone."""
+    gc.disable()
+    Supervisor(control, loader).serve_many()
+
+
+def _parent_by(pidfd: int) -> Any:
+    """Return the process of a pidfd as ``multiprocessing`` shows a parent."""
+    known = multiprocessing.parent_process()
+    name = "MainProcess" if known is None else known.name
+    text = Path(f"/proc/self/fdinfo/{pidfd}").read_text(encoding="ascii")
+    line = next(line for line in text.splitlines() if line.startswith("Pid:"))
+    process: Any = multiprocessing.process
+    return process._ParentProcess(name, int(line.split()[1]), pidfd)  # noqa: SLF001  (there is no public way)
+
+
+def _ignored_signals() -> dict[int, Any]:
+    """Ignore what the user handles; return the handlers, for the workers.
+
+    The handlers are the user's code, and are meant for the user's process.
+    """
+    found: dict[int, Any] = {}
+    for number in signal.valid_signals() - _OURS:
+        handler = signal.getsignal(number)
+        if callable(handler):
+            found[number] = handler
+            signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, _leave)
+    return found
+
+
+def _leave(_number: int, _frame: Any) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def number_of_threads() -> int:
+    """Return how many threads this process has; 1 where the system does not say."""
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 1
+
+
+def dump_instruction(word: str, argument: Any = None) -> bytes:
+    """Return the frame that tells a supervisor what to do: begin, start, kill, end."""
+    return pickle.dumps((word, argument), 5)
+
+
+def load_note(frame: bytes) -> Any:
+    """Return the note of a frame."""
+    return pickle.loads(frame)  # noqa: S301  (our own supervisor)

@@ -1,0 +1,227 @@
+"""What a Ray actor does: it is one worker, with the loader's own pipeline inside.
+
+Calls are coroutines, so that it answers while the user's code is busy in threads of
+the pipeline. Requests wait here for a place; one that nobody tasks on yet can be taken
+back. This file needs no Ray: Ray imports it, on whatever machine.
+"""
+
+import asyncio
+import os
+import platform
+import sys
+import threading
+import traceback
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from aioloader._pipeline.batch_maker import BatchMaker
+from aioloader._pipeline.batch_task import BatchResult, BatchTask
+from aioloader._pipeline.host import GRACE
+from aioloader._pipeline.hosts import Hosts
+from aioloader._pipeline.pipeline import Pipeline
+from aioloader._transport.codec import decode
+from aioloader._transport.slots import MIN_BYTES, Lender, SlotPool
+from aioloader._workers.info import WorkerInfo, be_at_sample, be_worker_process
+from aioloader._workers.remote_error import RemoteError
+from aioloader._workers.remote_tasks import Packed, maker_of, open_request, pack_answer
+from aioloader._workers.rng import seed_worker
+from aioloader._workers.rng_streams import Seeded, initialise, seed_for_sample
+from aioloader._workers.worker_spec import WorkerSpec
+
+if TYPE_CHECKING:
+    from aioloader._pipeline.host import Host
+
+# Buffers of the dataset from this size on are the node's one copy, and not written to.
+_SHARED_BYTES = 1 << 16
+
+
+class Ground(NamedTuple):
+    """What code in an actor may take for granted, as in the loader's process.
+
+    Attributes:
+        path: Where modules are found.
+        dtype: Torch's default type.
+    """
+
+    path: list[str]
+    dtype: torch.dtype
+
+
+class Begun(NamedTuple):
+    """What an actor says when it is ready.
+
+    Attributes:
+        pid: Its process.
+        host: Name of its machine.
+        is_in_charge: Whether the user's init function has seeded the generators.
+        error: What that function, or unpickling, has raised instead.
+    """
+
+    pid: int
+    host: str
+    is_in_charge: bool = False
+    error: RemoteError | None = None
+
+
+class RayActor:
+    """One worker. The loader calls it by Ray.
+
+    Args:
+        number: Number of the worker.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._hosts = Hosts(())
+        self._host: Host | None = None
+        self._futures: dict[
+            int, asyncio.Future[BatchResult]
+        ] = {}  # by the task's identity
+        self._waiting: dict[int, asyncio.Future[Any]] = {}  # by ticket
+        self._slots = SlotPool()
+
+    async def begin(self, shipped: Packed, ground: Ground) -> Begun:
+        """Unpack what is to be done, and call the user's init function.
+
+        Args:
+            shipped: The pickle of a ``WorkerSpec``; big buffers are in Ray's memory.
+            ground: Of the loader's process.
+        """
+        me = Begun(os.getpid(), platform.node())
+        try:
+            sys.path += [folder for folder in ground.path if folder not in sys.path]
+            torch.set_default_dtype(ground.dtype)
+            torch.set_num_threads(1)
+            return me._replace(is_in_charge=await self._settle(shipped))
+        except Exception as error:  # of the user's; the loader raises it
+            return me._replace(error=RemoteError.of(error, self._number))
+
+    async def make(self, ticket: int, request: Packed) -> Packed | None:
+        """Make a batch, when there is a place for it; None if it was taken back."""
+        place = asyncio.ensure_future(self._places.acquire())
+        self._waiting[ticket] = place
+        try:
+            await place
+        except asyncio.CancelledError:
+            return None
+        finally:
+            del self._waiting[ticket]
+        try:
+            task = open_request(self._maker, copied(request, self._slots))
+            result = await self._made(task)
+        finally:
+            self._places.release()
+        return pack_answer(self._maker, task, result, self._number)
+
+    async def give_back(self, ticket: int) -> None:
+        """Let ``make`` return at once, if the batch is not begun."""
+        if ticket in self._waiting:
+            self._waiting[ticket].cancel()
+
+    async def where(self) -> str:
+        """Return the Python stacks of the threads that the user's code is in."""
+        ours = ("aioloader-cpu", "aioloader-loop")
+        frames = sys._current_frames()  # noqa: SLF001  (the only way)
+        return "".join(
+            f"{thread.name}:\n{''.join(traceback.format_stack(frame)[-8:])}"
+            for thread in threading.enumerate()
+            if thread.name in ours and (frame := frames.get(thread.ident or 0))
+        )
+
+    async def stay(self) -> None:
+        """Never return: the loader sees by this call that the actor is gone."""
+        await asyncio.Event().wait()
+
+    async def leave(self) -> None:
+        """Leave the lifespan of the dataset."""
+        self._run.dismiss()
+        await self._run.ended.wait_async(GRACE)
+        self._hosts.leave()
+        await self._hosts.release_async()
+
+    async def _settle(self, shipped: Packed) -> bool:
+        """Become the worker; tell whether the user's init function has seeded."""
+        spec = opened_spec(shipped)
+        seed = seed_worker(spec.base_seed, self._number)
+        info = WorkerInfo(self._number, spec.num_workers, seed, spec.dataset)
+        be_worker_process(info, tell_torch=True)
+        maker = self._maker = maker_of(
+            spec, around=Seeded, seed=seed_for_sample, at=be_at_sample
+        )
+        is_plain = maker.is_plain()
+        self._places = asyncio.Semaphore(places(spec, maker))
+        reads = (spec.dataset, spec.lifespan) if spec.reads else ((), None)
+        self._hosts = Hosts(*reads)
+        self._hosts.keep()
+        self._host = self._hosts.lease("thread" if is_plain else "loop")
+        is_in_charge = await self._host.cpu.call(lambda: initialise(spec, info.id))
+        if is_in_charge or spec.rng == "worker":
+            maker.leave_generators()
+        self._host.open()
+        await self._host.opened.wait_async()
+        if (failure := self._host.failure()) is not None:
+            raise failure
+        self._loop = asyncio.get_running_loop()
+        self._run = Pipeline(
+            maker,
+            self._host,
+            concurrency=spec.concurrency,
+            in_order=False,
+            drop_last=spec.drop_last,
+            sink=self._deliver,
+        )
+        return is_in_charge
+
+    async def _made(self, task: BatchTask) -> BatchResult:
+        future: asyncio.Future[BatchResult] = self._loop.create_future()
+        self._futures[id(task)] = future
+        self._run.submit(task)
+        return await future
+
+    def _deliver(self, task: BatchTask, result: BatchResult) -> None:
+        """Hand an result to ``make``, from whatever thread."""
+        if isinstance(result.error, SystemExit):
+            os._exit(1)  # as in a worker process: it ends the worker
+        future = self._futures.pop(id(task))
+        self._loop.call_soon_threadsafe(future.set_result, result)
+
+
+def places(spec: WorkerSpec, maker: BatchMaker) -> int:
+    """Return how many batches a worker has in hand at once."""
+    return 1 if maker.is_plain() else spec.window
+
+
+def opened_spec(shipped: Packed) -> WorkerSpec:
+    """Return what was shipped.
+
+    Big buffers are not copied: arrays over them are read-only. Torch has no read-only
+    tensors: a write to one would be seen by all workers of the node.
+    """
+    header, buffers = shipped
+    mine = [one if len(one) >= _SHARED_BYTES else bytearray(one) for one in buffers]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writ")
+        spec: WorkerSpec = decode(header, mine)
+    return spec
+
+
+def copied(packed: Packed, lender: Lender) -> Packed:
+    """Return a pickle with its buffers in memory of our own, that can be written to.
+
+    Args:
+        packed: A pickle as Ray gives it: its buffers are read-only.
+        lender: Where memory for big ones comes from.
+    """
+    return packed[0], [_copied(buffer, lender) for buffer in packed[1]]
+
+
+def _copied(buffer: Any, lender: Lender) -> Any:
+    raw = memoryview(buffer).cast("B")
+    if raw.nbytes < MIN_BYTES:
+        return bytearray(raw)
+    memory = lender.lease(raw.nbytes)
+    memory[:] = np.frombuffer(raw, np.uint8)
+    return memoryview(memory)  # a numpy view of it would forget who owns it

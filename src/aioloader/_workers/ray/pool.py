@@ -1,0 +1,319 @@
+"""The loader's side of its Ray actors: requests out, answers in, deaths mended.
+
+All of it happens in one thread, to which everybody posts: those who want a batch, Ray
+when it has an answer or a death to tell, who ends it. So there are no locks, and
+nothing is polled. A batch is copied once, out of Ray's store, which is read-only.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from aioloader._pipeline.batch_task import BatchResult, BatchTask
+from aioloader._pipeline.cpu import CpuThread
+from aioloader._pipeline.lifespan import Lifespan
+from aioloader._pipeline.pipeline import Pipeline
+from aioloader._pipeline.waiting import Latch
+from aioloader._transport.codec import decode
+from aioloader._workers.process.messages import opened
+from aioloader._workers.ray.actor import Ground, RayActor, copied, places
+from aioloader._workers.ray.dispatcher import RayDispatcher, Seat, Ticket
+from aioloader._workers.ray.errors import (
+    died_too_early,
+    died_with,
+    meaning_of,
+    waits_for_actor,
+)
+from aioloader._workers.remote_tasks import (
+    Packed,
+    maker_of,
+    pack_request,
+    pack_spec,
+)
+from aioloader._workers.rng import seed_sample
+from aioloader._workers.worker_spec import WorkerSpec
+from aioloader.errors import LoaderClosedError, WorkerError
+
+# Seconds at the end: for a dataset to be left, then for actors to be gone.
+_LEAVE, _GONE = 3.0, 5.0
+# How long a stack may take, in seconds.
+_STACK = 1.0
+# How often a worker may die before it has begun, and how often a result may be lost.
+_STILLBORN, _LOST = 3, 3
+
+Done = Future[Any]
+
+
+class RayPool:
+    """The actors of one loader; used from any thread.
+
+    Args:
+        ray: The module; it is connected.
+        connection: What to hold on to until the actors have ended.
+        spec: What the actors are to do.
+        ground: What code may take for granted there.
+        options: Of each actor, as Ray has them.
+
+    Raises:
+        WorkerStartError: If what they need cannot be pickled.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        connection: object,
+        spec: WorkerSpec,
+        ground: Ground,
+        options: dict[str, Any],
+    ) -> None:
+        self._ray = ray
+        self._connection: object = connection
+        self._spec = spec
+        self._ground = ground
+        self._options = options
+        self._shipped = ray.put(pack_spec(spec))
+        self._make_actor = ray.remote(RayActor).options(**options)
+        self._thread = CpuThread("aioloader-ray")
+        self._ended = Latch()
+        self._is_over = False
+        self._error: BaseException | None = None  # that ended it, and nobody was told
+        self._stillborn = [0] * spec.num_workers
+        at_once = places(spec, maker_of(spec, seed=seed_sample))
+        is_addressed = spec.is_addressed()
+        # None: the first actor tells, once the user's init function has run.
+        self._dispatcher = RayDispatcher(
+            at_once, is_addressed=None if spec.worker_init_fn else is_addressed
+        )
+        self._thread.post(self._place)
+
+    # -- for iterations, from any thread --------------------------------------------
+
+    def submit(self, run: Pipeline, task: BatchTask) -> None:
+        """Take a task; its result is delivered by the thread."""
+        if not self._thread.post(partial(self._enter, run, task)):
+            run.fail(self._error or LoaderClosedError("the Ray workers have ended"))
+
+    def forget(self, run: Pipeline) -> None:
+        """Drop what ``run`` still waits for."""
+        self._thread.post(partial(self._forget, run))
+
+    def explain(self, task: BatchTask) -> str:
+        """Say who has ``task``, since when, and where it is stuck."""
+        ticket, seat = self._dispatcher.find(task)
+        if ticket is None or seat is None or seat.begun is None:
+            return waits_for_actor(self._ray, self._dispatcher.seats, self._options)
+        seconds = time.monotonic() - ticket.since
+        is_next = ticket is not seat.in_hand[0]
+        text = (
+            f"has been {'queued at' if is_next else 'with'} Ray worker {seat.number} "
+            f"(pid {seat.begun.pid} on {seat.begun.host}) for {seconds:.2f} s"
+        )
+        try:
+            stack = self._ray.get(seat.actor.where.remote(), timeout=_STACK)
+        except Exception:  # it is stuck in native code, or gone
+            return f"{text}; it does not answer"
+        return f"{text}, at:\n{stack}"
+
+    def restart(self, task: BatchTask) -> bool:
+        """Kill the actor that has ``task``; tell whether there is one."""
+        _, seat = self._dispatcher.find(task)
+        if seat is not None:
+            self._ray.kill(seat.actor)
+        return seat is not None
+
+    def is_open(self) -> bool:
+        """Tell whether it takes tasks."""
+        return not self._is_over
+
+    def end(self) -> None:
+        """Let the actors end, in the background; from any thread, and finalizers."""
+        if not self._is_over:
+            self._is_over = True
+            self._thread.post(self._end)
+            self._thread.stop(self._ended.set)
+
+    close = end
+
+    def join(self) -> bool:
+        """Wait until the actors are gone, bounded; tell whether they are."""
+        is_gone = self._ended.wait(_LEAVE + _GONE + 1.0)
+        if is_gone:
+            self._thread.join(_GONE)
+        return is_gone
+
+    # -- in the thread: requests ----------------------------------------------------
+
+    def _enter(self, run: Pipeline, task: BatchTask) -> None:
+        self._dispatcher.enter(run, task)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        if self._is_over:
+            return
+        for seat, ticket in self._dispatcher.assign():
+            self._send(seat, ticket)
+        for seat, ticket in self._dispatcher.recall():
+            seat.actor.give_back.remote(ticket.name)
+
+    def _send(self, seat: Seat, ticket: Ticket) -> None:
+        try:
+            reads = self._spec.reads
+            request = pack_request(ticket.run, ticket.task, reads=reads)
+        except Exception as error:  # what the user's classes raise when pickled
+            seat.in_hand.remove(ticket)
+            self._deliver(ticket, BatchResult(error=error.with_traceback(None)))
+            return
+        answer = seat.actor.make.remote(ticket.name, request)
+        self._when(answer, partial(self._take, seat, ticket))
+
+    def _forget(self, run: Pipeline) -> None:
+        for ticket in self._dispatcher.forget(run):
+            for seat in self._dispatcher.seats:
+                if ticket in seat.in_hand[1:]:
+                    seat.actor.give_back.remote(ticket.name)
+
+    def _when(self, reference: Any, then: Callable[[Done], None]) -> None:
+        """Have the thread call ``then`` when Ray has an answer."""
+        # The callback comes in a thread of Ray's, and must not keep it.
+        reference.future().add_done_callback(
+            lambda done: self._thread.post(partial(then, done))
+        )
+
+    # -- in the thread: answers -----------------------------------------------------
+
+    def _take(self, seat: Seat, ticket: Ticket, done: Done) -> None:
+        if self._is_over:
+            return
+        error = done.exception()
+        meaning = meaning_of(error)
+        if error is not None and meaning == "death":
+            self._bury(seat, error)
+            return
+        if ticket in seat.in_hand:
+            seat.in_hand.remove(ticket)
+        if meaning == "loss" and ticket.losses < _LOST:
+            ticket.losses += 1
+            self._dispatcher.put_back(ticket)
+        elif error is not None:
+            self._deliver(ticket, BatchResult(error=error))
+        else:
+            self._open(seat, ticket, done.result())
+        self._dispatch()
+
+    def _open(self, seat: Seat, ticket: Ticket, packed: Packed | None) -> None:
+        if packed is None:  # the actor has not begun it
+            self._dispatcher.put_back(ticket)
+            return
+        if not self._dispatcher.strike(ticket):
+            return
+        run, task = ticket.run, ticket.task
+        try:
+            answer = decode(*copied(packed, run.maker.pool))
+        except Exception as error:  # of a user's class
+            text = f"a batch of worker {seat.number} could not be unpickled: {error!r}"
+            problem = WorkerError(text, worker=seat.number)
+            problem.__cause__ = error
+            run.receive(task, BatchResult(error=problem))
+            return
+        task.samples = []
+        run.receive(task, *opened(answer))
+
+    def _deliver(self, ticket: Ticket, result: BatchResult) -> None:
+        if self._dispatcher.strike(ticket):
+            ticket.run.receive(ticket.task, result)
+
+    # -- in the thread: births and deaths -------------------------------------------
+
+    def _place(self) -> None:
+        try:
+            numbers = range(self._spec.num_workers)
+            self._dispatcher.seats = [self._seat(number) for number in numbers]
+        except Exception as error:  # of Ray: every iteration must learn of it
+            self._fail(error)
+
+    def _seat(self, number: int) -> Seat:
+        """Have Ray place an actor, whenever there is room for it."""
+        seat = Seat(number, self._make_actor.remote(number))
+        begun = seat.actor.begin.remote(self._shipped, self._ground)
+        self._when(begun, partial(self._begin, seat))
+        self._when(seat.actor.stay.remote(), partial(self._lose, seat))
+        return seat
+
+    def _begin(self, seat: Seat, done: Done) -> None:
+        error = done.exception()
+        if self._is_over or error is not None:
+            self._lose(seat, done)
+            return
+        begun = done.result()
+        if begun.error is not None:
+            self._fail(begun.error.raisable())
+            return
+        seat.begun = begun
+        self._stillborn[seat.number] = 0
+        is_addressed = begun.is_in_charge or self._spec.is_addressed()
+        self._dispatcher.is_addressed = is_addressed
+        self._dispatch()
+
+    def _lose(self, seat: Seat, done: Done) -> None:
+        error = done.exception()
+        if error is not None and not self._is_over:
+            if meaning_of(error) == "death":
+                self._bury(seat, error)
+            else:
+                self._fail(error)
+
+    def _bury(self, seat: Seat, error: BaseException) -> None:
+        """Have another actor placed for a dead one, and see to its batches."""
+        if self._dispatcher.seats[seat.number] is not seat:
+            return
+        if not self._ray.is_initialized():  # Ray would start a cluster anew
+            self._fail(error)
+            return
+        self._ray.kill(seat.actor)  # it may only be out of reach
+        if seat.begun is None:
+            self._stillborn[seat.number] += 1
+            if self._stillborn[seat.number] >= _STILLBORN:
+                self._fail(died_too_early(seat, error))
+                return
+        for ticket in self._dispatcher.bury(seat):
+            problem = died_with(ticket, seat, error)
+            ticket.run.receive(ticket.task, BatchResult(error=problem))
+        self._dispatcher.seats[seat.number] = self._seat(seat.number)
+        self._dispatch()
+
+    def _fail(self, error: BaseException) -> None:
+        """End all iterations: no actor can do the task."""
+        tickets = self._dispatcher.tickets.values()
+        runs = {id(ticket.run): ticket.run for ticket in tickets}
+        self._error = None if runs else error  # for who submits next
+        self.end()
+        for run in runs.values():
+            run.fail(error)
+
+    # -- in the thread: the end -----------------------------------------------------
+
+    def _end(self) -> None:
+        # Another cluster, or none, may be connected by now: Ray then refuses.
+        with contextlib.suppress(Exception):
+            if self._ray.is_initialized():
+                self._end_actors()
+        self._dispatcher.tickets.clear()
+        self._shipped = self._connection = None
+
+    def _end_actors(self) -> None:
+        ray, seats = self._ray, self._dispatcher.seats
+        if Lifespan(self._spec.dataset, self._spec.lifespan):
+            self._await(
+                [seat.actor.leave.remote() for seat in seats if seat.begun], _LEAVE
+            )
+        for seat in seats:
+            ray.kill(seat.actor)
+        # Calls to them fail when they are gone.
+        self._await([seat.actor.where.remote() for seat in seats], _GONE)
+
+    def _await(self, references: list[Any], seconds: float) -> None:
+        if references:
+            self._ray.wait(references, num_returns=len(references), timeout=seconds)

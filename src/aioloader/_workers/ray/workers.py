@@ -1,0 +1,236 @@
+"""``RayWorkers``: how many worker actors on a Ray cluster, and what each of them needs.
+
+It only describes: actors are placed with the first request of an iteration. It also
+knows the connection to the cluster, and ends what it had to start.
+"""
+
+import importlib
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from aioloader._observe.warnings import warn
+from aioloader._pipeline.cpu import CpuThread
+
+_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+
+
+class RayWorkers:
+    """Worker actors on a Ray cluster, for ``DataLoader(..., workers=RayWorkers(8))``.
+
+    As worker processes do, actors read, transform and collate; samples, order, random
+    draws and errors are the same. An actor that dies, alone or with its node, is placed
+    anew, and its batches are made again; ``on_timeout="restart"`` ends the one that is
+    stuck. Iterables are read by the loader, once. (With ``rng="worker"`` draws depend
+    on which actor makes a batch, as with processes.)
+
+    The dataset and the functions are put into Ray's store once. Its big arrays are one
+    copy per node, read-only (a tensor cannot be: do not write to it in place). Batches
+    come back through the store, and are copied once into memory of the loader's.
+    An actor takes a second or two to begin, for it imports torch: with
+    ``persistent_workers=True`` they are kept between epochs. Ray runs its workers at
+    nice 15: on a node that is busy with other task they wait, unless its cluster was
+    started with ``RAY_worker_niceness=0`` in the environment.
+
+    Modules that workers import must be installed on the nodes, aioloader too. Of a
+    script and a notebook, functions and classes travel along.
+
+    Args:
+        num_workers: How many actors; the loader's own may be left at 0.
+        resources: What each needs, by the names of ``ray.cluster_resources()``; one
+            CPU, unless said otherwise: ``{"CPU": 2, "loader": 1}``.
+        address: The cluster (``"auto"``, ``"host:port"``). ``None``: the one that this
+            process is connected to, or ``RAY_ADDRESS`` names; else one is started
+            here, with room for these workers (others wait until they end), and shut
+            down again with the last ``RayWorkers`` of this process. One that was there
+            is left alone.
+
+    Raises:
+        ImportError: If Ray is not installed.
+        ValueError: If a number is out of range, or the address is of Ray Client.
+        ConnectionError: From the first iteration, if no cluster is at the address.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        resources: Mapping[str, float] | None = None,
+        address: str | None = None,
+    ) -> None:
+        if isinstance(num_workers, bool) or not isinstance(num_workers, int):
+            raise TypeError(f"num_workers must be an integer, got {num_workers!r}")
+        if num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, got {num_workers}")
+        if not isinstance(resources, (Mapping, type(None))):
+            raise TypeError(f"resources must be a mapping, got {resources!r}")
+        if not isinstance(address, (str, type(None))):
+            raise TypeError(f"address must be a string or None, got {address!r}")
+        needs = {"CPU": 1.0, **(resources or {})}
+        for name, amount in needs.items():
+            if not isinstance(amount, (int, float)):
+                raise TypeError(f"resources: {name!r} must be a number: {amount!r}")
+            if not amount >= 0:
+                raise ValueError(f"resources: {name!r} must not be negative: {amount}")
+        _check_client("address", address)
+        import_ray()
+        self.num_workers = num_workers
+        self.resources = needs
+        self.address = address
+        self._connection: _Connection | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"RayWorkers({self.num_workers}, resources={self.resources}, "
+            f"address={self.address!r})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_connection": None}
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of an actor, as Ray has them."""
+        found: dict[str, Any] = {
+            option: self.resources[name]
+            for name, option in _OPTIONS.items()
+            if self.resources.get(name) is not None
+        }
+        own = {name: n for name, n in self.resources.items() if name not in _OPTIONS}
+        spread = {"scheduling_strategy": "SPREAD", "max_restarts": 0}
+        return {**found, "resources": own, **spread}
+
+    def connect(self) -> tuple[Any, object]:
+        """Return the module ``ray``, connected to the cluster; it may take seconds.
+
+        And what to hold on to while the connection is used.
+
+        Raises:
+            ConnectionError: If no cluster is there.
+            ValueError: If this process is connected to another one.
+        """
+        ray = import_ray()
+        with _LOCK:
+            self._connection = _connected(ray, self)
+            return ray, self._connection
+
+
+class _Connection:
+    """A connection that we have made: it ends with those who use it."""
+
+    __slots__ = ("__weakref__",)
+
+
+# Seconds that a cluster has to answer.
+_PROBED = 5.0
+# One process has one connection to Ray.
+_LOCK = threading.Lock()
+_ours: "weakref.ref[_Connection] | None" = None
+
+
+def _connected(ray: Any, workers: RayWorkers) -> _Connection | None:
+    """Connect, if that is to be done; return the connection, if it is ours."""
+    global _ours  # noqa: PLW0603  (so is Ray's own state)
+    if ray.is_initialized():
+        _check_address(ray, workers.address)
+        connection = None if _ours is None else _ours()
+        if connection is not None:
+            _warn_of_no_room(ray, workers)
+        return connection
+    options: dict[str, Any] = {}
+    address = workers.address or os.environ.get("RAY_ADDRESS")
+    _check_client("RAY_ADDRESS", address)
+    if address is None:
+        address = "local"
+        options = {"include_dashboard": False, **_room(workers)}
+    _probe(address)
+    ray.init(address=address, logging_level="warning", **options)
+    connection = _Connection()
+    _ours = weakref.ref(connection)
+    weakref.finalize(connection, _disconnect, ray, _session(ray)).atexit = False
+    return connection
+
+
+def _check_client(name: str, address: str | None) -> None:
+    if address is not None and address.startswith("ray://"):
+        raise ValueError(
+            f"{name}={address!r} is Ray Client's, through which batches cannot "
+            "travel: run this process on a node of the cluster, with 'auto'"
+        )
+
+
+def _probe(address: str) -> None:
+    """Check that somebody listens there: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():  # "auto", "local", what only Ray knows
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _PROBED).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"no Ray cluster at {address!r}: {error}; give the address that "
+            "`ray start --head` prints, host:port, or 'auto' on a node of the cluster"
+        ) from error
+
+
+def _warn_of_no_room(ray: Any, workers: RayWorkers) -> None:
+    """Say that a cluster of ours, made for other workers, is too small for these."""
+    free = ray.available_resources().get("CPU", 0)
+    needed = workers.num_workers * workers.resources["CPU"]
+    if free < needed:
+        warn(
+            f"the Ray cluster that was started here has {free:g} CPUs free, and "
+            f"{workers!r} needs {needed:g}: actors that find no room wait until others "
+            "end; start a larger one before, by ray.init(num_cpus=...)"
+        )
+
+
+def _room(workers: RayWorkers) -> dict[str, Any]:
+    """Return the options of a local cluster that has room for all workers."""
+    number, needs = workers.num_workers, workers.resources
+    cpus = max(os.cpu_count() or 1, number * needs["CPU"])
+    own = {name: number * n for name, n in needs.items() if name not in _OPTIONS}
+    return {"num_cpus": int(-(-cpus // 1)), "resources": own}
+
+
+def _check_address(ray: Any, address: str | None) -> None:
+    """Refuse another cluster than the one that is connected."""
+    found = ray.get_runtime_context().gcs_address
+    if address not in {None, "auto", "local", found}:
+        raise ValueError(
+            f"RayWorkers(address={address!r}): this process is connected to the Ray "
+            f"cluster at {found!r} already"
+        )
+
+
+def _session(ray: Any) -> str:
+    return str(ray.get_runtime_context().get_job_id())
+
+
+def _disconnect(ray: Any, session: str) -> None:
+    """End a connection; in a thread of its own, for finalizers come anywhere."""
+
+    def end() -> None:
+        with _LOCK:
+            if ray.is_initialized() and _session(ray) == session:
+                ray.shutdown()
+
+    thread = CpuThread("aioloader-ray-end")
+    thread.post(end)
+    thread.stop(lambda: None)
+
+
+def import_ray() -> Any:
+    """Return the module ``ray``.
+
+    Raises:
+        ImportError: If it is not installed; says how to get it.
+    """
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ImportError(
+            "RayWorkers needs Ray: pip install 'aioloader[ray]'"
+        ) from error

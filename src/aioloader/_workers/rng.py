@@ -1,0 +1,153 @@
+"""Random numbers that depend on the batch, not on who makes it.
+
+Before each batch the generators of torch, random and numpy are seeded from (base seed,
+epoch, batch number), so that augmentations are the same whatever the number of workers,
+their scheduling or a replay. Python's and numpy's own seeding do the mixing.
+"""
+
+import contextlib
+import hashlib
+import random
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from aioloader._order.ranks import Part
+from aioloader._pipeline.batch_task import BatchTask
+
+Rng: TypeAlias = Literal["batch", "sample", "worker"]
+_KEY = struct.Struct("<4q")
+
+
+def key_of(base_seed: int, *place: int) -> int:
+    """Return a seed of 63 bits for a place, such as (epoch, batch number).
+
+    Args:
+        base_seed: What the loader drew for the epoch.
+        place: At most three numbers.
+    """
+    numbers = (*place, -1, -1, -1)[:3]
+    digest = hashlib.blake2b(_KEY.pack(base_seed, *numbers), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True)
+class BatchKeys:
+    """The seeds of batches (``rng="batch"``); those of other ranks are others."""
+
+    base_seed: int
+    epoch: int
+    part: Part
+
+    def __call__(self, number: int, _first: int) -> tuple[int, None]:
+        """Return the key of a batch, and nothing for its samples."""
+        place = number * self.part.world_size + self.part.rank
+        return key_of(self.base_seed, self.epoch, place), None
+
+
+@dataclass(frozen=True)
+class SampleKeys:
+    """The seeds of samples, whatever batches and ranks they are in (``"sample"``)."""
+
+    base_seed: int
+    epoch: int
+    part: Part
+
+    def __call__(self, _number: int, first: int) -> tuple[int, tuple[int, int, int]]:
+        """Return the key of a batch, and what those of its samples are made from."""
+        of_epoch = key_of(self.base_seed, self.epoch)
+        return key_of(of_epoch, first), (of_epoch, first, self.part.world_size)
+
+
+def key_of_sample(task: BatchTask, position: int, stage: int) -> int:
+    """Return the seed of one sample of ``task``, in one of its stages.
+
+    With ``rng="sample"`` it tells nothing of the batch that the sample is in.
+    """
+    if task.sample_keys is None:
+        return key_of(task.key or 0, position, stage)
+    of_epoch, first, step = task.sample_keys
+    return key_of(of_epoch, first + step * position, stage)
+
+
+def seed_sample(task: BatchTask, position: int, stage: int) -> None:
+    """Seed the global generators for one sample of ``task``."""
+    seed_all(key_of_sample(task, position, stage))
+
+
+def seed_all(key: int) -> None:
+    """Seed the global generators of torch (CPU), random and numpy."""
+    torch.default_generator.manual_seed(key)
+    random.seed(key)
+    # A seed of one word costs 2 us, of two words 13.
+    np.random.seed((key ^ key >> 32) & 0xFFFFFFFF)
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """Generators of one batch, for code that does not draw from the global ones.
+
+    Attributes:
+        key: What they are seeded with.
+    """
+
+    key: int
+
+    @cached_property
+    def torch(self) -> torch.Generator:
+        """A CPU generator for ``generator=`` of torch's functions."""
+        return torch.Generator().manual_seed(self.key)
+
+    @cached_property
+    def numpy(self) -> "np.random.Generator":
+        """A numpy generator (PCG64)."""
+        return np.random.default_rng(self.key)
+
+    @cached_property
+    def random(self) -> random.Random:
+        """A generator of the standard library."""
+        return random.Random(self.key)  # noqa: S311  (no secret)
+
+
+def states() -> tuple[Any, ...]:
+    """Return the states of the global generators, in a form that can be compared."""
+    numpy_state = np.random.get_state(legacy=True)
+    return (
+        torch.default_generator.get_state().numpy().tobytes(),
+        random.getstate(),
+        *(
+            repr(part.tolist()) if hasattr(part, "tolist") else part
+            for part in numpy_state
+        ),
+    )
+
+
+@contextlib.contextmanager
+def swapped_in(key: int) -> Iterator[None]:
+    """Seed the global generators meanwhile, and give the user's back after."""
+    torch_state = torch.default_generator.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    seed_all(key)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def seed_worker(base_seed: int, worker: int) -> int:
+    """Seed a worker process as torch does; return its seed, ``base_seed + worker``."""
+    seed = base_seed + worker
+    random.seed(seed)
+    torch.manual_seed(seed)
+    entropy = (worker, base_seed & 0xFFFFFFFF, base_seed >> 32 & 0xFFFFFFFF, 0)
+    state = np.random.SeedSequence(entropy).generate_state(4)
+    np.random.seed(state)
+    return seed

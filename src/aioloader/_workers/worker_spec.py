@@ -1,0 +1,328 @@
+"""What a loader sends to its workers, once: functions, dataset, surroundings.
+
+Pickled by value, so that lambdas, local classes and notebooks task; large buffers lie
+in one memory file that every worker maps privately: one copy in all, and none of them
+sees what another one, or the loader, writes.
+"""
+
+import contextlib
+import functools
+import logging
+import mmap
+import multiprocessing
+import os
+import pickle
+import struct
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from aioloader._order.failures import OnError
+from aioloader._order.ranks import WHOLE, Part
+from aioloader._order.retry import Retry
+from aioloader._transport.codec import Reducers, decode, encode_by_value
+from aioloader._workers.pickling_errors import explain
+from aioloader._workers.reducers import REDUCERS
+from aioloader._workers.rng import Rng
+from aioloader.errors import WorkerStartError
+from aioloader.protocols import (
+    Kind,
+    is_async_function,
+    is_stateful,
+    kind_of,
+    reads_async,
+)
+
+_HEAD = struct.Struct("<qq")  # bytes of the header, number of buffers
+_PLACE = struct.Struct("<qq")
+# Big buffers begin at a page; small ones share pages.
+_ALIGN, _ALIGN_SMALL, _BIG = 4096, 64, 1 << 16
+
+
+@dataclass
+class WorkerSpec:
+    """What every worker of a loader is told.
+
+    Attributes:
+        dataset: The dataset, or None where the loader reads and workers do the rest.
+        on_error: The policy for failed samples; its budget is kept by the loader.
+        concurrency: Samples in flight on a worker's own loop.
+        window: Batches that such a worker takes in hand at once.
+        in_flight: Batches in flight in all.
+        part: Which rank's samples are made.
+        snapshot_every: Batches from one state of a stateful stream to the next.
+        keeps_step: Whether other ranks read the same batches.
+        lifespan: Returns what is entered where samples are read, or None.
+        datasets: States to give to the copies of a map-style dataset, by worker.
+    """
+
+    dataset: Any
+    transform: Any
+    collate_fn: Any
+    batched: bool
+    retry: Retry | None
+    on_error: OnError
+    drop_last: bool
+    reads: bool
+    worker_init_fn: Any
+    num_workers: int
+    base_seed: int
+    rng: Rng
+    concurrency: int
+    window: int
+    in_flight: int
+    part: Part = WHOLE
+    snapshot_every: int = 1
+    keeps_step: bool = False
+    lifespan: Any = None
+    datasets: dict[int, Any] = field(default_factory=dict)
+
+    def is_plain(self) -> bool:
+        """Tell whether no step needs an event loop in the worker."""
+        functions = (self.transform, self.collate_fn)
+        if self.reads and (
+            kind_of(self.dataset) is Kind.ASYNC_ITERABLE or reads_async(self.dataset)
+        ):
+            return False
+        return not any(map(is_async_function, functions))
+
+    def is_replicated(self) -> bool:
+        """Tell whether each worker reads a stream of its own."""
+        return self.reads and kind_of(self.dataset) is not Kind.MAP
+
+    def is_addressed(self) -> bool:
+        """Tell whether each request is for a certain worker, not for any that is free.
+
+        So it is for replicas, for stateful map-style datasets (each copy's state
+        depends on what it has read), where random numbers are the worker's own, and
+        where the user's init function may have made them so. These are torch's turns.
+        """
+        is_own = self.rng == "worker" or self.worker_init_fn is not None
+        return is_own or self.is_replicated() or self.has_copies()
+
+    def has_copies(self) -> bool:
+        """Tell whether workers have copies of a stateful map-style dataset."""
+        is_map = self.reads and kind_of(self.dataset) is Kind.MAP
+        return is_map and is_stateful(self.dataset)
+
+
+# OpenBLAS and OpenMP would start threads at import, and threads do not survive a fork.
+QUIET = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+
+
+def _logging_levels() -> dict[str, int]:
+    """Return the levels that loggers were set to; the root's by an empty name."""
+    root = logging.getLogger()
+    found = {
+        name: logger.level
+        for name, logger in list(root.manager.loggerDict.items())
+        if isinstance(logger, logging.Logger) and logger.level
+    }
+    return {"": root.level, **found}
+
+
+@dataclass
+class Surroundings:
+    """What code may take for granted about the process it runs in.
+
+    For workers that are not forked from the user's process, where all of this is as it
+    was when the iteration began.
+    """
+
+    directory: str = field(default_factory=os.getcwd)
+    path: list[bytes] = field(default_factory=lambda: _pickled(sys.path))
+    argv: list[str] = field(default_factory=lambda: list(sys.argv))
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    affinity: set[int] = field(default_factory=lambda: os.sched_getaffinity(0))
+    filters: list[bytes] = field(default_factory=lambda: _pickled(warnings.filters))
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    numpy_errors: Any = field(default_factory=np.geterr)
+    levels: dict[str, int] = field(default_factory=_logging_levels)
+    secret: bytes = field(
+        default_factory=lambda: bytes(multiprocessing.current_process().authkey)
+    )
+
+    def enter(self) -> None:
+        """Make them this process's own, before anything of the user's is imported.
+
+        Libraries that would start threads when they are imported do not, here.
+        """
+        os.environ.clear()
+        os.environ.update(self.environment | QUIET)
+        sys.path[:] = _unpickled(self.path)
+        sys.argv[:] = self.argv
+        os.chdir(self.directory)
+        with contextlib.suppress(OSError):  # of processors that went offline
+            os.sched_setaffinity(0, self.affinity)
+        warnings.filters[:] = _unpickled(self.filters)  # type: ignore[index]
+        warnings._filters_mutated()  # type: ignore[attr-defined]  # noqa: SLF001  (else caches stay)
+        torch.set_default_dtype(self.dtype)
+        np.seterr(**self.numpy_errors)
+        for name, level in self.levels.items():
+            logging.getLogger(name or None).setLevel(level)
+        multiprocessing.current_process().authkey = self.secret
+
+    def enter_environment(self) -> None:
+        """Make the environment variables this process's own, all of them."""
+        os.environ.clear()
+        os.environ.update(self.environment)
+
+
+def _pickled(objects: Iterable[Any]) -> list[bytes]:
+    """Return those objects that can be sent: anybody may have put anything there."""
+    found = []
+    for one in objects:
+        with contextlib.suppress(Exception):
+            found.append(pickle.dumps(one, 5))
+    return found
+
+
+def _unpickled(pickles: Iterable[bytes]) -> list[Any]:
+    found = []
+    for one in pickles:
+        with contextlib.suppress(Exception):
+            found.append(pickle.loads(one))  # noqa: S301  (of the loader)
+    return found
+
+
+def send_by_value_what_cannot_be_imported() -> None:
+    """Have modules that another process would not find travel by value.
+
+    They were loaded from a file: a test by pytest, a configuration, a plugin.
+    """
+    for name, module in list(sys.modules.items()):
+        if "." not in name and isinstance(module, ModuleType) and not _is_known(name):
+            with contextlib.suppress(ValueError):  # it calls itself something else
+                cloudpickle.register_pickle_by_value(module)
+
+
+@functools.cache
+def _is_known(name: str) -> bool:
+    """Tell whether a process with the same ``sys.path`` finds a top-level module."""
+    if name in sys.stdlib_module_names or name == "__main__":
+        return True
+    if name == "__mp_main__":  # of a process that multiprocessing has spawned
+        return False
+    with contextlib.suppress(Exception):  # of somebody's finder
+        return any(finder.find_spec(name, None) for finder in sys.meta_path)
+    return True
+
+
+def ship(spec: WorkerSpec) -> int:
+    """Write ``spec`` to a memory file; return its descriptor, owned by the caller.
+
+    Nothing in it is changed, and no buffer is copied on the way.
+
+    Raises:
+        WorkerStartError: If it cannot be pickled; names the attribute and a way out.
+    """
+    send_by_value_what_cannot_be_imported()
+    try:
+        header, buffers = encode_by_value(spec, SHIPPING)
+    except Exception as error:
+        raise WorkerStartError(explain(spec, error, SHIPPING)) from error
+    raws = [buffer.raw() for buffer in buffers]
+    places, end = [], _start(len(header), len(raws))
+    for raw in raws:
+        end = _aligned(end, _ALIGN if raw.nbytes >= _BIG else _ALIGN_SMALL)
+        places.append(_PLACE.pack(end, raw.nbytes))
+        end += raw.nbytes
+    file = os.memfd_create("aioloader-dataset")
+    try:
+        os.truncate(file, end)
+        head = _HEAD.pack(len(header), len(raws)) + b"".join(places)
+        _write(file, memoryview(head), 0)
+        _write(file, memoryview(header), len(head))
+        with mmap.mmap(file, end) as memory:
+            for place, raw in zip(places, raws, strict=True):
+                start, nbytes = _PLACE.unpack(place)
+                if nbytes >= _BIG:
+                    _write(file, raw, start)
+                else:  # there may be millions
+                    memory[start : start + nbytes] = raw
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def receive(file: int) -> WorkerSpec:
+    """Return what was shipped; its buffers are private, writable maps of ``file``."""
+    memory = memoryview(mmap.mmap(file, 0, flags=mmap.MAP_PRIVATE))
+    length, count = _HEAD.unpack_from(memory)
+    at = _HEAD.size + count * _PLACE.size
+    places = [
+        _PLACE.unpack_from(memory, _HEAD.size + k * _PLACE.size) for k in range(count)
+    ]
+    buffers = [memory[start : start + nbytes] for start, nbytes in places]
+    spec: WorkerSpec = decode(memory[at : at + length], buffers)
+    return spec
+
+
+def _start(header_bytes: int, count: int) -> int:
+    end = _HEAD.size + count * _PLACE.size + header_bytes
+    return _aligned(end, _ALIGN)
+
+
+def _aligned(place: int, to: int) -> int:
+    return -(-place // to) * to
+
+
+def _write(file: int, data: memoryview, at: int) -> None:
+    """Write all of ``data``: the kernel takes at most 2 GB at once."""
+    data = data.cast("B") if data.nbytes else data
+    while len(data):
+        written = os.pwrite(file, data[: 1 << 30], at)
+        data, at = data[written:], at + written
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    if tensor.is_shared():  # type: ignore[no-untyped-call]
+        raise pickle.PicklingError(
+            "a tensor in shared memory (share_memory_) is shared by inheritance alone"
+        )
+    return REDUCERS[torch.Tensor](tensor)
+
+
+def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
+    """Reduce an array that is mapped from a file to where it is in the file."""
+    root: Any = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    is_mapped = isinstance(root, np.memmap) and isinstance(root.base, mmap.mmap)
+    is_whole = array.flags.c_contiguous or array.flags.f_contiguous
+    is_there = is_mapped and root.filename and Path(root.filename).exists()
+    if not is_there or not is_whole or root.mode == "c":
+        return array.__reduce_ex__(5)
+    offset = root.offset + array.ctypes.data - root.ctypes.data
+    order = "C" if array.flags.c_contiguous else "F"
+    mode = "r" if root.mode == "r" else "r+"
+    return _map_again, (root.filename, array.dtype, mode, offset, array.shape, order)
+
+
+def _map_again(
+    filename: Any,
+    dtype: Any,
+    mode: Any,
+    offset: int,
+    shape: tuple[int, ...],
+    order: Any,
+) -> Any:
+    if not np.prod(shape):
+        return np.empty(shape, dtype)
+    return np.memmap(filename, dtype, mode, offset, shape, order)
+
+
+SHIPPING: Reducers = {torch.Tensor: _reduce_tensor, np.memmap: _reduce_memmap}
