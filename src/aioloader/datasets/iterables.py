@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from aioloader._order.blocks import Bad
+from aioloader._order.shares import Share
 from aioloader.datasets._streams.cursors import Cursor, State
 from aioloader.datasets._streams.iterators import Reading
-from aioloader.datasets._streams.shares import Share
 from aioloader.datasets.streams import Stream
 
 Source: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
