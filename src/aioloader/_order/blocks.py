@@ -8,7 +8,7 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 
@@ -42,6 +42,7 @@ class Columns(Protocol):
 
 
 Block: TypeAlias = list[Any] | Columns
+_BUILTIN = {"builtins", "itertools"}
 _QUIET = (StopIteration, StopAsyncIteration)
 
 
@@ -63,8 +64,12 @@ def read_block(iterator: Iterator[Any], limit: int) -> tuple[list[Any], bool]:
     """
     block: list[Any] = []
     try:
-        # The samples before an error stay in the list.
-        block.extend(map(next, repeat(iterator, limit)))
+        # The samples before an error stay in the list. To slice an iterator is to call
+        # its ``__iter__``, where a user's may begin anew.
+        if type(iterator).__module__ in _BUILTIN:
+            block.extend(islice(iterator, limit))
+        else:
+            block.extend(map(next, repeat(iterator, limit)))
     except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
         block.append(failed(error))
         return block, inspect.isgenerator(iterator)
@@ -92,14 +97,18 @@ async def read_block_async(
     return block, False
 
 
-def failed(error: BaseException) -> Bad:
+def failed(error: BaseException, what: str = "the dataset") -> Bad:
     """Return the sample that stands for an error of the user's code.
 
     An error that would end a loop or a task quietly becomes the cause of another one.
+
+    Args:
+        error: What was raised.
+        what: What raised it.
     """
     if isinstance(error, Exception) and not isinstance(error, _QUIET):
         return Bad(error)
-    loud = RuntimeError(f"the dataset raised {type(error).__name__}")
+    loud = RuntimeError(f"{what} raised {type(error).__name__}")
     loud.__cause__ = error
     return Bad(loud)
 

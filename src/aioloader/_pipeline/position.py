@@ -47,7 +47,9 @@ class Position:
         self.read: int = self._resume.get("read", 0)
         self.has_ended = bool(self._resume.get("ended"))
         self.to_skip: int = 0 if self.has_ended else self._resume.get("skip", 0)
-        self._iterator: Any = None
+        self._is_own = is_own_stream(dataset)
+        # What has a state: {"dataset": ..., "iterator": ...}; known once it is open.
+        self._stateful: dict[str, Any] = {}
         self._latest: StreamState = {
             name: self._resume[name]
             for name in (*STATES, "is_dataset")
@@ -77,7 +79,15 @@ class Position:
 
     def load_iterator(self, iterator: Any) -> None:
         """Load the iterator's state before it is read."""
-        self._iterator = iterator
+        dataset = self._dataset
+        if self._is_own and isinstance(iterator, BlockIterator):
+            # The dataset loads its state, and the next iterator begins there.
+            self._stateful = {"dataset": iterator}
+        else:
+            parts = {"iterator": iterator}
+            if dataset is not iterator:
+                parts["dataset"] = dataset
+            self._stateful = {k: v for k, v in parts.items() if is_stateful(v)}
         if "iterator" in self._resume:
             iterator.load_state_dict(self._resume["iterator"])
         elif not self._every and not self.read:
@@ -97,23 +107,18 @@ class Position:
             if latest:
                 self._latest, self._at = latest, self.read
         state = {"read": self.read, "skip": self.read - self._at, **self._latest}
-        if has_ended and not is_own_stream(self._dataset):  # whose own state tells it
+        if has_ended and not self._is_own:  # whose own state tells it
             state["ended"] = True
         return state
 
-    def _states(self) -> dict[str, Any]:
+    def _states(self) -> StreamState:
         """Return the states of dataset and iterator, as far as they have one."""
-        iterator, dataset = self._iterator, self._dataset
-        if is_own_stream(dataset) and isinstance(iterator, BlockIterator):
-            # The dataset loads it, and the next iterator begins there.
-            return {"dataset": iterator.state_dict()}
         found: StreamState = {}
-        if is_stateful(iterator):
-            found["iterator"] = copy.deepcopy(iterator.state_dict())
-            if iterator is dataset:
+        for name, part in self._stateful.items():
+            state = part.state_dict()
+            found[name] = state if self._is_own else copy.deepcopy(state)
+            if name == "iterator" and part is self._dataset:
                 found["is_dataset"] = True
-        if dataset is not iterator and is_stateful(dataset):
-            found["dataset"] = copy.deepcopy(dataset.state_dict())
         return found
 
 

@@ -169,7 +169,7 @@ class _Stream(abc.ABC):
             block = list(block)[(self._rank - found) % self._ranks :: self._ranks]
             if block:
                 self._latest_mine = block[-1]
-        task.samples = join([task.samples, block])
+        task.samples = join([task.samples, block]) if len(task.samples) else block
 
     def _replace(self, task: BatchTask, error: Exception) -> None:
         """Add what stands for a failed sample, or raise by the policy."""
