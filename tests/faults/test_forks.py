@@ -68,7 +68,11 @@ def test_a_stopped_supervisor_is_continued_to_end() -> None:
 
 def pools_of_prepared(iterator: Any) -> Any:
     """Return the pool of an iterator, begun or not."""
-    return pools_of(iterator) if iterator._source else iterator._prepared.run.pool._pool
+    return (
+        pools_of(iterator)
+        if iterator._steps.source
+        else iterator._steps._prepared.pipeline.pool._pool
+    )
 
 
 class Stuck:

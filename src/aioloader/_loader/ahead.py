@@ -66,7 +66,7 @@ class Ahead(Generic[P]):
         self._before = epochs.state(), self._drawn()
         self.prepared = make(epochs.begin())
         # Nobody iterates over it: whoever drops this ends it.
-        self._finalizer = weakref.finalize(self, self.prepared.source.run.dismiss)
+        self._finalizer = weakref.finalize(self, self.prepared.source.pipeline.dismiss)
         self.prepared.source.issue()
         self._after = self._generator.get_state()
         self._generator.set_state(self._before[1])

@@ -4,10 +4,11 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from aioloader._observe.stats import Counters
 from aioloader._pipeline.batch_maker import BatchMaker
+from aioloader._pipeline.host import ThreadHost
 from aioloader._pipeline.hosts import Hosts, Place
 from aioloader._pipeline.inline import InlineIterator
 from aioloader._pipeline.pipeline import Pipeline
@@ -97,7 +98,7 @@ class Epoch:
         # Without workers, keyed generators are the process's own: the user's are put
         # aside while a batch is made, so none may be made behind the user's back.
         is_lazy = pool is None and self.maker.keys is not None
-        window = Window(self._window, is_lazy=is_lazy)
+        window = self._window(run, is_lazy=is_lazy)
         patience = settings.patience
         return PipelineIterator(run, self.plan, window, self.counters, patience)
 
@@ -115,18 +116,21 @@ class Epoch:
             )
         return asyncio.get_running_loop()
 
-    def _window(self, indices: Any) -> int:
-        """Return how many batches may be in flight, told the first one's indices."""
+    def _window(self, pipeline: Pipeline, *, is_lazy: bool) -> Window:
+        """Return how many batches may be in flight."""
         settings, readers = self.settings, max(1, self.settings.num_workers)
         if self.maker.keys is not None and not settings.num_workers:
-            return 1
-        window = settings.prefetch_factor
-        if window is None:
-            window = 2
-            if not self.maker.is_plain():
-                window = default_window(settings.concurrency, len(indices))
+            return Window(1, is_lazy=is_lazy)
         # What waits on the device has left the pipeline.
-        return readers * window + settings.prefetch_device
+        window = readers * (settings.prefetch_factor or 2) + settings.prefetch_device
+        if settings.prefetch_factor is not None:
+            return Window(window)
+        if self.maker.is_plain():
+            is_threaded = isinstance(pipeline.host, ThreadHost) and not pipeline.pool
+            return Window(window, per_hop=is_threaded and settings.is_async)
+        # One batch is being collated, one is handed over, and one is late.
+        spare = 3 * readers + settings.prefetch_device
+        return Window(spare, samples=settings.concurrency * readers)
 
 
 def default_window(concurrency: int, batch_size: int) -> int:

@@ -19,8 +19,7 @@ from aioloader._order.indices import IndexBatch
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import CpuThread
-from aioloader._pipeline.host import Host, InlineHost
-from aioloader._pipeline.hosted import Keeper
+from aioloader._pipeline.host import CallerHost, Host
 from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.stream import SyncStream
 from aioloader._pipeline.waiting import Latch
@@ -133,11 +132,11 @@ class InlineIterator(_LocalSource):
             self._stream = SyncStream(
                 maker, drop_last=drop_last, resume=resume, keys=maker.seeds()
             )
-        if isinstance(host, InlineHost):
+        if isinstance(host, CallerHost):
             try:
                 host.open()
             except BaseException:
-                host.dismiss(Keeper())
+                host.release()
                 raise
 
     def next(self) -> Any:
@@ -177,19 +176,21 @@ class InlineIterator(_LocalSource):
         return self._maker.collate(task)
 
     def must_close(self) -> bool:
-        """Tell whether a stream or a lifespan is open."""
-        return self._stream is not None or self._host is not None
+        """Tell whether a stream, a lifespan or a thread is open."""
+        is_held = self._stream is not None or self._host is not None
+        return is_held or self._maker.side_loop.is_open()
 
     def close(self) -> None:
         """Close the stream, and leave the lifespan after the last iteration."""
         self._requests, self._is_closed = iter(()), True
+        self._maker.close()
         try:
             if self._stream is not None:
                 self._stream.close()
         finally:
             host, self._host = self._host, None
             if host is not None:
-                host.dismiss(Keeper())
+                host.release()
 
 
 class GatherIterator(_LocalSource):

@@ -27,6 +27,10 @@ class Plan:
     is_stream: bool = False
     turns: Turns | None = None
 
+    def begins_quickly(self) -> bool:
+        """Tell whether the first request is drawn in a fraction of a millisecond."""
+        return self.is_stream
+
     def requests(self) -> Iterator[IndexBatch]:
         """Yield the requests, but for those that need not be made again."""
         beyond = frozenset() if self.is_stream else self.bookmark.beyond

@@ -168,7 +168,7 @@ def make(
     maker = run.maker
     try:
         with maker.around(task):
-            if not run.route:
+            if not run.reads_here:
                 maker.read(task, pause)
             return maker.finish(task)
     except BaseException as error:  # handed to the consumer

@@ -14,7 +14,6 @@ from typing import Any
 from aioloader._order.progress import Bookmark
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.host import GRACE
-from aioloader._pipeline.hosted import Keeper
 from aioloader._pipeline.hosts import Hosts
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.channel import Channel
@@ -103,7 +102,7 @@ class _Server:
             run.dismiss()
         for run in self._runs.values():
             run.ended.wait(GRACE)
-        self._host.dismiss(Keeper())
+        self._host.release()
         self._hosts.leave()
         with self._endpoint.printing():
             self._hosts.release()
