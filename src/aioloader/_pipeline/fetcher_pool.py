@@ -15,6 +15,7 @@ from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
 from aioloader.protocols import is_async_function
 
+_RESERVE = 8  # fetchers that wait for work
 Job: TypeAlias = Callable[[BatchTask, int], Awaitable[None]]
 # Takes a batch whose samples are all there; returns what is still to be awaited.
 Done: TypeAlias = Callable[[BatchTask], Coroutine[Any, Any, None] | None]
@@ -24,22 +25,23 @@ class FetcherPool:
     """Read and transform samples, at most ``size`` at a time, on one event loop.
 
     Args:
-        group: The task group that owns the fetchers.
-        size: How many fetchers read at a time; they are started as there is work.
+        size: How many fetchers read at a time; they start as there is work, and all
+            but a few end when there is none.
         maker: The user's functions.
         done: Called with a batch whose samples are all there, or that has a result.
     """
 
-    def __init__(
-        self, group: asyncio.TaskGroup, size: int, maker: BatchMaker, done: Done
-    ) -> None:
-        self._group = group
+    def __init__(self, size: int, maker: BatchMaker, done: Done) -> None:
+        self._loop = asyncio.get_running_loop()
         self._size = size
         self._maker = maker
         self._done = done
         self._queue: deque[tuple[BatchTask, Job, int]] = deque()
         self._idle: list[asyncio.Future[None]] = []
         self._fetching = 0  # fetchers, but for those that collate
+        # All its tasks. They end by themselves: a callback for each costs a step.
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
         self._fetch: Job = self._fetch_sample
         if maker.reads_async and not is_async_function(maker.get):
             self._fetch = self._fetch_wrapped
@@ -60,10 +62,16 @@ class FetcherPool:
 
     def spawn(self, rest: Coroutine[Any, Any, None]) -> None:
         """Run what is still to be awaited of a batch that no fetcher has."""
-        try:
-            self._group.create_task(rest, name="aioloader collate")
-        except RuntimeError:  # the group is being cancelled: nobody wants it
-            rest.close()
+        self._start(self._rest_of(rest), "aioloader collate")
+
+    async def aclose(self) -> None:
+        """Cancel the tasks, and wait until they have ended."""
+        self._is_closed = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     # -- the fetchers ---------------------------------------------------------------
 
@@ -94,19 +102,41 @@ class FetcherPool:
         while jobs and self._fetching < self._size:
             self._fetching += 1
             jobs -= 1
-            fetcher = self._run()
-            try:
-                self._group.create_task(fetcher, name="aioloader fetcher")
-            except RuntimeError:  # the group is being cancelled: nobody wants more
-                fetcher.close()
+            self._start(self._run(), "aioloader fetcher")
+
+    def _start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        if self._is_closed:
+            coroutine.close()
+        else:
+            task = self._loop.create_task(coroutine, name=name)
+            self._tasks.add(task)
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        this, queue = asyncio.current_task(), self._queue
+        this = asyncio.current_task()
+        assert this is not None
+        try:
+            await self._fetch_on(this)
+        finally:
+            self._tasks.discard(this)
+
+    async def _rest_of(self, rest: Coroutine[Any, Any, None]) -> None:
+        this = asyncio.current_task()
+        assert this is not None
+        try:
+            await rest
+        finally:
+            self._tasks.discard(this)
+
+    async def _fetch_on(self, this: "asyncio.Task[None]") -> None:
+        """Do one job after the other, until there are none."""
+        queue = self._queue
         # User code may have swallowed the cancellation, which comes but once.
-        while this is not None and not this.cancelling():
+        while not this.cancelling():
             if not queue:
-                waiting = loop.create_future()
+                if len(self._idle) >= _RESERVE:
+                    self._fetching -= 1
+                    return
+                waiting = self._loop.create_future()
                 self._idle.append(waiting)
                 await waiting
                 continue

@@ -31,10 +31,6 @@ from aioloader.protocols import Kind
 HOP = 0.002
 
 
-class _Closed(Exception):  # noqa: N818  (a signal within this file)
-    """Ends the task group of ``main``."""
-
-
 class Pipeline:
     """The stages of one iteration, on their host.
 
@@ -158,7 +154,7 @@ class Pipeline:
             if self._is_closing:
                 self.exit_error = error
             else:
-                self.fail(_only(error))
+                self.fail(error)
         finally:
             self._is_closing = True
             if self._stream is not None:
@@ -167,26 +163,18 @@ class Pipeline:
             self.fail(LoaderClosedError("the iterator was closed"))
 
     async def _host(self, stack: contextlib.AsyncExitStack) -> None:
+        fetchers = FetcherPool(self._concurrency, self.maker, self._next_step)
         try:
-            async with asyncio.TaskGroup() as group:
-                self._fetchers = FetcherPool(
-                    group, self._concurrency, self.maker, self._next_step
-                )
-                if self._async_stream is not None:
-                    reader = self._read_stream(self._async_stream, stack)
-                    group.create_task(reader, name="aioloader reader")
-                while self._early:
-                    step, task = self._early.popleft()
-                    step(task)
-                await self._until_closed()
-        except* _Closed:
-            pass
+            self._fetchers = fetchers
+            if self._async_stream is not None:
+                fetchers.spawn(self._read_stream(self._async_stream, stack))
+            while self._early:
+                step, task = self._early.popleft()
+                step(task)
+            await self._closing.wait()
         finally:
             self._fetchers = None
-
-    async def _until_closed(self) -> None:
-        await self._closing.wait()
-        raise _Closed
+            await fetchers.aclose()
 
     def end(self) -> None:
         """Release everything this pipeline holds; runs on the host's thread.
@@ -434,11 +422,3 @@ class Pipeline:
 def _of_user(error: BaseException) -> BaseException:
     """Return an error of user code, which a ``CancelledError`` is too."""
     return raisable(error) if isinstance(error, asyncio.CancelledError) else error
-
-
-def _only(error: Exception) -> BaseException:
-    """Return what a task group was left by, without the group if it is but one."""
-    if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        only: BaseException = error.exceptions[0]
-        return only
-    return error
