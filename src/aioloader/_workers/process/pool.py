@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aioloader._order.failures import Failure
+from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.channel import Channel
@@ -24,7 +25,6 @@ from aioloader._workers.process.batch_codec import slot_of, unpack
 from aioloader._workers.process.death_errors import cause_of, died_too_early
 from aioloader._workers.process.dispatcher import Dispatcher, Worker
 from aioloader._workers.process.fork_launcher import ForkLauncher
-from aioloader._workers.process.guard import close_in_children
 from aioloader._workers.process.launch import PATIENCE, Launcher
 from aioloader._workers.process.messages import RESULT_HEAD, Kind, opened
 from aioloader._workers.process.recovery import mend
@@ -76,8 +76,8 @@ class ProcessPool:
     ) -> None:
         self._spec = spec
         self._tally = tally
-        self._lock = threading.RLock()  # a finalizer may come in between
-        self._joining = threading.Lock()
+        self._lock = fork_safe(threading.RLock())  # a finalizer may come in between
+        self._joining = fork_safe(threading.Lock())
         self._is_over = False
         self._error: BaseException | None = None  # that ended it, and nobody was told
         self._is_up = False  # whether a process of a worker runs

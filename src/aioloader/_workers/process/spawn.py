@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from multiprocessing import reduction
 from typing import Any
 
+from aioloader._order.forks import fork_safe
 from aioloader._workers.process import child
 from aioloader._workers.process.endpoint import Ends, send_fatal
 from aioloader._workers.process.launch import has_ended
@@ -42,7 +43,7 @@ class SpawnLauncher:
         self._births: list[Note] = []
         self._pid = os.getpid()
         self._is_ending = False
-        self._ended = threading.Event()
+        self._ended = fork_safe(threading.Event())
 
     def open(self) -> None:
         """Do nothing: there is no supervisor."""
