@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
+from aioloader._order.forks import fork_safe
 from aioloader._pipeline.waiting import Latch, call_threadsafe, context_elsewhere
 from aioloader.errors import LoaderClosedError
 
@@ -58,9 +59,9 @@ class CpuThread:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
-        self._lock = threading.RLock()  # a finalizer may come in between
-        self._ended = threading.Event()
-        self._stopping = threading.Event()
+        self._lock = fork_safe(threading.RLock())  # a finalizer may come in between
+        self._ended = fork_safe(threading.Event())
+        self._stopping = fork_safe(threading.Event())
 
     def post(self, job: Job) -> bool:
         """Run ``job`` after those posted before; tell whether the thread takes jobs.

@@ -18,6 +18,7 @@ from typing import Any
 import anyio
 import anyio.abc
 
+from aioloader._order.forks import fork_safe
 from aioloader._pipeline.cpu import CpuThread, Job
 from aioloader._pipeline.hosted import Hosted, Keeper
 from aioloader._pipeline.lifespan import Lifespan
@@ -51,7 +52,7 @@ class Host(abc.ABC):
         self._hosted_ones: set[Hosted] = set()
         self._held: list[Job] = []
         self._leases = 1  # of whoever makes it
-        self._lock = threading.RLock()  # a finalizer may come in between
+        self._lock = fork_safe(threading.RLock())  # a finalizer may come in between
         self._pid = os.getpid()
 
     def lease(self) -> bool:

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from typing import Any, Literal, TypeAlias
 
+from aioloader._order.forks import fork_safe
 from aioloader._pipeline.host import (
     Host,
     InlineHost,
@@ -36,7 +37,7 @@ class Hosts:
         self._by_place: dict[Place, Host] = {}
         self._kept: list[tuple[Host, Keeper]] = []
         self._keepers = 0
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         weakref.finalize(self, _warn_kept, self._kept)
 
     def lease(self, place: Place) -> Host:

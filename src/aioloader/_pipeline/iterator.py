@@ -15,6 +15,7 @@ from typing_extensions import TypeVar
 
 from aioloader._observe.stats import Counters
 from aioloader._observe.warnings import warn
+from aioloader._order.forks import fork_safe
 from aioloader._order.progress import BEGINNING, Progress
 from aioloader._pipeline.host import GRACE
 from aioloader._pipeline.inline import GatherIterator, InlineIterator
@@ -71,7 +72,7 @@ class BatchIterator(Generic[Batch]):
         self._prepared = prepared
         if prepared is not None:
             self._hold(prepared)
-        self._lock = threading.RLock()
+        self._lock = fork_safe(threading.RLock())
 
     def __len__(self) -> int:
         """Return ``len(loader)``.

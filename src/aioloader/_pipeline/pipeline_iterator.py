@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from aioloader._observe.stats import Counters
 from aioloader._order.failures import noted
+from aioloader._order.forks import fork_safe
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import beside
 from aioloader._pipeline.pipeline import Pipeline
@@ -92,7 +93,7 @@ class PipelineIterator:
         self._taken = 0
         self._is_exhausted = False
         self._is_finished = False
-        self._lock = threading.RLock()
+        self._lock = fork_safe(threading.RLock())
         # Called for each batch that is taken when there is nothing more to request.
         self.when_exhausted: Callable[[], None] | None = None
 
