@@ -15,13 +15,13 @@ from typing import Any
 
 from aioloader._order.forks import fork_safe
 from aioloader._transport.channel import Channel
-from aioloader._workers.process.death_errors import cause_of
 from aioloader._workers.process.launch import (
     ORPHANED,
     PATIENCE,
     SupervisedLauncher,
     has_ended,
 )
+from aioloader._workers.process.recovery import cause_of
 from aioloader._workers.process.supervisor import UNKNOWN, Note, be_forked
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerDiedError, WorkerStartError
