@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from aioloader._order.forks import fork_safe
+
 State: TypeAlias = dict[str, Any]
 # Words behind its seed that a generator is told by: drawn again in a third of a second.
 _MOST = 1 << 27
@@ -22,7 +24,7 @@ _PATTERN, _CHUNK, _SEARCHED = 4, 1 << 17, 1 << 24
 # begin: the latest few of each of the latest seeds, for several may share one.
 _KNOWN: dict[int, list[tuple[int | None, torch.Tensor]]] = {}
 _STATES, _SEEDS = 4, 16
-_LOCK = threading.Lock()
+_LOCK = fork_safe(threading.Lock())
 
 
 def packed(state: torch.Tensor) -> State:

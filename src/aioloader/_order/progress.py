@@ -9,6 +9,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+from aioloader._order.forks import fork_safe
+
 
 @dataclass(frozen=True)
 class Bookmark:
@@ -54,7 +56,7 @@ class Progress:
         self._readers = readers
         self._ended: set[int] = set()  # readers
         self._is_over = False
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
 
     def take(self, number: int, state: Any = None) -> None:
         """Note that a batch was delivered, or turned out to be none.

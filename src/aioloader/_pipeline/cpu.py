@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
+from aioloader._order.forks import fork_safe
 from aioloader._pipeline.waiting import call_threadsafe, context_elsewhere
 from aioloader.errors import LoaderClosedError
 
@@ -61,9 +62,9 @@ class CpuThread:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
-        self._lock = threading.RLock()  # a finalizer may run in between
-        self._ended = threading.Event()
-        self._stopping = threading.Event()
+        self._lock = fork_safe(threading.RLock())  # a finalizer may run in between
+        self._ended = fork_safe(threading.Event())
+        self._stopping = fork_safe(threading.Event())
 
     def post(self, job: Job) -> bool:
         """Run ``job`` after those posted before; tell whether the thread takes jobs.

@@ -19,6 +19,7 @@ import anyio
 import anyio.abc
 
 from aioloader._observe.warnings import warn
+from aioloader._order.forks import fork_safe
 from aioloader._pipeline.cpu import CpuThread, Job, SharedThread, beside
 from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.waiting import (
@@ -89,7 +90,7 @@ class Host(abc.ABC):
         self._pipelines: set[Hosted] = set()
         self._held: list[Job] = []
         self._leases = 1  # its maker's
-        self._lock = threading.RLock()  # a finalizer may run in between
+        self._lock = fork_safe(threading.RLock())  # a finalizer may run in between
         self._pid = os.getpid()
 
     # -- leases -------------------------------------------------------------------

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from typing import Any, Literal, TypeAlias
 
+from aioloader._order.forks import fork_safe
 from aioloader._pipeline.host import (
     CallerHost,
     Host,
@@ -38,7 +39,7 @@ class Hosts:
         self._kept: list[Host] = []
         self._entered = 0
         self._hosts: weakref.WeakSet[Host] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         weakref.finalize(self, _release_all, self._kept)
 
     def lease(self, place: Place) -> Host:

@@ -16,6 +16,7 @@ from typing_extensions import TypeVar
 
 from aioloader._observe.stats import Counters
 from aioloader._observe.warnings import warn
+from aioloader._order.forks import fork_safe
 from aioloader._order.progress import BEGINNING, Progress
 from aioloader._pipeline.host import GRACE
 from aioloader._pipeline.inline import GatherIterator, InlineIterator
@@ -137,7 +138,7 @@ class _Steps:
         self._start: Callable[[], Source] | None = start
         self._check = check
         self._prepared = prepared
-        self._lock = threading.RLock()
+        self._lock = fork_safe(threading.RLock())
 
     def next(self) -> Any:
         source = self.source or self.begin()

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from aioloader._observe.stats import Counters
 from aioloader._order.failures import noted
+from aioloader._order.forks import fork_safe
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import beside
 from aioloader._pipeline.host import wait_released, wait_released_async
@@ -118,7 +119,7 @@ class PipelineIterator:
         self._is_cut = False  # by an error of the sampler
         self._is_finished = False
         self._turn = 0.0  # when other tasks of the consumer's loop had one
-        self._lock = threading.RLock()
+        self._lock = fork_safe(threading.RLock())
         # Called for each batch that is taken when there is nothing more to request.
         self.when_exhausted: Callable[[], None] | None = None
 

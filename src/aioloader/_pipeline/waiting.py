@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Final
 
+from aioloader._order.forks import fork_safe
+
 _NOTHING: Final = contextlib.nullcontext()
 
 
@@ -17,7 +19,7 @@ class Waiters:
     """Who waits for something to become true: tasks of any loop, and threads."""
 
     def __init__(self, is_true: Callable[[], bool]) -> None:
-        self.lock = threading.RLock()  # a finalizer may come in between
+        self.lock = fork_safe(threading.RLock())  # a finalizer may come in between
         self._is_true = is_true
         self._wakes: deque[Callable[[], None]] = deque()
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from aioloader._order.forks import fork_safe
 from aioloader._transport.locked import LockableMap, Locker
 from aioloader._transport.slots import Slot, rounded
 from aioloader.errors import BatchTooLargeError
@@ -81,7 +82,7 @@ class ArenaWriter:
         self._count = 0
         self._end = _STATES
         self._clock = 0
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
 
     def take(self, nbytes: int) -> tuple[SlotRef, Slot]:
         """Take a slot of at least ``nbytes``, adding one if none is free.

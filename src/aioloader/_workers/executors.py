@@ -185,7 +185,9 @@ def _made(maker: BatchMaker, task: BatchTask) -> BatchResult:
             return _make(maker, task)
         with swapped_in(task.key):
             return _make(maker, task)
-    except Exception as error:  # of the user's
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # handed to the consumer
         return BatchResult(error=error)
 
 

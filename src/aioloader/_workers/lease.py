@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Generic, Literal, Protocol, TypeVar, cast
 
+from aioloader._order.forks import fork_safe
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.cpu import beside
 from aioloader._pipeline.pipeline import Pipeline
@@ -44,7 +45,7 @@ class Pools:
 
     def __init__(self) -> None:
         self._kept: list[Keepable] = []
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         weakref.finalize(self, _end_all, self._kept)
 
     def has_kept(self) -> bool:
@@ -112,7 +113,7 @@ class Lease(Generic[AnyPool]):
         self._pool: AnyPool | None = None
         self._is_begun = False
         self._is_over = False
-        self._lock = threading.RLock()
+        self._lock = fork_safe(threading.RLock())
 
     def open(self, run: Pipeline) -> None:
         """Start the workers, or find those that are kept, once; it may take long."""

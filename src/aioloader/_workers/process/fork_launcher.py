@@ -13,14 +13,15 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.util import Finalize, close_fds  # type: ignore[attr-defined]
 from typing import Any
 
+from aioloader._order.forks import fork_safe
 from aioloader._transport.channel import Channel
-from aioloader._workers.process.death_errors import cause_of
 from aioloader._workers.process.launch import (
     ORPHANED,
     PATIENCE,
     SupervisedLauncher,
     has_ended,
 )
+from aioloader._workers.process.recovery import cause_of
 from aioloader._workers.process.supervisor import UNKNOWN, Note, be_forked
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerDiedError, WorkerStartError
@@ -157,7 +158,7 @@ def _quiet_fork() -> Iterator[bool]:
     ``multiprocessing`` (a worker of its ``Pool``) may fork all the same.
     """
     config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  (as torch does, the other way round)
-    with _LOCK.held():
+    with _FORKING_LOCK:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         collects, daemon = gc.isenabled(), config.pop("daemon", None)
         gc.disable()
@@ -171,25 +172,8 @@ def _quiet_fork() -> Iterator[bool]:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Lock:
-    """A lock for one fork at a time, renewed in forked children."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_registered = False
-
-    def held(self) -> threading.Lock:
-        """Return the lock, to be entered."""
-        if not self._is_registered:  # twice would be harmless
-            self._is_registered = True
-            os.register_at_fork(after_in_child=self._renew)
-        return self._lock
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
-
-
-_LOCK = _Lock()
+# One fork at a time: each one changes the signal mask and the collector.
+_FORKING_LOCK = fork_safe(threading.Lock())
 
 
 def _watch_by_pidfd(process: Any) -> None:

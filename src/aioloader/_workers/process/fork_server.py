@@ -15,9 +15,9 @@ import sys
 import threading
 import weakref
 
+from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._transport.channel import Channel
 from aioloader._workers.process import supervisor
-from aioloader._workers.process.guard import close_in_children
 from aioloader._workers.rng import seed_worker
 from aioloader._workers.worker_spec import QUIET
 from aioloader.errors import WorkerStartError
@@ -33,7 +33,7 @@ class ForkServer:
         self._channel, theirs = Channel.pair()
         self.descriptor = self._channel.fileno()
         self._is_ready = False
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._pid = os.getpid()
         close_in_children(self._channel.close)
         weakref.finalize(self, self._channel.close)
@@ -103,7 +103,7 @@ class _Shared:
     """The fork server of this process, made on demand."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self.latest: ForkServer | None = None
 
     def get(self) -> ForkServer:

@@ -19,10 +19,10 @@ from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.channel import Channel
 from aioloader._transport.in_flight_table import PLACES
 from aioloader._workers.process.endpoint import Endpoint
-from aioloader._workers.process.messages import Kind, Request
+from aioloader._workers.process.messages import READY, Request
 
 
-def serve_hosted(endpoint: Endpoint, requests: Channel) -> None:
+def serve_async(endpoint: Endpoint, requests: Channel) -> None:
     """Serve until the loader is gone.
 
     Raises:
@@ -31,7 +31,7 @@ def serve_hosted(endpoint: Endpoint, requests: Channel) -> None:
     server = _Server(endpoint)
     try:
         server.open()
-        endpoint.send(Kind.READY, -1, None)
+        endpoint.send(READY, -1, None)
         server.serve(requests)
     finally:
         server.close()
@@ -72,7 +72,7 @@ class _Server:
                 raise EOFError("the loader is gone")
             request = self._endpoint.receive(requests)
             if request.ticket < 0:
-                run = self._runs.pop(request.run, None)
+                run = self._runs.pop(request.iteration, None)
                 if run is not None:
                     run.dismiss()
                 self._free.put(place)
@@ -109,7 +109,7 @@ class _Server:
 
     def _run_of(self, request: Request) -> Pipeline:
         # Map-style datasets have no state of an iteration: one run serves all.
-        key = request.run if self._endpoint.maker.is_stream() else -1
+        key = request.iteration if self._endpoint.maker.is_stream() else -1
         run = self._runs.get(key)
         if run is None:
             spec = self._endpoint.spec

@@ -9,9 +9,9 @@ import time
 import weakref
 from collections.abc import Sequence
 
+from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._transport.channel import Channel
 from aioloader._workers.process.fork_server import fork_supervisor, warm_fork_server
-from aioloader._workers.process.guard import close_in_children
 from aioloader._workers.process.launch import PATIENCE, SupervisedLauncher, has_ended
 from aioloader._workers.process.supervisor import Note, Order, load_note
 from aioloader._workers.worker_spec import Surroundings
@@ -22,7 +22,7 @@ class Servers:
 
     def __init__(self) -> None:
         self._idle: list[Channel] = []
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         # Whether unpickling has started threads: then each worker unpickles by itself.
         self.is_shared = True
         weakref.finalize(self, _close_all, self._idle)

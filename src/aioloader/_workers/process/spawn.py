@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from multiprocessing import reduction
 from typing import Any
 
-from aioloader._workers.process import child
+from aioloader._order.forks import fork_safe
+from aioloader._workers.process import worker_main
 from aioloader._workers.process.endpoint import Ends, send_fatal
 from aioloader._workers.process.launch import has_ended
 from aioloader._workers.process.supervisor import ASKED, TERMINATED, Note
@@ -42,7 +43,7 @@ class SpawnLauncher:
         self._births: list[Note] = []
         self._pid = os.getpid()
         self._is_ending = False
-        self._ended = threading.Event()
+        self._ended = fork_safe(threading.Event())
 
     def open(self) -> None:
         """Do nothing: there is no supervisor."""
@@ -50,12 +51,12 @@ class SpawnLauncher:
     def start(self, worker: int, descriptors: Sequence[int]) -> None:
         """Start a worker; ``descriptors`` are its arena and its own queue."""
         arena, *own = descriptors
-        requests, results, board, stacks, *samples = self._ends
+        requests, results, table, stacks, *samples = self._ends
         ends = (
             requests,
             *(own or [-1]),
             results,
-            board,
+            table,
             stacks,
             arena,
             *(samples or [-1]),
@@ -154,9 +155,9 @@ def _be_worker(
     process: Any = multiprocessing.current_process()
     process._config["daemon"] = False  # noqa: SLF001  (it may have children)
     ends = Ends(*(end.descriptor for end in passed))
-    child.settle(worker, ends, None)
+    worker_main.settle(worker, ends, None)
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    if not child.tell_up(worker, ends):
+    if not worker_main.tell_up(worker, ends):
         return
     try:
         surroundings.enter()
@@ -166,7 +167,7 @@ def _be_worker(
         raise SystemExit(1) from None
     os.close(file.descriptor)
     surroundings.enter_environment()
-    child.run(worker, ends, spec)
+    worker_main.run(worker, ends, spec)
 
 
 def _die_with_parent() -> None:

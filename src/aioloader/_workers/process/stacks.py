@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from aioloader._workers.process.child import STACK_SIGNAL
+from aioloader._workers.process.worker_main import STACK_SIGNAL
 
 # Seconds to wait for a worker to write its stack, and for more of it to come.
 _FIRST, _MORE = 1.0, 0.05

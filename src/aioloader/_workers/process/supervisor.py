@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from aioloader._transport.channel import Channel
-from aioloader._workers.process import child
+from aioloader._workers.process import worker_main
 from aioloader._workers.process.endpoint import Ends, send_fatal
 from aioloader._workers.remote_error import RemoteError
 from aioloader._workers.worker_spec import Surroundings, WorkerSpec, receive
@@ -172,9 +172,9 @@ class Supervisor:
             order.surroundings.enter()
             self.tell(Note("up", number=os.getpid()))
             # The user's code may be stuck, and then nobody here sees the loader's end.
-            child.die_with(os.getppid())
+            worker_main.die_with(os.getppid())
             self._spec = receive(self._file) if order.is_shared else None
-            child.die_with(None)
+            worker_main.die_with(None)
         except BaseException as error:
             self.tell(Note("failed", error=RemoteError.of(error, 0)))
             return False
@@ -202,8 +202,8 @@ class Supervisor:
 
     def _start(self, worker: int, descriptors: list[int]) -> None:
         arena, own = (*descriptors, -1)[:2]
-        requests, results, board, stacks, *samples = self._ends
-        ends = Ends(requests, own, results, board, stacks, arena, *(samples or [-1]))
+        requests, results, table, stacks, *samples = self._ends
+        ends = Ends(requests, own, results, table, stacks, arena, *(samples or [-1]))
         process = multiprocessing.get_context("fork").Process(
             target=self._be_worker, args=(worker, ends), name=f"aioloader-{worker}"
         )
@@ -225,7 +225,7 @@ class Supervisor:
             os.close(pidfd)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        child.settle(worker, ends, supervisor)
+        worker_main.settle(worker, ends, supervisor)
         if self._surroundings is not None:
             multiprocessing.set_start_method("forkserver", force=True)  # as torch's has
             self._surroundings.enter_environment()
@@ -238,7 +238,7 @@ class Supervisor:
                 raise SystemExit(1) from None
         if self._collects:
             gc.enable()
-        child.run(worker, ends, spec)
+        worker_main.run(worker, ends, spec)
 
     def _reap(self, pidfd: int) -> None:
         worker, process = self._workers.pop(pidfd)
@@ -386,6 +386,6 @@ def dump_instruction(word: str, argument: Any = None) -> bytes:
     return pickle.dumps((word, argument), 5)
 
 
-def load_note(frame: bytes) -> Any:
+def load_note(frame: bytes | memoryview) -> Any:
     """Return the note of a frame."""
     return pickle.loads(frame)  # noqa: S301  (our own supervisor)
