@@ -9,14 +9,10 @@ import multiprocessing
 import multiprocessing.context
 import operator
 import os
-from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.utils.data import RandomSampler, Sampler, SequentialSampler
-from torch.utils.data._utils import pin_memory as torch_pin
-from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from aioloader._observe.warnings import warn
 from aioloader._order.retry import Retry
@@ -205,11 +201,6 @@ def check_fetch(workers: Any, dataset: Any, *functions: Any) -> None:
         )
 
 
-def draws_by_key(rng: str | None, num_workers: int) -> bool:
-    """Tell whether generators are seeded for each batch: with workers, by default."""
-    return rng in {"batch", "sample"} or (rng is None and num_workers > 0)
-
-
 def check_sampling(
     kind: Kind,
     *,
@@ -309,10 +300,8 @@ def check_resources(
         )
 
 
-def can_pin(*, pin_memory: bool, pin_memory_device: str) -> bool:
+def can_pin(pin_memory_device: str) -> bool:
     """Tell whether batches can be pinned; warn, as torch does, where they cannot."""
-    if not pin_memory:
-        return False
     if pin_memory_device:
         warn(
             "pin_memory_device is deprecated, the current accelerator will be used as "
@@ -331,29 +320,6 @@ def can_pin(*, pin_memory: bool, pin_memory_device: str) -> bool:
             "pinned memory won't be used."
         )
     return accelerator is not None and accelerator.type != "mps"
-
-
-def pinning(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return ``collate_fn`` followed by torch's own pinning, of the same colour."""
-    pin: Callable[[Any], Any] = torch_pin.pin_memory
-    if is_async_function(collate_fn):
-
-        async def collate_async(samples: Any) -> Any:
-            return pin(await collate_fn(samples))
-
-        return collate_async
-    return lambda samples: pin(collate_fn(samples))
-
-
-def default_sampler(
-    dataset: Any, kind: Kind, shuffle: Any, generator: torch.Generator | None
-) -> Sampler[Any]:
-    """Return torch's sampler for a dataset; that of a stream is a stand-in."""
-    if kind is not Kind.MAP:
-        return _InfiniteConstantSampler()
-    if shuffle:
-        return RandomSampler(dataset, generator=generator)
-    return SequentialSampler(dataset)
 
 
 def _check_seconds(timeout: Any) -> None:

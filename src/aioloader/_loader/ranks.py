@@ -16,7 +16,6 @@ from torch.utils.data import DistributedSampler
 
 from aioloader._observe.warnings import warn
 from aioloader._order.orders import nested
-from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.ranks import Part, Tail
 from aioloader.protocols import Kind, is_own_stream
 
@@ -197,9 +196,3 @@ def warn_of_repeats() -> bool:
         "DistributedSampler, or rank=0, world_size=1 if that is meant"
     )
     return True
-
-
-def shuffled(dataset: Any, generator: torch.Generator | None) -> ShuffledIndices:
-    """Return an order that is the same on all ranks, however each is seeded."""
-    seed = 0 if generator is None else generator.initial_seed()
-    return ShuffledIndices(len(dataset), seed)

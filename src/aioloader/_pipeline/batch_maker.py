@@ -157,7 +157,7 @@ class BatchMaker:
         else:
             get = self.get if task.sample_keys is None else self._seeded_get(task)
             read_each(task, get, lambda error: self._reread(task, error, pause))
-        _refuse_awaitables(task.samples, "dataset's __getitem__")
+        refuse_awaitables(task.samples, "dataset's __getitem__")
 
     def _seeded_get(self, task: BatchTask) -> Callable[[Any], Any]:
         """Return ``get`` for the samples of ``task`` in order, each with its seed."""
@@ -189,7 +189,7 @@ class BatchMaker:
                     samples[position] = transform(sample)
                 except Exception as error:  # the policy decides
                     samples[position] = self.resolve("transform", task, position, error)
-        _refuse_awaitables(samples, "transform")
+        refuse_awaitables(samples, "transform")
 
     def collate(self, task: BatchTask) -> BatchResult:
         """Make the batch of ``task``, or nothing if every sample was skipped."""
@@ -199,7 +199,7 @@ class BatchMaker:
         try:
             with lending(self.pool):
                 batch = self.collate_fn(samples if self.batched else samples[0])
-            _refuse_awaitables(batch, "collate_fn")
+            refuse_awaitables(batch, "collate_fn")
         except Exception as error:
             raise self.collate_error(task, error)  # noqa: B904  (it keeps its cause)
         return self.made(task, batch)
@@ -271,10 +271,7 @@ class BatchMaker:
 
     def place(self, stage: str, task: BatchTask) -> str:
         """Say where a batch-wide stage was, for a note."""
-        return (
-            f"in stage {stage!r} of epoch {self.epoch}, batch {task.number}, "
-            f"sample indices {shorten(task.indices)}"
-        )
+        return place_of(stage, self.epoch, task.number, task.indices)
 
     def _reread(
         self, task: BatchTask, error: Exception, pause: Callable[[float], object]
@@ -336,6 +333,14 @@ class BatchMaker:
         return self.retry is not None and self.retry.is_worth(error)
 
 
+def place_of(stage: str, epoch: int, batch: int, indices: Any) -> str:
+    """Return the error note for a stage that processes whole batches."""
+    return (
+        f"in stage {stage!r} of epoch {epoch}, batch {batch}, sample indices "
+        f"{shorten(indices)}"
+    )
+
+
 def read_each(
     task: BatchTask,
     get: Callable[[Any], Any],
@@ -355,7 +360,7 @@ def read_each(
                 samples.append(recover(StopIteration()))
 
 
-def _refuse_awaitables(samples: Any, what: str) -> None:
+def refuse_awaitables(samples: Any, what: str) -> None:
     """Raise a clear error when a plain function turns out to return coroutines."""
     if isinstance(samples, types.CoroutineType):
         samples = [samples]

@@ -8,23 +8,19 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeAlias, cast
+from typing import Any, Generic, TypeAlias
 
-import torch
 from typing_extensions import TypeVar
 
-from aioloader._observe.stats import Counters
 from aioloader._observe.warnings import warn
-from aioloader._order.progress import BEGINNING, Progress
 from aioloader._pipeline.host import GRACE
-from aioloader._pipeline.inline import GatherIterator, InlineIterator
+from aioloader._pipeline.inline import ClosedIterator, LocalIterator
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.pipeline_iterator import PipelineIterator
-from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.waiting import require_asyncio
 
 Batch = TypeVar("Batch", default=Any)
-Source: TypeAlias = InlineIterator | GatherIterator | PipelineIterator
+Source: TypeAlias = LocalIterator | PipelineIterator
 _LENGTH = (  # torch's words
     "Length of IterableDataset {} was reported to be {}(when accessing "
     "len(dataloader)), but {} samples have been fetched. {}"
@@ -89,19 +85,19 @@ class BatchIterator(Generic[Batch]):
 
     def __next__(self) -> Batch:
         source = self._source or self._begin()
-        batch: Any = source.next()
+        batch: Batch = source.next()
         if self._check is not None:
             self._check(source.counters.batches)
-        return cast("Batch", batch)
+        return batch
 
     async def __anext__(self) -> Batch:
         if self._source is None:
             require_asyncio()
         source = self._source or self._begin()
-        batch: Any = await source.next_async()
+        batch: Batch = await source.next_async()
         if self._check is not None:
             self._check(source.counters.batches)
-        return cast("Batch", batch)
+        return batch
 
     def close(self) -> None:
         """End the iteration and wait until all it held is released.
@@ -132,9 +128,7 @@ class BatchIterator(Generic[Batch]):
         with self._lock:
             if self._source is None:
                 if self._start is None:  # closed before it began
-                    nothing = torch.empty(0)
-                    plan = Plan(iter(()), Progress(BEGINNING), BEGINNING)
-                    return GatherIterator((nothing,), plan, Counters())
+                    return ClosedIterator()
                 source = self._start()
                 self._start = self._prepared = None
                 if self._finalizer is None:
@@ -146,7 +140,7 @@ class BatchIterator(Generic[Batch]):
         """Release ``source`` when this iterator is dropped."""
         if isinstance(source, PipelineIterator):
             self._finalizer = weakref.finalize(self, _abandon, source.run)
-        elif source.must_close():
+        elif source.must_close:
             self._finalizer = weakref.finalize(self, source.close)
 
 

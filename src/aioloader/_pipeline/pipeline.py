@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
+from aioloader._order.epoch import BEGINNING, Bookmark
 from aioloader._order.failures import Failure
-from aioloader._order.progress import BEGINNING, Bookmark
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.fetcher_pool import FetcherPool

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any, Final
 
 from aioloader._observe.stats import Counters
+from aioloader._order.epoch import Epoch
 from aioloader._order.failures import noted
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import beside
 from aioloader._pipeline.pipeline import Pipeline
-from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.release import wait_released, wait_released_async
 from aioloader._pipeline.timeouts import awaited, describe_wait
 from aioloader.errors import BatchTimeoutError, LoaderClosedError
@@ -57,7 +57,7 @@ class PipelineIterator:
 
     Args:
         run: The pipeline; owned, and dismissed at the end.
-        plan: What is to be delivered; its requests are pulled as the window opens.
+        epoch: What is to be delivered; its requests are pulled as the window opens.
         window: How many batches may be in flight, and when.
         counters: Where batches and waits are counted.
         patience: How long to wait for a batch, and what happens then.
@@ -66,7 +66,7 @@ class PipelineIterator:
     def __init__(
         self,
         run: Pipeline,
-        plan: Plan,
+        epoch: Epoch,
         window: Window,
         counters: Counters,
         patience: Patience,
@@ -74,12 +74,12 @@ class PipelineIterator:
         self.run: Final = run
         self._ready: Final = run.stage or run.ready
         self.counters = counters
-        self._requests = plan.requests() if plan.bookmark.beyond else plan.batches
-        self._progress = plan.progress
-        self._dropped = plan.dropped()
-        self._turns = plan.turns
+        self._requests = epoch.requests()
+        self._progress = epoch.progress
+        self._dropped = epoch.dropped()
+        self._turns = epoch.turns
         self._numbers: deque[int] = deque()  # issued, and not yet taken
-        self._next = plan.bookmark.done
+        self._next = epoch.bookmark.done
         self._is_cut = False
         self._window_for = window.size
         self._window = 0
