@@ -32,14 +32,13 @@ from aioloader._order.epoch import EpochNumbers, index_sampler_of
 from aioloader._order.failures import (
     Failure,
     OnError,
-    check_failure_options,
 )
 from aioloader._order.ranks import WHOLE, Part, Tail
 from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import MakeLifespan
 from aioloader._pipeline.waiting import refuse_trio
 from aioloader._workers.rng import Rng
-from aioloader.protocols import Kind, kind_of
+from aioloader.protocols import Kind
 
 if TYPE_CHECKING:
     from aioloader._loader.runtime import Runtime
@@ -159,57 +158,27 @@ class DataLoader(TorchLoader[Batch]):
         tail: Tail | None = None,
         lifespan: MakeLifespan | None = None,
     ) -> None:
-        num_workers = arguments.count_workers(num_workers, workers)
-        arguments.check_numbers(
-            num_workers=num_workers,
-            timeout=timeout,
-            prefetch_factor=prefetch_factor,
-            concurrency=concurrency,
-            prefetch_device=prefetch_device,
-            snapshot_every_n_steps=snapshot_every_n_steps,
-        )
         dataset, shuffle = settle_shuffle(dataset, shuffle)
-        kind = kind_of(dataset)
-        arguments.check_sampling(
-            kind,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            drop_last=drop_last,
-        )
-        self.multiprocessing_context = arguments.check_workers(
-            num_workers=num_workers,
-            persistent_workers=persistent_workers,
-            multiprocessing_context=multiprocessing_context,
-            workers=workers,
-            worker_init_fn=worker_init_fn,
-        )
-        arguments.check_options(fetch=fetch, rng=rng, on_timeout=on_timeout)
-        arguments.check_places(
-            loop=loop,
-            collate_fn=collate_fn,
-            transform=transform,
-            worker_init_fn=worker_init_fn,
-        )
-        check_failure_options(on_error, max_failures)
-        arguments.check_reads(on_error=on_error, retry=retry)
-        reads = dataset, transform, collate_fn, workers, fetch
-        arguments.check_resources(lifespan, *reads)
-
         self.dataset = dataset
-        self.num_workers = num_workers
-        self.prefetch_factor = prefetch_factor
+        self.batch_size = batch_size
+        self.sampler = sampler  # type: ignore[assignment]
+        self.batch_sampler = batch_sampler
+        self.num_workers = arguments.count_workers(num_workers, workers)
+        self.collate_fn = collate_fn  # type: ignore[assignment]
         self.pin_memory = pin_memory
-        self.pin_memory_device = pin_memory_device
+        self.drop_last = drop_last
         self.timeout = timeout
         self.worker_init_fn = worker_init_fn
-        self.in_order = in_order
+        self.multiprocessing_context = multiprocessing_context
         self.generator = generator
+        self.prefetch_factor = prefetch_factor
         self.persistent_workers = persistent_workers
+        self.pin_memory_device = pin_memory_device
+        self.in_order = in_order
+        self.snapshot_every_n_steps = snapshot_every_n_steps
         self.transform = transform
         self.concurrency = concurrency
-        self.device = accelerator_for(device)
+        self.device = device
         self.prefetch_device = prefetch_device
         self.workers = workers
         self.fetch = fetch
@@ -219,35 +188,23 @@ class DataLoader(TorchLoader[Batch]):
         self.on_error = on_error
         self.max_failures = max_failures
         self.retry = retry
-        self.lifespan = lifespan
-        self.snapshot_every_n_steps = snapshot_every_n_steps
-
         self.rank = rank
         self.world_size = world_size
         self.tail = tail
+        self.lifespan = lifespan
 
+        given = Options.of(self, WHOLE, None)
+        arguments.check(given, shuffle)
+        self.multiprocessing_context = arguments.context_of(multiprocessing_context)
+        self.device = accelerator_for(device)
         ranks = self._ranks = Ranks.asked(rank, world_size, tail, dataset)
-        self.sampler, self.batch_sampler, self.batch_size = make_samplers(
-            dataset,
-            kind,
-            ranks,
-            generator,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            drop_last=drop_last,
-        )
-        self._may_repeat = not ranks.is_asked() and repeats_samples(
-            kind, dataset, shuffle=shuffle
-        )
-        self.drop_last = drop_last
+        self._may_repeat = not ranks.is_asked() and repeats_samples(given, shuffle)
+        made = make_samplers(given, ranks, shuffle)
+        self.sampler, self.batch_sampler, self.batch_size = made
         if collate_fn is None:
             collate_fn = default_collate if self._auto_collation else default_convert
         self.collate_fn = collate_fn
-        if fetch == "workers" and workers != "process":
-            arguments.check_fetch(workers, dataset, transform, collate_fn)
-
+        kind = given.kind
         self._dataset_kind = dataset_kind(dataset, kind)
         self._IterableDataset_len_called = None
         self._epochs = EpochNumbers(index_sampler_of(self.sampler, self.batch_sampler))

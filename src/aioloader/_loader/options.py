@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, TensorDataset
 
-from aioloader._loader.arguments import can_pin, suits
+from aioloader._observe.warnings import warn
 from aioloader._order.epoch import index_sampler_of, order_of
 from aioloader._order.failures import OnError
 from aioloader._order.indices import State
 from aioloader._order.orders import Order, StreamOrder
 from aioloader._order.ranks import Part
 from aioloader._order.retry import Retry
+from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.rng import Rng
 from aioloader.protocols import (
     Kind,
@@ -203,7 +204,7 @@ class Options:
     def pins(self) -> bool:
         """Whether batches are page-locked and stay on the CPU; torch's warnings."""
         is_wanted = self.pin_memory and self.device is None
-        return is_wanted and can_pin(self.pin_memory_device)
+        return is_wanted and _can_pin(self.pin_memory_device)
 
     @cached_property
     def patience(self) -> float | None:
@@ -278,6 +279,38 @@ class Options:
         if type(batches) is BatchSampler:
             size, drop_last = batches.batch_size, batches.drop_last
         return part.batches(found, size, drop_last=drop_last)
+
+
+def suits(workers: Any, dataset: Any, *functions: Any) -> bool:
+    """Tell whether workers that are no processes of ours can do all.
+
+    None of them reads streams; threads and executors do what is plain.
+    """
+    if kind_of(dataset) is not Kind.MAP or isinstance(workers, RayWorkers):
+        return kind_of(dataset) is Kind.MAP
+    return not (reads_async(dataset) or any(map(is_async_function, functions)))
+
+
+def _can_pin(pin_memory_device: str) -> bool:
+    """Tell whether batches can be pinned; warn, as torch does, where they cannot."""
+    if pin_memory_device:
+        warn(
+            "pin_memory_device is deprecated, the current accelerator will be used as "
+            f"the device, ignore pin_memory_device='{pin_memory_device}'."
+        )
+    found = torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator() if found else None
+    if accelerator is None:
+        warn(
+            "'pin_memory' argument is set as true but no accelerator is found, then "
+            "device pinned memory won't be used."
+        )
+    elif accelerator.type == "mps":
+        warn(
+            "'pin_memory' argument is set as true but not supported on MPS now, device "
+            "pinned memory won't be used."
+        )
+    return accelerator is not None and accelerator.type != "mps"
 
 
 attributes_of: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(

@@ -7,33 +7,26 @@ from torch.utils.data import (
     BatchSampler,
     IterDataPipe,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     graph_settings,
 )
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
+from aioloader._loader.options import Options
 from aioloader._loader.ranks import Ranks, refuse_two_deals
 from aioloader._order.permutation import ShuffledIndices
 from aioloader.protocols import Kind
 
 
 def make_samplers(
-    dataset: Any,
-    kind: Kind,
-    ranks: Ranks,
-    generator: torch.Generator | None,
-    **asked: Any,
+    options: Options, ranks: Ranks, shuffle: Any
 ) -> tuple[Any, Any, int | None]:
     """Return sampler, batch sampler and batch size for arguments that were checked.
 
     Args:
-        dataset: What is sampled.
-        kind: Its kind.
+        options: The arguments.
         ranks: What was asked for about ranks.
-        generator: The source of the shuffle order.
-        asked: ``batch_size``, ``shuffle``, ``sampler``, ``batch_sampler`` and
-            ``drop_last``.
+        shuffle: The argument that is not kept.
 
     Returns:
         As attributes of torch's loader: the sampler of a stream is a placeholder;
@@ -43,34 +36,24 @@ def make_samplers(
         ValueError: If the size is no positive integer, or ``drop_last`` no boolean; or
             if both the loader and a sampler would share out the samples to ranks.
     """
-    sampler, batch_sampler = asked["sampler"], asked["batch_sampler"]
-    size = asked["batch_size"]
+    sampler, batch_sampler = options.sampler, options.batch_sampler
+    size, dataset, generator = options.batch_size, options.dataset, options.generator
     if sampler is None:
-        sampler = _default_sampler(dataset, kind, ranks, generator, asked["shuffle"])
+        if options.kind is not Kind.MAP:
+            sampler = _InfiniteConstantSampler()
+        elif not shuffle:
+            sampler = SequentialSampler(dataset)
+        elif not ranks.is_asked():
+            sampler = RandomSampler(dataset, generator=generator)
+        else:  # the same on all ranks, however each is seeded
+            seed = 0 if generator is None else generator.initial_seed()
+            sampler = ShuffledIndices(len(dataset), seed)
     if batch_sampler is not None:
         size = None
     elif size is not None:
-        batch_sampler = BatchSampler(sampler, size, asked["drop_last"])
+        batch_sampler = BatchSampler(sampler, size, options.drop_last)
     refuse_two_deals(ranks.given, dataset, sampler, batch_sampler)
     return sampler, batch_sampler, size
-
-
-def _default_sampler(
-    dataset: Any,
-    kind: Kind,
-    ranks: Ranks,
-    generator: torch.Generator | None,
-    shuffle: Any,
-) -> Sampler[Any] | ShuffledIndices:
-    if kind is not Kind.MAP:
-        return _InfiniteConstantSampler()
-    if not shuffle:
-        return SequentialSampler(dataset)
-    if not ranks.is_asked():
-        return RandomSampler(dataset, generator=generator)
-    # The same on all ranks, however each is seeded.
-    seed = 0 if generator is None else generator.initial_seed()
-    return ShuffledIndices(len(dataset), seed)
 
 
 def settle_shuffle(dataset: Any, shuffle: Any) -> tuple[Any, Any]:
