@@ -191,7 +191,7 @@ class BatchMaker:
         else:
             self._read_each(task, pause)
         samples = task.samples
-        if _holds_coroutines(samples):
+        if holds_coroutines(samples):
             self._await_samples(task)
         elif isinstance(samples, types.CoroutineType):
             task.samples = self.side_loop.resolve([samples], 1)[0]
@@ -211,7 +211,7 @@ class BatchMaker:
                     samples[position] = transform(sample)
                 except _OF_USER as error:  # the policy decides
                     samples[position] = self.resolve("transform", task, position, error)
-        _refuse_coroutines(samples, "transform")
+        refuse_coroutines(samples, "transform")
 
     def finish(self, task: BatchTask) -> BatchResult:
         """Transform and collate ``task``; errors become its result."""
@@ -230,7 +230,7 @@ class BatchMaker:
         try:
             with lending(self.pool):
                 batch = self.collate_fn(samples if self.batched else samples[0])
-            _refuse_coroutines(batch, "collate_fn")
+            refuse_coroutines(batch, "collate_fn")
         except _OF_USER as error:
             raise self.collate_error(task, error)  # noqa: B904  (it keeps its cause)
         return self.made(task, batch)
@@ -441,10 +441,7 @@ class BatchMaker:
 
     def place(self, stage: str, task: BatchTask) -> str:
         """Return the error note for a stage that processes whole batches."""
-        return (
-            f"in stage {stage!r} of epoch {self.epoch}, batch {task.number}, "
-            f"sample indices {shorten(task.indices)}"
-        )
+        return place_of(stage, self.epoch, task.number, task.indices)
 
     def checked(self, task: BatchTask, samples: Any) -> Any:
         """Return what ``__getitems__`` gave, if it can be used.
@@ -475,11 +472,20 @@ class BatchMaker:
         return is_known and self.retry.is_worth(error)  # type: ignore[union-attr]
 
 
-def _holds_coroutines(samples: Any) -> bool:
+def place_of(stage: str, epoch: int, batch: int, indices: Any) -> str:
+    """Return the error note for a stage that processes whole batches."""
+    return (
+        f"in stage {stage!r} of epoch {epoch}, batch {batch}, sample indices "
+        f"{shorten(indices)}"
+    )
+
+
+def holds_coroutines(samples: Any) -> bool:
+    """Tell whether a list of samples has a coroutine among them."""
     return type(samples) is list and types.CoroutineType in map(type, samples)
 
 
-def _refuse_coroutines(values: Any, what: str) -> None:
+def refuse_coroutines(values: Any, what: str) -> None:
     """Raise a clear error when a plain function turns out to return coroutines.
 
     Raises:

@@ -11,22 +11,18 @@ import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeAlias, cast
 
-import torch
 from typing_extensions import TypeVar
 
-from aioloader._observe.stats import Counters
 from aioloader._observe.warnings import warn
 from aioloader._order.forks import fork_safe
-from aioloader._order.progress import BEGINNING, Progress
 from aioloader._pipeline.host import GRACE
-from aioloader._pipeline.inline import GatherIterator, InlineIterator
+from aioloader._pipeline.inline import ClosedIterator, LocalIterator
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.pipeline_iterator import PipelineIterator
-from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.waiting import require_asyncio
 
 Batch = TypeVar("Batch", default=Any)
-Source: TypeAlias = InlineIterator | GatherIterator | PipelineIterator
+Source: TypeAlias = LocalIterator | PipelineIterator
 _LENGTH = (  # torch's words
     "Length of IterableDataset {} was reported to be {}(when accessing "
     "len(dataloader)), but {} samples have been fetched. {}"
@@ -161,9 +157,7 @@ class _Steps:
         with self._lock:
             if self.source is None:
                 if self._start is None:  # closed before it began
-                    nothing = torch.empty(0)
-                    plan = Plan(iter(()), Progress(BEGINNING), BEGINNING)
-                    return GatherIterator((nothing,), plan, Counters())
+                    return ClosedIterator()
                 self.source = self._start()
                 self._start = self._prepared = None
             return self.source
@@ -178,7 +172,7 @@ class _Steps:
         source = self.end()
         if isinstance(source, PipelineIterator):
             _abandon(source.pipeline)
-        elif source is not None and source.must_close():
+        elif source is not None and source.must_close:
             source.close()
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
+from aioloader._order.epoch import BEGINNING, Bookmark
 from aioloader._order.failures import Failure
-from aioloader._order.progress import BEGINNING, Bookmark
 from aioloader._pipeline.awaiting import raisable
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask

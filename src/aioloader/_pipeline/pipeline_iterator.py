@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from aioloader._observe.stats import Counters
+from aioloader._order.epoch import Epoch
 from aioloader._order.failures import noted
 from aioloader._order.forks import fork_safe
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import beside
 from aioloader._pipeline.host import wait_released, wait_released_async
 from aioloader._pipeline.pipeline import HOP, Pipeline
-from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.timeouts import awaited, describe_wait
 from aioloader.errors import BatchTimeoutError, LoaderClosedError
 
@@ -84,29 +83,27 @@ class PipelineIterator:
 
     Args:
         pipeline: Makes the batches; owned, and dismissed at the end.
-        plan: What is to be delivered; its requests are drawn as the window opens.
+        epoch: What is to be delivered; its requests are drawn as the window opens.
         window: How many batches may be in flight, and when.
-        counters: Where batches and waits are counted.
         patience: How long to wait for a batch, and what happens then.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
-        plan: Plan,
+        epoch: Epoch,
         window: Window,
-        counters: Counters,
         patience: Patience,
     ) -> None:
         self.pipeline: Final = pipeline
         self._ready: Final = pipeline.stage or pipeline.ready
-        self.counters = counters
-        self._requests = plan.requests() if plan.bookmark.beyond else plan.batches
-        self._begins_quickly = plan.begins_quickly
-        self._progress = plan.progress
-        self._dropped = plan.dropped()
-        self._turns = plan.turns
-        self._next = plan.bookmark.done
+        self.counters = epoch.counters
+        self._requests = epoch.requests()
+        self._epoch = epoch
+        self._progress = epoch.progress
+        self._dropped = epoch.dropped()
+        self._turns = epoch.turns
+        self._next = epoch.bookmark.done
         self._window = window
         self._timeout = patience.timeout
         self._restarts = patience.restarts
@@ -251,7 +248,7 @@ class PipelineIterator:
 
     async def _begin_async(self) -> None:
         """Begin; in the thread where it takes long: a sampler may permute millions."""
-        if self.pipeline.pool is None and self._begins_quickly():
+        if self.pipeline.pool is None and self._epoch.begins_quickly():
             self._begin()
         else:
             begin = partial(self.pipeline.run_in_context, self._begin)

@@ -7,7 +7,7 @@ goes on in another process from where the last one was. Pure and synchronous.
 
 from typing import Any, TypeAlias
 
-from aioloader._order.progress import Bookmark, Progress
+from aioloader._order.epoch import Bookmark, Progress
 from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.position import has_state
 from aioloader.errors import WorkerDiedError

@@ -11,7 +11,7 @@ import select
 import threading
 from typing import Any
 
-from aioloader._order.progress import Bookmark
+from aioloader._order.epoch import Bookmark
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.host import GRACE
 from aioloader._pipeline.hosts import Hosts
