@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from aioloader._collate.collate import (
     collates_as_torch,
+    collates_quickly,
     default_collate,
-    default_convert,
     lending,
 )
 from aioloader._collate.gather import Rows, gatherable
@@ -45,8 +44,6 @@ from aioloader.protocols import (
 _NOTHING: Final = contextlib.nullcontext()
 # What the user's plain code raises, and the policy decides about.
 _OF_USER: Final = (Exception, asyncio.CancelledError)
-# Leaves and bytes up to which torch's rules collate a batch in a fraction of 1 ms.
-_FEW_LEAVES, _FEW_BYTES = 1024, 1 << 18
 
 
 def nothing_around(_task: BatchTask) -> AbstractContextManager[None]:
@@ -255,16 +252,8 @@ class BatchMaker:
         That is known of torch's own rules and few small samples: such a batch is
         collated on the event loop, where a hop to a thread would cost more.
         """
-        collate_fn = self.collate_fn
-        is_default = collate_fn is default_collate or collate_fn is default_convert
-        samples = task.samples
-        if not is_default or self.transform is not None or type(samples) is not list:
-            return False
-        if not samples or not collates_as_torch():
-            return False
-        leaves, nbytes = _size_of(samples[0])
-        count = len(samples)
-        return leaves * count <= _FEW_LEAVES and nbytes * count <= _FEW_BYTES
+        is_plain = self.transform is None and type(task.samples) is list
+        return is_plain and collates_quickly(self.collate_fn, task.samples)
 
     def made(self, task: BatchTask, batch: Any) -> BatchResult:
         """Return the result of a batch, with a mask of its padding if that is asked."""
@@ -503,24 +492,3 @@ def refuse_coroutines(values: Any, what: str) -> None:
         f"the {what} is a plain function but returned a coroutine; declare it (or its "
         "wrapper) `async def`, so that it runs on the loader's loop"
     )
-
-
-def _size_of(sample: Any) -> tuple[int, int]:
-    """Return the number of a sample's leaves and their bytes; many if unknown."""
-    cls = type(sample)
-    if cls in _SCALARS:
-        return 1, 8
-    if cls is torch.Tensor or cls is np.ndarray:
-        return 1, sample.nbytes
-    if cls is str or cls is bytes:
-        return 1, len(sample)
-    values = sample.values() if cls is dict else sample
-    if cls in _CONTAINERS and len(sample) <= _FEW_FIELDS:
-        sizes = [_size_of(value) for value in values]
-        return 1 + sum(one for one, _ in sizes), sum(nbytes for _, nbytes in sizes)
-    return _FEW_LEAVES + 1, 0
-
-
-_SCALARS = {int, float, bool, np.float32, np.float64, np.int32, np.int64, type(None)}
-_CONTAINERS = {tuple, list, dict}
-_FEW_FIELDS = 32

@@ -11,12 +11,12 @@ from aioloader._pipeline.host import (
     CallerHost,
     Host,
     Hosted,
-    LoopHost,
     ThreadHost,
     wait_released,
     wait_released_async,
 )
 from aioloader._pipeline.lifespan import Lifespan, MakeLifespan, reads_on_loop
+from aioloader._pipeline.loop_host import LoopHost
 from aioloader._pipeline.waiting import Latch
 
 Place: TypeAlias = (
