@@ -36,10 +36,9 @@ from aioloader._pipeline.turns import Turns
 from aioloader._transport.locked import Locker
 from aioloader._transport.slots import SlotPool
 from aioloader._workers.info import be_at_sample
-from aioloader._workers.lease import Pools
+from aioloader._workers.lease import Lease, Pools
 from aioloader._workers.process.fork_server import warm_fork_server
 from aioloader._workers.process.pool import Tally
-from aioloader._workers.process.process_lease import ProcessLease
 from aioloader._workers.process.server_launcher import Servers
 from aioloader._workers.process.start import start_method, start_pool
 from aioloader._workers.ray.workers import RayWorkers
@@ -406,14 +405,15 @@ def _pool(
             base_seed=base_seed,
         )
     if isinstance(loader.workers, RayWorkers):
-        from aioloader._workers.ray.lease import lease_actors
+        from aioloader._workers.ray.pool import lease_actors
 
         keep = loader.persistent_workers
         return lease_actors(live.pools, loader.workers, spec, keep=keep)
     start = partial(
         start_pool, spec, method_of(loader), live.servers, locker, live.tally
     )
-    return ProcessLease(live.pools, start, reads=reads, keep=loader.persistent_workers)
+    keep = loader.persistent_workers
+    return Lease(live.pools, start, reads=reads, keep=keep, pumps=True)
 
 
 def method_of(loader: "DataLoader[Any]") -> str:
