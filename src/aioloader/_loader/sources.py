@@ -29,9 +29,8 @@ from aioloader._pipeline.roles import Pool
 from aioloader._transport.locked import Locker
 from aioloader._transport.slots import SlotPool
 from aioloader._workers.info import be_at_sample
-from aioloader._workers.lease import Pools
+from aioloader._workers.lease import Lease, Pools
 from aioloader._workers.process.pool import Tally
-from aioloader._workers.process.process_lease import ProcessLease
 from aioloader._workers.process.server_launcher import Servers
 from aioloader._workers.process.start import start_pool
 from aioloader._workers.ray.workers import RayWorkers
@@ -257,12 +256,12 @@ def _pool(
 
         return ExecutorWorkers(workers, spec)
     if isinstance(workers, RayWorkers):
-        from aioloader._workers.ray.lease import lease_actors
+        from aioloader._workers.ray.pool import lease_actors
 
         return lease_actors(resources.pools, workers, spec, keep=keep)
     servers, tally = resources.servers, resources.tally
     start = partial(start_pool, spec, options.start_method, servers, locker, tally)
-    return ProcessLease(resources.pools, start, reads=reads, keep=keep)
+    return Lease(resources.pools, start, reads=reads, keep=keep, pumps=True)
 
 
 def _spec(

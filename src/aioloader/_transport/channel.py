@@ -2,7 +2,7 @@
 
 ``SOCK_SEQPACKET`` keeps the bounds of messages, lets several readers share one end
 (each message goes to one of them), and shows the end of the other side as an empty
-message after all that it has sent.
+message after all of its messages.
 """
 
 import array
@@ -17,7 +17,7 @@ from typing import Any
 MAX_INLINE = 1 << 16
 # The kernel gathers a frame from no more than 1,024 pieces of memory.
 MAX_PARTS = 1000
-# Room for frames that nobody has read yet; the kernel may grant less.
+# Room for frames that are not read yet; the kernel may grant less.
 _BUFFER_BYTES = 1 << 21
 _INLINE, _IN_FILE = b"\0", b"\1"
 _MAX_DESCRIPTORS = 32
@@ -45,13 +45,13 @@ class Channel:
         self._socket = end
         if end.gettimeout() is not None:  # of socket.setdefaulttimeout()
             end.settimeout(None)
-        # A worker process ends without unwinding; its sockets go without a word.
+        # A worker process ends without unwinding; no ResourceWarning for its sockets.
         weakref.finalize(self, end.close).atexit = False
         self.fileno = end.fileno
 
     @classmethod
     def pair(cls) -> tuple["Channel", "Channel"]:
-        """Return the two ends of a new channel; each is closed by who holds it."""
+        """Return the two ends of a new channel; each has its own owner."""
         one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (one, other):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
@@ -108,13 +108,13 @@ class Channel:
         Raises:
             EOFError: If the other end is gone and all its frames were read.
         """
-        told = _CLOSE_ON_EXEC | flags
+        flags |= _CLOSE_ON_EXEC
         try:
             try:
-                data, extra, _, _ = self._socket.recvmsg(MAX_INLINE + 1, _SPACE, told)
+                data, extra, _, _ = self._socket.recvmsg(MAX_INLINE + 1, _SPACE, flags)
             except ConnectionResetError:
-                # It left frames of ours unread: said once, before what it has sent.
-                data, extra, _, _ = self._socket.recvmsg(MAX_INLINE + 1, _SPACE, told)
+                # It left frames of ours unread: reported once, before its own frames.
+                data, extra, _, _ = self._socket.recvmsg(MAX_INLINE + 1, _SPACE, flags)
         except BlockingIOError:
             return None
         if not data:

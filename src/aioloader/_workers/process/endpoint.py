@@ -4,9 +4,8 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from aioloader._order.failures import Failure, FailurePolicy
 from aioloader._pipeline.batch_maker import BatchMaker
@@ -36,27 +35,36 @@ _MOST_INLINE = (1 << 16) - 1024
 FETCH, TRANSFORM, COLLATE, SEND = range(4)
 
 
-@dataclass(frozen=True)
-class Ends:
-    """Descriptors that a worker is given; -1 for one that it has no use for.
+class Ends(NamedTuple):
+    """Descriptors of a worker; -1 for one that it has no use for.
 
     Attributes:
-        requests: Requests for any worker, shared with the other workers.
-        own: Requests for this worker alone.
+        requests: Requests for any worker, shared by all workers.
         results: Results, shared too.
-        table: The in-flight table.
-        stacks: Where ``faulthandler`` writes its stack when asked.
+        table: The in-flight table, shared too.
+        stacks: Where ``faulthandler`` writes its stack when asked; shared too.
+        samples: The memory of samples that the loader has read; shared too.
         arena: The memory for its batches.
-        samples: The memory of samples that the loader has read.
+        own: Requests for this worker alone.
     """
 
     requests: int
-    own: int
     results: int
     table: int
     stacks: int
-    arena: int
     samples: int
+    arena: int
+    own: int
+
+    @classmethod
+    def of(cls, shared: Sequence[int], apart: Sequence[int]) -> "Ends":
+        """Return the descriptors of a worker from those that were passed on.
+
+        Args:
+            shared: Of all workers, the last one (samples) only where there are some.
+            apart: Of this worker, the last one (own) only where there is one.
+        """
+        return cls(*(*shared, -1)[:5], *(*apart, -1)[:2])
 
 
 class _Packers(threading.local):

@@ -35,7 +35,7 @@ class ForkLauncher(SupervisedLauncher):
     """Forks a supervisor from this process, as ``multiprocessing`` forks.
 
     Args:
-        spec: What the workers are to do; they inherit it.
+        spec: What the workers do; they inherit it.
         ends: The descriptors that all workers share; not owned.
     """
 
@@ -130,14 +130,14 @@ class ForkLauncher(SupervisedLauncher):
         self._process.kill()
         self._process.join()
 
-    def _bereaved(self) -> list[Note]:
+    def _orphans(self) -> list[Note]:
         """End: this process is not forked again in mid-epoch.
 
         Raises:
             WorkerDiedError: Always.
         """
         pid = self._process.pid
-        super()._bereaved()
+        super()._orphans()
         self._is_over = True
         _reap(self._process, ORPHANED)
         code = self._process.exitcode
@@ -189,14 +189,14 @@ def _watch_by_pidfd(process: Any) -> None:
 
 
 def _reap(process: Any, timeout: float) -> None:
-    """Wait for a supervisor that has nothing left to do, and kill it if it stays."""
+    """Wait for a supervisor that has nothing left to do; kill it if it stays."""
     if not has_ended(process.pid, timeout):
         process.kill()
     process.join()
 
 
 def advice_on_forks() -> list[str]:
-    """Return a sentence on what is loaded here and does not task in forked children."""
+    """Return a sentence on libraries in use here that fail in forked children."""
     found: list[str] = [one for one in ("obstore", "grpc") if one in sys.modules]
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

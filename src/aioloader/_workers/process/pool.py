@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from aioloader._order.failures import Failure
 from aioloader._order.forks import close_in_children, fork_safe
@@ -27,23 +28,28 @@ from aioloader._transport.in_flight_table import (
 from aioloader._transport.locked import Locker
 from aioloader._workers.process.batch_codec import slot_of, unpack
 from aioloader._workers.process.dispatcher import Dispatcher, Worker
-from aioloader._workers.process.fork_launcher import ForkLauncher
-from aioloader._workers.process.launch import PATIENCE, Launcher
+from aioloader._workers.process.fork_launcher import ForkLauncher, advice_on_forks
+from aioloader._workers.process.launch import PATIENCE
 from aioloader._workers.process.messages import (
     BATCH,
     FATAL,
     READY,
     RESULT_HEAD,
+    STAGES,
     UP,
     opened,
 )
 from aioloader._workers.process.recovery import Death, recover
+from aioloader._workers.process.server_launcher import ServerLauncher
 from aioloader._workers.process.spawn import SpawnLauncher
+from aioloader._workers.process.stacks import stack_of
 from aioloader._workers.process.supervisor import Note
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerError, WorkerStartError
 
 _LOG = logging.getLogger("aioloader")
+
+Launcher: TypeAlias = ForkLauncher | ServerLauncher | SpawnLauncher
 
 # Processes that one worker may start without taking a batch: before the first one is
 # ready, and in all, because it may also be killed while it is idle.
@@ -113,7 +119,6 @@ class ProcessPool:
                 launching.callback(self._launcher.close)
                 self._launcher.open()
                 self._is_up = not isinstance(self._launcher, SpawnLauncher)
-                self.is_forked = isinstance(self._launcher, ForkLauncher)
                 for worker in self._dispatcher.workers:
                     self._start(worker)
                 launching.pop_all()
@@ -171,7 +176,7 @@ class ProcessPool:
                 if not has_results or not self._collections % seldom:
                     while not self._is_over and (notes := self._launcher.notes()):
                         for note in notes:
-                            self._heed(note)
+                            self._handle(note)
                 self._dispatcher.flush()
             except Exception as error:  # every iteration must learn of it
                 self._fail(error)
@@ -231,21 +236,18 @@ class ProcessPool:
     # -- births and deaths --------------------------------------------------------
 
     def _common(self) -> list[int]:
-        dispatcher = self._dispatcher
-        far = [dispatcher.requests.far.fileno(), self._far_results.fileno()]
-        ends = [*far, self._table_file, self._far_stacks]
-        return (
-            ends
-            if dispatcher.samples is None
-            else [*ends, dispatcher.samples.descriptor]
-        )
+        """Return the descriptors that all workers share, as ``Ends.of`` takes them."""
+        requests, samples = self._dispatcher.requests, self._dispatcher.samples
+        far = [requests.far.fileno(), self._far_results.fileno()]
+        memory = [] if samples is None else [samples.descriptor]
+        return [*far, self._table_file, self._far_stacks, *memory]
 
     def _start(self, worker: Worker) -> None:
         worker.starts += 1
         own = [] if worker.own is None else [worker.own.far.fileno()]
         self._launcher.start(worker.number, [worker.arena.descriptor, *own])
 
-    def _heed(self, note: Note) -> None:
+    def _handle(self, note: Note) -> None:
         if self._is_over:
             return
         if note.word == "failed":
@@ -288,21 +290,40 @@ class ProcessPool:
 
     # -- when a batch does not come -----------------------------------------------
 
-    def holders(self, task: BatchTask) -> list[tuple[int, int | None, InFlight]]:
-        """Return the workers that have taken ``task``: number, pid, stage, seconds."""
+    def explain(self, task: BatchTask) -> str:
+        """Say which workers have ``task``, since when, and where they are stuck."""
+        holders = self._holders(task)
+        if not holders:
+            return "waits for a worker process that is free"
+        parts = []
+        for worker, held in holders:
+            parts.append(
+                f"has been in stage {STAGES[held.stage]!r} of worker {worker.number} "
+                f"(pid {worker.pid}) for {held.seconds:.2f} s"
+            )
+            if worker.pid is not None:
+                parts.append(stack_of(worker.pid, self.stack))
+        if isinstance(self._launcher, ForkLauncher):
+            parts += advice_on_forks()
+        return "\n".join(parts)
+
+    def restart(self, task: BatchTask) -> bool:
+        """Kill the workers that have ``task``; others make their batches again."""
+        holders = self._holders(task)
+        with self._lock:
+            for worker, _ in holders:
+                if not self._is_over:
+                    self._launcher.kill(worker.number)
+        return bool(holders)
+
+    def _holders(self, task: BatchTask) -> list[tuple[Worker, InFlight]]:
         tickets = self._dispatcher.tickets
         return [
-            (worker.number, worker.pid, one)
+            (worker, one)
             for worker in self._dispatcher.workers
             for one in self._table.in_flight(worker.number)
             if one.ticket in tickets and tickets[one.ticket].task is task
         ]
-
-    def kill(self, worker: int) -> None:
-        """Kill a worker; another process replaces it, and makes its batches again."""
-        with self._lock:
-            if not self._is_over:
-                self._launcher.kill(worker)
 
     def stack(self, seconds: float = 0) -> str:
         """Return the stacks that workers wrote because they were asked to, or crashed.

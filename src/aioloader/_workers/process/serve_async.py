@@ -2,7 +2,7 @@
 
 A private loop reads many samples at once, across batch boundaries, and a thread beside
 it runs the plain code. The worker's main thread takes requests, at most ``window`` at a
-time, so that a batch that nobody tasks on stays where another worker can take it.
+time, so that a batch that has not begun stays where another worker can take it.
 """
 
 import contextlib
@@ -90,9 +90,9 @@ class _Server:
             self._run_of(request).submit(task)
 
     def _watch(self, requests: Channel) -> None:
-        """Learn that requests are over also while there is no place for one."""
+        """Notice the end of requests also while there is no place for one."""
         poll = select.poll()
-        poll.register(requests.fileno(), 0)  # hang-ups are told anyway
+        poll.register(requests.fileno(), 0)  # hang-ups are reported anyway
         poll.poll()
         self._free.put(_OVER)
 
@@ -126,10 +126,10 @@ class _Server:
         return run
 
     def _deliver(self, task: BatchTask, result: BatchResult) -> None:
-        """Send an result, in whatever thread it came about."""
+        """Send a result, from whatever thread."""
         ticket, place, is_alone = self._held.pop(id(task))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            # The loader may be gone: whoever reads requests ends this process.
+            # The loader may be gone: the thread that reads requests ends this process.
             self._endpoint.answer(task, ticket, place, result)
         self._open(range(self._size) if is_alone else [place])
 

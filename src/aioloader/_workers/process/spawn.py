@@ -1,6 +1,6 @@
 """Workers started by ``multiprocessing`` as new interpreters, on request ("spawn").
 
-The loader's own process is their parent, and ends what they leave behind.
+The loader's own process is their parent, and ends the processes that they leave.
 """
 
 import _thread
@@ -50,18 +50,8 @@ class SpawnLauncher:
 
     def start(self, worker: int, descriptors: Sequence[int]) -> None:
         """Start a worker; ``descriptors`` are its arena and its own queue."""
-        arena, *own = descriptors
-        requests, results, table, stacks, *samples = self._ends
-        ends = (
-            requests,
-            *(own or [-1]),
-            results,
-            table,
-            stacks,
-            arena,
-            *(samples or [-1]),
-        )
-        # Copies, for a forked child closes all that this process holds.
+        ends = Ends.of(self._ends, descriptors)
+        # Copies, because a forked child closes all that this process holds.
         copies = [os.dup(end) if end >= 0 else -1 for end in ends]
         assert self._file is not None
         try:
@@ -83,14 +73,14 @@ class SpawnLauncher:
                     os.close(copy)
         self._processes[worker] = process
         self._births.append(Note("born", worker, process.pid or 0))
-        _thread.start_new_thread(_bury, (process,))
+        _thread.start_new_thread(_end_its_group, (process,))
 
     def descriptors(self) -> list[int]:
         """Return what becomes readable when there are notes."""
         return [process.sentinel for process in self._processes.values()]
 
     def notes(self) -> list[Note]:
-        """Return what has happened since the last call."""
+        """Return the births and deaths since the last call."""
         found, self._births = self._births, []
         for worker, process in list(self._processes.items()):
             if process.exitcode is not None:
@@ -99,12 +89,12 @@ class SpawnLauncher:
         return found
 
     def kill(self, worker: int) -> None:
-        """Kill a worker; a note will tell that it died."""
+        """Kill a worker; a note reports its death."""
         if worker in self._processes:
             self._processes[worker].kill()
 
     def end(self) -> None:
-        """End the workers, in the background; they were asked already."""
+        """End the workers, in the background; their queues are closed already."""
         if self._is_ending or os.getpid() != self._pid:
             return
         self._is_ending = True
@@ -137,7 +127,7 @@ class SpawnLauncher:
 
 
 class _Passed:
-    """A descriptor that ``multiprocessing`` takes along."""
+    """A descriptor that ``multiprocessing`` passes to a new process."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -177,8 +167,8 @@ def _die_with_parent() -> None:
         os.killpg(0, signal.SIGKILL)  # this process, and what it has started
 
 
-def _bury(process: Any) -> None:
-    """Wait for the end of a worker, and end what it has started."""
+def _end_its_group(process: Any) -> None:
+    """Wait for the end of a worker, and end the processes that it has started."""
     pid = process.pid
     process.join()
     with contextlib.suppress(ProcessLookupError, PermissionError):

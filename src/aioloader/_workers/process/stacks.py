@@ -22,7 +22,7 @@ def stack_of(pid: int, read: Callable[[float], str]) -> str:
         read: Returns what workers wrote, having waited so many seconds for it.
     """
     is_stopped = _state(pid) == "T"
-    read(0)  # what is old
+    read(0)  # old stacks
     try:
         os.kill(pid, STACK_SIGNAL)
         if is_stopped:
