@@ -318,3 +318,94 @@ async def test_a_stream_that_cannot_be_opened(
     (error,) = found
     assert "no shard matches" in str(error)
     assert "in stage 'fetch' of epoch 0, batch 0" in error.__notes__[-1]
+
+
+def test_a_stream_that_cannot_be_opened_again() -> None:
+    """A resumed epoch does not end early and quietly."""
+    calls: list[None] = []
+
+    def source() -> Any:
+        calls.append(None)
+        if len(calls) == 2:
+            raise OSError("gone")
+        return iter(range(10))
+
+    loader: Any = DataLoader(from_iterable(source), 2)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    iterator.close()
+    resumed: Any = DataLoader(from_iterable(source), 2)
+    resumed.load_state_dict(state)
+    with pytest.raises(OSError, match="gone"):
+        list(resumed)
+
+
+# -- several ranks ---------------------------------------------------------------------
+
+
+class Few(Plain):
+    """Some numbers; those at ``bad`` raise."""
+
+    def __init__(self, n: int, *bad: int) -> None:
+        super().__init__(OSError)
+        self.n, self.bad = n, bad
+
+    def step(self, stop: type[BaseException]) -> int:
+        self.row += 1
+        if self.row == self.n:
+            raise stop
+        if self.row in self.bad:
+            raise self.error
+        return self.row
+
+
+class AsyncFew(Few):
+    """The same for a loop."""
+
+    __iter__ = None  # type: ignore[assignment]
+
+    def __aiter__(self) -> Any:
+        return self
+
+    async def __anext__(self) -> int:
+        return self.step(StopAsyncIteration)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dataset", [Few, AsyncFew])
+async def test_a_skipped_sample_pads_no_tail(way: str, dataset: Any) -> None:
+    """A rank pads with its latest sample that was read, or else another rank's."""
+
+    async def found(n: int, bad: int, rank: int, world_size: int) -> list[Any]:
+        loop: Any = "caller" if way == "caller" else "thread"
+        loader: Any = DataLoader(
+            dataset(n, bad),
+            1,
+            rank=rank,
+            world_size=world_size,
+            on_error="skip",
+            loop=loop,
+        )
+        return await drain(way, loader)
+
+    assert await found(5, 3, rank=1, world_size=2) == [[1], [1]]
+    assert await found(2, 1, rank=2, world_size=3) == [[0]]
+
+
+@pytest.mark.parametrize("dataset", [Few, AsyncFew])
+def test_ranks_count_alike_after_an_error(dataset: Any) -> None:
+    """One that raised reads on to where the others are, and no further."""
+    read = set()
+    for rank in range(2):
+        loader: Any = DataLoader(dataset(12, 1), 2, rank=rank, world_size=2)
+        iterator = iter(loader)
+        if rank == 1:
+            with pytest.raises(OSError, match="^$"):
+                next(iterator)
+        else:
+            assert next(iterator).tolist() == [0, 2]
+        assert next(iterator).tolist() == [4 + rank, 6 + rank]
+        read.add(repr(loader.state_dict()["states"]))
+        iterator.close()
+    assert len(read) == 1
