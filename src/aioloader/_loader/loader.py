@@ -363,11 +363,12 @@ class DataLoader(TorchLoader[Batch]):
         epoch, tally = self._live.epoch, self._live.tally
         counters = Counters() if epoch is None else epoch.counters
         policy = None if epoch is None else epoch.failures
+        is_under_way = any(one.is_under_way() for one in list(self._live.open))
         return LoaderStats(
             epoch=counters.epoch,
             batches=counters.batches,
             waited=counters.waited,
-            in_flight=counters.in_flight,
+            in_flight=counters.in_flight if is_under_way else 0,
             failures=0 if policy is None else policy.count,
             worker_deaths=tally.deaths,
             worker_restarts=tally.restarts,
