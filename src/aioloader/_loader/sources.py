@@ -95,8 +95,8 @@ def make_source(
     )
     if side is not None:
         run.stage = side.stage(run.ready, epoch.number)
-    # Without workers, keyed generators are the process's own: the user's are put aside
-    # while a batch is made, so none may be made before the user asks for it.
+    # Without workers, keyed generators are the process's own, which the user draws from
+    # too: no batch may be made before the user asks for it.
     window = Window(
         partial(_window, options, on_device=side.depth if side else 0),
         is_lazy=pool is None and options.is_keyed,

@@ -1,7 +1,7 @@
 """Blocks: several samples that move at once, as a list or as columns.
 
 A block is moved, cut and permuted without a look at its samples, so that columns stay
-columns until somebody asks for a row. What failed stands in a list as ``Bad``.
+columns until a row is asked for. Failed samples are in a list, as ``Bad``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ Block: TypeAlias = list[Any] | Columns
 
 @dataclass(frozen=True)
 class Bad:
-    """What stands for a sample that could not be read or made.
+    """Placeholder for a sample that could not be read or made.
 
     Attributes:
         error: Why; its message says where.
