@@ -1,6 +1,6 @@
-"""Batches of tensors that are in memory: one gather per tensor, no work per sample.
+"""Batches of in-memory tensors: one gather per tensor, no work per sample.
 
-So are batches of a ``TensorDataset`` made, in this process and in workers.
+Batches of a ``TensorDataset`` are made this way, in this process and in workers.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from aioloader._collate.collate import borrowed
+from aioloader._collate.collate import borrowed, default_collate
 
 
 def gatherable(dataset: Any) -> tuple[torch.Tensor, ...] | None:
@@ -24,14 +24,15 @@ def gatherable(dataset: Any) -> tuple[torch.Tensor, ...] | None:
 
 
 class Rows:
-    """Rows of tensors that nobody has looked at: ``default_collate`` gathers them.
+    """The samples of one batch, not read yet: ``default_collate`` gathers them.
 
     Args:
         tensors: What ``gatherable`` returned.
-        indices: Which rows.
+        indices: The rows: a list of numbers, a tensor, or anything else that a batch
+            sampler gives.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], indices: Sequence[Any]) -> None:
         self._tensors = tensors
         self._indices = indices
 
@@ -39,15 +40,33 @@ class Rows:
         return len(self._indices)
 
     def collate(self) -> list[torch.Tensor]:
-        """Return a tensor for each of the dataset's, in memory of the batch.
+        """Return one tensor per tensor of the dataset, in memory lent for the batch.
 
         Raises:
             IndexError: If an index is out of range.
         """
-        index = torch.as_tensor(self._indices, dtype=torch.int64)
-        if self._indices and min(self._indices) < 0:  # from the end, as for a list
+        index = _as_index(self._indices)
+        if index is None:
+            samples = [tuple(t[at] for t in self._tensors) for at in self._indices]
+            columns: list[torch.Tensor] = default_collate(samples)
+            return columns
+        if len(index) and int(index.min()) < 0:  # from the end, as for a list
             index = torch.where(index < 0, index + len(self._tensors[0]), index)
         return [_gather(tensor, index) for tensor in self._tensors]
+
+
+def _as_index(indices: Any) -> torch.Tensor | None:
+    """Return ``indices`` as a 1-D int64 tensor; None unless all are integers."""
+    try:
+        # A copy, unless it is a tensor: arrays may be read-only.
+        known = isinstance(indices, torch.Tensor)
+        index: torch.Tensor = indices if known else torch.tensor(indices)
+    except (TypeError, ValueError, RuntimeError):  # slices, say
+        return None
+    is_whole = not index.is_floating_point() and index.dtype is not torch.bool
+    if len(indices) and (index.dim() != 1 or not is_whole):
+        return None
+    return index.to(torch.int64)
 
 
 def _gather(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

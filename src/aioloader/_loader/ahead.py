@@ -60,7 +60,7 @@ class Ahead:
         self._before = numbers.state(), self._drawn()
         self.epoch, self.source = make()
         # It has no iterator yet: it ends when this object is dropped.
-        self._finalizer = weakref.finalize(self, self.source.run.dismiss)
+        self._finalizer = weakref.finalize(self, self.source.pipeline.dismiss)
         self._issue(self._before[1])
 
     def issue(self) -> None:

@@ -128,6 +128,7 @@ class Runtime:
                     options.collate_fn,
                     self.slots,
                     batched=options.batch_sampler is not None,
+                    concurrency=options.concurrency,
                 )
             return epoch, self._source(options, epoch, is_async=is_async)
         except BaseException:  # it has not begun, and may be tried again

@@ -29,9 +29,8 @@ from aioloader._pipeline.roles import Pool
 from aioloader._transport.locked import Locker
 from aioloader._transport.slots import SlotPool
 from aioloader._workers.info import be_at_sample
-from aioloader._workers.lease import Pools
+from aioloader._workers.lease import Lease, Pools
 from aioloader._workers.process.pool import Tally
-from aioloader._workers.process.process_lease import ProcessLease
 from aioloader._workers.process.server_launcher import Servers
 from aioloader._workers.process.start import start_pool
 from aioloader._workers.ray.workers import RayWorkers
@@ -84,7 +83,7 @@ def make_source(
     pool = _pool(options, epoch, maker, resources, locker)
     if options.readers > 1 and not options.in_order:
         epoch.turns = Turns(options.readers, epoch.bookmark.done)
-    run = Pipeline(
+    pipeline = Pipeline(
         maker,
         hosts.lease(_place(options, pool, is_async=is_async)),
         concurrency=options.concurrency,
@@ -94,16 +93,11 @@ def make_source(
         pool=pool,
     )
     if side is not None:
-        run.stage = side.stage(run.ready, epoch.number)
-    # Without workers, keyed generators are the process's own, which the user draws from
-    # too: no batch may be made before the user asks for it.
-    window = Window(
-        partial(_window, options, on_device=side.depth if side else 0),
-        is_lazy=pool is None and options.is_keyed,
-    )
+        pipeline.stage = side.stage(pipeline.ready, epoch.number)
+    window = _window(options, pool, on_device=side.depth if side else 0)
     patience = Patience(options.patience, restarts=options.on_timeout == "restart")
     epoch.reads_ahead = True  # what was read is no sign of what was delivered
-    return PipelineIterator(run, epoch, window, epoch.counters, patience)
+    return PipelineIterator(pipeline, epoch, window, patience)
 
 
 def _gathered(options: Options) -> tuple[torch.Tensor, ...] | None:
@@ -138,22 +132,27 @@ def _place(options: Options, pool: Pool | None, *, is_async: bool) -> Place:
     return asyncio.get_running_loop()
 
 
-def _window(options: Options, indices: Any, *, on_device: int) -> int:
+def _window(options: Options, pool: Pool | None, *, on_device: int) -> Window:
     """Return how many batches may be in flight.
 
     Args:
         options: The loader's.
-        indices: Those of the first batch.
+        pool: What makes them, if that is not done here.
         on_device: Batches that wait on the device: they have left the pipeline.
     """
     if options.is_keyed and not options.num_workers:
-        return 1
-    window = options.prefetch_factor
-    if window is None:
-        window = 2
-        if not options.is_plain:
-            window = default_window(options.concurrency, len(indices))
-    return max(1, options.num_workers) * window + on_device
+        # Keyed generators are the process's own here, and the user's are put aside
+        # while a batch is made: none may be made before the user asks for it.
+        return Window(1, is_lazy=True)
+    readers = max(1, options.num_workers)
+    if options.prefetch_factor is not None:
+        return Window(readers * options.prefetch_factor + on_device)
+    if options.is_plain:
+        is_threaded = pool is None and not on_device
+        return Window(readers * 2 + on_device, per_hop=is_threaded)
+    # One batch is being collated, one is handed over, and one is late.
+    spare = 3 * readers + on_device
+    return Window(spare, samples=options.concurrency * readers)
 
 
 def default_window(concurrency: int, batch_size: int) -> int:
@@ -206,6 +205,7 @@ def make_maker(options: Options, epoch: Epoch, slots: SlotPool) -> BatchMaker:
         part=part,
         snapshot_every=options.snapshot_every,
         keeps_step=options.part.world_size > 1,
+        concurrency=options.concurrency,
     )
 
 
@@ -256,12 +256,12 @@ def _pool(
 
         return ExecutorWorkers(workers, spec)
     if isinstance(workers, RayWorkers):
-        from aioloader._workers.ray.lease import lease_actors
+        from aioloader._workers.ray.pool import lease_actors
 
         return lease_actors(resources.pools, workers, spec, keep=keep)
     servers, tally = resources.servers, resources.tally
     start = partial(start_pool, spec, options.start_method, servers, locker, tally)
-    return ProcessLease(resources.pools, start, reads=reads, keep=keep)
+    return Lease(resources.pools, start, reads=reads, keep=keep, pumps=True)
 
 
 def _spec(

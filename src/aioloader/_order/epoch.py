@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler
 
 from aioloader._observe.stats import Counters
 from aioloader._order.failures import FailurePolicy, OnError
+from aioloader._order.forks import fork_safe
 from aioloader._order.indices import IndexBatch, IndexOrder, State, is_known_by_place
 from aioloader._order.orders import IteratedOrder, Order, StreamOrder
 from aioloader._order.permutation import ShuffledIndices
@@ -46,6 +47,8 @@ class Bookmark:
 
 BEGINNING = Bookmark()
 _NOTHING: frozenset[int] = frozenset()
+# Of all positions: it is held for microseconds, and seldom.
+_LOCK = fork_safe(threading.Lock())
 
 
 class Progress:
@@ -74,7 +77,6 @@ class Progress:
         self._ended: set[int] = set()  # readers
         self._latest: tuple[int, Any] | None = None  # taken, and not noted yet
         self._is_plain = not self._before  # ``_done`` is all there is to say
-        self._lock = threading.Lock()
 
     def take(self, number: int, state: Any = None) -> None:
         """Note that a batch was delivered, or turned out to be none.
@@ -87,7 +89,7 @@ class Progress:
             state: What its reader was left in after it, if that is known.
         """
         if not self._is_plain or number != self._done or state is not None:
-            with self._lock:
+            with _LOCK:
                 self._settle()
                 self._is_plain &= number == self._done and state is None
         if self._is_plain:
@@ -97,34 +99,34 @@ class Progress:
 
     def pass_over(self, number: int, state: Any = None) -> None:
         """Note what a batch that was delivered before has left its reader in."""
-        with self._lock:
+        with _LOCK:
             self._settle()
             self._note(number, state)
 
     def fail(self, number: int, state: Any = None) -> None:
         """Note that a batch raised."""
-        with self._lock:
+        with _LOCK:
             self._settle()
             self._is_plain = False
             self._failed[number] = state
 
     def end(self, number: int, state: Any = None) -> None:
         """Note that a reader was at its end, instead of batch ``number``."""
-        with self._lock:
+        with _LOCK:
             self._settle()
             if state is not None:
                 self._states[number % self._readers] = state
 
     def end_reader(self, number: int) -> None:
         """Note that the reader of batch ``number`` has ended: no more is to come."""
-        with self._lock:
+        with _LOCK:
             self._settle()
             self._ended.add(number % self._readers)
             self._advance()
 
     def leave(self, worker: int, state: Any) -> None:
         """Note what state a delivered batch has left a worker's dataset in."""
-        with self._lock:
+        with _LOCK:
             self._datasets[worker] = state
 
     def finish(self) -> None:
@@ -133,7 +135,7 @@ class Progress:
 
     def bookmark(self) -> Bookmark:
         """Return the position now; from any thread."""
-        with self._lock:
+        with _LOCK:
             self._settle()
             beyond = _NOTHING
             if self._before or self._beyond:

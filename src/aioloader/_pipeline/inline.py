@@ -22,16 +22,16 @@ from aioloader._order.failures import Failure, noted
 from aioloader._order.indices import IndexBatch
 from aioloader._order.orders import StreamOrder
 from aioloader._order.ranks import WHOLE
+from aioloader._pipeline.awaiting import SideLoop, raisable
 from aioloader._pipeline.batch_maker import (
     BatchMaker,
+    holds_coroutines,
     place_of,
-    raisable,
-    refuse_awaitables,
+    refuse_coroutines,
 )
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import CpuThread
-from aioloader._pipeline.host import Host, InlineHost
-from aioloader._pipeline.hosted import Keeper
+from aioloader._pipeline.host import CallerHost, Host
 from aioloader._pipeline.stream import SyncStream
 from aioloader._pipeline.waiting import Latch
 from aioloader._transport.slots import SlotPool
@@ -128,6 +128,8 @@ class PlainIterator(LocalIterator):
         collate_fn: Samples to batch; one sample to batch if not ``batched``.
         slots: What big batches are written into.
         batched: Whether samples are gathered into batches.
+        concurrency: Awaitables of one batch that are awaited at a time, where plain
+            code has returned them.
     """
 
     def __init__(
@@ -138,12 +140,15 @@ class PlainIterator(LocalIterator):
         slots: SlotPool,
         *,
         batched: bool,
+        concurrency: int,
     ) -> None:
         super().__init__(epoch, epoch.requests())
         self._get = dataset.__getitem__
         self._collate_fn = collate_fn
         self._batched = batched
         self._slots = slots
+        self._concurrency = concurrency
+        self._side_loop: SideLoop | None = None
 
     def next(self) -> Any:
         """Return the next batch, made now.
@@ -161,16 +166,16 @@ class PlainIterator(LocalIterator):
         try:
             for index in indices:
                 samples.append(self._get(index))  # noqa: PERF401  (kept if one fails)
-            if samples and isinstance(samples[0], types.CoroutineType):
-                refuse_awaitables(samples, "dataset's __getitem__")
+            if holds_coroutines(samples):
+                samples = self._awaited(samples)
             stage = "collate"
             with lending(self._slots):
                 batch = self._collate_fn(samples if self._batched else samples[0])
             if isinstance(batch, types.CoroutineType):
-                refuse_awaitables(batch, "collate_fn")
+                refuse_coroutines(batch, "collate_fn")
         except BaseException as error:
             self._progress.fail(number, state)
-            if isinstance(error, Exception):
+            if isinstance(error, (Exception, asyncio.CancelledError)):
                 raise self._noted(stage, number, indices, len(samples), error)  # noqa: B904
             raise
         self.counters.batches += 1
@@ -178,7 +183,7 @@ class PlainIterator(LocalIterator):
         return batch
 
     def _noted(
-        self, stage: str, number: int, indices: Any, read: int, error: Exception
+        self, stage: str, number: int, indices: Any, read: int, error: BaseException
     ) -> BaseException:
         """Return what to raise for an error in a stage, noted where it was."""
         epoch, error = self.epoch.number, raisable(error)
@@ -187,9 +192,29 @@ class PlainIterator(LocalIterator):
         elif read < len(indices):
             index = indices[read]
             where = Failure(stage, epoch, number, read, index, error).describe()
-        else:  # the samples were coroutines
-            return error
+        else:  # of a coroutine among them
+            where = place_of(stage, epoch, number, indices)
         return noted(error, where)
+
+    def _awaited(self, samples: list[Any]) -> list[Any]:
+        """Await what a plain ``__getitem__`` has returned, as wrappers do.
+
+        Raises:
+            Exception: That of the first sample that failed.
+        """
+        if self._side_loop is None:
+            self._side_loop, self.must_close = SideLoop(), True
+        found = self._side_loop.resolve(samples, self._concurrency)
+        for sample in found:
+            if isinstance(sample, Exception):
+                raise sample
+        return found
+
+    def close(self) -> None:
+        """Release the thread of awaitables that plain code has returned, if any."""
+        super().close()
+        if self._side_loop is not None:
+            self._side_loop.close()
 
 
 class InlineIterator(LocalIterator):
@@ -216,11 +241,11 @@ class InlineIterator(LocalIterator):
                 maker, drop_last=drop_last, resume=resume, keys=maker.seeds()
             )
         self.must_close = self._stream is not None or host is not None
-        if isinstance(host, InlineHost):
+        if isinstance(host, CallerHost):
             try:
                 host.open()
             except BaseException:
-                host.dismiss(Keeper())
+                host.release()
                 raise
 
     def next(self) -> Any:
@@ -265,13 +290,14 @@ class InlineIterator(LocalIterator):
     def close(self) -> None:
         """Close the stream, and leave the lifespan after the last iteration."""
         super().close()
+        self._maker.close()
         try:
             if self._stream is not None:
                 self._stream.close()
         finally:
             host, self._host = self._host, None
             if host is not None:
-                host.dismiss(Keeper())
+                host.release()
 
 
 class GatherIterator(LocalIterator):

@@ -1,0 +1,312 @@
+"""A loader that was interrupted is at its last delivered batch, and counts nothing.
+
+KeyboardInterrupt comes at any place: in a sample, in the consumer, in a wait.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import uvloop
+from torch.utils.data import IterableDataset, TensorDataset
+
+import aioloader
+from aioloader import DataLoader
+from core.kit import ASYNC_WAYS, BY, IN_PROCESS, WAYS, make, quiet, step
+from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect
+
+BATCHES = [[i, i + 1, i + 2, i + 3] for i in range(0, 24, 4)]
+HERE = os.getpid()
+PACKAGE = os.path.dirname(aioloader.__file__)  # noqa: PTH120  (as frames have it)
+
+
+class Interrupts:
+    """Interrupts once, at a sample."""
+
+    def __init__(self, at: int) -> None:
+        self.at: int | None = at
+
+    def give(self, index: int) -> int:
+        """Return a sample, or be interrupted."""
+        if index == self.at:
+            self.at = None
+            raise KeyboardInterrupt
+        return index
+
+
+class Map(SyncMap):
+    """Samples that are interrupted."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(24)
+        self.interrupts = Interrupts(at)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.interrupts.give(index)
+
+
+class Steps(IterableDataset[int]):
+    """A stream that is interrupted, and goes on from its place."""
+
+    def __init__(self, at: int) -> None:
+        self.interrupts = Interrupts(at)
+
+    def __iter__(self) -> Any:
+        return map(self.interrupts.give, range(24))
+
+
+async def to_end(loader: Any, found: list[Any], at: int = -1) -> None:
+    """Add the batches to ``found``; be interrupted after ``at`` of them."""
+    async for batch in loader:
+        found.append(batch.tolist())
+        if len(found) == at:
+            raise KeyboardInterrupt
+
+
+def for_to_end(loader: Any, found: list[Any], at: int = -1) -> None:
+    """The same, by ``for``."""
+    for batch in loader:
+        found.append(batch.tolist())
+        if len(found) == at:
+            raise KeyboardInterrupt
+
+
+def on_asyncio(loader: Any, found: list[Any], at: int = -1) -> None:
+    """The same, by ``async for``."""
+    asyncio.run(to_end(loader, found, at))
+
+
+def on_uvloop(loader: Any, found: list[Any], at: int = -1) -> None:
+    """The same, by ``async for``."""
+    uvloop.run(to_end(loader, found, at))
+
+
+CONSUMERS: dict[str, Any] = {
+    "for": ("for", for_to_end),
+    "asyncio": ("thread", on_asyncio),
+    "uvloop": ("thread", on_uvloop),
+    "caller": ("caller", on_asyncio),
+}
+WARNS = pytest.mark.filterwarnings("ignore:.*has no state_dict:UserWarning")
+
+
+def resumed(make_one: Callable[[], DataLoader[Any]], state: Any) -> list[Any]:
+    """Return what a new loader delivers from a state on."""
+    loader = make_one()
+    loader.load_state_dict(state)
+    return [batch.tolist() for batch in loader]
+
+
+@WARNS
+@pytest.mark.parametrize("consumer", CONSUMERS)
+@pytest.mark.parametrize("kind", [Map, Steps])
+@pytest.mark.parametrize("at", [0, 5, 8, 23])
+def test_an_interrupt_in_a_sample(at: int, kind: Any, consumer: str) -> None:
+    """The batch under way was not delivered: it is the next one."""
+    way, consume = CONSUMERS[consumer]
+    loader = make(way, kind(at))
+    found: list[Any] = []
+    with pytest.raises(KeyboardInterrupt):
+        consume(loader, found)
+    assert found == BATCHES[: at // 4]
+    state = loader.state_dict()
+    loader.close()
+    assert loader.state_dict() == state
+    assert resumed(lambda: make("for", kind(-1)), state) == BATCHES[at // 4 :]
+
+
+class Numbers(SyncMap):
+    """Gives its indices."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+class AsyncNumbers(AsyncMap):
+    """Gives its indices, on a loop."""
+
+    async def __getitem__(self, index: int) -> Any:
+        await asyncio.sleep(0)
+        return index
+
+
+class NumberStream(IterableDataset[int]):
+    """Gives numbers."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Any:
+        return iter(range(self.n))
+
+
+KINDS = [Numbers, AsyncNumbers, NumberStream]
+
+
+@WARNS
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("consumer", CONSUMERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_in_the_consumer(kind: Any, consumer: str, by: str) -> None:
+    """The batch that it works on was delivered."""
+    if kind is NumberStream and by == "processes":
+        pytest.skip("each worker reads all")
+    way, consume = CONSUMERS[consumer]
+    loader = make(way, kind(24), **BY[by])
+    found: list[Any] = []
+    with pytest.raises(KeyboardInterrupt):
+        consume(loader, found, 2)
+    state = loader.state_dict()
+    loader.close()
+    assert resumed(lambda: make("for", kind(24), **BY[by]), state) == BATCHES[2:]
+
+
+class Signals(Numbers):
+    """Ctrl-C while the consumer waits for a sample."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(24)
+        self.at = at
+        self.interrupted = threading.Event()
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.at:
+            os.kill(HERE, signal.SIGINT)
+            self.interrupted.wait(0.2)  # the consumer is interrupted meanwhile
+        return index
+
+
+@pytest.mark.parametrize("at", [0, 9])
+@pytest.mark.parametrize("consumer", CONSUMERS)
+@pytest.mark.parametrize("options", [IN_PROCESS, {"prefetch_factor": 1}], ids=str)
+def test_an_interrupt_in_a_wait(options: Any, consumer: str, at: int) -> None:
+    """The state is that of what the consumer has seen, and the rest follows."""
+    way, consume = CONSUMERS[consumer]
+    loader = make(way, Signals(at), **options)
+    found: list[Any] = []
+    with pytest.raises(KeyboardInterrupt):
+        consume(loader, found)
+    state = loader.state_dict()
+    loader.close()
+    assert found == BATCHES[: len(found)]
+    assert resumed(lambda: make("for", Numbers(24)), state) == BATCHES[len(found) :]
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt as the k-th function of the package is entered.
+
+    It is where Python itself looks for signals, and in the consumer's thread.
+    """
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> None:
+        if PACKAGE in frame.f_code.co_filename:
+            self.left -= 1
+            if self.left == -1:
+                raise KeyboardInterrupt
+
+
+def steps(iterator: Any, found: list[Any], interrupter: Interrupter) -> None:
+    """Iterate to the end, or to the interrupt."""
+    before = sys.gettrace()
+    sys.settrace(interrupter)
+    try:
+        while (batch := next(iterator, None)) is not None:
+            found.append(batch.tolist())
+    finally:
+        sys.settrace(before)
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "inline": {},
+    "ahead": {"prefetch_factor": 2},
+    "tensors": {},
+    "threads": BY["threads"],
+    "processes": {"num_workers": 1},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_interrupt_anywhere_in_a_step(place: str) -> None:
+    """Whatever was not returned was not delivered, and what was returned was."""
+    expected = [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+    def loader() -> DataLoader[Any]:
+        data = TensorDataset(torch.arange(8)) if place == "tensors" else Numbers(8)
+        collate = first_of if place == "tensors" else None
+        return DataLoader(data, 2, collate_fn=collate, **PLACES[place])
+
+    every = 1 if place != "processes" else 5
+    for at in range(0, 2000, every):
+        interrupter = Interrupter(at)
+        one = loader()
+        iterator = iter(one)
+        found = [next(iterator).tolist()]  # the start is not what is looked at
+        with contextlib.suppress(KeyboardInterrupt):
+            steps(iterator, found, interrupter)
+        state = one.state_dict()
+        one.close()
+        rest = resumed(loader, state) if found != expected else []
+        assert found + rest == expected, (at, found, rest)
+        if interrupter.left >= 0:
+            return
+    raise AssertionError("never ran to the end")
+
+
+def first_of(samples: Any) -> Any:
+    """Return the first column."""
+    return torch.stack([sample[0] for sample in samples])
+
+
+# -- in flight ----------------------------------------------------------------------
+
+ALL: dict[str, Any] = {
+    "map": SyncMap,
+    "async map": AsyncMap,
+    "stream": SyncStream,
+    "async stream": AsyncStream,
+}
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ALL)
+async def test_nothing_is_in_flight_at_the_end(kind: str, way: str, by: str) -> None:
+    """Of an epoch, and after a close amid one."""
+    if by == "threads" and kind == "stream":
+        pytest.skip("as in process")
+    loader = make(way, ALL[kind](24), **BY[by])
+    for whole in (True, False):
+        iterator = iter(loader) if way == "for" else aiter(loader)
+        while await step(way, iterator) is not None and whole:
+            pass
+        if not whole:
+            await loader.aclose()
+        assert loader.stats().in_flight == 0
+
+
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+@pytest.mark.parametrize("kind", ALL)
+async def test_nothing_is_in_flight_after_a_break(kind: str, way: str) -> None:
+    """Nor after an error, or a cancellation."""
+    loader = make(way, ALL[kind](24))
+    async for _ in loader:
+        break
+    await loader.aclose()
+    assert loader.stats().in_flight == 0
+    task = asyncio.create_task(collect(loader))
+    await quiet()
+    task.cancel()
+    await asyncio.wait([task])
+    del task
+    await loader.aclose()
+    assert loader.stats().in_flight == 0

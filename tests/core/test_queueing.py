@@ -1,0 +1,162 @@
+"""Who waits for whom: nothing that is ready waits for reads of later batches."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from aioloader import DataLoader
+from core.kit import ASYNC_WAYS, BY, PATIENCE, Gated, bounded, make, quiet
+from samples import AsyncMap, collect
+
+ENTERED = asyncio.Event  # one in each process, made where it is used
+MARKS: dict[str, asyncio.Event] = {}
+
+
+def mark() -> asyncio.Event:
+    """Return the event of this process."""
+    return MARKS.setdefault("entered", asyncio.Event())
+
+
+class Behind(AsyncMap):
+    """Samples of later batches come only when an async function was entered."""
+
+    async def __getitem__(self, index: int) -> Any:
+        if index >= 4:
+            await mark().wait()
+        return index
+
+    async def pass_on(self, sample: Any) -> Any:
+        """Be entered."""
+        mark().set()
+        await asyncio.sleep(0)
+        return sample
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("concurrency", [1, 4, 6, 64])
+@pytest.mark.parametrize("what", ["collate_fn", "transform"])
+async def test_an_async_function_is_not_queued(
+    what: str, concurrency: int, in_order: bool, by: str
+) -> None:
+    """Behind reads of later batches, which may take any time."""
+    MARKS.clear()
+    dataset = Behind(40)
+    options: Any = {what: dataset.pass_on, **BY[by]}
+    options |= {"concurrency": concurrency, "in_order": in_order, "prefetch_factor": 4}
+    if by == "processes":
+        options["num_workers"] = 1
+    loader = make("thread", dataset, timeout=PATIENCE, **options)
+    assert len(await bounded(collect(loader))) == 10
+
+
+async def test_a_stage_is_not_queued_behind_other_batches_of_it() -> None:
+    """One collate call that takes long does not hold up later batches' reads."""
+    dataset = Gated(400, free=400)
+    entered, leave = asyncio.Event(), asyncio.Event()
+
+    async def collate(samples: list[int]) -> list[int]:
+        if samples[0] == 0:
+            entered.set()
+            await leave.wait()
+        return samples
+
+    loader = make("caller", dataset, collate_fn=collate, concurrency=2)
+    task = asyncio.create_task(collect(loader))
+    await bounded(entered.wait())
+    await bounded(dataset.until(8))
+    leave.set()
+    assert len(await bounded(task)) == 100
+
+
+# -- how far ahead ------------------------------------------------------------------
+
+
+def growing(first: int, later: int, number: int) -> list[list[int]]:
+    """Return batches of which the first has another size."""
+    starts = [0, *range(first, first + later * number, later)]
+    return [list(range(start, start + (later if start else first))) for start in starts]
+
+
+async def ahead_of(loader: DataLoader[Any], dataset: Gated) -> int:
+    """Return how many samples have begun when nothing more begins by itself."""
+    iterator = aiter(loader)
+    await bounded(anext(iterator))
+    seen = -1
+    while seen != dataset.begun:
+        seen = dataset.begun
+        await quiet()
+    await iterator.aclose()
+    return seen
+
+
+@pytest.mark.parametrize("first", [1, 8, 64])
+async def test_a_small_first_batch_does_not_open_the_window(first: int) -> None:
+    """Samples ahead are a few times what is in flight, by the batches' real sizes."""
+    batches = growing(first, 512, 60)
+    dataset = Gated(40_000, free=40_000)
+    loader: Any = DataLoader(
+        dataset, batch_sampler=batches, concurrency=64, loop="caller"
+    )
+    assert await ahead_of(loader, dataset) <= first + 64 + 4 * 512
+
+
+async def test_sizes_that_alternate() -> None:
+    """Neither the small ones nor the large ones set the pace."""
+    batches, start = [], 0
+    for number in range(120):
+        size = 1 if number % 2 else 256
+        batches.append(list(range(start, start + size)))
+        start += size
+    dataset = Gated(start, free=start)
+    loader: Any = DataLoader(
+        dataset, batch_sampler=batches, concurrency=64, loop="caller"
+    )
+    assert await ahead_of(loader, dataset) <= 256 + 64 + 4 * 257
+
+
+@pytest.mark.parametrize("concurrency", [1, 64, 300])
+async def test_a_large_first_batch_does_not_close_the_window(concurrency: int) -> None:
+    """As many samples as may be are in flight, though later batches are of one."""
+    batches = growing(512, 1, 600)
+    dataset = Gated(2000, free=512)
+    loader: Any = DataLoader(
+        dataset, batch_sampler=batches, concurrency=concurrency, loop="caller"
+    )
+    iterator = aiter(loader)
+    await bounded(anext(iterator))
+    await dataset.until(512 + concurrency)
+    await quiet()
+    assert dataset.begun == 512 + concurrency
+    await iterator.aclose()
+
+
+@pytest.mark.parametrize("size", [1, 3, 64, 100])
+async def test_small_batches_fill_what_may_be_in_flight(size: int) -> None:
+    """At any size; and no more than a few batches beyond."""
+    dataset = Gated(4000)
+    loader = make("caller", dataset, batch_size=size, concurrency=64)
+    iterator = aiter(loader)
+    step = asyncio.ensure_future(anext(iterator))
+    await dataset.until(64)
+    await quiet()
+    assert dataset.begun == 64
+    dataset.gate.set()
+    await bounded(step)
+    await quiet()
+    assert dataset.begun <= 64 + 5 * size
+    await iterator.aclose()
+
+
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+async def test_the_window_of_few_batches_is_exact(way: str) -> None:
+    """What was asked for by ``prefetch_factor`` is kept, whatever the sizes."""
+    if way == "thread":
+        pytest.skip("counted on the caller's loop")
+    batches = growing(1, 16, 30)
+    dataset = Gated(4000, free=4000)
+    loader: Any = DataLoader(
+        dataset, batch_sampler=batches, prefetch_factor=3, loop="caller"
+    )
+    assert await ahead_of(loader, dataset) == 1 + 3 * 16

@@ -1,0 +1,293 @@
+"""How many threads a request and an epoch start: none, where no plain code must run."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from aioloader import DataLoader
+from beside import beside
+from core.kit import ASYNC_WAYS, PATIENCE, bounded, counted_starts, make
+from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
+from working import double_async, total_async
+
+MONKEYS = pytest.MonkeyPatch
+EXPECTED = [[i, i + 1, i + 2, i + 3] for i in range(0, 20, 4)]
+
+
+async def request(loader: DataLoader[Any]) -> Any:
+    """Take one batch and close, as a request does."""
+    async with loader:
+        return await anext(aiter(loader))
+
+
+# -- on the caller's loop -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("make_one", [AsyncMap, AsyncStream])
+@pytest.mark.parametrize("shuffled", [False, True])
+async def test_a_request_starts_no_thread(
+    make_one: Any, shuffled: bool, monkeypatch: MONKEYS
+) -> None:
+    """Its dataset is async, and batches are collated by torch's rules."""
+    options: Any = {"shuffle": True} if shuffled and make_one is AsyncMap else {}
+    with counted_starts(monkeypatch) as started:
+        found = await request(make("caller", make_one(), **options))
+    assert found is not None
+    assert started == []
+
+
+async def test_an_epoch_starts_no_thread(monkeypatch: MONKEYS) -> None:
+    """Nor does a whole epoch, nor one with async functions, nor tensors in memory."""
+    tensors = TensorDataset(torch.arange(20))
+    with counted_starts(monkeypatch) as started:
+        assert labels(await collect(make("caller", AsyncMap()))) == EXPECTED
+        functions: Any = {"transform": double_async, "collate_fn": total_async}
+        await collect(make("caller", Numbers(8), **functions))
+        assert len(await collect(make("caller", tensors))) == 5
+    assert started == []
+
+
+class Numbers(AsyncMap):
+    """Gives its indices."""
+
+    async def __getitem__(self, index: int) -> Any:
+        await asyncio.sleep(0)
+        return index
+
+
+async def test_fifty_requests_start_no_thread(monkeypatch: MONKEYS) -> None:
+    """At once; each with a loader of its own, and all with one."""
+    shared = make("caller", AsyncMap())
+    with counted_starts(monkeypatch) as started:
+        own = (request(make("caller", AsyncMap())) for _ in range(50))
+        found = await bounded(asyncio.gather(*own))
+        found += await bounded(asyncio.gather(*(collect(shared) for _ in range(50))))
+    assert len(found) == 100
+    assert started == []
+
+
+class Crowd:
+    """Loaders that each hold one batch until all have one."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.arrived = 0
+        self.all = asyncio.Event()
+        self.threads = 0
+
+    async def join(self, loader: DataLoader[Any]) -> None:
+        """Take a batch, wait for the others, and close."""
+        async with loader:
+            async for _ in loader:
+                self.arrived += 1
+                if self.arrived == self.number:
+                    self.threads = threading.active_count()
+                    self.all.set()
+                await self.all.wait()
+                return
+
+
+def double(sample: Any) -> Any:
+    """Change a sample, in plain code."""
+    return sample[0] * 2, sample[1]
+
+
+def first_of(samples: Any) -> Any:
+    """Collate, in plain code."""
+    return samples[0]
+
+
+@pytest.mark.parametrize("plain", ["nothing", "transform", "collate_fn", "dataset"])
+async def test_two_hundred_loaders_share_threads(plain: str) -> None:
+    """Plain code of the loaders on a caller's loop runs in a few threads."""
+    before = threading.active_count()
+    crowd = Crowd(200)
+    functions: dict[str, Any] = {"transform": double, "collate_fn": first_of}
+    options = {plain: functions[plain]} if plain in functions else {}
+    dataset: Any = SyncMap if plain == "dataset" else AsyncMap
+    loaders = [make("caller", dataset(), **options) for _ in range(200)]
+    await bounded(asyncio.gather(*map(crowd.join, loaders)))
+    assert crowd.arrived == 200
+    assert crowd.threads - before <= (0 if plain == "nothing" else 10)
+
+
+async def test_shared_threads_do_not_wait_for_each_other() -> None:
+    """Twelve plain transforms at once, each waiting for the last one: none starves.
+
+    Threads may be shared, but a transform that blocks holds up its own loader only.
+    """
+    barrier = threading.Barrier(12)
+
+    def meet(sample: Any) -> Any:
+        if sample[1] == 0:
+            barrier.wait(PATIENCE)
+        return sample
+
+    loaders = [make("caller", AsyncMap(8), transform=meet) for _ in range(12)]
+    found = await bounded(asyncio.gather(*map(collect, loaders)))
+    assert [labels(batches) for batches in found] == [EXPECTED[:2]] * 12
+
+
+# -- a private loop -----------------------------------------------------------------
+
+
+async def test_fifty_loaders_on_private_loops() -> None:
+    """Whatever threads they share, each delivers, and all end."""
+    crowd = Crowd(50)
+    loaders = [make("thread", AsyncMap()) for _ in range(50)]
+    await bounded(asyncio.gather(*map(crowd.join, loaders)))
+    assert crowd.arrived == 50
+
+
+class Nesting(AsyncMap):
+    """A dataset that reads another loader, by ``async for`` or by ``for``."""
+
+    def __init__(self, inner: Any, how: str) -> None:
+        super().__init__(8)
+        self.inner = inner
+        self.how = how
+
+    async def __getitem__(self, index: int) -> Any:
+        if self.how == "for":  # it blocks its loop, which is not the inner loader's
+            batches = list(self.inner())
+        else:
+            batches = await collect(self.inner())
+        return sum(len(batch[1]) for batch in batches)
+
+
+@pytest.mark.blocking
+@pytest.mark.parametrize("inner_kind", [SyncMap, AsyncMap, SyncStream, AsyncStream])
+@pytest.mark.parametrize("how", ["for", "async for"])
+@pytest.mark.parametrize("way", ["for", "thread"])
+async def test_nested_loaders(way: str, how: str, inner_kind: Any) -> None:
+    """Two private loops, one inside of the other, do not wait for each other."""
+    dataset = Nesting(lambda: DataLoader(inner_kind(), 4, timeout=PATIENCE), how)
+    assert await found_by(way, make(way, dataset)) == [[20] * 4] * 2
+
+
+@pytest.mark.blocking
+async def test_three_levels_of_loaders() -> None:
+    """And of any depth, though all of them share what they share."""
+
+    def second() -> Any:
+        inner = Nesting(lambda: DataLoader(AsyncMap(), 4, timeout=PATIENCE), "for")
+        loader: Any = DataLoader(inner, 4, timeout=PATIENCE)
+        return [(None, batch) for batch in loader]
+
+    assert (
+        await found_by("thread", make("thread", Nesting(second, "for")))
+        == [[8] * 4] * 2
+    )
+
+
+@pytest.mark.parametrize("what", ["transform", "collate_fn", "sync dataset"])
+@pytest.mark.parametrize("way", ["for", "thread"])
+async def test_a_loader_inside_of_plain_code(way: str, what: str) -> None:
+    """A plain function may iterate an async dataset while its own loader waits."""
+
+    def inner(_: Any) -> int:
+        return len(list(DataLoader(AsyncMap(), 4, timeout=PATIENCE)))
+
+    dataset: Any = AsyncMap(8)
+    options: Any = {what: inner}
+    if what == "sync dataset":
+        dataset, options = Reading(inner), {}
+    batches = await found_by(way, make(way, dataset, **options))
+    assert batches == ([5, 5] if what == "collate_fn" else [[5] * 4] * 2)
+
+
+class Reading(SyncMap):
+    """Reads by a function."""
+
+    def __init__(self, read: Any) -> None:
+        super().__init__(8)
+        self.read = read
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(index)
+
+
+async def found_by(way: str, loader: DataLoader[Any]) -> list[Any]:
+    """Return all batches as lists."""
+    loader.timeout = PATIENCE
+    if way == "for":
+        batches = await beside(lambda: list(loader))
+    else:
+        batches = await bounded(collect(loader))
+    return [one.tolist() if hasattr(one, "tolist") else one for one in batches]
+
+
+# -- epochs of a loader that is kept open -------------------------------------------
+
+EPOCHS: dict[str, Any] = {
+    "sync map, async for": ("thread", SyncMap, {}),
+    "async map, async for": ("thread", AsyncMap, {}),
+    "async map, caller": ("caller", AsyncMap, {}),
+    "async map, transform, caller": ("caller", AsyncMap, {"transform": double}),
+    "sync map, caller": ("caller", SyncMap, {}),
+    "sync stream, async for": ("thread", SyncStream, {}),
+    "async stream, async for": ("thread", AsyncStream, {}),
+    "async map, for": ("for", AsyncMap, {}),
+    "async map, collate, for": ("for", AsyncMap, {"collate_fn": first_of}),
+    "sync map ahead, for": ("for", SyncMap, {"prefetch_factor": 2}),
+    "async stream, for": ("for", AsyncStream, {}),
+}
+
+
+@pytest.mark.parametrize("case", EPOCHS)
+async def test_a_later_epoch_starts_no_thread(case: str, monkeypatch: MONKEYS) -> None:
+    """Of a loader that is kept open, by ``with`` or by ``async with``."""
+    way, kind, options = EPOCHS[case]
+    loader = make(way, kind(), **options)
+
+    def epochs() -> list[str]:
+        with loader:
+            list(loader)
+            with counted_starts(monkeypatch) as started:
+                assert len(list(loader)) == 5
+        return started
+
+    if way == "for":
+        assert await beside(epochs) == []
+        return
+    async with loader:
+        await collect(loader)
+        with counted_starts(monkeypatch) as started:
+            assert len(await collect(loader)) == 5
+    assert started == []
+
+
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+async def test_a_later_epoch_opens_no_loop(way: str, monkeypatch: MONKEYS) -> None:
+    """Nor after a break."""
+    opened: list[int] = []
+    created = asyncio.BaseEventLoop.__init__
+
+    def noting(loop: Any) -> None:
+        opened.append(1)
+        created(loop)
+
+    async with make(way, AsyncMap()) as loader:
+        await collect(loader)
+        async for _ in loader:
+            break
+        monkeypatch.setattr(
+            asyncio.BaseEventLoop,
+            "__init__",
+            noting,
+        )
+        monkeypatch.setattr("uvloop.new_event_loop", lambda: noting(None))
+        assert labels(await bounded(collect(loader))) == EXPECTED
+    assert opened == []
+
+
+def test_a_plain_epoch_starts_no_thread(monkeypatch: MONKEYS) -> None:
+    """Not even the first one of a plain loop over plain samples."""
+    with counted_starts(monkeypatch) as started:
+        for kind in (SyncMap, SyncStream):
+            assert len(list(make("for", kind()))) == 5
+    assert started == []

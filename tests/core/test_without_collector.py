@@ -1,0 +1,361 @@
+"""Nothing waits for the garbage collector: it is off in all tests here.
+
+What an iteration holds (tasks, threads, processes, memory) is released by the end of
+the last reference to its iterator, by a close, or by a cancellation.
+"""
+
+import asyncio
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import pytest
+
+from aioloader import DataLoader
+from aioloader.testing import Resources
+from beside import beside
+from core.kit import ASYNC_WAYS, BY, WAYS, bounded, make, quiet, released
+from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, labels
+
+
+@pytest.fixture(autouse=True)
+def uncollected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Turn the collector off, and let nobody ask for it."""
+    gc.collect()
+    gc.disable()
+    monkeypatch.setattr(gc, "collect", lambda *_generation: 0)
+    yield
+    monkeypatch.undo()
+    gc.enable()
+    gc.collect()
+
+
+KINDS = [SyncMap, AsyncMap, SyncStream, AsyncStream]
+MAPS = [SyncMap, AsyncMap]
+
+
+# -- cancellation -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_cancelled_task_group(kind: Any, way: str, by: str) -> None:
+    """anyio's cancellation is level-triggered; its error is held by nobody."""
+    if by == "threads" and kind is SyncStream:
+        pytest.skip("as in process")
+    async with released():
+        loader = make(way, kind(4000), **BY[by])
+        begun = asyncio.Event()
+
+        async def consume() -> None:
+            async for _ in loader:
+                begun.set()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(consume)
+            await bounded(begun.wait())
+            group.cancel_scope.cancel()
+        await quiet()
+        assert "open=0" in repr(loader)
+
+
+class Never(AsyncMap):
+    """Samples after the first batch never come."""
+
+    async def __getitem__(self, index: int) -> Any:
+        if index > 3:
+            await asyncio.Event().wait()
+        return await super().__getitem__(index)
+
+
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+async def test_a_disconnect_amid_a_read(way: str) -> None:
+    """A request that is cancelled in ``anext``; its error is kept by the framework."""
+    kept: list[BaseException] = []
+    begun = asyncio.Event()
+
+    async def request(loader: DataLoader[Any]) -> None:
+        try:
+            async for _ in loader:
+                begun.set()
+        except asyncio.CancelledError as error:
+            kept.append(error)
+
+    async with released():
+        loader = make(way, Never(80))
+        tasks = [asyncio.create_task(request(loader)) for _ in range(5)]
+        await bounded(begun.wait())
+        await quiet()
+        for task in tasks:
+            task.cancel()
+        await bounded(asyncio.wait(tasks))
+        del task, tasks
+        await quiet()
+        assert "open=0" in repr(loader)
+    assert len(kept) == 5
+
+
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+async def test_leaving_a_loader_in_a_cancelled_scope(way: str) -> None:
+    """Each ``await`` of ``__aexit__`` is cancelled again; it releases all the same."""
+    async with released():
+        with anyio.CancelScope() as scope:
+            async with make(way, Never(80)) as loader:
+                async for _ in loader:
+                    scope.cancel()
+        assert scope.cancelled_caught
+        assert "open=0" in repr(loader)
+
+
+class Lingering(Never):
+    """A read that is cancelled takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__(80)
+        self.loop = asyncio.get_running_loop()
+        self.cleaning, self.may_end = asyncio.Event(), asyncio.Event()
+        self.cleaned = 0
+
+    async def __getitem__(self, index: int) -> Any:
+        try:
+            return await super().__getitem__(index)
+        finally:
+            if index == 4:
+                self.cleaning.set()
+                await self.may_end.wait()
+                self.cleaned += 1
+
+
+async def test_a_second_cancellation_while_closing() -> None:
+    """It is raised, but not before all is released."""
+    async with released():
+        dataset = Lingering()
+        loader = make("caller", dataset)
+        begun = asyncio.Event()
+
+        async def consume() -> None:
+            async with loader:
+                async for _ in loader:
+                    begun.set()
+
+        task = asyncio.create_task(consume())
+        await bounded(begun.wait())
+        await quiet()
+        task.cancel()
+        await bounded(dataset.cleaning.wait())
+        for _ in range(3):
+            task.cancel()
+            await quiet()
+            assert not task.done()
+        dataset.may_end.set()
+        await bounded(asyncio.wait([task]))
+        assert task.cancelled()
+        assert dataset.cleaned == 1
+        assert len(asyncio.all_tasks()) == 1
+
+
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_aclose_under_a_cancelled_scope(kind: Any, way: str) -> None:
+    """The iterator's, and the loader's."""
+    async with released():
+        loader = make(way, kind(4000))
+        iterator = aiter(loader)
+        await anext(iterator)
+        for closing in (iterator.aclose, loader.aclose):
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await closing()
+        assert await anext(iterator, None) is None
+
+
+# -- errors that are held -----------------------------------------------------------
+
+
+class Failing(SyncMap):
+    """Sample 5 cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise OSError("no sample")
+        return index
+
+
+class AsyncFailing(AsyncMap):
+    """Sample 5 cannot be read."""
+
+    async def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise OSError("no sample")
+        return index
+
+
+async def iterate(way: str, loader: DataLoader[Any]) -> None:
+    """Iterate to the end."""
+    if way != "for":
+        async for _ in loader:
+            pass
+        return
+
+    def loop() -> None:
+        for _ in loader:
+            pass
+
+    await beside(loop)
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [Failing, AsyncFailing])
+async def test_an_error_that_is_held(kind: Any, way: str, by: str) -> None:
+    """An exception, with its traceback, holds no pipeline."""
+    async with released():
+        loader = make(way, kind(400), **BY[by])
+        with pytest.raises(OSError, match="no sample") as caught:
+            await bounded(iterate(way, loader))
+        await quiet()
+        assert "open=0" in repr(loader)
+    assert caught.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("what", ["transform", "collate_fn", "sampler", "stream"])
+async def test_other_errors_that_are_held(what: str, way: str) -> None:
+    """Wherever it came from."""
+
+    def fail(_: Any) -> Any:
+        raise OSError("no sample")
+
+    def failing() -> Any:
+        yield from range(6)
+        raise OSError("no sample")
+
+    options: Any = {what: failing() if what == "sampler" else fail}
+    if what == "stream":
+        options = {}
+    async with released():
+        dataset: Any = AsyncMap(400)
+        if what == "stream":
+            dataset = AsyncStream(400)
+            dataset.n = fail
+        loader = make(way, dataset, **options)
+        with pytest.raises((OSError, TypeError)) as caught:
+            await bounded(iterate(way, loader))
+        await quiet()
+        assert "open=0" in repr(loader)
+    del caught
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_an_error_of_the_consumer_that_is_held(way: str) -> None:
+    """The frame of its loop is in the traceback, but the loop has left its iterator."""
+    async with released():
+        loader = make(way, AsyncMap(400))
+
+        def plain() -> None:
+            for _ in loader:
+                raise LookupError
+
+        async def asynchronous() -> None:
+            async for _ in loader:
+                raise LookupError
+
+        with pytest.raises(LookupError) as caught:
+            await (beside(plain) if way == "for" else asynchronous())
+        await quiet()
+        assert "open=0" in repr(loader)
+    assert caught.value.__traceback__ is not None
+
+
+# -- references ---------------------------------------------------------------------
+
+
+async def take(way: str, loader: DataLoader[Any], *, whole: bool) -> None:
+    """Take a whole epoch, or one batch of it."""
+    if way == "for":
+        await beside(lambda: list(loader) if whole else next(iter(loader)))
+        return
+    async for _ in loader:
+        if not whole:
+            break
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("whole", [False, True])
+async def test_a_dropped_loader_holds_no_data(
+    whole: bool, kind: Any, way: str, by: str
+) -> None:
+    """No circle of references keeps a data set, after a break or a whole epoch."""
+    if by == "threads" and kind is SyncStream:
+        pytest.skip("as in process")
+    dataset = kind(24)
+    gone = weakref.ref(dataset)
+    async with released():
+        loader = make(way, dataset, **BY[by])
+        await take(way, loader, whole=whole)
+        del loader, dataset
+    await quiet()
+    assert gone() is None
+
+
+# -- the iterator -------------------------------------------------------------------
+
+EXPECTED = [[i, i + 1, i + 2, i + 3] for i in range(0, 24, 4)]
+
+
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_step_is_a_coroutine(kind: Any, way: str) -> None:
+    """``create_task(anext(it))`` and its likes work; none is lost when one waits."""
+    iterator = aiter(make(way, kind(24)))
+    found = [await bounded(asyncio.create_task(anext(iterator)))]
+    found += await bounded(asyncio.gather(anext(iterator), anext(iterator)))
+    found += [await asyncio.wait_for(anext(iterator), 20)]
+    found += [await anext(iterator, None)]
+    dropped = anext(iterator)
+    assert asyncio.iscoroutine(dropped)
+    dropped.close()  # never begun: takes nothing
+    found += [await bounded(iterator.__anext__())]
+    assert labels(found) == EXPECTED
+    assert await anext(iterator, None) is None
+
+
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_closing_releases_at_once(kind: Any, way: str) -> None:
+    """By each of the ways to close: nothing of it goes on in the background."""
+    for close in ("iterator", "loader", "async with"):
+        before, tasks = Resources.now(), asyncio.all_tasks()
+        loader = make(way, kind(4000))
+        async with contextlib.AsyncExitStack() as stack:
+            if close == "async with":
+                await stack.enter_async_context(loader)
+            iterator = aiter(loader)
+            await anext(iterator)
+            if close != "async with":
+                await (iterator if close == "iterator" else loader).aclose()
+        assert asyncio.all_tasks() == tasks
+        assert Resources.now().threads <= before.threads
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("kind", MAPS)
+def test_close_releases_at_once(kind: Any, by: str) -> None:
+    """By ``close`` and ``with``, with workers too."""
+    for close in ("iterator", "loader", "with"):
+        before = Resources.now()
+        loader = make("for", kind(4000), **BY[by])
+        with loader if close == "with" else contextlib.nullcontext():
+            iterator = iter(loader)
+            next(iterator)
+            if close != "with":
+                (iterator if close == "iterator" else loader).close()
+        now = Resources.now()
+        assert now.threads <= before.threads
+        assert now.children <= before.children

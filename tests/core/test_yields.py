@@ -1,0 +1,259 @@
+"""``async for`` gives way to the caller's loop, and draws nothing long on it.
+
+A step spins for more than a millisecond, so that a loop that counts time is owed a
+turn; the beats of a task beside it are counted, batch by batch.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import Sampler, TensorDataset
+
+from aioloader import DataLoader
+from core.kit import ASYNC_WAYS, PROCESSES, THREADS, bounded, make
+from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
+from working import double_async, total_async
+
+MANY = 1 << 20
+
+
+class Beats:
+    """A task that counts the turns of its loop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    async def beat(self) -> None:
+        """Count."""
+        while True:
+            self.count += 1
+            await asyncio.sleep(0)
+
+
+def spin(seconds: float) -> None:
+    """Block, as a training step does."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+async def beats_of(loader: Any, seconds: float) -> list[int]:
+    """Return how often the loop turned by the time of each batch."""
+    beats = Beats()
+    seen: list[int] = []
+    task = asyncio.create_task(beats.beat())
+    async for _ in loader:
+        seen.append(beats.count)
+        spin(seconds)
+    task.cancel()
+    await asyncio.wait([task])
+    return seen
+
+
+class Numbers(SyncMap):
+    """Gives its indices."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+def rows(n: int) -> TensorDataset:
+    """Return tensors in memory."""
+    return TensorDataset(torch.arange(n), torch.zeros(n, 2))
+
+
+SOURCES: dict[str, Any] = {
+    "tensors": (rows, {}),
+    "map": (SyncMap, {"prefetch_factor": 16}),
+    "async map": (AsyncMap, {"prefetch_factor": 16}),
+    "stream": (SyncStream, {"prefetch_factor": 16}),
+    "async stream": (AsyncStream, {"prefetch_factor": 16}),
+    "async transform": (Numbers, {"transform": double_async}),
+    "async collate": (Numbers, {"collate_fn": total_async}),
+    "worker threads": (SyncMap, {**THREADS, "prefetch_factor": 16}),
+    "worker processes": (SyncMap, {**PROCESSES, "prefetch_factor": 16}),
+    "tensors in processes": (rows, {**PROCESSES, "prefetch_factor": 16}),
+    "async map in processes": (AsyncMap, {**PROCESSES, "prefetch_factor": 16}),
+}
+
+
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+@pytest.mark.parametrize("source", SOURCES)
+async def test_a_turn_for_each_long_step(source: str, way: str) -> None:
+    """However many batches are ready."""
+    of, options = SOURCES[source]
+    seen = await bounded(beats_of(make(way, of(80), **options), 0.002))
+    turns = [later - sooner for sooner, later in pairwise(seen)]
+    assert len(turns) == 19
+    assert min(turns) >= 1, turns
+
+
+@pytest.mark.parametrize("source", ["tensors", "map", "async map", "worker processes"])
+async def test_a_turn_for_some_short_steps(source: str) -> None:
+    """Time adds up over batches: a turn is owed after a millisecond, not a batch."""
+    of, options = SOURCES[source]
+    seen = await bounded(beats_of(make("thread", of(400), **options), 0.0003))
+    turns = [later - sooner for sooner, later in zip(seen, seen[10:], strict=False)]
+    assert min(turns) >= 1, turns
+
+
+async def test_a_turn_although_two_loaders_alternate() -> None:
+    """A service's coroutine may draw from several."""
+    beats = Beats()
+    task = asyncio.create_task(beats.beat())
+    pair = [aiter(make("thread", rows(80))) for _ in range(2)]
+    for _ in range(20):
+        before = beats.count
+        for iterator in pair:
+            await anext(iterator)
+            spin(0.002)
+        assert beats.count > before or not before
+    task.cancel()
+    await asyncio.wait([task])
+
+
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+async def test_a_timer_fires_beside_ready_batches(way: str) -> None:
+    """A deadline beside the loop is kept: it does not wait for the epoch's end."""
+    fired: list[int] = []
+    loader = make(way, AsyncMap(400), prefetch_factor=16)
+    asyncio.get_running_loop().call_later(0.001, fired.append, 0)
+    async for _ in loader:
+        spin(0.0015)
+        if fired:
+            break
+    assert fired == [0]
+
+
+class Ordered(Sampler[int]):
+    """A user's sampler that notes which thread iterates it, and steps it."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.threads: set[int] = set()
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        self.threads.add(threading.get_ident())
+        return iter(torch.randperm(self.n).tolist())
+
+
+class Long(SyncMap):
+    """Reports a great length."""
+
+    def __init__(self) -> None:
+        super().__init__(MANY)
+
+
+class AsyncLong(AsyncMap):
+    """Reports a great length."""
+
+    def __init__(self) -> None:
+        super().__init__(MANY)
+
+
+def long_rows() -> TensorDataset:
+    """Return a great many rows."""
+    return TensorDataset(torch.zeros(MANY))
+
+
+LONG = [Long, AsyncLong, long_rows]
+
+
+async def first_of(loader: DataLoader[Any]) -> None:
+    """Take one batch."""
+    iterator = aiter(loader)
+    await bounded(anext(iterator))
+    await iterator.aclose()
+
+
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+@pytest.mark.parametrize("of", LONG)
+async def test_a_long_sampler_is_iterated_beside_the_loop(of: Any, way: str) -> None:
+    """A user's own may take any time to begin."""
+    sampler = Ordered(MANY)
+    await first_of(make(way, of(), sampler=sampler))
+    assert threading.get_ident() not in sampler.threads
+
+
+@pytest.fixture
+def permuting(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Note the threads that draw great permutations."""
+    threads: set[int] = set()
+    drawn = torch.randperm
+
+    def randperm(n: int, *args: Any, **options: Any) -> torch.Tensor:
+        if n >= MANY // 4:
+            threads.add(threading.get_ident())
+        return drawn(n, *args, **options)
+
+    monkeypatch.setattr(torch, "randperm", randperm)
+    return threads
+
+
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+@pytest.mark.parametrize("of", LONG)
+async def test_a_permutation_is_drawn_beside_the_loop(
+    of: Any, way: str, permuting: set[int]
+) -> None:
+    """That of ``shuffle=True``."""
+    await first_of(make(way, of(), shuffle=True))
+    assert permuting
+    assert threading.get_ident() not in permuting
+
+
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+@pytest.mark.parametrize("of", LONG)
+async def test_it_is_drawn_again_beside_the_loop(
+    of: Any, way: str, permuting: set[int]
+) -> None:
+    """When a state is loaded."""
+    generator = torch.Generator().manual_seed(1)
+    loader = make(way, of(), shuffle=True, generator=generator)
+    await first_of(loader)
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    permuting.clear()
+    await first_of(loader)
+    assert threading.get_ident() not in permuting
+
+
+class Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count the random numbers that this thread draws."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if "rand" in str(func) and isinstance(found, torch.Tensor):
+            self.count += found.numel()
+        return found
+
+
+def test_a_state_draws_nothing() -> None:
+    """It is taken on the loop: a generator's state is copied, not searched for."""
+    generator = torch.Generator().manual_seed(1)
+    torch.empty(MANY).random_(generator=generator)
+    loader = DataLoader(SyncMap(20), 4, shuffle=True, generator=generator)
+    next(iter(loader))
+    torch.empty(MANY).random_(generator=generator)
+    with Drawn() as drawn:
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+    assert drawn.count == 0
+    with Drawn() as drawn:
+        next(iter(loader))
+    assert drawn.count < 100
