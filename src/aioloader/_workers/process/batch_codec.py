@@ -10,7 +10,7 @@ described once, and the description is found again by its bytes.
 import pickle
 import struct
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,7 @@ _MOST_DESCRIPTIONS = 256
 
 
 class Packer:
-    """The sender's side: lends memory of a slot, and packs what is to be sent.
+    """The sender's side: lends memory of a slot, and packs batches.
 
     One batch at a time: a thread that packs has a packer of its own.
 
@@ -59,7 +59,7 @@ class Packer:
         self._described: dict[Any, tuple[bytes, list[bytes]]] = {}
 
     def reset(self) -> None:
-        """Begin a new batch; what was lent for one that came to nothing is free."""
+        """Begin a new batch; free the slot of one that failed."""
         if self._ref is not None:
             self._arena.give_back(self._ref)
         self._forget()
@@ -151,7 +151,7 @@ class Packer:
         return [head, *(_PLACE.pack(*place) for place in places), header]
 
     def _place(self, raws: list[memoryview], addresses: list[int]) -> list[Place]:
-        """Copy buffers that are elsewhere into the slot; move all if it is too small."""
+        """Copy buffers that are elsewhere into the slot; move all if it is small."""
         if self._ref is None:
             return self._move(lay_out(raws, addresses, 0))
         begin, size = _address(self._view), len(self._view)
@@ -186,7 +186,7 @@ class Packer:
 
 
 def _have_small_overlaps(spans: list[Span]) -> bool:
-    """Tell whether tensors of one memory were separated by what stays in the header."""
+    """Tell whether tensors share memory, but are all too small for buffers."""
     if len(spans) < 2 or min(nbytes for *_, nbytes in spans) >= LEAST_BYTES:
         return False
     return do_overlap([(address, nbytes) for _, address, nbytes in spans])
@@ -195,7 +195,7 @@ def _have_small_overlaps(spans: list[Span]) -> bool:
 def unpack(
     frame: bytes | memoryview, at: int, arena: ArenaReader, *, copy: bool = False
 ) -> Any:
-    """Return what was packed; its large parts are views of the slot.
+    """Return a packed batch; its large parts are views of the slot.
 
     Args:
         frame: A frame that holds a packed batch.
@@ -242,19 +242,13 @@ def _inline(header: bytes, layout: Layout) -> list[Any]:
 
 # -- small batches of plain tensors ---------------------------------------------------
 
-# What describing a batch raises if it is not one of plain tensors.
+# What ``_form_of`` raises if a batch is not made of plain tensors.
 _NOT_PLAIN = (TypeError, RuntimeError)
 
 
-class _Leaf(NamedTuple):
-    """A tensor in the memory of its batch."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    start: int
-
-
-def _form_of(value: Any, arrays: list[npt.NDArray[Any]], addresses: list[Place]) -> Any:
+def _form_of(
+    value: Any, arrays: list[npt.NDArray[Any]], addresses: list[Place]
+) -> tuple[Any, ...]:
     """Return the structure of a batch as a key, and note its arrays.
 
     Raises:
@@ -265,72 +259,62 @@ def _form_of(value: Any, arrays: list[npt.NDArray[Any]], addresses: list[Place])
     if kind is torch.Tensor:
         array, shape = value.numpy(), value.shape
         if not value.is_contiguous() or 0 in shape or 1 in shape:
-            raise TypeError("strides that do not follow from the shape, perhaps")
+            raise TypeError("strides that may not follow from the shape")
         arrays.append(array)
         addresses.append((value.data_ptr(), value.nbytes))
         return value.dtype, shape
     if kind not in {list, tuple, dict} or not value:
         raise TypeError("no tensor")
+    keys: tuple[str, ...] = ()
     if kind is dict:
         if {*map(type, value)} != {str}:
             raise TypeError("keys that may be equal and yet not the same")
         keys, value = tuple(value), value.values()
-    else:
-        keys = ()
     return kind, keys, tuple([_form_of(part, arrays, addresses) for part in value])
 
 
 def _describe(form: Any, arrays: list[npt.NDArray[Any]]) -> tuple[bytes, list[bytes]]:
-    """Return the head of a frame for such a batch, and what follows each array."""
-    leaves, gaps, start = [], [], 0
+    """Return the head of a frame for such a batch, and the gap after each array."""
+    places, gaps, start = [], [], 0
     for array in arrays:
-        leaves.append(_Leaf(array.shape, array.dtype.str, start))
+        places.append((array.shape, array.dtype.str, start))
         end = aligned(start + array.nbytes)
         gaps.append(bytes(end - start - array.nbytes))
         start = end
-    description = pickle.dumps((_without_leaves(form), leaves), 5)
+    description = pickle.dumps(_placed(form, iter(places)), 5)
     return _PLAIN_HEAD.pack(_PLAIN, len(description)) + description, gaps
 
 
-def _without_leaves(form: Any) -> Any:
+def _placed(form: Any, places: Iterator[Any]) -> Any:
+    """Return a structure with the shape, type and first byte of each array."""
     if len(form) == 2:
-        return None
+        return next(places)
     kind, keys, parts = form
-    return kind, keys, [_without_leaves(part) for part in parts]
+    return kind, keys, [_placed(part, places) for part in parts]
 
 
-# By the bytes of a description: the structure and the leaves of a batch.
-_DESCRIPTIONS: dict[bytes, tuple[Any, list[_Leaf]]] = {}
+# By their bytes; batches are alike, as a rule.
+_descriptions: dict[bytes, Any] = {}
 
 
 def _unpack_plain(frame: memoryview, length: int) -> Any:
     description = bytes(frame[:length])
-    known = _DESCRIPTIONS.get(description)
-    if known is None:
-        if len(_DESCRIPTIONS) >= _MOST_DESCRIPTIONS:
-            _DESCRIPTIONS.clear()
-        known = _DESCRIPTIONS[description] = pickle.loads(description)  # noqa: S301  (our own worker)
-    form, leaves = known
-    memory = bytearray(frame[length:])
-    return _assemble(
-        form,
-        iter(
-            [
-                torch.from_numpy(np.ndarray(shape, dtype, memory, start))
-                for shape, dtype, start in leaves
-            ]
-        ),
-    )
-
-
-def _assemble(form: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    form = _descriptions.get(description)
     if form is None:
-        return next(tensors)
-    kind, keys, parts = form
-    values = [_assemble(part, tensors) for part in parts]
+        if len(_descriptions) >= _MOST_DESCRIPTIONS:
+            _descriptions.clear()
+        form = _descriptions[description] = pickle.loads(description)  # noqa: S301  (our own worker)
+    return _assemble(form, bytearray(frame[length:]))
+
+
+def _assemble(form: Any, memory: bytearray) -> Any:
+    kind, keys, rest = form
+    if type(kind) is tuple:  # the shape, type and first byte of a tensor
+        return torch.from_numpy(np.ndarray(kind, keys, memory, rest))
+    parts = [_assemble(part, memory) for part in rest]
     if kind is dict:
-        return dict(zip(keys, values, strict=True))
-    return values if kind is list else tuple(values)
+        return dict(zip(keys, parts, strict=True))
+    return parts if kind is list else tuple(parts)
 
 
 def _address(buffer: Any) -> int:

@@ -86,7 +86,7 @@ class Worker:
     has_new_copy: bool = False
 
     def lost_state(self) -> tuple[Any] | None:
-        """Return the state that the dataset of a new process is to be given."""
+        """Return the state to give to the dataset of a new process, if any."""
         return self.copy_state if self.has_new_copy else None
 
 

@@ -1,4 +1,4 @@
-"""Streams that every worker reads for itself: who has ended, and when all have.
+"""Streams that every worker reads for itself: which have ended, and when all have.
 
 Batch k is for worker k modulo the number of workers, so that the order is a round robin
 that skips the workers whose streams have ended. A stream that has a state of its own
@@ -33,7 +33,7 @@ class Replicas:
         self._resumed: dict[tuple[Pipeline, int], Any] = {}
 
     def result_of(self, run: Pipeline, worker: int) -> BatchResult | None:
-        """Return what comes of a new request at once, or None if the worker decides."""
+        """Return the result of a new request, if it is known without the worker."""
         ended = self._ended.get(run)
         if not ended:
             return None
@@ -47,11 +47,11 @@ class Replicas:
         return BatchResult(is_empty=True, has_ended=True)
 
     def ask(self, run: Pipeline, worker: int, number: int) -> Any:
-        """Note a request; return where a worker that has not begun is to begin.
+        """Note a request; return the state where a new worker begins, or None.
 
         Args:
             run: The iteration.
-            worker: Who is asked; its first request has the lowest number.
+            worker: The worker; its first request has the lowest number.
             number: Place of the batch in the worker's own stream.
         """
         if (run, worker) not in self._read:
@@ -63,7 +63,7 @@ class Replicas:
         return self.resume_of(run, worker)
 
     def resume_of(self, run: Pipeline, worker: int) -> Any:
-        """Return where a stream was left, or where the epoch is resumed, or None."""
+        """Return the last state of a stream, or that of the resumed epoch, or None."""
         return self._resumed.get((run, worker)) or run.bookmark.states.get(worker)
 
     def begin(self, run: Pipeline, worker: int) -> None:
@@ -73,9 +73,9 @@ class Replicas:
     def passed(
         self, run: Pipeline, worker: int, result: BatchResult, number: int = 0
     ) -> BatchResult:
-        """Return what the consumer is to see of a worker's result.
+        """Return a worker's result as the consumer sees it.
 
-        The end of one stream is nothing to it: the request after the last end tells.
+        The end of one stream is an empty result: the request after the last end ends.
 
         Args:
             run: The iteration.
@@ -113,9 +113,9 @@ class Replicas:
         return True
 
     def lose(self, worker: int, error: WorkerDiedError) -> list[Pipeline]:
-        """End the streams that a worker had begun when it died; return whose they are.
+        """End the streams that a dead worker had begun; return their iterations.
 
-        The error is for the next request to it, if it has none under way.
+        The next request to it raises the error, if none is in flight.
         """
         lost = []
         for run, begun in self._begun.items():
