@@ -186,10 +186,8 @@ class Dispatcher:
         ticket = self.tickets.get(item)
         if ticket is None:
             return True
-        if self.samples is None:
-            return near.send(ticket.request.dump())
         try:
-            frame = self._frame_with_samples(ticket)
+            frame = self._frame(ticket)
         except Exception as error:  # what the user's classes raise when pickled
             del self.tickets[item]
             result = BatchResult(error=error.with_traceback(None))
@@ -229,7 +227,9 @@ class Dispatcher:
             resume,
         )
 
-    def _frame_with_samples(self, ticket: Ticket) -> bytes:
+    def _frame(self, ticket: Ticket) -> bytes:
+        if self.samples is None:
+            return ticket.request.dump()
         frame = b"".join(self._packer.pack(tuple(ticket.request)))
         ticket.slot = slot_of(frame, 0)
         if ticket.slot is not None:
