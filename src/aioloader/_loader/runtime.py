@@ -33,8 +33,7 @@ from aioloader._pipeline.pipeline_iterator import Patience, PipelineIterator
 from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.roles import Pool
 from aioloader._pipeline.turns import Turns
-from aioloader._transport.locked import Locker
-from aioloader._transport.slots import SlotPool
+from aioloader._transport.slots import Locker, SlotPool
 from aioloader._workers.info import be_at_sample
 from aioloader._workers.lease import Lease, Pools
 from aioloader._workers.process.fork_server import warm_fork_server

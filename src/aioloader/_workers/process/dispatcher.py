@@ -17,7 +17,7 @@ from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef, make_arena
 from aioloader._transport.channel import NO_WAIT, Channel
 from aioloader._transport.in_flight_table import PLACES
-from aioloader._transport.locked import Locker
+from aioloader._transport.slots import Locker
 from aioloader._workers.process.batch_codec import Packer, slot_of
 from aioloader._workers.process.messages import Request, forget
 from aioloader._workers.process.replicas import Replicas

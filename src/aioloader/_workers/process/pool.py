@@ -25,7 +25,7 @@ from aioloader._transport.in_flight_table import (
     InFlightTable,
     make_in_flight_table,
 )
-from aioloader._transport.locked import Locker
+from aioloader._transport.slots import Locker
 from aioloader._workers.process.batch_codec import slot_of, unpack
 from aioloader._workers.process.dispatcher import Dispatcher, Worker
 from aioloader._workers.process.fork_launcher import ForkLauncher, advice_on_forks
