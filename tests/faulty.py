@@ -237,7 +237,7 @@ def pids_of(pool: Any) -> dict[int, int]:
     """Return the pids of a pool's workers, by number, once all are born."""
     while True:
         pool.collect()
-        pids = {one.number: one.pid for one in pool._ledger.workers}
+        pids = {one.number: one.pid for one in pool._dispatcher.workers}
         if None not in pids.values():
             return pids
         poll = select.poll()
@@ -257,7 +257,7 @@ def await_news(loader: DataLoader[Any]) -> None:
 
 def await_ready(pool: Any) -> None:
     """Wait until all workers of a pool take requests."""
-    while not all(worker.is_ready for worker in pool._ledger.workers):
+    while not all(worker.is_ready for worker in pool._dispatcher.workers):
         poll = select.poll()
         for descriptor in pool.descriptors():
             poll.register(descriptor, select.POLLIN)
@@ -267,7 +267,7 @@ def await_ready(pool: Any) -> None:
 
 def pools_of(iterator: Any) -> Any:
     """Return the pool that an iterator draws from."""
-    return iterator._source.run.pool._pool
+    return iterator._steps.source.pipeline.pool._pool
 
 
 def parent_of(pid: int) -> int:

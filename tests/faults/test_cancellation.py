@@ -266,7 +266,7 @@ class Never(AsyncMap):
 async def test_closing_a_pipeline_that_has_not_started() -> None:
     """Both reach its loop in one step: whoever waits sees the end all the same."""
     iterator: Any = aiter(DataLoader(Never(), loop="caller"))
-    run = iterator._begin().run
+    run = iterator._steps.begin().pipeline
     run.dismiss()
     assert await run.ready.wait_async(20)
     with pytest.raises(LoaderClosedError, match="closed"):

@@ -260,7 +260,7 @@ def test_the_served_supervisor_dies() -> None:
     iterator = iter(DataLoader(Faulty(200), 4, num_workers=2, **SERVED))
     found = [next(iterator)]
     pool = pools_of(iterator)
-    pids = [worker.pid for worker in pool._ledger.workers]
+    pids = [worker.pid for worker in pool._dispatcher.workers]
     kill_and_wait(parent_of(next(pid for pid in pids if pid)))
     found += iterator
     assert [i for batch in found for i in batch[2].tolist()] == list(range(200))
@@ -270,7 +270,7 @@ def test_all_workers_die_at_once() -> None:
     """While batches wait, are made, and are on their way."""
     iterator = iter(DataLoader(Faulty(200), 4, num_workers=2))
     found = [next(iterator)]
-    for worker in pools_of(iterator)._ledger.workers:
+    for worker in pools_of(iterator)._dispatcher.workers:
         if worker.pid:
             os.kill(worker.pid, signal.SIGKILL)
     found += iterator
@@ -298,7 +298,7 @@ def test_the_fork_server_and_all_below_it_die() -> None:
     server = fork_server_in_use()
     assert server is not None
     found = [next(iterator)]
-    workers = [one.pid for one in pools_of(iterator)._ledger.workers if one.pid]
+    workers = [one.pid for one in pools_of(iterator)._dispatcher.workers if one.pid]
     kill_and_wait(server.pid)
     kill_and_wait(parent_of(workers[0]))
     found += iterator
@@ -376,7 +376,7 @@ def test_a_replica_that_has_ended_may_die() -> None:
     """Nothing is lost with it."""
     iterator = iter(DataLoader(Uneven(200), 4, num_workers=2))
     found = [next(iterator) for _ in range(20)]
-    kill_and_wait(pools_of(iterator)._ledger.workers[1].pid)
+    kill_and_wait(pools_of(iterator)._dispatcher.workers[1].pid)
     found += iterator
     labels = [i for batch in found for i in batch.tolist()]
     assert sorted(labels) == sorted([*range(200), *range(4)])

@@ -4,6 +4,8 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -68,7 +70,11 @@ def test_a_stopped_supervisor_is_continued_to_end() -> None:
 
 def pools_of_prepared(iterator: Any) -> Any:
     """Return the pool of an iterator, begun or not."""
-    return pools_of(iterator) if iterator._source else iterator._prepared.run.pool._pool
+    return (
+        pools_of(iterator)
+        if iterator._steps.source
+        else iterator._steps._prepared.pipeline.pool._pool
+    )
 
 
 class Stuck:
@@ -102,3 +108,13 @@ def test_an_unused_iterator_ends_a_supervisor_that_is_stuck(tmp_path: Path) -> N
         os.sched_yield()
     del iterator
     assert await_gone([int(path.read_text())]) == []
+
+
+def test_locks_that_threads_hold_at_a_fork_never_block_the_child() -> None:
+    """Children use loaders that their parent's threads are in the middle of using."""
+    program = Path(__file__).with_name("forking_beside_threads.py")
+    command = [sys.executable, "-W", "ignore", str(program), "60"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout == "[]\n", done.stderr

@@ -67,7 +67,7 @@ class Killer:
             if len(self.found) < latest + BETWEEN:
                 continue
             latest = len(self.found)
-            pids = [one.pid for one in self.pool._ledger.workers if one.pid]
+            pids = [one.pid for one in self.pool._dispatcher.workers if one.pid]
             with contextlib.suppress(IndexError, ProcessLookupError):
                 os.kill(self.random.choice(pids), signal.SIGKILL)
                 self.kills += 1

@@ -12,7 +12,7 @@ import sniffio
 import trio
 
 from aioloader import DataLoader
-from aioloader._pipeline import host as home
+from aioloader._pipeline import loop_host as home
 from aioloader._pipeline import pipeline as run
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
 

@@ -111,7 +111,8 @@ def test_a_ready_batch_is_never_late() -> None:
         try:
             taken.append(next(iterator))
         except BatchTimeoutError:
-            iterator._source.run.ready.wait()  # type: ignore[union-attr]
+            source: Any = iterator._steps.source
+            source.pipeline.ready.wait()
     assert labels(taken) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 

@@ -142,7 +142,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def locked_slots_keep_their_pages(self) -> None:
         """A device knows them, and not those that would take their place."""
         for slot in self.pair.writer._slots:
-            assert slot.ref.number not in self.pair.reader._locked or not slot.is_hollow
+            assert slot.ref.number not in self.pair.reader._locked or not slot.is_empty
 
     def teardown(self) -> None:
         """Close."""

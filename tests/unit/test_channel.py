@@ -7,7 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from aioloader._transport.channel import MAX_INLINE, Channel
-from aioloader._transport.in_flight_table import PLACES, InFlightTable, make_board
+from aioloader._transport.in_flight_table import (
+    PLACES,
+    InFlightTable,
+    make_in_flight_table,
+)
 
 Ends = tuple[Channel, Channel]
 
@@ -114,7 +118,7 @@ def test_waiting(ends: Ends) -> None:
 
 def test_a_board_outlives_its_writer() -> None:
     """Each row has its own places; the oldest ticket comes first."""
-    descriptor = make_board(2)
+    descriptor = make_in_flight_table(2)
     mine, theirs = InFlightTable(descriptor, 2), InFlightTable(descriptor, 2)
     os.close(descriptor)
     for place in range(PLACES):
@@ -123,9 +127,9 @@ def test_a_board_outlives_its_writer() -> None:
     theirs.enter(0, 3, 2)
     theirs.clear(1, 0)
     del theirs
-    assert [(one.ticket, one.stage) for one in mine.in_hand(0)] == [(0, 2)]
-    assert [one.ticket for one in mine.in_hand(1)] == list(range(69, 100))
-    assert all(one.seconds >= 0 for one in mine.in_hand(1))
+    assert [(one.ticket, one.stage) for one in mine.in_flight(0)] == [(0, 2)]
+    assert [one.ticket for one in mine.in_flight(1)] == list(range(69, 100))
+    assert all(one.seconds >= 0 for one in mine.in_flight(1))
     mine.wipe(1)
-    assert mine.in_hand(1) == []
-    assert len(mine.in_hand(0)) == 1
+    assert mine.in_flight(1) == []
+    assert len(mine.in_flight(0)) == 1

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler, SubsetRandomSampler
 
-from aioloader._order.draws import Draws
+from aioloader._order.generators import Draws
 from working import drawn_from
 
 

@@ -16,8 +16,8 @@ from torch.utils.data import (
 )
 
 from aioloader import ShuffledIndices
+from aioloader._order.epoch import order_of
 from aioloader._order.indices import is_known_by_place
-from aioloader._order.orders import order_of
 
 
 def index_batches(sampler: Any) -> Iterator[Any]:

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler
 
 from aioloader import DataLoader, ShuffledIndices
-from aioloader._order.orders import StreamOrder, described, index_sampler_of, order_of
+from aioloader._order.epoch import index_sampler_of, order_of
+from aioloader._order.indices import described
+from aioloader._order.orders import StreamOrder
 from aioloader._order.ranks import Part
 
 DATA = range(23)

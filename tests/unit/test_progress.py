@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader._order.progress import Bookmark, Progress
+from aioloader._order.epoch import Bookmark, Progress
 
 
 @given(st.permutations(range(12)), st.integers(0, 12), st.integers(1, 3))
@@ -57,6 +57,6 @@ def test_no_state_keeps_the_latest() -> None:
 def test_the_end_is_told() -> None:
     """Being over is no matter of numbers."""
     progress = Progress(Bookmark())
-    assert not progress.is_over()
+    assert not progress.is_over
     progress.finish()
-    assert progress.is_over()
+    assert progress.is_over

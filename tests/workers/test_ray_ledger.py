@@ -36,7 +36,7 @@ def test_the_free_come_first() -> None:
     ledger = make(3)
     enter(ledger, 7)
     assert given(ledger) == [(0, 0), (1, 1), (2, 2), (0, 3), (1, 4), (2, 5)]
-    ledger.strike(ledger.seats[1].in_hand.pop(0))
+    ledger.remove(ledger.seats[1].tickets.pop(0))
     assert given(ledger) == [(1, 6)]
 
 
@@ -57,7 +57,7 @@ def test_addressed_batches_go_to_their_worker() -> None:
     ledger = make(2, is_addressed=True)
     enter(ledger, 6)
     assert given(ledger) == [(0, 0), (1, 1), (0, 2), (1, 3)]
-    ledger.strike(ledger.seats[1].in_hand.pop(0))
+    ledger.remove(ledger.seats[1].tickets.pop(0))
     assert given(ledger) == [(1, 5)]
 
 
@@ -66,13 +66,13 @@ def test_what_is_queued_is_asked_back_for_the_idle() -> None:
     ledger = make(2)
     enter(ledger, 4)
     given(ledger)
-    for ticket in ledger.seats[1].in_hand:
-        ledger.strike(ticket)
-    ledger.seats[1].in_hand.clear()
+    for ticket in ledger.seats[1].tickets:
+        ledger.remove(ticket)
+    ledger.seats[1].tickets.clear()
     ((seat, ticket),) = ledger.recall()
     assert (seat.number, ticket.task.number) == (0, 2)
     assert list(ledger.recall()) == []
-    seat.in_hand.remove(ticket)
+    seat.tickets.remove(ticket)
     ledger.put_back(ticket)
     assert given(ledger) == [(1, 2)]
 
@@ -84,16 +84,16 @@ def test_what_the_dead_had_waits_again_in_order(at_once: int) -> None:
     enter(ledger, 7)
     given(ledger)
     dead = ledger.seats[0]
-    had = [ticket.task.number for ticket in dead.in_hand]
-    assert ledger.bury(dead) == []
+    had = [ticket.task.number for ticket in dead.tickets]
+    assert ledger.recover(dead) == []
     assert [n for _, n in given(ledger)][:1] == had[:1]
     assert [n for _, n in given(ledger)] == []  # the other actor is not idle
     alone = ledger.tickets[had[0]]
     assert alone.is_alone
     assert alone.deaths == (at_once == 1)
     again = ledger.seats[0]
-    assert again.in_hand == [alone]
-    condemned = ledger.bury(again)
+    assert again.tickets == [alone]
+    condemned = ledger.recover(again)
     assert condemned == ([alone] if at_once == 1 else [])
 
 
@@ -103,7 +103,7 @@ def test_the_forgotten_are_struck_out() -> None:
     enter(ledger, 3)
     given(ledger)
     assert len(ledger.forget(RUN)) == 3
-    assert not ledger.strike(ledger.seats[0].in_hand[0])
-    ledger.put_back(ledger.seats[0].in_hand[0])
-    ledger.seats[0].in_hand.clear()
+    assert not ledger.remove(ledger.seats[0].tickets[0])
+    ledger.put_back(ledger.seats[0].tickets[0])
+    ledger.seats[0].tickets.clear()
     assert given(ledger) == []

@@ -146,7 +146,7 @@ def seed_everything(worker: int) -> None:
     random.seed(1000 + worker)
 
 
-def test_an_init_function_that_seeds_is_in_charge() -> None:
+def test_an_init_function_that_seeds_seeds_itself() -> None:
     """Each sample finds what torch's workers find there."""
     found = []
     for make_loader in (TorchLoader, DataLoader):

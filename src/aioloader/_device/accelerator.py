@@ -13,6 +13,8 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from aioloader._order.forks import fork_safe
+
 _CAPTURE_THREAD_LOCAL: Final = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
@@ -72,7 +74,7 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module: Any = torch.get_device_module(device)
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._stream: Any = None  # made in the stage's thread: that may take seconds
         # A thread that waits for the device sleeps, where that can be had.
         self._event_options = {"blocking": True} if device.type == "cuda" else {}

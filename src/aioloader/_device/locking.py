@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from aioloader._order.forks import fork_safe
+
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 _LOG = logging.getLogger("aioloader")
 
@@ -28,7 +30,7 @@ class PageLocker:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._is_refused = False
 
     def lock(self, address: int, nbytes: int) -> bool:

@@ -9,29 +9,59 @@ import multiprocessing
 import multiprocessing.context
 import operator
 import os
-from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, Literal, TypeAlias
 
-import torch
-from torch.utils.data import RandomSampler, Sampler, SequentialSampler
-from torch.utils.data._utils import pin_memory as torch_pin
-from torch.utils.data.dataloader import _InfiniteConstantSampler
-
+from aioloader._loader.options import Options, suits
 from aioloader._observe.warnings import warn
+from aioloader._order.failures import check_failure_options
 from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import check_lifespan
 from aioloader._workers.ray.workers import RayWorkers
-from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
+from aioloader.protocols import Kind, is_async_function
 
 Workers: TypeAlias = Literal["process", "thread"] | Executor | RayWorkers
+
+_WORDS: dict[str, tuple[str | None, ...]] = {
+    "fetch": ("auto", "loader", "workers"),
+    "rng": (None, "batch", "sample", "worker"),
+    "on_timeout": ("raise", "restart"),
+    "loop": ("thread", "caller"),
+}
+
+
+def check(options: Options, shuffle: Any) -> None:
+    """Check the arguments of a loader, before samplers are made of them.
+
+    Args:
+        options: The arguments.
+        shuffle: The one that is not kept.
+
+    Raises:
+        TypeError: If one is of the wrong type.
+        ValueError: If one is out of range, or they exclude each other.
+    """
+    _check_numbers(options)
+    _check_sampling(options, shuffle)
+    _check_workers(options)
+    for name, words in _WORDS.items():
+        value = getattr(options, name)
+        if value not in words:
+            known = " or ".join(repr(word) for word in words)
+            raise ValueError(f"{name} must be {known}, got {value!r}")
+    for name in ("collate_fn", "transform", "worker_init_fn"):
+        function = getattr(options, name)
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be callable, got {type(function).__name__!r}")
+    _check_failures(options)
+    _check_places(options)
 
 
 def count_workers(num_workers: Any, workers: Any) -> Any:
     """Return the number of workers: that of ``RayWorkers``, where it is left at 0.
 
     Raises:
-        ValueError: If both tell, and not the same.
+        ValueError: If both are given, and differ.
     """
     with contextlib.suppress(TypeError):  # it is refused later, in words
         num_workers = operator.index(num_workers)  # numpy's, too
@@ -45,67 +75,111 @@ def count_workers(num_workers: Any, workers: Any) -> Any:
     return workers.num_workers
 
 
-def check_numbers(
-    *,
-    num_workers: Any,
-    timeout: Any,
-    prefetch_factor: Any,
-    concurrency: Any,
-    prefetch_device: Any,
-    snapshot_every_n_steps: Any,
-) -> None:
-    """Check counts and seconds.
+def context_of(context: Any) -> Any:
+    """Return the context object for ``multiprocessing_context``, or None.
 
     Raises:
-        TypeError: If one is no number.
-        ValueError: If one is out of range.
+        ValueError: If it is the name of none.
+        TypeError: If it is neither a name nor a context.
     """
-    _check_count("num_workers", num_workers)
-    if num_workers < 0:
+    if isinstance(context, str):
+        valid = multiprocessing.get_all_start_methods()
+        if context not in valid:
+            raise ValueError(
+                "multiprocessing_context option should specify a valid start method in "
+                f"{valid!r}, but got multiprocessing_context={context!r}"
+            )
+        return multiprocessing.get_context(context)
+    is_context = isinstance(context, multiprocessing.context.BaseContext)
+    if context is not None and not is_context:
+        raise TypeError(
+            "multiprocessing_context option should be a valid context object or a "
+            "string specifying the start method, but got "
+            f"multiprocessing_context={context}"
+        )
+    return context
+
+
+def _check_numbers(options: Options) -> None:
+    _check_count("num_workers", options.num_workers)
+    if options.num_workers < 0:
         raise ValueError(
             "num_workers option should be non-negative; "
             "use num_workers=0 to disable multiprocessing."
         )
-    _check_seconds(timeout)
+    timeout = options.timeout
+    try:
+        timeout < 0  # noqa: B015  (as torch does: numpy's and a tensor's count)
+    except TypeError:
+        raise TypeError(
+            f"timeout option should be a number of seconds, got {timeout!r}"
+        ) from None
     if not timeout >= 0:  # also not a number
         raise ValueError(f"timeout option should be non-negative, got {timeout!r}")
-    if prefetch_factor is not None:
-        _check_count("prefetch_factor", prefetch_factor)
-        if prefetch_factor < 1:
+    factor = options.prefetch_factor
+    if factor is not None:
+        _check_count("prefetch_factor", factor)
+        if factor < 1:
             raise ValueError(
                 "prefetch_factor option should be non-negative and at least 1, "
-                f"got {prefetch_factor}"
+                f"got {factor}"
             )
-    for name, count in (
-        ("concurrency", concurrency),
-        ("prefetch_device", prefetch_device),
-    ):
+    for name in ("concurrency", "prefetch_device"):
+        count = getattr(options, name)
         _check_count(name, count)
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
-    if snapshot_every_n_steps is not None:
-        _check_count("snapshot_every_n_steps", snapshot_every_n_steps)
-        if snapshot_every_n_steps < 0:
+    steps = options.snapshot_every_n_steps
+    if steps is not None:
+        _check_count("snapshot_every_n_steps", steps)
+        if steps < 0:
             raise ValueError(
                 "snapshot_every_n_steps must be at least 0 (which, like None, is "
-                f"never), got {snapshot_every_n_steps}"
+                f"never), got {steps}"
             )
 
 
-def check_workers(
-    *,
-    num_workers: int,
-    persistent_workers: bool,
-    multiprocessing_context: Any,
-    workers: Any,
-    worker_init_fn: Any,
-) -> Any:
-    """Check what belongs to workers; return the context object, or None.
+def _check_count(name: str, value: Any) -> None:
+    try:
+        operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
 
-    Raises:
-        ValueError: If an option needs workers and there are none, or names no context.
-        TypeError: If the context is no context, or ``workers`` is nothing known.
-    """
+
+def _check_sampling(options: Options, shuffle: Any) -> None:
+    """Check which of the ways to choose samples are given together."""
+    sampler, batch_sampler = options.sampler, options.batch_sampler
+    if options.kind is not Kind.MAP:
+        if shuffle not in {False, None}:
+            raise ValueError(
+                "DataLoader with IterableDataset: expected unspecified shuffle option, "
+                f"but got shuffle={shuffle}"
+            )
+        for name in ("sampler", "batch_sampler"):
+            value = getattr(options, name)
+            if value is not None:
+                raise ValueError(
+                    f"DataLoader with IterableDataset: expected unspecified {name} "
+                    f"option, but got {name}={value}"
+                )
+    if sampler is not None and shuffle:
+        raise ValueError("sampler option is mutually exclusive with shuffle")
+    size, drop_last = options.batch_size, options.drop_last
+    if batch_sampler is not None:
+        if size != 1 or shuffle or sampler is not None or drop_last:
+            raise ValueError(
+                "batch_sampler option is mutually exclusive with batch_size, shuffle, "
+                "sampler, and drop_last"
+            )
+    elif size is None and drop_last:
+        raise ValueError(
+            "batch_size=None option disables auto-batching and is mutually exclusive "
+            "with drop_last"
+        )
+
+
+def _check_workers(options: Options) -> None:
+    workers, num_workers = options.workers, options.num_workers
     is_word = isinstance(workers, str) and workers in {"process", "thread"}
     if not is_word and not isinstance(workers, (Executor, RayWorkers)):
         raise TypeError(
@@ -116,15 +190,14 @@ def check_workers(
         raise ValueError(
             "workers=Executor needs num_workers > 0: how many batches it has at once"
         )
-    if isinstance(workers, Executor) and worker_init_fn is not None:
+    if isinstance(workers, Executor) and options.worker_init_fn is not None:
         raise ValueError(
             "worker_init_fn is not called in the workers of an executor, which are the "
             "user's own: give the executor an initializer"
         )
-    if persistent_workers and num_workers == 0:
+    if options.persistent_workers and num_workers == 0:
         raise ValueError("persistent_workers option needs num_workers > 0")
-    context = multiprocessing_context
-    if context is not None:
+    if options.multiprocessing_context is not None:
         if num_workers == 0:
             raise ValueError(
                 "multiprocessing_context can only be used with multi-process loading "
@@ -135,15 +208,14 @@ def check_workers(
                 "multiprocessing_context can only be used with workers='process', but "
                 f"got workers={workers!r}"
             )
-        context = _context_of(context)
-    if workers == "process" and num_workers:
+        context_of(options.multiprocessing_context)
+    if options.has_processes:
         if not hasattr(os, "memfd_create"):
             raise ValueError(
                 "worker processes need Linux (memory files, pidfds); use "
                 "workers='thread' or num_workers=0"
             )
         _warn_of_many(num_workers)
-    return context
 
 
 def _warn_of_many(num_workers: int) -> None:
@@ -160,232 +232,35 @@ def _warn_of_many(num_workers: int) -> None:
         )
 
 
-def check_options(*, fetch: Any, rng: Any, on_timeout: Any) -> None:
-    """Check the words that say where and how workers task.
-
-    Raises:
-        ValueError: If one is another word.
-    """
-    for name, value, words in (
-        ("fetch", fetch, ("auto", "loader", "workers")),
-        ("rng", rng, (None, "batch", "sample", "worker")),
-        ("on_timeout", on_timeout, ("raise", "restart")),
-    ):
-        if value not in words:
-            known = " or ".join(repr(word) for word in words)
-            raise ValueError(f"{name} must be {known}, got {value!r}")
-
-
-def suits(workers: Any, dataset: Any, *functions: Any) -> bool:
-    """Tell whether workers that are no processes of ours can do all.
-
-    None of them reads streams; threads and executors do what is plain.
-    """
-    if isinstance(workers, RayWorkers):
-        return kind_of(dataset) is Kind.MAP
-    is_plain = not (reads_async(dataset) or any(map(is_async_function, functions)))
-    return kind_of(dataset) is Kind.MAP and is_plain
-
-
-def check_fetch(workers: Any, dataset: Any, *functions: Any) -> None:
-    """Check that workers can read the samples if that is asked for.
-
-    Raises:
-        ValueError: If they cannot.
-    """
-    if not suits(workers, dataset, *functions):
-        if isinstance(workers, RayWorkers):
-            raise ValueError(
-                "fetch='workers' needs a map-style dataset if workers are RayWorkers: "
-                "leave it at 'auto', and the loader reads an iterable, once, for them"
-            )
-        raise ValueError(
-            "fetch='workers' needs a map-style dataset and plain functions if workers "
-            "are threads or an executor: leave it at 'auto', or use workers='process'"
-        )
-
-
-def draws_by_key(rng: str | None, num_workers: int) -> bool:
-    """Tell whether generators are seeded for each batch: with workers, by default."""
-    return rng in {"batch", "sample"} or (rng is None and num_workers > 0)
-
-
-def check_sampling(
-    kind: Kind,
-    *,
-    batch_size: Any,
-    shuffle: Any,
-    sampler: Any,
-    batch_sampler: Any,
-    drop_last: Any,
-) -> None:
-    """Check which of the ways to choose samples are given together.
-
-    Raises:
-        ValueError: If two of them exclude each other.
-    """
-    if kind is not Kind.MAP:
-        given = {"sampler": sampler, "batch_sampler": batch_sampler}
-        if shuffle not in {False, None}:
-            raise ValueError(
-                "DataLoader with IterableDataset: expected unspecified shuffle option, "
-                f"but got shuffle={shuffle}"
-            )
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(
-                    f"DataLoader with IterableDataset: expected unspecified {name} "
-                    f"option, but got {name}={value}"
-                )
-    if sampler is not None and shuffle:
-        raise ValueError("sampler option is mutually exclusive with shuffle")
-    if batch_sampler is not None:
-        if batch_size != 1 or shuffle or sampler is not None or drop_last:
-            raise ValueError(
-                "batch_sampler option is mutually exclusive with batch_size, shuffle, "
-                "sampler, and drop_last"
-            )
-    elif batch_size is None and drop_last:
-        raise ValueError(
-            "batch_size=None option disables auto-batching and is mutually exclusive "
-            "with drop_last"
-        )
-
-
-def check_places(
-    *, loop: str, collate_fn: Any, transform: Any, worker_init_fn: Any
-) -> None:
-    """Check where things run, and that functions can be called.
-
-    Raises:
-        ValueError: If ``loop`` is another word.
-        TypeError: If a function is not callable.
-    """
-    if loop not in {"thread", "caller"}:
-        raise ValueError(f"loop must be 'thread' or 'caller', got {loop!r}")
-    for name, function in (
-        ("collate_fn", collate_fn),
-        ("transform", transform),
-        ("worker_init_fn", worker_init_fn),
-    ):
-        if function is not None and not callable(function):
-            raise TypeError(f"{name} must be callable, got {type(function).__name__!r}")
-
-
-def check_reads(*, on_error: Any, retry: Any) -> None:
-    """Check what is to happen when reads fail.
-
-    Raises:
-        TypeError: If ``retry`` is no ``Retry``, or ``on_error`` a coroutine function.
-    """
+def _check_failures(options: Options) -> None:
+    """Check what is to happen when reads fail."""
+    on_error, retry = options.on_error, options.retry
+    check_failure_options(on_error, options.max_failures)
     if retry is not None and not isinstance(retry, Retry):
         raise TypeError(f"retry must be an aioloader.Retry or None, got {retry!r}")
     if is_async_function(on_error):
         raise TypeError("on_error must be a plain function: it decides on the spot")
 
 
-def check_resources(
-    lifespan: Any,
-    dataset: Any,
-    transform: Any,
-    collate_fn: Any,
-    workers: Any,
-    fetch: Any,
-) -> None:
-    """Check ``lifespan``, and that there is a place where it can be entered.
-
-    Raises:
-        TypeError: If it is no function that returns a context manager.
-        ValueError: If an executor reads, or an async one is for plain functions.
-    """
-    check_lifespan(lifespan, dataset, transform, collate_fn)
-    if lifespan is None or not isinstance(workers, Executor) or fetch == "loader":
-        return
-    if suits(workers, dataset, transform, collate_fn):
+def _check_places(options: Options) -> None:
+    """Check that workers can read if they are to, and where a lifespan is entered."""
+    workers, dataset, fetch = options.workers, options.dataset, options.fetch
+    functions = options.transform, options.collate_fn
+    check_lifespan(options.lifespan, dataset, *functions)
+    can_read = workers == "process" or suits(workers, dataset, *functions)
+    is_executor = isinstance(workers, Executor)
+    if options.lifespan is not None and is_executor and fetch != "loader" and can_read:
         raise ValueError(
             "lifespan cannot be entered in the workers of an executor, which are the "
             "user's own: give the executor an initializer, let the loader read "
             "(fetch='loader'), or use workers='thread' or 'process'"
         )
-
-
-def can_pin(*, pin_memory: bool, pin_memory_device: str) -> bool:
-    """Tell whether batches can be pinned; warn, as torch does, where they cannot."""
-    if not pin_memory:
-        return False
-    if pin_memory_device:
-        warn(
-            "pin_memory_device is deprecated, the current accelerator will be used as "
-            f"the device, ignore pin_memory_device='{pin_memory_device}'."
-        )
-    found = torch.accelerator.is_available()
-    accelerator = torch.accelerator.current_accelerator() if found else None
-    if accelerator is None:
-        warn(
-            "'pin_memory' argument is set as true but no accelerator is found, then "
-            "device pinned memory won't be used."
-        )
-    elif accelerator.type == "mps":
-        warn(
-            "'pin_memory' argument is set as true but not supported on MPS now, device "
-            "pinned memory won't be used."
-        )
-    return accelerator is not None and accelerator.type != "mps"
-
-
-def pinning(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return ``collate_fn`` followed by torch's own pinning, of the same colour."""
-    pin: Callable[[Any], Any] = torch_pin.pin_memory
-    if is_async_function(collate_fn):
-
-        async def collate_async(samples: Any) -> Any:
-            return pin(await collate_fn(samples))
-
-        return collate_async
-    return lambda samples: pin(collate_fn(samples))
-
-
-def default_sampler(
-    dataset: Any, kind: Kind, shuffle: Any, generator: torch.Generator | None
-) -> Sampler[Any]:
-    """Return torch's sampler for a dataset; that of a stream is a stand-in."""
-    if kind is not Kind.MAP:
-        return _InfiniteConstantSampler()
-    if shuffle:
-        return RandomSampler(dataset, generator=generator)
-    return SequentialSampler(dataset)
-
-
-def _check_seconds(timeout: Any) -> None:
-    """Check a number, as torch does by comparing it: numpy's and a tensor's count."""
-    try:
-        timeout < 0  # noqa: B015
-    except TypeError:
-        raise TypeError(
-            f"timeout option should be a number of seconds, got {timeout!r}"
-        ) from None
-
-
-def _check_count(name: str, value: Any) -> None:
-    try:
-        operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
-
-
-def _context_of(context: Any) -> Any:
-    if isinstance(context, str):
-        valid = multiprocessing.get_all_start_methods()
-        if context not in valid:
-            raise ValueError(
-                "multiprocessing_context option should specify a valid start method in "
-                f"{valid!r}, but got multiprocessing_context={context!r}"
+    if fetch == "workers" and not can_read:
+        needs = "a map-style dataset and plain functions if workers are threads or an "
+        else_ = "executor: leave it at 'auto', or use workers='process'"
+        if isinstance(workers, RayWorkers):
+            needs = (
+                "a map-style dataset if workers are RayWorkers: leave it at 'auto', "
             )
-        return multiprocessing.get_context(context)
-    if not isinstance(context, multiprocessing.context.BaseContext):
-        raise TypeError(
-            "multiprocessing_context option should be a valid context object or a "
-            "string specifying the start method, but got "
-            f"multiprocessing_context={context}"
-        )
-    return context
+            else_ = "and the loader reads an iterable, once, for them"
+        raise ValueError(f"fetch='workers' needs {needs}{else_}")

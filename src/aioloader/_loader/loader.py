@@ -14,26 +14,31 @@ from typing_extensions import TypeVar
 from aioloader._collate.collate import default_collate, default_convert
 from aioloader._device.accelerator import accelerator_for
 from aioloader._loader import arguments
-from aioloader._loader.datapipes import settle_shuffle
-from aioloader._loader.ranks import Rank, Ranks
-from aioloader._loader.sampling import Sampling
-from aioloader._loader.state import state_of
-from aioloader._loader.state_check import State, check
-from aioloader._loader.state_format import sealed, unsealed
+from aioloader._loader.options import Options
+from aioloader._loader.ranks import (
+    Rank,
+    Ranks,
+    refuse_two_deals,
+    repeats_samples,
+    warn_of_repeats,
+)
+from aioloader._loader.sampling import make_samplers, settle_shuffle
+from aioloader._loader.state import State, sealed, state_of, unsealed
+from aioloader._loader.state_check import check
 from aioloader._loader.torch_compat import TorchLoader, dataset_kind
-from aioloader._observe.stats import LoaderStats
+from aioloader._observe.stats import Counters, LoaderStats
 from aioloader._observe.warnings import warn
-from aioloader._order.epochs import Epochs
+from aioloader._order.epoch import EpochNumbers, index_sampler_of
 from aioloader._order.failures import (
     Failure,
     OnError,
-    check_failure_options,
 )
-from aioloader._order.ranks import Tail
+from aioloader._order.ranks import WHOLE, Part, Tail
 from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import MakeLifespan
+from aioloader._pipeline.waiting import refuse_trio
 from aioloader._workers.rng import Rng
-from aioloader.protocols import Kind, kind_of
+from aioloader.protocols import Kind
 
 if TYPE_CHECKING:
     from aioloader._loader.runtime import Runtime
@@ -153,57 +158,27 @@ class DataLoader(TorchLoader[Batch]):
         tail: Tail | None = None,
         lifespan: MakeLifespan | None = None,
     ) -> None:
-        num_workers = arguments.count_workers(num_workers, workers)
-        arguments.check_numbers(
-            num_workers=num_workers,
-            timeout=timeout,
-            prefetch_factor=prefetch_factor,
-            concurrency=concurrency,
-            prefetch_device=prefetch_device,
-            snapshot_every_n_steps=snapshot_every_n_steps,
-        )
         dataset, shuffle = settle_shuffle(dataset, shuffle)
-        self._kind = kind_of(dataset)
-        arguments.check_sampling(
-            self._kind,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            drop_last=drop_last,
-        )
-        self.multiprocessing_context = arguments.check_workers(
-            num_workers=num_workers,
-            persistent_workers=persistent_workers,
-            multiprocessing_context=multiprocessing_context,
-            workers=workers,
-            worker_init_fn=worker_init_fn,
-        )
-        arguments.check_options(fetch=fetch, rng=rng, on_timeout=on_timeout)
-        arguments.check_places(
-            loop=loop,
-            collate_fn=collate_fn,
-            transform=transform,
-            worker_init_fn=worker_init_fn,
-        )
-        check_failure_options(on_error, max_failures)
-        arguments.check_reads(on_error=on_error, retry=retry)
-        reads = dataset, transform, collate_fn, workers, fetch
-        arguments.check_resources(lifespan, *reads)
-
         self.dataset = dataset
-        self.num_workers = num_workers
-        self.prefetch_factor = prefetch_factor
+        self.batch_size = batch_size
+        self.sampler = sampler  # type: ignore[assignment]
+        self.batch_sampler = batch_sampler
+        self.num_workers = arguments.count_workers(num_workers, workers)
+        self.collate_fn = collate_fn  # type: ignore[assignment]
         self.pin_memory = pin_memory
-        self.pin_memory_device = pin_memory_device
+        self.drop_last = drop_last
         self.timeout = timeout
         self.worker_init_fn = worker_init_fn
-        self.in_order = in_order
+        self.multiprocessing_context = multiprocessing_context
         self.generator = generator
+        self.prefetch_factor = prefetch_factor
         self.persistent_workers = persistent_workers
+        self.pin_memory_device = pin_memory_device
+        self.in_order = in_order
+        self.snapshot_every_n_steps = snapshot_every_n_steps
         self.transform = transform
         self.concurrency = concurrency
-        self.device = accelerator_for(device)
+        self.device = device
         self.prefetch_device = prefetch_device
         self.workers = workers
         self.fetch = fetch
@@ -213,62 +188,92 @@ class DataLoader(TorchLoader[Batch]):
         self.on_error = on_error
         self.max_failures = max_failures
         self.retry = retry
-        self.lifespan = lifespan
-        self.snapshot_every_n_steps = snapshot_every_n_steps
-
         self.rank = rank
         self.world_size = world_size
         self.tail = tail
+        self.lifespan = lifespan
 
-        sampling = self._made_sampling = Sampling.make(
-            dataset,
-            self._kind,
-            Ranks.asked(rank, world_size, tail, dataset),
-            generator,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            drop_last=drop_last,
-        )
-        self.sampler = sampling.sampler
-        self.batch_sampler = sampling.batch_sampler
-        self.batch_size = sampling.batch_size
-        self.drop_last = drop_last
+        given = Options.of(self, WHOLE, None)
+        arguments.check(given, shuffle)
+        self.multiprocessing_context = arguments.context_of(multiprocessing_context)
+        self.device = accelerator_for(device)
+        ranks = self._ranks = Ranks.asked(rank, world_size, tail, dataset)
+        self._may_repeat = not ranks.is_asked() and repeats_samples(given, shuffle)
+        made = make_samplers(given, ranks, shuffle)
+        self.sampler, self.batch_sampler, self.batch_size = made
         if collate_fn is None:
             collate_fn = default_collate if self._auto_collation else default_convert
         self.collate_fn = collate_fn
-        if fetch == "workers" and workers != "process":
-            arguments.check_fetch(workers, dataset, transform, collate_fn)
-
-        self._dataset_kind = dataset_kind(dataset, self._kind)
+        kind = given.kind
+        self._dataset_kind = dataset_kind(dataset, kind)
         self._IterableDataset_len_called = None
-        self._epochs = Epochs(sampling.index_sampler)
+        self._epochs = EpochNumbers(index_sampler_of(self.sampler, self.batch_sampler))
         # Not before a loader is made: it imports all that one may need.
-        from aioloader._loader.runtime import Runtime, warm_workers
+        from aioloader._loader.runtime import Runtime
 
-        self._live = Runtime(dataset)
-        warm_workers(self)
+        self._live = Runtime(dataset, self._epochs)
+        if num_workers:
+            self._live.warm(Options.of(self, WHOLE, None))
         self.__initialized = True  # from here on torch's __setattr__ guards samplers
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_live": self._live.loaded, "_made_sampling": copy.copy(self._sampling)}
-        return {**vars(self), **own}
+        return {**vars(self), "_live": self._live.loaded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         from aioloader._loader.runtime import Runtime
 
-        self._live = Runtime(self.dataset, loaded=state["_live"])
+        self._live = Runtime(self.dataset, self._epochs, loaded=state["_live"])
 
     # -- iteration ----------------------------------------------------------------
 
-    @property
-    def _sampling(self) -> Sampling:
-        """What decides about the order: a sub-class may have replaced samplers."""
-        sampling = self._made_sampling
-        sampling.sampler, sampling.batch_sampler = self.sampler, self.batch_sampler
-        return sampling
+    def __iter__(self) -> "BatchIterator[Batch]":  # type: ignore[override]
+        return self._get_iterator()
+
+    def __aiter__(self) -> "BatchIterator[Batch]":
+        if type(self)._get_iterator is not DataLoader._get_iterator:
+            raise TypeError(
+                f"{type(self).__name__} overrides _get_iterator, which serves `for` "
+                "alone: iterate with `for`, or override __aiter__ too"
+            )
+        refuse_trio()
+        return self._iterate(is_async=True)
+
+    def _get_iterator(self) -> "BatchIterator[Batch]":  # type: ignore[override]
+        return self._iterate(is_async=False)
+
+    def _options(self, *, settles: bool = False) -> Options:
+        """Return the arguments as they are now, and what follows from them.
+
+        Args:
+            settles: Whether an iteration begins: ranks that are looked up are fixed by
+                the latest one.
+
+        Raises:
+            ValueError: If ranks are looked up, and the environment is wrong or a
+                sampler shares out samples too.
+        """
+        live, ranks = self._live, self._ranks
+        part = ranks.given or WHOLE
+        if ranks.is_auto:
+            known = None if settles else live.part
+            part = known or self._part_now()
+        if settles:
+            if live.part not in {None, part}:  # kept workers serve other ranks
+                live.forget_ahead()
+                live.pools.close()
+            live.part = part
+            if self._may_repeat and warn_of_repeats():
+                self._may_repeat = False
+        live.options = Options.of(self, part, live.options)
+        return live.options
+
+    def _part_now(self) -> Part:
+        """Return the part of an iteration that would begin now."""
+        part = self._ranks.part()
+        if self._ranks.is_auto:
+            refuse_two_deals(part, self.dataset, self.sampler, self.batch_sampler)
+        return part or WHOLE
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch.
@@ -276,8 +281,9 @@ class DataLoader(TorchLoader[Batch]):
         Raises:
             TypeError: If the dataset or the sampler has no length.
         """
-        length = self._sampling.length(self.dataset)
-        if self._kind is not Kind.MAP:
+        options = self._options()
+        length = options.length(self._part_now())
+        if options.kind is not Kind.MAP:
             self._IterableDataset_len_called = len(self.dataset)  # type: ignore[assignment]
         return length
 
@@ -289,34 +295,30 @@ class DataLoader(TorchLoader[Batch]):
         self._epochs.choose(epoch)
         for part in (self.sampler, self.batch_sampler, self.dataset):
             hook = getattr(part, "set_epoch", None)
-            # Who learns of each epoch as it begins would be bound to this one.
+            # One that is given each epoch as it begins would be bound to this one.
             if callable(hook) and not hasattr(part, "begin_epoch"):
                 hook(epoch)
 
     def _iterate(self, *, is_async: bool) -> "BatchIterator[Batch]":
         """Return an iterator, with worker processes if it has any, as torch's has."""
-        from aioloader._loader.runtime import starts_at_iter
         from aioloader._pipeline.iterator import BatchIterator, length_check
         from aioloader._pipeline.pipeline_iterator import PipelineIterator
 
-        live = self._live
-        if self._sampling.settle():  # workers that are kept serve other ranks
-            live.forget_ahead()
-            live.pools.close()
-        draft = None if live.loaded is not None else live.draft(self)
-        seed = draft.base_seed if draft is not None else (live.loaded or {}).get("seed")
-        if not starts_at_iter(self, is_async=is_async):
-            # Not before it is begun: an iterator that is dropped unused is no epoch.
-            start = partial(live.start, self, draft, is_async=is_async)
-            prepared = None
-        else:
-            made = live.prepare(self, draft, is_async=is_async)
-            start, prepared = partial(live.commit, self, made), made.source
-            seed = made.passage.base_seed
+        live, options = self._live, self._options(settles=True)
+        epoch = live.draw(options) if live.loaded is None else None
+        seed = (live.loaded or {}).get("seed") if epoch is None else epoch.base_seed
+        prepared = None
+        # Without them not before it is begun: one that is dropped unused is no epoch.
+        start = partial(live.start, options, epoch, is_async=is_async)
+        if options.has_processes and options.starts_at_iter(is_async=is_async):
+            epoch, prepared = live.prepare(options, epoch, is_async=is_async)
+            start = partial(live.begin, epoch, prepared)
+            seed = epoch.base_seed
+        check = None if self._IterableDataset_len_called is None else length_check(self)
         iterator: BatchIterator[Batch] = BatchIterator(
-            start, self.__len__, length_check(self), seed, prepared
+            start, self.__len__, check, seed, prepared
         )
-        self._live.open.add(iterator)
+        live.open.add(iterator)
         if isinstance(prepared, PipelineIterator):
             prepared.open(fills=not is_async)
         return iterator
@@ -324,14 +326,18 @@ class DataLoader(TorchLoader[Batch]):
     # -- its state ----------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return the position behind the last batch that was delivered.
+        """Return the position after the last batch that was delivered.
 
         It is small, takes microseconds, and may be asked for at any time, from any
         thread. It is ready for JSON where the states of the user's own parts are.
         """
-        if self._live.loaded is not None:
-            return sealed(copy.deepcopy(self._live.loaded))
-        return sealed(state_of(self, self._live.passage))
+        live = self._live
+        if live.loaded is not None:
+            return sealed(copy.deepcopy(live.loaded))
+        is_kept = live.pools.has_kept()
+        drawn = live.drawn()
+        parts = self._options(), live.numbers, live.epoch
+        return state_of(*parts, drawn=drawn, is_kept=is_kept)
 
     def load_state_dict(self, state: State) -> None:
         """Let the next iteration begin where ``state_dict`` was called.
@@ -343,33 +349,35 @@ class DataLoader(TorchLoader[Batch]):
         """
         if state == {}:
             return
-        self._sampling.settle()
-        state = unsealed(state)
-        check(self, state)
-        if any(iterator.is_under_way() for iterator in self._live.open):
+        state, live = unsealed(state), self._live
+        check(self._options(settles=True), state)
+        if any(iterator.is_under_way() for iterator in live.open):
             warn("an iteration is under way: the state takes effect with the next one")
-        self._live.forget_ahead()
-        self._live.loaded = copy.deepcopy(state)
+        live.forget_ahead()
+        live.loaded = copy.deepcopy(state)
 
     # -- what it tells ------------------------------------------------------------
 
     def stats(self) -> LoaderStats:
         """Return the figures of the latest epoch, so far."""
-        counters = self._live.counters
+        epoch, tally = self._live.epoch, self._live.tally
+        counters = Counters() if epoch is None else epoch.counters
+        policy = None if epoch is None else epoch.failures
         return LoaderStats(
             epoch=counters.epoch,
             batches=counters.batches,
             waited=counters.waited,
             in_flight=counters.in_flight,
-            failures=self._live.policy.count,
-            worker_deaths=self._live.tally.deaths,
-            worker_restarts=self._live.tally.restarts,
+            failures=0 if policy is None else policy.count,
+            worker_deaths=tally.deaths,
+            worker_restarts=tally.restarts,
         )
 
     @property
     def skipped(self) -> tuple[Failure, ...]:
         """The latest failed samples of the latest epoch, at most 1,000."""
-        return tuple(self._live.policy.latest)
+        policy = None if self._live.epoch is None else self._live.epoch.failures
+        return () if policy is None else tuple(policy.latest)
 
     def __repr__(self) -> str:
         dataset = type(self.dataset).__name__

@@ -7,8 +7,8 @@ and any of them will do. Streams are shared out, so each rank has a part of thei
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from aioloader._loader.state_check import VERSION, State
-from aioloader._loader.state_format import check_shape, sealed, unsealed
+from aioloader._loader.state import State, sealed, unsealed
+from aioloader._loader.state_check import check_shape
 from aioloader.errors import StateMismatchError
 
 _ALIKE = ("kind", "length", "batch_size", "readers")
@@ -32,7 +32,7 @@ def merge_states(states: Iterable[State]) -> State:
     if not states:
         raise ValueError("there are no states to merge")
     for state in states:
-        check_shape(state, VERSION)
+        check_shape(state)
     for key in _ALIKE:
         _check_alike(states, key, states[0].get(key))
     epoch = min(state["epoch"] for state in states)

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeAlias
 import torch.distributed
 from torch.utils.data import DistributedSampler
 
+from aioloader._loader.options import Options
 from aioloader._observe.warnings import warn
 from aioloader._order.orders import nested
-from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.ranks import Part, Tail
 from aioloader.protocols import Kind, is_own_stream
 
@@ -175,15 +175,15 @@ def _replicas(sampler: Any) -> int:
     return count if is_shard else 1
 
 
-def repeats_samples(kind: Kind, dataset: Any, *, shuffle: Any) -> bool:
-    """Tell whether a loader that deals nothing is unlikely to be meant on many ranks.
+def repeats_samples(options: Options, shuffle: Any) -> bool:
+    """Tell whether it is unlikely that all ranks are meant to get all samples.
 
-    To validate on the whole dataset on each rank is; to train in a random order, or to
-    read a stream, is not.
+    To validate on the whole dataset on each rank is usual; to train in a random order,
+    or to read a stream, is not.
     """
-    if is_own_stream(dataset):
-        return dataset.ranks is None
-    return kind is Kind.MAP and bool(shuffle)
+    if options.is_own_stream:
+        return options.dataset.ranks is None
+    return options.kind is Kind.MAP and bool(shuffle)
 
 
 def warn_of_repeats() -> bool:
@@ -197,9 +197,3 @@ def warn_of_repeats() -> bool:
         "DistributedSampler, or rank=0, world_size=1 if that is meant"
     )
     return True
-
-
-def shuffled(dataset: Any, generator: torch.Generator | None) -> ShuffledIndices:
-    """Return an order that is the same on all ranks, however each is seeded."""
-    seed = 0 if generator is None else generator.initial_seed()
-    return ShuffledIndices(len(dataset), seed)

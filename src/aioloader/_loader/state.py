@@ -1,145 +1,211 @@
-"""What a loader's state holds: which epoch, its order, and how far it was delivered.
+"""A loader's state, written and read: which epoch, its order, and what was delivered.
 
 A state is a dict of a few numbers, ready for JSON where the dataset's own state is. It
-tells nothing of workers, prefetch, places or hosts, so it can be loaded with others.
+says nothing of workers, prefetch or places, so it can be loaded with others. What was
+delivered counts: the dataset's state is that after the last delivered batch, of an
+iterable for each reader, of a map-style dataset for each worker that has a copy.
+Source: torchdata 0.11, ``stateful_dataloader/worker.py``.
 """
 
 import copy
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 from torch.utils.data import RandomSampler
 
-from aioloader._loader.dataset_states import (
-    Firsts,
-    datasets_of,
-    first_states,
-    note_first,
-    read_again,
-    restore_datasets,
-)
-from aioloader._loader.state_check import (
-    VERSION,
-    State,
-    generators_of,
-    identity,
-    readers_of,
-)
+from aioloader._loader.options import Options
 from aioloader._observe.warnings import warn
+from aioloader._order.epoch import Bookmark, Epoch, EpochNumbers
 from aioloader._order.generators import packed, unpacked
-from aioloader._order.orders import Order, described, drawing_part_of, seeds_itself
-from aioloader._order.progress import Bookmark, Progress
-from aioloader.protocols import Kind, is_own_stream
+from aioloader._order.indices import described
+from aioloader._order.orders import drawing_part_of, seeds_itself
+from aioloader.errors import StateMismatchError
+from aioloader.protocols import Kind
 
-if TYPE_CHECKING:
-    from aioloader._loader.loader import DataLoader
-
-
-@dataclass(frozen=True, eq=False)
-class Draft:
-    """What is drawn when an iterator is made, before anything is asked of it.
-
-    Attributes:
-        base_seed: What random draws are keyed with.
-        order: Of the samples.
-        generator: The state of the user's generator behind the draw of the base seed;
-            None if there is none, or it is the order's too.
-    """
-
-    base_seed: int
-    order: Order
-    generator: torch.Tensor | None = None
+State: TypeAlias = dict[str, Any]
+States: TypeAlias = dict[int, Any]
+VERSION = 3
+_LOADER = "loader"  # the dataset is this process's own, and not a worker's copy
 
 
-@dataclass(eq=False)
-class Passage:
-    """One pass over the dataset, under way or over.
+class LoaderState(TypedDict):
+    """A state of this version, as ``state_dict`` returns it: with all keys.
 
     Attributes:
+        kind: Of the dataset; with ``length``, ``batch_size`` (of all ranks together),
+            ``readers`` and ``ranks`` what has to be the same where it is loaded.
         epoch: Its number.
-        base_seed: What random draws are keyed with.
-        order: Of its samples.
-        bookmark: Where it began.
-        progress: How far it is.
-        generator: The user's generator behind the draw of the base seed, if it is not
-            the order's too.
-        saved: The state that it goes on from, if there was one.
-        first: What the readers of an iterable begin with, if it has a state.
-        first_datasets: What copies of a map-style dataset begin with, if it has one.
-        reads_ahead: Whether samples are read before their batch is asked for.
+        seed: What random draws are keyed with; None: it is not drawn yet.
+        done: Batches below this number were delivered.
+        beyond: Batches above that were delivered too.
+        default: Tells whether torch's default generator is as it was.
+        order: What makes the order again; as all that follow in a tuple of one, or of
+            none, since ``torch.distributed.checkpoint`` restores what a fresh loader
+            has keys for, looks into mappings, and saves a tuple as one value.
+        generators: The states of the user's generators, by who draws from them.
+        states: Those of the readers (the sampler, or streams).
+        last: Of a stream of ours, those at the end of the epoch before.
+        datasets: Those of a map-style dataset: the loader's, or each worker's.
     """
 
+    version: int
+    kind: str
+    length: int | None
+    batch_size: int | None
+    readers: int
+    ranks: int | None
     epoch: int
-    base_seed: int
-    order: Order
-    bookmark: Bookmark
-    progress: Progress
-    generator: torch.Tensor | None = None
-    saved: State | None = None
-    first: Firsts = field(default_factory=dict)
-    first_datasets: Firsts = field(default_factory=dict)
-    reads_ahead: bool = False
-    _head: State | None = None
-
-    @classmethod
-    def begun(
-        cls, epoch: int, draft: Draft, bookmark: Bookmark, readers: int
-    ) -> "Passage":
-        """Return a pass that begins at ``bookmark``; its order is drawn from now on."""
-        draft.order.prepare()
-        progress = Progress(bookmark, readers=readers)
-        seed, order, generator = draft.base_seed, draft.order, draft.generator
-        return cls(epoch, seed, order, bookmark, progress, generator)
-
-    def is_untouched(self) -> bool:
-        """Tell whether nothing was delivered yet."""
-        now, then = self.progress.bookmark(), self.bookmark
-        is_there = (now.done, now.beyond) == (then.done, then.beyond)
-        return is_there and not self.progress.is_over()
-
-    def head(self, loader: "DataLoader[Any]") -> State:
-        """Return what of its state does not change as it goes on."""
-        if self._head is None:
-            order = copy.deepcopy(self.order.state())
-            self._head = {
-                "version": VERSION,
-                **identity(loader),
-                "epoch": self.epoch,
-                "seed": self.base_seed,
-                "order": order,
-            }
-            if self.generator is not None:
-                self._head["generator"] = packed(self.generator)
-        return self._head
+    seed: int | None
+    done: int
+    beyond: list[int]
+    default: int | None
+    order: tuple[State, ...]
+    generators: tuple[State, ...]
+    states: tuple[State, ...]
+    last: tuple[State, ...]
+    datasets: tuple[State, ...]
 
 
-def state_of(loader: "DataLoader[Any]", passage: Passage | None) -> State:
-    """Return the state of ``loader``.
+PARTS = ("order", "generators", "states", "last", "datasets")
+_VALUES = [name for name in LoaderState.__annotations__ if name not in PARTS]
+
+
+def sealed(state: State) -> State:
+    """Return a state with all keys of ``LoaderState``."""
+    values = {key: state.get(key) for key in _VALUES}
+    parts = {key: (state[key],) if state.get(key) else () for key in PARTS}
+    return {**values, **parts}
+
+
+def unsealed(state: Any) -> Any:
+    """Return what ``sealed`` was given; what is no state, as it is.
+
+    Raises:
+        StateMismatchError: If a part is none.
+    """
+    if not isinstance(state, Mapping) or "version" not in state:
+        return state
+    found = {key: one for key, one in state.items() if one is not None}
+    for key in set(PARTS) & set(found):
+        part = found.pop(key)
+        if not isinstance(part, (list, tuple)) or len(part) > 1:
+            raise StateMismatchError(
+                f"the state is damaged, or only a part of it: {key!r} is no part of a "
+                f"state: {str(part)[:80]}",
+                expected=key,
+                found=part,
+            )
+        if part or key == "states":
+            found[key] = part[0] if part else {}
+    return found
+
+
+def identity(options: Options) -> State:
+    """Return what of a loader must be the same where its state is loaded."""
+    try:
+        length = len(options.dataset)
+    except Exception:  # noqa: BLE001  (of the user's; then it is not known)
+        length = None
+    size = options.global_batch_size
+    return {
+        "kind": options.kind.value,
+        "length": length,
+        "batch_size": size,
+        "readers": options.readers,
+        "ranks": options.part.world_size if size is None else None,
+    }
+
+
+# -- written ------------------------------------------------------------------------
+
+
+def state_of(
+    options: Options,
+    numbers: EpochNumbers,
+    epoch: Epoch | None,
+    *,
+    drawn: Epoch | None,
+    is_kept: bool,
+) -> State:
+    """Return the state of a loader, sealed.
 
     Args:
-        loader: Whose state.
-        passage: Its latest pass; None if it has begun none.
+        options: The loader's.
+        numbers: Which epoch is next.
+        epoch: The latest that was begun, if one was.
+        drawn: That of an iterator which has not begun, if there is one.
+        is_kept: Whether workers are there that the latest epoch has left.
     """
-    if passage is None or passage.progress.is_over():
-        passage = loader._live.prepared() or passage
-    if passage is None or passage.progress.is_over():
-        state = {"version": VERSION, **identity(loader), **_between(loader, passage)}
+    if epoch is None or epoch.progress.is_over:
+        epoch = numbers.latest_reserved() or epoch
+    if epoch is None or epoch.progress.is_over:
+        state = _between(options, numbers, epoch, drawn, is_kept=is_kept)
     else:
-        bookmark = passage.progress.bookmark()
-        head = passage.head(loader)
+        bookmark = epoch.progress.bookmark()
+        head = epoch.head = epoch.head or _head(options, epoch)
         state = {
             **head,
             "order": {**head["order"]},
             "done": bookmark.done,
-            "beyond": sorted(bookmark.beyond) if bookmark.beyond else [],
-            "states": _by_name({**passage.first, **bookmark.states}),
+            "beyond": sorted(bookmark.beyond),
+            "states": _by_name({**epoch.first, **bookmark.states}),
         }
-    state["datasets"] = datasets_of(loader, passage)
-    if loader.generator is None:
+    state["datasets"] = _datasets_of(options, epoch, is_kept=is_kept)
+    if options.generator is None:
         state["default"] = _fingerprint()
+    return sealed(state)
+
+
+def _head(options: Options, epoch: Epoch) -> State:
+    """Return what of an epoch's state does not change as it goes on."""
+    head: State = {
+        "version": VERSION,
+        **identity(options),
+        "epoch": epoch.number,
+        "seed": epoch.base_seed,
+        "order": copy.deepcopy(epoch.order.state()),
+    }
+    if epoch.generator is not None:
+        head["generators"] = {_LOADER: packed(epoch.generator)}
+    return head
+
+
+def _between(
+    options: Options,
+    numbers: EpochNumbers,
+    epoch: Epoch | None,
+    drawn: Epoch | None,
+    *,
+    is_kept: bool,
+) -> State:
+    """Return the state before an epoch: nothing of it was drawn yet."""
+    first = first_states(options, epoch, is_kept=is_kept)
+    state: State = {"version": VERSION, **identity(options)}
+    state |= {"epoch": numbers.next, "done": 0, "beyond": []}
+    if drawn is not None:  # an iterator was made, and has not begun
+        state["seed"] = drawn.base_seed
+    elif epoch is not None and is_kept:
+        state["seed"] = epoch.base_seed
+    if epoch is not None:
+        if epoch.order.end is not None:  # of a sampler, which may know of epochs
+            first = {0: {**epoch.order.end, "is_over": True}}
+        if options.is_own_stream:  # other ranks may have more of it: ``merge_states``
+            state["last"] = _by_name(epoch.progress.bookmark().states)
+    state["states"] = _by_name(first)
+    if options.kind is Kind.MAP:
+        state["order"] = described(options.index_sampler)
+        if drawn is not None:
+            state["order"] |= drawn.order.state()
+        upcoming = numbers.upcoming()
+        if upcoming is not None:
+            state["order"]["epoch"] = upcoming
+    state["generators"] = {
+        name: packed(generator.get_state())
+        for name, generator in generators_of(options).items()
+    }
     return state
 
 
@@ -152,114 +218,184 @@ def _fingerprint() -> int:
     return zlib.crc32(state[:64].tobytes())
 
 
-def _between(loader: "DataLoader[Any]", passage: Passage | None) -> State:
-    """Return the state before an epoch: nothing of it was drawn yet."""
-    epochs = loader._epochs
-    first = first_states(loader, passage)
-    state: State = {"epoch": epochs.next, "done": 0, "beyond": []}
-    drafted = loader._live.drafted()
-    if drafted is not None:  # an iterator was made, and has not begun
-        state["seed"] = drafted.base_seed
-    elif passage is not None and loader._live.pools.has_kept():
-        state["seed"] = passage.base_seed
-    if passage is not None:
-        end = getattr(passage.order, "end", None)
-        if end is not None:  # of a sampler with a state, which may know of epochs
-            first = {0: {**end, "is_over": True}}
-        # Other ranks may have more of this stream: see ``merge_states``.
-        if is_own_stream(loader.dataset):
-            state["last"] = _by_name(passage.progress.bookmark().states)
-    state["states"] = _by_name(first)
-    if loader._kind is Kind.MAP:
-        state["order"] = described(loader._sampling.index_sampler)
-        if drafted is not None:
-            state["order"] |= drafted.order.state()
-        upcoming = epochs.upcoming()
-        if upcoming is not None:
-            state["order"]["epoch"] = upcoming
-    generators = {
-        name: packed(generator.get_state())
-        for name, generator in generators_of(loader).items()
-    }
-    if generators:
-        state["generators"] = generators
-    return state
+def _by_name(states: States) -> State:
+    """Return states by the number of their reader, as JSON has it."""
+    return {str(reader): one for reader, one in states.items()}
 
 
-def restore_generators(loader: "DataLoader[Any]", state: State) -> None:
-    """Give the user's generators the states that they were saved with."""
-    mine = generators_of(loader)
-    saved = state.get("generators") or {}
-    if "generator" in state:
-        saved = {"loader": state["generator"]}
-    for name, one in saved.items():
-        if name in mine:
-            mine[name].set_state(unpacked(one))
+def generators_of(options: Options) -> dict[str, torch.Generator]:
+    """Return the generators of the user's that epochs draw from."""
+    loader: torch.Generator | None = options.generator
+    sampler = getattr(drawing_part_of(options.index_sampler), "generator", None)
+    found = {_LOADER: loader, "sampler": None if sampler is loader else sampler}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def own_generator_state(options: Options) -> torch.Tensor | None:
+    """Return the state of the user's generator, if the order does not draw from it."""
+    generator = options.generator
+    if generator is None:
+        return None
+    part = drawing_part_of(options.index_sampler)
+    is_shared = part is not None and part.generator is generator
+    return None if is_shared else generator.get_state()
+
+
+# -- of the dataset -----------------------------------------------------------------
+
+
+def note_first(
+    options: Options, epoch: Epoch, before: Epoch | None, *, is_kept: bool
+) -> None:
+    """Note the states of the dataset that an epoch begins with.
+
+    Args:
+        options: The loader's.
+        epoch: The epoch.
+        before: The one before, if there was one.
+        is_kept: Whether workers are there that it has left.
+    """
+    if options.kind is not Kind.MAP:
+        epoch.first = first_states(options, before, is_kept=is_kept)
+    elif options.is_stateful:
+        if before is not None and (is_kept or not options.has_copies):
+            latest = before.progress.bookmark().datasets
+            epoch.first_datasets = {**before.first_datasets, **latest}
+        else:
+            own = copy.deepcopy(options.dataset.state_dict())
+            copies = options.num_workers if options.has_copies else 1
+            epoch.first_datasets = dict.fromkeys(range(copies), own)
+
+
+def first_states(options: Options, before: Epoch | None, *, is_kept: bool) -> States:
+    """Return the states that an iterable's readers begin the next epoch with."""
+    if options.kind is Kind.MAP or options.is_own_stream:
+        return {}
+    if before is not None and (is_kept or not options.has_copies):
+        states = before.progress.bookmark().states
+        return {reader: {**one, "is_over": True} for reader, one in states.items()}
+    if not options.is_stateful:
+        return {}
+    own = copy.deepcopy(options.dataset.state_dict())
+    first = {"read": 0, "skip": 0, "dataset": own, "is_first": True}
+    return dict.fromkeys(range(options.readers), first)
+
+
+def _datasets_of(options: Options, epoch: Epoch | None, *, is_kept: bool) -> State:
+    """Return the states of a map-style dataset, by worker, or of the loader's own."""
+    if options.kind is not Kind.MAP or not options.is_stateful:
+        return {}
+    are_new = options.has_copies and not is_kept
+    is_new = epoch is None or (epoch.progress.is_over and are_new)
+    if epoch is None or is_new or not epoch.reads_ahead:
+        return {_LOADER: copy.deepcopy(options.dataset.state_dict())}
+    found = {**epoch.first_datasets, **epoch.progress.bookmark().datasets}
+    if not options.has_copies:
+        return {_LOADER: found[0]}
+    return {str(worker): one for worker, one in sorted(found.items())}
+
+
+def _restore_datasets(options: Options, state: State) -> States:
+    """Give a map-style dataset its state back; return those that are for workers.
+
+    Each worker gets that of its predecessor. Where there were others, all get that of
+    the worker which made the last delivered batch.
+
+    Raises:
+        StateMismatchError: If the dataset takes no state.
+    """
+    saved = state.get("datasets") or {}
+    if not saved:
+        return {}
+    dataset = options.dataset
+    if not options.is_stateful:
+        raise StateMismatchError(
+            f"the state holds the dataset's own state, but {type(dataset).__name__} "
+            "has no state_dict() and load_state_dict(); load it with the same dataset",
+            expected="a dataset with a state",
+            found=type(dataset).__name__,
+        )
+    is_own = _LOADER in saved
+    latest = saved[_LOADER if is_own else str((state["done"] - 1) % len(saved))]
+    if is_own or not options.has_copies:
+        dataset.load_state_dict(copy.deepcopy(latest))
+    if is_own or not options.has_copies:
+        return {}  # workers are started with it
+    workers = range(options.num_workers)
+    if len(saved) != options.num_workers:
+        return dict.fromkeys(workers, latest)
+    return {worker: saved[str(worker)] for worker in workers}
+
+
+# -- read ---------------------------------------------------------------------------
 
 
 def resumed(
-    loader: "DataLoader[Any]",
+    options: Options,
+    numbers: EpochNumbers,
     state: State,
-    draw: Callable[["DataLoader[Any]"], Draft],
-) -> Passage:
-    """Return the pass that a state was saved in, from where it was.
+    draw: Callable[[Options], Epoch],
+) -> Epoch:
+    """Return the epoch that a state was saved in, from where it was.
+
+    The workers that were kept have been released before.
 
     Args:
-        loader: What it was loaded into.
-        state: The state, checked.
-        draw: Draws for a pass of which nothing was drawn yet.
+        options: Those of the loader that it was loaded into.
+        numbers: Which epoch is next.
+        state: The state, unsealed and checked.
+        draw: Draws for an epoch of which nothing was drawn yet.
     """
     order = state.get("order") or {}
-    loader._epochs.begin_again(state["epoch"], order.get("epoch"))
-    restore_generators(loader, state)
+    mine = generators_of(options)
+    for name, one in (state.get("generators") or {}).items():
+        if name in mine:
+            mine[name].set_state(unpacked(one))
     is_between = not (state["done"] or state["beyond"])
     if not is_between and state.get("default") != _fingerprint():
-        _draw_as_before(loader, state)
-    datasets = restore_datasets(loader, state)
-    bookmark = bookmark_of(state, datasets)
-    if "seed" not in state:
-        bookmark = _restore_sampler(loader, bookmark)
-        draft = draw(loader)
+        _draw_as_before(options, state)
+    bookmark = Bookmark(
+        state["done"],
+        frozenset(state["beyond"]),
+        {int(reader): one for reader, one in state["states"].items()},
+        _restore_datasets(options, state),
+    )
+    if "seed" in state:
+        own = own_generator_state(options)
+        epoch = Epoch(state["seed"], options.order(order), own)
     else:
-        saved = loader._sampling.order(order)
-        draft = Draft(state["seed"], saved, own_state(loader))
-    if loader._kind is not Kind.MAP:
-        _warn_of_reading_again(loader, bookmark)
-    passage = Passage.begun(state["epoch"], draft, bookmark, readers_of(loader))
-    passage.saved = state
-    note_first(loader, passage, None)
-    return passage
+        bookmark = _restore_sampler(options, bookmark)
+        epoch = draw(options)
+    epoch.saved = state
+    numbers.reserve_again(epoch, order.get("epoch"))
+    if options.kind is not Kind.MAP:
+        _warn_of_reading_again(options, bookmark)
+    epoch.begin(state["epoch"], bookmark, readers=options.readers)
+    note_first(options, epoch, None, is_kept=False)
+    return epoch
 
 
-def _restore_sampler(loader: "DataLoader[Any]", bookmark: Bookmark) -> Bookmark:
-    """Give a sampler its state behind an epoch, before it is iterated for the next."""
+def _restore_sampler(options: Options, bookmark: Bookmark) -> Bookmark:
+    """Give a sampler its state after an epoch, before it is iterated for the next."""
     one = bookmark.states.get(0, {})
-    if loader._kind is not Kind.MAP or "sampler" not in one:
+    if options.kind is not Kind.MAP or "sampler" not in one:
         return bookmark
-    loader._sampling.index_sampler.load_state_dict(copy.deepcopy(one["sampler"]))
+    options.index_sampler.load_state_dict(copy.deepcopy(one["sampler"]))
     return replace(bookmark, states={})
 
 
-def own_state(loader: "DataLoader[Any]") -> torch.Tensor | None:
-    """Return the state of the user's generator, if the order does not draw from it."""
-    generator = loader.generator
-    part = drawing_part_of(loader._sampling.index_sampler)
-    is_shared = part is not None and part.generator is generator
-    return None if generator is None or is_shared else generator.get_state()
-
-
-def _draw_as_before(loader: "DataLoader[Any]", state: State) -> None:
+def _draw_as_before(options: Options, state: State) -> None:
     """Draw from torch's default generator what was drawn before the state was saved.
 
     A script that is run again seeds it again, and the epochs to come would be drawn
-    like those that were. Whoever has restored it is left alone. (Between epochs whoever
-    seeds for each of them must be.)
+    like those that were. If the user has restored it, nothing is drawn. (Between epochs
+    nothing is either: a script may seed it for each.)
     """
-    if loader.generator is not None:
+    if options.generator is not None:
         return
     epochs = state["epoch"] + 1
-    draws = 1 if loader.persistent_workers else epochs  # they keep their base seed
-    sampler = loader._sampling.index_sampler
+    draws = 1 if options.persistent_workers else epochs  # they keep their base seed
+    sampler = options.index_sampler
     draws_seed = isinstance(sampler, RandomSampler) and sampler.generator is None
     if draws_seed and not seeds_itself(sampler):
         draws += epochs
@@ -267,28 +403,14 @@ def _draw_as_before(loader: "DataLoader[Any]", state: State) -> None:
         torch.empty((), dtype=torch.int64).random_()
 
 
-def _warn_of_reading_again(loader: "DataLoader[Any]", bookmark: Bookmark) -> None:
-    """Say what it costs to resume a stream that has no state of its own."""
-    again = read_again(bookmark)
+def _warn_of_reading_again(options: Options, bookmark: Bookmark) -> None:
+    """Warn what it costs to resume a stream that has no state of its own."""
+    states = bookmark.states.values()
+    plain = [one for one in states if not ("iterator" in one or "dataset" in one)]
+    again = sum(one["read"] for one in plain if one.get("skip") and "ended" not in one)
     if again:
         warn(
-            f"{type(loader.dataset).__name__} has no state_dict(): its first {again:,} "
-            "samples are read again and dropped, which takes as long as reading them "
-            "took, and is right only if they come in the same order"
+            f"{type(options.dataset).__name__} has no state_dict(): its first "
+            f"{again:,} samples are read again and dropped, which takes as long as "
+            "reading them took, and is right only if they come in the same order"
         )
-
-
-def bookmark_of(state: State, datasets: Firsts) -> Bookmark:
-    """Return where the epoch of a state begins.
-
-    Args:
-        state: The state.
-        datasets: States of the copies of a map-style dataset, by worker.
-    """
-    states = {int(reader): one for reader, one in state["states"].items()}
-    return Bookmark(state["done"], frozenset(state["beyond"]), states, datasets)
-
-
-def _by_name(states: Firsts) -> State:
-    """Return states by the number of their reader, as JSON has it."""
-    return {str(reader): one for reader, one in states.items()}

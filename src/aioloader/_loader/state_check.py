@@ -1,66 +1,52 @@
-"""Whether a state fits a loader: what of both must be the same."""
+"""Whether a state is whole, and fits a loader.
+
+A state may come back from a file that was cut, edited, or restored only in part: then
+it is refused, for with a part of it another run would go on, silently.
+"""
 
 import contextlib
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
-import torch
 from torch.utils.data import RandomSampler
 
-from aioloader._loader import arguments
-from aioloader._loader.state_format import check_shape
-from aioloader._order.orders import described, drawing_part_of
+from aioloader._loader.options import Options
+from aioloader._loader.state import VERSION, State, generators_of, identity
+from aioloader._order.generators import is_packed
+from aioloader._order.indices import described
+from aioloader._order.orders import drawing_part_of
 from aioloader.errors import StateMismatchError
 from aioloader.protocols import Kind
 
-if TYPE_CHECKING:
-    from aioloader._loader.loader import DataLoader
 
-State: TypeAlias = dict[str, Any]
-VERSION = 2
-
-
-def check(loader: "DataLoader[Any]", state: State) -> None:
+def check(options: Options, state: State) -> None:
     """Check that ``state`` was saved by a loader like this one.
 
     Raises:
         StateMismatchError: If it was not; names both.
     """
-    check_shape(state, VERSION)
-    mine = identity(loader)
-    for name, say in _WORDS.items():
+    check_shape(state)
+    mine = identity(options)
+    for name, message in _MESSAGES.items():
         saved, found = state.get(name), mine[name]
         is_known = name != "length" or not (saved is None or found is None)
         if is_known and saved != found:
             raise StateMismatchError(
-                say.format(saved=_shown(saved), found=_shown(found)),
+                message.format(saved=_counted(saved), found=_counted(found)),
                 expected=saved,
                 found=found,
             )
-    _check_order(loader, state)
-    if loader._kind is Kind.MAP:
-        with contextlib.suppress(TypeError, NotImplementedError):
-            delivered = max((state["done"], *(one + 1 for one in state["beyond"])))
-            length = loader._sampling.length(loader.dataset)
-            if delivered > length:
-                _refuse("an epoch of {} batches or more", delivered, length)
+    if options.kind is not Kind.MAP:
+        return
+    if state.get("order"):
+        _check_order(options, state, state["order"])
+    with contextlib.suppress(TypeError, NotImplementedError):
+        delivered = max((state["done"], *(one + 1 for one in state["beyond"])))
+        if delivered > options.length():
+            _refuse("an epoch of {} batches or more", delivered, options.length())
 
 
-def identity(loader: "DataLoader[Any]") -> State:
-    """Return what of a loader must be the same where its state is loaded."""
-    try:
-        length = len(loader.dataset)
-    except Exception:  # noqa: BLE001  (of the user's; then it is not known)
-        length = None
-    return {
-        "kind": loader._kind.value,
-        "length": length,
-        "batch_size": loader._sampling.global_batch_size,
-        "readers": readers_of(loader),
-        "ranks": loader._sampling.ranks_of_state,
-    }
-
-
-_WORDS = {
+_MESSAGES = {
     "kind": "the state was saved for a dataset of kind {saved}, but this one's is "
     "{found}; load it with the same dataset",
     "length": "the state was saved for {saved} samples, but the dataset has "
@@ -76,12 +62,9 @@ _WORDS = {
 }
 
 
-def _check_order(loader: "DataLoader[Any]", state: State) -> None:
+def _check_order(options: Options, state: State, saved: State) -> None:
     """Check sampler, number of indices and seed."""
-    saved = state.get("order") or {}
-    if loader._kind is not Kind.MAP or not saved:
-        return
-    mine = described(loader._sampling.index_sampler)
+    mine = described(options.index_sampler)
     for name, what in (
         ("sampler", "the sampler {!r}"),
         ("length", "a sampler of {!r} indices"),
@@ -90,17 +73,20 @@ def _check_order(loader: "DataLoader[Any]", state: State) -> None:
         is_drawn = name == "seed" and "seed" not in mine
         if not is_drawn and saved.get(name) != mine.get(name):
             _refuse(what, saved.get(name), mine.get(name))
-    _check_generator(loader, state, saved)
+    _check_generator(options, state, saved)
 
 
-def _check_generator(loader: "DataLoader[Any]", state: State, saved: State) -> None:
+def _check_generator(options: Options, state: State, saved: State) -> None:
     """Check the seed of the generator that the order is drawn from."""
+    what = "a generator of seed {!r} for the order"
     between = state.get("generators") or {}
-    for name in set(between) - set(generators_of(loader)):
-        _refuse("a generator of seed {!r} for the order", between[name]["seed"], None)
-    part = drawing_part_of(loader._sampling.index_sampler)
+    if state["done"] or state["beyond"]:  # the order itself says what it is drawn from
+        between = {}
+    for name in set(between) - set(generators_of(options)):
+        _refuse(what, between[name]["seed"], None)
+    part = drawing_part_of(options.index_sampler)
     generator = None if part is None else part.generator
-    is_random = isinstance(loader._sampling.index_sampler, RandomSampler)
+    is_random = isinstance(options.index_sampler, RandomSampler)
     if generator is None and not (is_random and "generator" in saved):
         return
     drawn = (
@@ -108,11 +94,10 @@ def _check_generator(loader: "DataLoader[Any]", state: State, saved: State) -> N
     )
     found = None if generator is None else generator.initial_seed()
     if drawn.get("seed") != found:
-        what = "a generator of seed {!r} for the order"
         _refuse(what, drawn.get("seed"), found)
 
 
-def _refuse(what: str, saved: Any, found: Any) -> None:
+def _refuse(what: str, saved: Any, found: Any) -> NoReturn:
     hint = ""
     if sorted(map(str, (saved, found))) == ["RandomSampler", "ShuffledIndices"]:
         hint = " (shuffle=True with ranks: rank=0, world_size=1 is one rank)"
@@ -126,38 +111,122 @@ def _refuse(what: str, saved: Any, found: Any) -> None:
     )
 
 
-def _shown(value: Any) -> str:
-    return f"{value:,}" if type(value) is int else repr(value)
+# -- is it a state, and whole? ------------------------------------------------------
 
 
-def generators_of(loader: "DataLoader[Any]") -> dict[str, torch.Generator]:
-    """Return the generators of the user's that epochs draw from."""
-    found = {
-        "loader": loader.generator,
-        "sampler": getattr(
-            drawing_part_of(loader._sampling.index_sampler), "generator", None
-        ),
-    }
-    if found["sampler"] is found["loader"]:
-        del found["sampler"]
-    return {name: one for name, one in found.items() if one is not None}
+def check_shape(state: Any) -> None:
+    """Check that ``state`` is what ``state_dict`` returned, unsealed.
 
-
-def reads_in_workers(loader: "DataLoader[Any]") -> bool:
-    """Tell whether workers read samples, rather than the loader for them.
-
-    Processes read all but async iterables, of which there is one stream; threads
-    and executors read what is plain and map-style, Ray's actors what is map-style.
+    Raises:
+        StateMismatchError: If it is of another version, or something is missing or
+            wrong; names it.
     """
-    if loader.fetch != "auto":
-        return loader.fetch == "workers"
-    if loader.workers == "process":
-        return loader._kind is not Kind.ASYNC_ITERABLE
-    functions = loader.transform, loader.collate_fn
-    return arguments.suits(loader.workers, loader.dataset, *functions)
+    _check_version(state)
+    for key in ("kind", "epoch", "done", "beyond", "states"):
+        if key not in state:
+            _damaged(key, "is missing")
+    for key in ("epoch", "done"):
+        _check_count(key, state[key])
+    _check_beyond(state["beyond"], state["done"])
+    for key in ("states", "order", "generators", "last", "datasets"):
+        if not isinstance(state.get(key, {}), Mapping):
+            _damaged(key, f"is no dict: {_shown(state[key])}")
+    _check_generators(state)
+    _check_readers(state)
+    names = set(map(str, state.get("datasets", {})))
+    if names and names != {"loader"} and names != set(map(str, range(len(names)))):
+        _damaged("datasets", f"is of {_shown(sorted(names))}")
+    if state["done"] or state["beyond"]:
+        _check_drawn(state)
 
 
-def readers_of(loader: "DataLoader[Any]") -> int:
-    """Return how many streams the batches come from, in turns."""
-    is_replicated = loader._kind is not Kind.MAP and reads_in_workers(loader)
-    return max(1, loader.num_workers) if is_replicated else 1
+def _check_version(state: Any) -> None:
+    if not isinstance(state, Mapping) or "version" not in state:
+        keys = sorted(map(str, state)) if isinstance(state, Mapping) else state
+        raise StateMismatchError(
+            f"this is no state of an aioloader.DataLoader: {_shown(keys)}",
+            expected="a state",
+            found=type(state).__name__,
+        )
+    if state["version"] != VERSION:
+        raise StateMismatchError(
+            f"the state is of version {state['version']!r}, and this aioloader reads "
+            f"version {VERSION}",
+            expected=state["version"],
+            found=VERSION,
+        )
+
+
+def _check_generators(state: Any) -> None:
+    found = {f"generators.{k}": one for k, one in state.get("generators", {}).items()}
+    if "generator" in state.get("order", {}):
+        found["order.generator"] = state["order"]["generator"]
+    for name, one in found.items():
+        if not is_packed(one):
+            _damaged(name, f"is no state of a generator: {_shown(one)}")
+
+
+def _check_beyond(beyond: Any, done: int) -> None:
+    if not isinstance(beyond, (list, tuple)):
+        _damaged("beyond", f"is no list: {_shown(beyond)}")
+    for number in beyond:
+        _check_count("beyond", number)
+        if number < done:
+            _damaged("beyond", f"has {number}, which is below done, {done}")
+
+
+def _check_readers(state: Any) -> None:
+    """Check the states of readers: of streams they also count samples."""
+    for reader, one in state["states"].items():
+        name = f"states.{reader}"
+        if not str(reader).isdecimal() or not isinstance(one, Mapping):
+            _damaged(name, f"is no state of a reader: {_shown(one)}")
+        if state["kind"] == "map":
+            continue
+        for key in ("read", "skip"):
+            if key not in one and "is_over" not in one:
+                _damaged(f"{name}.{key}", "is missing")
+            _check_count(f"{name}.{key}", one.get(key, 0))
+        if one.get("skip", 0) > one.get("read", 0):
+            _damaged(name, f"skips {one['skip']} of {one['read']} samples")
+
+
+def _check_drawn(state: Any) -> None:
+    """Check that what was drawn is there, once something was delivered."""
+    if type(state.get("seed")) is not int:
+        _damaged("seed", "is missing, though batches were delivered")
+    if state["kind"] != "map":
+        if not state["states"] and state["done"]:
+            _damaged("states", "is empty, though batches were delivered")
+        return
+    order = state.get("order", {})
+    if "sampler" not in order:
+        _damaged("order", "is missing, though batches were delivered")
+    is_drawn = "generator" in order or type(order.get("seed")) is int
+    if order["sampler"] in ("RandomSampler", "ShuffledIndices") and not is_drawn:
+        _damaged("order.seed", "is missing, though batches were delivered")
+    for key in ("seed", "epoch", "length"):
+        if type(order.get(key)) not in {int, type(None)}:
+            _damaged(f"order.{key}", f"is no number: {_shown(order[key])}")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if type(value) is not int or value < 0:
+        _damaged(name, f"is no count: {_shown(value)}")
+
+
+def _damaged(name: str, what: str) -> NoReturn:
+    raise StateMismatchError(
+        f"the state is damaged, or only a part of it: {name!r} {what}",
+        expected=name,
+        found=what,
+    )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _counted(value: Any) -> str:
+    return f"{value:,}" if type(value) is int else repr(value)

@@ -8,7 +8,7 @@ torch's ``__init__``, which knows nothing of async datasets, is not called.
 import functools
 import inspect
 import sys
-from typing import TYPE_CHECKING, Any, Generic
+from typing import Any, Generic
 
 import torch.utils.data
 from torch.utils.data import IterableDataset
@@ -16,11 +16,7 @@ from torch.utils.data.dataloader import _DatasetKind
 from typing_extensions import TypeVar
 
 from aioloader._observe.warnings import warn
-from aioloader._pipeline.waiting import refuse_trio
 from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
-
-if TYPE_CHECKING:
-    from aioloader._pipeline.iterator import BatchIterator
 
 Batch = TypeVar("Batch", default=Any)
 _VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
@@ -44,25 +40,6 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         _make_explicit(cls)
-
-    def __iter__(self) -> "BatchIterator[Batch]":  # type: ignore[override]
-        return self._get_iterator()
-
-    def __aiter__(self) -> "BatchIterator[Batch]":
-        if type(self)._get_iterator is not TorchLoader._get_iterator:
-            raise TypeError(
-                f"{type(self).__name__} overrides _get_iterator, which serves `for` "
-                "alone: iterate with `for`, or override __aiter__ too"
-            )
-        refuse_trio()
-        return self._iterate(is_async=True)
-
-    def _get_iterator(self) -> "BatchIterator[Batch]":  # type: ignore[override]
-        return self._iterate(is_async=False)
-
-    def _iterate(self, *, is_async: bool) -> "BatchIterator[Batch]":
-        """Return an iterator of one epoch."""
-        raise NotImplementedError
 
     @property
     def _iterator(self) -> Any:

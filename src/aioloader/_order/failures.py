@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+from aioloader._order.forks import fork_safe
 from aioloader.errors import FailureBudgetError
 
 _KEPT = 1000
@@ -77,7 +78,7 @@ class FailurePolicy:
         self.attempted = 0
         self.count = 0
         self.latest: deque[Failure] = deque(maxlen=_KEPT)
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
 
     def begin(self, samples: int) -> None:
         """Count ``samples`` more that are about to be tried; they share a fraction."""

@@ -1,156 +1,88 @@
-"""The state of a generator in a few bytes: its seed, and how many words were drawn.
+"""What an order draws from, and how the state of a generator is saved: raw, as text.
 
-All that torch draws on the CPU is made of 32-bit words of one sequence (mt19937), which
-follows from the seed. How many were drawn since is found by looking for what comes next
-among them. A state that is too far behind its seed is kept whole: 3.4 KB of text.
+Torch's samplers draw from a generator of the user's, or else from a seed that they draw
+from the default one. To draw an order again, the seed is enough, or the state that the
+generator had before. A state is 2.5 KB of random bytes: 3.4 KB of text.
 """
 
 import base64
-import threading
 import zlib
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils.data import RandomSampler
 
 State: TypeAlias = dict[str, Any]
-# Words behind its seed that a generator is told by: drawn again in a third of a second.
-_MOST = 1 << 27
-# Words of a match, words that are drawn at once, and words that are searched: 50 ms.
-_PATTERN, _CHUNK, _SEARCHED = 4, 1 << 17, 1 << 24
-# States and the words that lie before them (None: too many), where the next searches
-# begin: the latest few of each of the latest seeds, for several may share one.
-_KNOWN: dict[int, list[tuple[int | None, torch.Tensor]]] = {}
-_STATES, _SEEDS = 4, 16
-_LOCK = threading.Lock()
 
 
 def packed(state: torch.Tensor) -> State:
-    """Return the state of a CPU generator, ready for JSON.
-
-    That is its seed and how many words were drawn since, if they are not too many.
-    """
+    """Return the state of a CPU generator, ready for JSON, beside its seed."""
     generator = torch.Generator()
     generator.set_state(state)
-    seed = generator.initial_seed()
-    with _LOCK:
-        words = _words_before(seed, state)
-    if words is not None and words <= _MOST:
-        return {"seed": seed, "words": words}
     # Each 32 bits of it are followed by 32 zeros: apart, these take no room.
     halves = state.numpy().view(np.uint32).reshape(-1, 2).T
-    data = zlib.compress(halves.tobytes())
-    return {"seed": seed, "state": base64.b64encode(data).decode()}
-
-
-def is_packed(saved: Any) -> bool:
-    """Tell whether ``saved`` is what ``packed`` returns."""
-    if not isinstance(saved, dict) or type(seed := saved.get("seed")) is not int:
-        return False
-    try:
-        generator = torch.Generator().manual_seed(seed)
-        if "state" in saved:
-            generator.set_state(unpacked(saved))
-    except Exception:  # noqa: BLE001  (whatever is wrong with it)
-        return False
-    words = saved.get("words")
-    is_told = type(words) is int and 0 <= words <= _MOST
-    return generator.initial_seed() == seed and (is_told or "state" in saved)
+    text = base64.b64encode(zlib.compress(halves.tobytes(), 1)).decode()
+    return {"seed": generator.initial_seed(), "state": text}
 
 
 def unpacked(saved: State) -> torch.Tensor:
     """Return what ``packed`` was given."""
-    if "state" in saved:
-        data = zlib.decompress(base64.b64decode(saved["state"]))
-        halves = np.frombuffer(data, np.uint32).reshape(2, -1).T
-        return torch.from_numpy(np.ascontiguousarray(halves).view(np.uint8).reshape(-1))
-    seed, left = saved["seed"], saved["words"]
-    generator = torch.Generator().manual_seed(seed)
-    while left:
-        left -= len(_drawn(generator, min(left, _CHUNK)))
-    state = generator.get_state()
-    with _LOCK:
-        _remember(seed, saved["words"], state)
-    return state
+    data = zlib.decompress(base64.b64decode(saved["state"]))
+    halves = np.frombuffer(data, np.uint32).reshape(2, -1).T
+    return torch.from_numpy(np.ascontiguousarray(halves).view(np.uint8).reshape(-1))
 
 
-def _drawn(generator: torch.Generator, words: int) -> np.ndarray:
-    """Draw words, of which torch makes all it draws; return 31 bits of each."""
-    drawn = torch.empty(words, dtype=torch.int32, device="cpu")
-    return drawn.random_(generator=generator).numpy()
+def is_packed(saved: Any) -> bool:
+    """Tell whether ``saved`` is what ``packed`` returns."""
+    if not isinstance(saved, dict) or type(saved.get("seed")) is not int:
+        return False
+    generator = torch.Generator()
+    try:
+        generator.set_state(unpacked(saved))
+    except Exception:  # noqa: BLE001  (whatever is wrong with it)
+        return False
+    return bool(generator.initial_seed() == saved["seed"])
 
 
-class _Trail:
-    """What is drawn from a state on, searched by the piece for another state.
+class Draws:
+    """The random draws of one order.
 
     Args:
-        words: Drawn before the state.
-        state: Where it begins.
+        sampler: One of torch's that has a ``generator``, perhaps None.
+        saved: What ``state`` of another process returned; or empty.
     """
 
-    def __init__(self, words: int, state: torch.Tensor) -> None:
-        self._generator = torch.Generator()
-        self._generator.set_state(state)
-        self._before = words
-        self._words = np.empty(0, np.int32)
+    def __init__(self, sampler: Any, saved: State) -> None:
+        self._own: torch.Generator | None = sampler.generator
+        self._draws_seed = self._own is None and isinstance(sampler, RandomSampler)
+        self._seed: int | None = saved.get("seed")
+        self._before: torch.Tensor | None = None
+        self._packed: State | None = saved.get("generator")
 
-    def search(self, state: torch.Tensor, chunk: int) -> int | None:
-        """Look at a piece more; return the words before ``state`` if it is there.
+    def begin(self) -> torch.Generator:
+        """Return what to draw from, as it was when the order was first drawn.
 
-        Its next words are looked for, and then the states behind both compared.
+        Draws from a user's generator move that one, as they would have.
         """
-        sought = torch.Generator()
-        sought.set_state(state)
-        pattern = _drawn(sought, _PATTERN)
-        words = np.concatenate((self._words, _drawn(self._generator, chunk)))
-        ends = len(words) - _PATTERN
-        for place in np.flatnonzero(words[: ends + 1] == pattern[0]).tolist():
-            if np.array_equal(words[place : place + _PATTERN], pattern):
-                _drawn(sought, ends - place)
-                if torch.equal(sought.get_state(), self._generator.get_state()):
-                    return self._before + place
-                sought.set_state(state)
-                _drawn(sought, _PATTERN)
-        self._words, self._before = words[ends + 1 :], self._before + ends + 1
-        return None
+        if self._draws_seed:
+            if self._seed is None:
+                drawn = torch.empty((), dtype=torch.int64).random_()
+                self._seed = int(drawn.item())
+            return torch.Generator().manual_seed(self._seed)
+        generator = self._own
+        if self._packed is not None:
+            generator = torch.Generator() if generator is None else generator
+            generator.set_state(unpacked(self._packed))
+        elif generator is None:
+            generator = torch.default_generator
+        self._before = generator.get_state()
+        return generator
 
-
-def _words_before(seed: int, state: torch.Tensor) -> int | None:
-    """Return how many words lie between a seed and a state; None if it is far."""
-    known = _KNOWN.get(seed, [])
-    for words, one in known:
-        if torch.equal(one, state):
-            return words
-    fresh = torch.Generator().manual_seed(seed).get_state()
-    starts = [(words, one) for words, one in known if words is not None]
-    trails = [_Trail(words, one) for words, one in [*starts, (0, fresh)]]
-    chunk = searched = _PATTERN  # short at first: mostly few were drawn
-    while searched < _SEARCHED:
-        chunk = min(chunk * 8, _CHUNK)
-        searched += chunk
-        for at, trail in enumerate(trails):
-            found = trail.search(state, chunk)
-            if found is not None:
-                if at < len(starts):
-                    _forget(seed, starts[at][1])
-                _remember(seed, found, state)
-                return found
-    _remember(seed, None, state)
-    return None
-
-
-def _remember(seed: int, words: int | None, state: torch.Tensor) -> None:
-    """Keep a state; of each seed the latest few, but one that is far, of few seeds."""
-    others = [
-        known
-        for known in _KNOWN.pop(seed, [])
-        if not (words is known[0] is None or torch.equal(known[1], state))
-    ]
-    _KNOWN[seed] = [*others, (words, state.clone())][-_STATES:]
-    if len(_KNOWN) > _SEEDS:
-        del _KNOWN[next(iter(_KNOWN))]
-
-
-def _forget(seed: int, state: torch.Tensor) -> None:
-    """Let go of a state that a generator has left behind."""
-    _KNOWN[seed] = [known for known in _KNOWN[seed] if known[1] is not state]
+    def state(self) -> State:
+        """Return what ``begin`` began with, ready for JSON; empty before."""
+        if self._seed is not None:
+            return {"seed": self._seed}
+        if self._packed is None and self._before is not None:
+            self._packed = packed(self._before)
+        return {} if self._packed is None else {"generator": self._packed}

@@ -2,25 +2,30 @@
 
 Torch's samplers yield Python integers one by one, from a list of the whole permutation.
 The exact torch classes are recognised here and cut from one index tensor instead; a
-``ShuffledIndices`` is computed in blocks. Whatever comes first is not looked at.
+``ShuffledIndices`` is computed in blocks. What comes before the start is not touched.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
+from aioloader._order.generators import Draws
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.ranks import WHOLE, Part
 
+State: TypeAlias = dict[str, Any]
 Chunk: TypeAlias = torch.Tensor | range
+Indices: TypeAlias = Chunk | ShuffledIndices
 
-# Indices of an order that are computed at a time.
-_BLOCK = 1 << 15
+# Indices that are made at a time: a block of ``ShuffledIndices`` takes under 1 ms.
+_BLOCK, _SHUFFLED_BLOCK = 1 << 15, 1 << 13
 # Views of a block that are made at a time: cheaper than one by one, and in 0.1 ms.
 _VIEWS = 256
+# Indices up to which a permutation is drawn in about a millisecond.
+QUICK = 1 << 16
 
 
 class IndexBatch(NamedTuple):
@@ -30,8 +35,8 @@ class IndexBatch(NamedTuple):
         number: Place of the (global) batch in the epoch, from 0.
         first: Place of its first sample in the order of all ranks.
         indices: What the sampler gave.
-        padding: How many of them, the last ones, only stand in.
-        state: Of a sampler that has one, behind this batch.
+        padding: How many of them, the last ones, only fill the batch up.
+        state: Of a sampler that has one, after this batch.
     """
 
     number: int
@@ -41,50 +46,87 @@ class IndexBatch(NamedTuple):
     state: Any = None
 
 
-class Indices(Protocol):
-    """An order whose indices can be looked up by place."""
+class IndexOrder:
+    """Batches cut from an order that is known by place.
 
-    def __len__(self) -> int:
-        """Return the number of indices."""
+    Args:
+        sampler: One for which ``is_known_by_place``.
+        size: Samples of a batch.
+        drop_last: Whether a short last batch is left out.
+        part: Which rank's.
+        saved: What ``state`` returned; or empty.
+    """
 
-    def take(self, start: int, stop: int) -> Any:
-        """Return the indices at places ``start`` to ``stop``, as an array or range."""
+    end: State | None = None
 
+    def __init__(
+        self, sampler: Any, size: int, part: Part, saved: State, *, drop_last: bool
+    ) -> None:
+        self._sampler = sampler
+        self._cutting = Cutting(size, part, drop_last)
+        self._draws: Draws | None = None
+        if isinstance(sampler, RandomSampler):
+            self._draws = Draws(sampler, saved)
+        self._generator: torch.Generator | None = None
+        self._shuffled: ShuffledIndices | None = None
 
-class Ascending:
-    """The order ``0, 1, 2, ...``."""
+    def prepare(self, epoch: int | None = None) -> None:
+        """Draw what the state holds, once: a seed, or the state of a generator.
 
-    def __init__(self, n: int) -> None:
-        self._n = n
+        Args:
+            epoch: Of ``ShuffledIndices``; None: the one that it is set to.
+        """
+        if self._draws is not None and self._generator is None:
+            self._generator = self._draws.begin()
+        if type(self._sampler) is ShuffledIndices and self._shuffled is None:
+            self._shuffled = self._sampler.copy()  # a later set_epoch is for the next
+            if epoch is not None:
+                self._shuffled.set_epoch(epoch)
 
-    def __len__(self) -> int:
-        return self._n
+    def draws_long(self, number: int, start: int) -> bool:
+        """Tell whether it may take milliseconds to draw a request.
 
-    def take(self, start: int, stop: int) -> range:
-        """Return the indices from ``start`` to ``stop``."""
-        return range(start, stop)
+        Args:
+            number: Of the request.
+            start: Number of the first one.
+        """
+        if self._draws is None or len(self._sampler) <= QUICK:
+            return False
+        whole = self._cutting.size * self._cutting.part.world_size
+        return number == start or number >= len(self._sampler) // whole
 
+    def batches(
+        self, start: int = 0, _after: Any = None, *, as_lists: bool = True
+    ) -> Iterator[IndexBatch]:
+        """Yield the batches from number ``start`` on; called once.
 
-class Permuted:
-    """The order of a permutation that is in memory."""
+        Args:
+            start: Number of the first batch.
+            as_lists: Whether indices are lists, or else tensors and ranges.
+        """
+        n, size = len(self._sampler), self._cutting.size
+        self.prepare()
+        generator = self._generator
+        indices: Indices = self._shuffled or range(n)
+        if generator is not None:
+            indices = torch.randperm(n, generator=generator)
+        # Torch's sampler draws another permutation at its end, and uses nothing of it:
+        # with a short last batch, which runs into the end, else after the last one.
+        is_own = generator is not None and generator is self._sampler.generator
+        short = n // size if n % size and not self._cutting.drop_last else None
+        for batch in cut(indices, self._cutting, start, as_lists=as_lists):
+            if is_own and batch.number == short:
+                torch.randperm(n, generator=generator)
+                is_own = False
+            yield batch
+        if is_own:
+            torch.randperm(n, generator=generator)
 
-    def __init__(self, permutation: torch.Tensor) -> None:
-        self._permutation = permutation
-
-    def __len__(self) -> int:
-        return len(self._permutation)
-
-    def take(self, start: int, stop: int) -> torch.Tensor:
-        """Return a view of the permutation."""
-        return self._permutation[start:stop]
-
-
-def is_known_by_place(sampler: Any) -> bool:
-    """Tell whether the order of ``sampler`` can be cut: torch's exact classes, ours."""
-    if type(sampler) is RandomSampler:
-        is_whole = sampler.num_samples == len(sampler.data_source)
-        return is_whole and not sampler.replacement
-    return type(sampler) in {SequentialSampler, ShuffledIndices}
+    def state(self) -> State:
+        """Return what makes the order again, ready for JSON."""
+        drawn = {} if self._draws is None else self._draws.state()
+        known = self._sampler if self._shuffled is None else self._shuffled
+        return described(known) | drawn
 
 
 @dataclass(frozen=True)
@@ -95,58 +137,83 @@ class Cutting:
         size: Samples of a batch of one rank.
         part: Which rank, of how many, and what becomes of the tail.
         drop_last: Whether a last global batch that is not whole is left out.
-        as_lists: Whether indices are lists of Python integers, or tensors and ranges.
     """
 
     size: int
     part: Part = WHOLE
     drop_last: bool = False
-    as_lists: bool = False
 
 
-def cut(indices: Indices, cutting: Cutting, start: int = 0) -> Iterator[IndexBatch]:
+def cut(
+    indices: Indices, cutting: Cutting, start: int = 0, *, as_lists: bool = False
+) -> Iterator[IndexBatch]:
     """Yield one rank's batches.
 
     Args:
         indices: The order of all ranks.
         cutting: How it is cut.
         start: Number of the first batch.
+        as_lists: Whether indices are lists, or else tensors and ranges.
     """
-    part, size, as_lists = cutting.part, cutting.size, cutting.as_lists
-    n, whole = len(indices), size * part.world_size
-    stop = n - n % whole if cutting.drop_last else n
+    part = cutting.part
     is_alone = part.world_size == 1
-    step = max(1, _BLOCK // whole) * whole
+    n, whole = len(indices), cutting.size * part.world_size
+    stop = n - n % whole if cutting.drop_last else n
+    block_size = _SHUFFLED_BLOCK if type(indices) is ShuffledIndices else _BLOCK
+    step = max(1, block_size // whole) * whole
     for at in range(start * whole, stop, step):
-        end = min(at + step, stop)
-        block: Any = _as_chunk(indices.take(at, end))
+        block: Any = _taken(indices, at, min(at + step, stop))
         if as_lists and is_alone:
-            block = _listed(block)
-        for first, found in zip(
-            range(at, end, whole), _pieces(block, whole), strict=True
-        ):
-            number = first // whole
+            block = list(block) if type(block) is range else block.tolist()
+        for number, found in enumerate(_pieces(block, whole), at // whole):
             if is_alone:
-                yield IndexBatch(number, first, found)
+                yield IndexBatch(number, number * whole, found)
                 continue
-            for batch in _dealt(indices, found, number, first, part):
-                dealt = _listed(batch.indices) if as_lists else batch.indices
-                yield batch._replace(indices=dealt)
+            chunk, padding = _own_part(indices, found, number * whole, part)
+            if len(chunk):
+                own = _listed(chunk) if as_lists else chunk
+                yield IndexBatch(number, number * whole + part.rank, own, padding)
 
 
-def _dealt(
-    indices: Indices, found: Chunk, number: int, first: int, part: Part
-) -> Iterator[IndexBatch]:
-    """Yield our part of a global batch, if we have one."""
+def is_known_by_place(sampler: Any) -> bool:
+    """Tell whether the order of ``sampler`` can be cut: torch's exact classes, ours."""
+    if type(sampler) is RandomSampler:
+        is_whole = sampler.num_samples == len(sampler.data_source)
+        return is_whole and not sampler.replacement
+    return type(sampler) in {SequentialSampler, ShuffledIndices}
+
+
+def described(sampler: Any) -> State:
+    """Return what of a sampler is known before it is iterated."""
+    try:
+        length = len(sampler)
+    except (TypeError, NotImplementedError):
+        length = None
+    state: State = {"sampler": type(sampler).__name__, "length": length}
+    if isinstance(sampler, ShuffledIndices):
+        state |= {"seed": sampler.seed, "epoch": sampler.epoch}
+    return state
+
+
+def _own_part(
+    indices: Indices, found: Chunk, first: int, part: Part
+) -> tuple[Chunk, int]:
+    """Return our part of a global batch, and how many of it only fill it up.
+
+    Args:
+        indices: The order of all ranks.
+        found: Of it, the global batch.
+        first: Place where that begins.
+        part: Which part.
+    """
     mine, padding = part.share(len(found))
     chunk: Any = found[part.rank :: part.world_size][:mine]
     if padding:
-        # As in torch, the order begins anew behind its end.
+        # As in torch, the order begins anew after its end.
         place = (first + part.rank + mine * part.world_size) % len(indices)
-        stand_in = _as_chunk(indices.take(place, place + 1))
-        chunk = torch.tensor([*_listed(chunk), *_listed(stand_in)])
-    if len(chunk):
-        yield IndexBatch(number, first + part.rank, chunk, padding)
+        again = _taken(indices, place, place + 1)
+        chunk = torch.tensor([*_listed(chunk), *_listed(again)])
+    return chunk, padding
 
 
 def _pieces(block: Any, size: int) -> Iterator[Any]:
@@ -158,9 +225,12 @@ def _pieces(block: Any, size: int) -> Iterator[Any]:
         yield from block[at : at + size * _VIEWS].split(size)  # type: ignore[no-untyped-call]
 
 
-def _as_chunk(taken: Any) -> Chunk:
-    is_chunk = isinstance(taken, (torch.Tensor, range))
-    return taken if is_chunk else torch.from_numpy(taken)
+def _taken(indices: Indices, start: int, stop: int) -> Chunk:
+    if type(indices) is ShuffledIndices:
+        return torch.from_numpy(indices.take(start, stop))
+    chunk: Any = indices
+    part: Chunk = chunk[start:stop]
+    return part
 
 
 def _listed(chunk: Chunk) -> list[int]:

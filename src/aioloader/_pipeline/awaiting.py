@@ -1,9 +1,11 @@
-"""Small helpers around ``await``."""
+"""Small helpers around ``await``, and around what user code raises."""
 
 import asyncio
 import inspect
 from collections.abc import Awaitable, Iterable
 from typing import Any
+
+from aioloader._pipeline.cpu import CpuThread
 
 
 async def resolved(value: Any) -> Any:
@@ -32,12 +34,6 @@ async def together(values: Iterable[Any]) -> list[Any]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def is_being_cancelled() -> bool:
-    """Tell whether the current task itself, not what it awaits, was cancelled."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
 def _has_awaitable(values: Iterable[Any]) -> bool:
     return any(
         isinstance(value, Awaitable)
@@ -45,3 +41,86 @@ def _has_awaitable(values: Iterable[Any]) -> bool:
         or (type(value) is dict and _has_awaitable(value.values()))
         for value in values
     )
+
+
+def is_being_cancelled() -> bool:
+    """Tell whether the current task itself, not what it awaits, was cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def user_error(error: BaseException) -> Exception:
+    """Return what a coroutine of the user has raised, as an error of its sample.
+
+    Raises:
+        BaseException: ``error``, if it cancels this task, or ends the process.
+    """
+    if isinstance(error, asyncio.CancelledError) and not is_being_cancelled():
+        return raisable(error)
+    if isinstance(error, Exception):
+        return error
+    raise error
+
+
+def raisable(error: BaseException) -> Exception:
+    """Return ``error``, or a RuntimeError for one that would end a loop quietly.
+
+    A ``CancelledError`` of user code is one: something that it waited for was
+    cancelled, and not the loader.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        stand_in = RuntimeError("cancelled by the code that was awaited")
+    elif isinstance(error, (StopIteration, StopAsyncIteration)):
+        stand_in = RuntimeError(f"the dataset raised {type(error).__name__}")
+    else:
+        assert isinstance(error, Exception)
+        return error
+    stand_in.__cause__ = error
+    return stand_in
+
+
+class SideLoop:
+    """An event loop in a thread, where plain code turns out to return awaitables.
+
+    It starts with the first awaitable and stays until ``close``: clients and sessions
+    are bound to one loop.
+    """
+
+    def __init__(self) -> None:
+        self._thread: CpuThread | None = None
+        self._runner: asyncio.Runner | None = None
+
+    def resolve(self, values: Iterable[Any], limit: int) -> list[Any]:
+        """Return what awaitables give, at most ``limit`` at a time; block until then.
+
+        An exception is a value: that of its sample.
+        """
+        if self._thread is None:
+            self._thread = CpuThread("aioloader-side-loop")
+            self._runner = asyncio.Runner()
+        runner = self._runner
+        assert runner is not None
+        return self._thread.wait_for(lambda: runner.run(_gathered(values, limit)))
+
+    def is_open(self) -> bool:
+        """Tell whether its thread runs."""
+        return self._thread is not None
+
+    def close(self) -> None:
+        """End the loop and its thread; a later awaitable starts another."""
+        thread, self._thread = self._thread, None
+        if thread is not None and self._runner is not None:
+            thread.stop(self._runner.close)
+
+
+async def _gathered(values: Iterable[Any], limit: int) -> list[Any]:
+    places = asyncio.Semaphore(limit)
+
+    async def one(value: Any) -> Any:
+        async with places:
+            try:
+                return await resolved(value)
+            except BaseException as error:  # handed to the policy
+                return user_error(error)
+
+    return await asyncio.gather(*map(one, values))

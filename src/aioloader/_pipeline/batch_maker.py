@@ -4,8 +4,10 @@ Plain code that runs in whatever thread it is called from; the fetchers awaits t
 asynchronous twins of ``read`` and ``transform``.
 """
 
+import asyncio
 import contextlib
 import copy
+import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -15,12 +17,18 @@ from typing import Any, Final
 
 import torch
 
-from aioloader._collate.collate import collates_as_torch, default_collate, lending
+from aioloader._collate.collate import (
+    collates_as_torch,
+    collates_quickly,
+    default_collate,
+    lending,
+)
 from aioloader._collate.gather import Rows, gatherable
 from aioloader._order.failures import SKIP, Failure, FailurePolicy, noted
 from aioloader._order.indices import IndexBatch
 from aioloader._order.ranks import WHOLE, Part
 from aioloader._order.retry import Retry
+from aioloader._pipeline.awaiting import SideLoop, raisable, user_error
 from aioloader._pipeline.batch_task import BatchResult, BatchTask, shorten
 from aioloader._pipeline.keys import BatchSeeds, Keys
 from aioloader._transport.slots import Lender, SlotPool
@@ -34,6 +42,8 @@ from aioloader.protocols import (
 )
 
 _NOTHING: Final = contextlib.nullcontext()
+# What the user's plain code raises, and the policy decides about.
+_OF_USER: Final = (Exception, asyncio.CancelledError)
 
 
 def nothing_around(_task: BatchTask) -> AbstractContextManager[None]:
@@ -54,10 +64,10 @@ class BatchMaker:
         epoch: Epoch number, for notes.
         retry: When to read again, or None.
         pool: What big batches are written into.
-        reads: Whether samples are to be read; else they come with the task.
-        around: What is entered while plain code makes a task, to seed generators.
-        reseed: Seeds the generators for a task once more, which is under way: the
-            user's code has restored them.
+        reads: Whether samples are read; else they come with the task.
+        around: Entered while plain code works on a task, to seed the generators.
+        reseed: Seeds the generators for a task again, whose user code has restored
+            them.
         seed: Called before each read and transform of a sample that has a seed of its
             own, with the task, the position and the stage (0: read, 1: transform).
         at: Called so before a coroutine reads or transforms a sample, or awaits for a
@@ -68,6 +78,8 @@ class BatchMaker:
         snapshot_every: Batches from one state of a stateful stream to the next.
         keeps_step: Whether other ranks read the same batches: one that raises must not
             put them out of step.
+        concurrency: Awaitables of one batch that are awaited at a time, where plain
+            code has returned them.
     """
 
     dataset: Any
@@ -87,6 +99,8 @@ class BatchMaker:
     part: Part = WHOLE
     snapshot_every: int = 1
     keeps_step: bool = False
+    concurrency: int = 64
+    side_loop: SideLoop = field(default_factory=SideLoop, init=False)
     # Derived, and looked up once: a look-up per sample is 5 % of a small one.
     kind: Kind = field(init=False)
     get: Callable[[Any], Any] = field(init=False)
@@ -147,65 +161,102 @@ class BatchMaker:
         self.around, self.reseed = nothing_around, None
         self.seed = self.at = None
 
-    # -- the steps, as plain code -------------------------------------------------
+    # -- making a batch, in plain code ---------------------------------------------
+
+    def make(
+        self, task: BatchTask, pause: Callable[[float], object] = time.sleep
+    ) -> BatchResult:
+        """Read, transform and collate one batch in this thread; errors are its result.
+
+        Args:
+            task: The batch; its samples are given if ``reads`` is false.
+            pause: Sleeps between attempts at a read.
+        """
+        try:
+            with self.around(task):
+                if self.reads:
+                    self.read(task, pause)
+                return self.finish(task)
+        except BaseException as error:  # handed to the consumer
+            return BatchResult(error=error)
 
     def read(self, task: BatchTask, pause: Callable[[float], object]) -> None:
         """Read the samples of ``task``; ``pause`` sleeps between attempts."""
         self.policy.begin(len(task.indices))
         if self.get_batch is not None:
-            task.samples = self._read_batch(task, pause)
+            self._read_batch(task, self.get_batch, pause)
         else:
-            get = self.get if task.sample_keys is None else self._seeded_get(task)
-            read_each(task, get, lambda error: self._reread(task, error, pause))
-        _refuse_awaitables(task.samples, "dataset's __getitem__")
-
-    def _seeded_get(self, task: BatchTask) -> Callable[[Any], Any]:
-        """Return ``get`` for the samples of ``task`` in order, each with its seed."""
-        position = len(task.samples)
-
-        def get(index: Any) -> Any:
-            nonlocal position
-            # Behind an error, its place is that of a sample that stands in.
-            position = max(position, len(task.samples))
-            self._seed(task, position, 0)
-            position += 1
-            return self.get(index)
-
-        return get
-
-    def _seed(self, task: BatchTask, position: int, stage: int) -> None:
-        if task.sample_keys is not None and self.seed is not None:
-            self.seed(task, position, stage)
+            self._read_each(task, pause)
+        samples = task.samples
+        if holds_coroutines(samples):
+            self._await_samples(task)
+        elif isinstance(samples, types.CoroutineType):
+            task.samples = self.side_loop.resolve([samples], 1)[0]
+            if isinstance(task.samples, Exception):
+                raise self.batch_error(task, task.samples)
 
     def apply(self, task: BatchTask) -> None:
         """Transform the samples of ``task`` in place."""
         transform, samples = self.transform, task.samples
         if transform is None or self.transforms_async:
             return
+        task.stage = "transform"
         for position, sample in enumerate(samples):
             if sample is not SKIP:
                 try:
                     self._seed(task, position, 1)
                     samples[position] = transform(sample)
-                except Exception as error:  # the policy decides
+                except _OF_USER as error:  # the policy decides
                     samples[position] = self.resolve("transform", task, position, error)
-        _refuse_awaitables(samples, "transform")
+        refuse_coroutines(samples, "transform")
+
+    def finish(self, task: BatchTask) -> BatchResult:
+        """Transform and collate ``task``; errors become its result."""
+        try:
+            self.apply(task)
+            return self.collate(task)
+        except Exception as error:  # handed to the consumer
+            return BatchResult(error=error)
 
     def collate(self, task: BatchTask) -> BatchResult:
         """Make the batch of ``task``, or nothing if every sample was skipped."""
+        task.stage = "collate"
         samples = self.kept(task)
         if self.is_void(samples):
             return BatchResult(is_empty=True)
         try:
             with lending(self.pool):
                 batch = self.collate_fn(samples if self.batched else samples[0])
-            _refuse_awaitables(batch, "collate_fn")
-        except Exception as error:
+            refuse_coroutines(batch, "collate_fn")
+        except _OF_USER as error:
             raise self.collate_error(task, error)  # noqa: B904  (it keeps its cause)
         return self.made(task, batch)
 
+    async def collate_async(self, task: BatchTask) -> BatchResult:
+        """Await the batch of ``task``, as ``collate`` makes it."""
+        task.stage = "collate"
+        samples = self.kept(task)
+        if self.is_void(samples):
+            return BatchResult(is_empty=True)
+        if self.at is not None and task.key is not None:
+            self.at(task, -1, 2)
+        try:
+            batch = await self.collate_fn(samples if self.batched else samples[0])
+        except BaseException as error:
+            raise self.collate_error(task, user_error(error))  # noqa: B904  (it keeps its cause)
+        return self.made(task, batch)
+
+    def is_quick(self, task: BatchTask) -> bool:
+        """Tell whether what is left of ``task`` takes a fraction of a millisecond.
+
+        That is known of torch's own rules and few small samples: such a batch is
+        collated on the event loop, where a hop to a thread would cost more.
+        """
+        is_plain = self.transform is None and type(task.samples) is list
+        return is_plain and collates_quickly(self.collate_fn, task.samples)
+
     def made(self, task: BatchTask, batch: Any) -> BatchResult:
-        """Return the result of a batch, with a mask of what does not stand in."""
+        """Return the result of a batch, with a mask of its padding if that is asked."""
         if self.part.masks():
             batch = batch, self._mask(task)
         return BatchResult(batch)
@@ -215,14 +266,6 @@ class BatchMaker:
         real = len(samples) - task.padding
         kept = [k < real for k, sample in enumerate(samples) if sample is not SKIP]
         return torch.tensor(kept if self.batched else kept[0])
-
-    def finish(self, task: BatchTask) -> BatchResult:
-        """Transform and collate ``task``; errors become its result."""
-        try:
-            self.apply(task)
-            return self.collate(task)
-        except Exception as error:  # handed to the consumer
-            return BatchResult(error=error)
 
     def kept(self, task: BatchTask) -> Any:
         """Return the samples of ``task`` that were not skipped."""
@@ -239,7 +282,7 @@ class BatchMaker:
         return bool(self.policy.count) or not self.reads
 
     def leave(self, task: BatchTask, result: BatchResult) -> BatchResult:
-        """Note in an result what state it leaves a map-style dataset in."""
+        """Note in a result the state that it leaves a map-style dataset in."""
         if not self.keeps_state or result.error is not None:
             return result
         try:
@@ -249,12 +292,124 @@ class BatchMaker:
             return BatchResult(error=noted(raisable(error), where), state=result.state)
         return result
 
+    def close(self) -> None:
+        """Release the thread of awaitables that plain code has returned, if any."""
+        self.side_loop.close()
+
+    # -- reading --------------------------------------------------------------------
+
+    def _read_each(self, task: BatchTask, pause: Callable[[float], object]) -> None:
+        """Append a sample for each index of ``task`` that has none yet."""
+        samples, indices = task.samples, task.indices
+        get = self.get if task.sample_keys is None else self._seeded_get(task)
+        while len(samples) < len(indices):
+            rest = indices[len(samples) :] if samples else indices
+            try:
+                # Samples that came before an error stay in the list.
+                samples.extend(map(get, rest))
+            except _OF_USER as error:  # retried, or the policy decides
+                samples.append(self._reread(task, error, pause))
+            else:
+                if len(samples) < len(indices):  # ``map`` took it for its own end
+                    samples.append(self._reread(task, StopIteration(), pause))
+
+    def _seeded_get(self, task: BatchTask) -> Callable[[Any], Any]:
+        """Return ``get`` for the samples of ``task`` in order, each with its seed."""
+        position = len(task.samples)
+
+        def get(index: Any) -> Any:
+            nonlocal position
+            # After an error, its place is that of the sample's replacement.
+            position = max(position, len(task.samples))
+            self._seed(task, position, 0)
+            position += 1
+            return self.get(index)
+
+        return get
+
+    def _seed(self, task: BatchTask, position: int, stage: int) -> None:
+        if task.sample_keys is not None and self.seed is not None:
+            self.seed(task, position, stage)
+
+    def _reread(
+        self, task: BatchTask, error: BaseException, pause: Callable[[float], object]
+    ) -> Any:
+        """Try the next sample of ``task`` again; its first read gave ``error``."""
+        position = len(task.samples)
+        for delay in self.delays(error):
+            pause(delay)
+            try:
+                self._seed(task, position, 0)
+                return self.get(task.indices[position])
+            except _OF_USER as again:  # counted, then resolved
+                error = again
+                if not self.may_retry(error):
+                    break
+        return self.resolve("fetch", task, position, error)
+
+    def _read_batch(
+        self,
+        task: BatchTask,
+        get_batch: Callable[[Any], Any],
+        pause: Callable[[float], object],
+    ) -> None:
+        """Read all of ``task`` by ``__getitems__``; retried as a whole.
+
+        Unless errors are raised, the samples of a batch that failed are read one by
+        one: the policy decides about each.
+        """
+        delays: Iterator[float] | None = None
+        while True:
+            try:
+                task.samples = self.checked(task, get_batch(task.indices))
+            except _OF_USER as error:
+                delays = delays or self.delays(error)
+                delay = next(delays, None) if self.may_retry(error) else None
+                if delay is not None:
+                    pause(delay)
+                elif self.reads_one_by_one():
+                    task.samples = []
+                    self._read_each(task, pause)
+                    return
+                else:
+                    raise self.batch_error(task, error)  # noqa: B904  (it keeps its cause)
+            else:
+                return
+
+    def reads_one_by_one(self) -> bool:
+        """Tell whether the samples of a batch that failed are read one by one."""
+        return self.policy.on_error != "raise" and hasattr(self.dataset, "__getitem__")
+
+    def _await_samples(self, task: BatchTask) -> None:
+        """Await what a plain ``__getitem__`` has returned, as wrappers do.
+
+        A dataset that wraps an async one where nobody can see it is read by the
+        batch, in this thread.
+        """
+        for position, found in enumerate(
+            self.side_loop.resolve(task.samples, self.concurrency)
+        ):
+            if isinstance(found, Exception):
+                found = self._reread_awaited(task, position, found)  # noqa: PLW2901
+            task.samples[position] = found
+
+    def _reread_awaited(self, task: BatchTask, position: int, error: Exception) -> Any:
+        for delay in self.delays(error):
+            time.sleep(delay)
+            again = self.side_loop.resolve([self.get(task.indices[position])], 1)[0]
+            if not isinstance(again, Exception):
+                return again
+            error = again
+            if not self.may_retry(error):
+                break
+        return self.resolve("fetch", task, position, error)
+
     # -- failures -----------------------------------------------------------------
 
     def resolve(
-        self, stage: str, task: BatchTask, position: int, error: Exception
+        self, stage: str, task: BatchTask, position: int, error: BaseException
     ) -> Any:
-        """Return what stands for a failed sample, or raise by the policy."""
+        """Return the replacement of a failed sample, or raise, as the policy says."""
         failure = Failure(
             stage=stage,
             epoch=self.epoch,
@@ -265,49 +420,17 @@ class BatchMaker:
         )
         return self.policy.resolve(failure)
 
-    def collate_error(self, task: BatchTask, error: Exception) -> BaseException:
+    def collate_error(self, task: BatchTask, error: BaseException) -> BaseException:
         """Return what to raise when ``collate_fn`` gave ``error``, noted."""
         return noted(raisable(error), self.place("collate", task))
 
-    def place(self, stage: str, task: BatchTask) -> str:
-        """Say where a batch-wide stage was, for a note."""
-        return (
-            f"in stage {stage!r} of epoch {self.epoch}, batch {task.number}, "
-            f"sample indices {shorten(task.indices)}"
-        )
-
-    def _reread(
-        self, task: BatchTask, error: Exception, pause: Callable[[float], object]
-    ) -> Any:
-        """Try the next sample of ``task`` again; its first read gave ``error``."""
-        position = len(task.samples)
-        for delay in self.delays(error):
-            pause(delay)
-            try:
-                self._seed(task, position, 0)
-                return self.get(task.indices[position])
-            except Exception as again:  # counted, then resolved
-                error = again
-                if not self.may_retry(error):
-                    break
-        return self.resolve("fetch", task, position, error)
-
-    def _read_batch(self, task: BatchTask, pause: Callable[[float], object]) -> Any:
-        """Read all of ``task`` by ``__getitems__``; retried as a whole."""
-        delays: Iterator[float] | None = None
-        while True:
-            try:
-                return self.checked(task, self.get_batch(task.indices))  # type: ignore[misc]
-            except Exception as error:
-                delays = delays or self.delays(error)
-                delay = next(delays, None) if self.may_retry(error) else None
-                if delay is None:
-                    raise self.batch_error(task, error)  # noqa: B904  (it keeps its cause)
-                pause(delay)
-
-    def batch_error(self, task: BatchTask, error: Exception) -> BaseException:
+    def batch_error(self, task: BatchTask, error: BaseException) -> BaseException:
         """Return what to raise when ``__getitems__`` gave ``error``, noted."""
         return noted(raisable(error), self.place("fetch", task))
+
+    def place(self, stage: str, task: BatchTask) -> str:
+        """Return the error note for a stage that processes whole batches."""
+        return place_of(stage, self.epoch, task.number, task.indices)
 
     def checked(self, task: BatchTask, samples: Any) -> Any:
         """Return what ``__getitems__`` gave, if it can be used.
@@ -315,7 +438,7 @@ class BatchMaker:
         Without a transform it goes to ``collate_fn`` as it is, as in torch.
 
         Raises:
-            ValueError: If it is to be transformed and is not as long as asked.
+            ValueError: If it is to be transformed and has another length.
         """
         if self.transform is None:
             return samples
@@ -326,55 +449,46 @@ class BatchMaker:
             )
         return list(samples)
 
-    def delays(self, error: Exception) -> Iterator[float]:
+    def delays(self, error: BaseException) -> Iterator[float]:
         """Return the waits before further attempts at a read that gave ``error``."""
         if self.retry is None or not self.may_retry(error):
             return iter(())
         return self.retry.delays()
 
-    def may_retry(self, error: Exception) -> bool:
-        return self.retry is not None and self.retry.is_worth(error)
+    def may_retry(self, error: BaseException) -> bool:
+        """Tell whether a read that gave ``error`` may be tried again."""
+        is_known = self.retry is not None and isinstance(error, Exception)
+        return is_known and self.retry.is_worth(error)  # type: ignore[union-attr]
 
 
-def read_each(
-    task: BatchTask,
-    get: Callable[[Any], Any],
-    recover: Callable[[Exception], Any],
-) -> None:
-    """Append ``get(index)`` for each index of ``task``; ``recover`` stands in."""
-    samples, indices = task.samples, task.indices
-    while len(samples) < len(indices):
-        rest = indices[len(samples) :] if samples else indices
-        try:
-            # What came before an error stays in the list.
-            samples.extend(map(get, rest))
-        except Exception as error:  # retried, or the policy decides
-            samples.append(recover(error))
-        else:
-            if len(samples) < len(indices):  # ``map`` took it for its own end
-                samples.append(recover(StopIteration()))
+def place_of(stage: str, epoch: int, batch: int, indices: Any) -> str:
+    """Return the error note for a stage that processes whole batches."""
+    return (
+        f"in stage {stage!r} of epoch {epoch}, batch {batch}, sample indices "
+        f"{shorten(indices)}"
+    )
 
 
-def _refuse_awaitables(samples: Any, what: str) -> None:
-    """Raise a clear error when a plain function turns out to return coroutines."""
-    if isinstance(samples, types.CoroutineType):
-        samples = [samples]
-    is_list = type(samples) is list and samples
-    if not is_list or not isinstance(samples[0], types.CoroutineType):
+def holds_coroutines(samples: Any) -> bool:
+    """Tell whether a list of samples has a coroutine among them."""
+    return type(samples) is list and types.CoroutineType in map(type, samples)
+
+
+def refuse_coroutines(values: Any, what: str) -> None:
+    """Raise a clear error when a plain function turns out to return coroutines.
+
+    Raises:
+        TypeError: Then; the coroutines are closed.
+    """
+    if isinstance(values, types.CoroutineType):
+        values = [values]
+    is_list = type(values) is list and values
+    if not is_list or not isinstance(values[0], types.CoroutineType):
         return
-    for sample in samples:
-        if isinstance(sample, types.CoroutineType):
-            sample.close()
+    for value in values:
+        if isinstance(value, types.CoroutineType):
+            value.close()
     raise TypeError(
         f"the {what} is a plain function but returned a coroutine; declare it (or its "
         "wrapper) `async def`, so that it runs on the loader's loop"
     )
-
-
-def raisable(error: Exception) -> Exception:
-    """Return ``error``, or a RuntimeError for one that would end the loop quietly."""
-    if not isinstance(error, (StopIteration, StopAsyncIteration)):
-        return error
-    stand_in = RuntimeError(f"the dataset raised {type(error).__name__}")
-    stand_in.__cause__ = error
-    return stand_in

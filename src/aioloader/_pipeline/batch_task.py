@@ -1,4 +1,4 @@
-"""The unit that travels: one batch on its way from indices to tensors."""
+"""The unit of work: one batch on its way from indices to tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,24 +13,24 @@ class _Missing:
 
 
 MISSING: Final = _Missing()
-"""Marks the place of a sample that has not arrived."""
+"""Placeholder for a sample still being read."""
 
 
 @dataclass(slots=True, eq=False)
 class BatchResult:
-    """What became of one request: a batch, an error, nothing left, or the end.
+    """What came of one request: a batch, an error, nothing, or the end.
 
     Attributes:
         batch: The batch, or ``None``.
         error: What to raise instead.
         is_empty: Every sample was skipped: there is no batch.
         is_end: The stream had ended.
-        has_ended: Of several readers, the one whose batch it was to be had ended.
+        has_ended: Of several readers, the one that was asked for the batch had ended.
         attempted: Samples that a worker process tried to read; counted on delivery.
         failures: Those of them that were skipped or replaced.
-        state: What its reader (sampler or stream) was left in behind it, if known.
-        dataset: Of a stateful map-style dataset: which worker's copy made it (0, if it
-            was made here), and the state that this was left in.
+        state: The state of its reader (sampler or stream) after it, if known.
+        dataset: Of a stateful map-style dataset: the worker whose copy made it (0 for
+            this process), and the state of that copy after it.
     """
 
     batch: Any = None
@@ -46,21 +46,22 @@ class BatchResult:
 
 @dataclass(slots=True, eq=False)
 class BatchTask:
-    """One batch under way; owned by the stage that has it in hand.
+    """One batch being made; owned by the stage that works on it.
 
     Attributes:
         number: Place in the epoch, from 0.
-        indices: What the sampler gave; for a stream, what it will number its samples.
+        indices: What the sampler gave; for a stream, the numbers of its samples.
         key: What the generators are seeded with before its plain code runs, or None.
         sample_keys: Where each sample has a seed of its own: that of the epoch, the
             place of the first sample in the epoch, and the step to that of the next.
-        padding: How many of its samples, the last ones, only stand in.
+        padding: How many of its samples, the last ones, are padding.
         samples: Samples so far, with ``MISSING`` where one is still being read; or what
             ``__getitems__`` gave, of any type.
-        step: Which step of the route comes next.
-        cursor: Place of the next sample that the fetchers will start.
-        pending: Samples that the fetchers has not finished.
-        result: What became of it, once that is known; late samples are dropped.
+        stage: ``"fetch"``, ``"transform"`` or ``"collate"``: what is done, or comes
+            next.
+        cursor: Place of the next sample that a fetcher will take.
+        pending: Samples that fetchers have not finished.
+        result: What came of it, once that is known; late samples are dropped.
         state: As in ``BatchResult``.
     """
 
@@ -70,7 +71,7 @@ class BatchTask:
     sample_keys: tuple[int, int, int] | None = None
     padding: int = 0
     samples: Any = field(default_factory=list)
-    step: int = 0
+    stage: str = "fetch"
     cursor: int = 0
     pending: int = 0
     result: BatchResult | None = None

@@ -1,18 +1,22 @@
-"""One thread that runs plain code for a loader: jobs in, in order, none lost.
+"""Threads that run plain code for a loader: jobs in, in order, none lost.
 
 A queue per thread and no futures: a job puts its own result where it belongs. Posting
 is safe from any thread, and from finalizers (``SimpleQueue`` is reentrant).
 """
 
 import asyncio
+import concurrent.futures
 import logging
+import os
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
-from aioloader._pipeline.waiting import Latch, call_threadsafe, context_elsewhere
+from aioloader._order.forks import fork_safe
+from aioloader._pipeline.waiting import call_threadsafe, context_elsewhere
 from aioloader.errors import LoaderClosedError
 
 T = TypeVar("T")
@@ -21,29 +25,29 @@ Job: TypeAlias = Callable[[], object]
 
 # How long the interpreter's exit waits for a thread to finish its job, in seconds.
 _EXIT_GRACE = 2.0
+# Threads for the plain code of all loaders on their callers' loops.
+_SHARED_THREADS = 4
 
 _LOG = logging.getLogger("aioloader")
 
 
 async def beside(job: Callable[[], T]) -> T:
-    """Return what ``job`` returns, in a thread of its own: it may take long."""
-    found: list[T] = []
-    errors: list[BaseException] = []
-    done = Latch()
-
-    def do() -> None:
-        try:
-            found.append(job())
-        except BaseException as error:  # raised by who waits
-            errors.append(error)
-
+    """Return what ``job`` returns, run in a thread of its own: it may take long."""
     thread = CpuThread("aioloader-once")
-    thread.post(do)
-    thread.stop(done.set)
-    await done.wait_async()
-    if errors:
-        raise errors.pop()
-    return found.pop()
+    result = asyncio.ensure_future(thread.call(job))
+    try:
+        # The job is not cancelled: it may hold what others wait for.
+        return await asyncio.shield(result)
+    finally:
+        thread.stop(thread.ident)
+        if not result.done():
+            result.add_done_callback(_read)
+
+
+def _read(result: "asyncio.Future[Any]") -> None:
+    """Take the error of a result that nobody waits for."""
+    if not result.cancelled():
+        result.exception()
 
 
 class CpuThread:
@@ -58,14 +62,14 @@ class CpuThread:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
-        self._lock = threading.RLock()  # a finalizer may come in between
-        self._ended = threading.Event()
-        self._stopping = threading.Event()
+        self._lock = fork_safe(threading.RLock())  # a finalizer may run in between
+        self._ended = fork_safe(threading.Event())
+        self._stopping = fork_safe(threading.Event())
 
     def post(self, job: Job) -> bool:
         """Run ``job`` after those posted before; tell whether the thread takes jobs.
 
-        The job sees to its own errors.
+        The job handles its own errors.
         """
         with self._lock:
             if self._is_stopped:
@@ -91,6 +95,20 @@ class CpuThread:
         if not self.post(do):
             raise LoaderClosedError("the thread of the loader has ended")
         return await future
+
+    def wait_for(self, job: Callable[[], T]) -> T:
+        """Return what ``job`` returns in the thread; block until then."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def do() -> None:
+            try:
+                future.set_result(job())
+            except BaseException as error:  # raised by the caller
+                future.set_exception(error)
+
+        if not self.post(do):
+            raise LoaderClosedError("the thread of the loader has ended")
+        return future.result()
 
     def post_nowait(self, job: Job) -> None:
         """Post from a finalizer, to a thread that runs: takes no lock."""
@@ -130,13 +148,149 @@ class CpuThread:
     def _run(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
-                try:
-                    job()
-                except BaseException:  # a defect of ours: said, and the thread lives on
-                    _LOG.exception("a job of %s failed", self._name)
+                _do(job, self._name)
                 del job  # it may hold a batch
         finally:
             self._ended.set()
+
+
+class SharedThread(CpuThread):
+    """Jobs in order, one at a time, in whichever of a few threads is free.
+
+    For the loaders of a service, of which there are hundreds at once: a thread for
+    each would cost more than their jobs do. The threads are all loaders', start as
+    there is work and end with the last of these objects.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._waiting: deque[Job] = deque()
+        self._ident: int | None = None
+        self._is_used = self._is_queued = False
+
+    def post(self, job: Job) -> bool:
+        """Run ``job`` after those posted before; tell whether jobs are taken."""
+        with self._lock:
+            if self._is_stopped:
+                return False
+            self._waiting.append(job)
+            if not self._is_used:
+                self._is_used = True
+                _SHARED.add_user()
+            self._queue()
+        return True
+
+    def post_nowait(self, job: Job) -> None:
+        """Post as ``post`` does."""
+        self.post(job)
+
+    def stop(self, then: Job) -> None:
+        """Call ``then`` after the jobs posted so far, and take no more."""
+        with self._lock:
+            self._is_stopped = True
+            if self._is_used:
+                self._waiting.append(then)
+                self._queue()
+        if not self._is_used:
+            then()
+
+    def join(self, timeout: float) -> None:
+        """Wait until the jobs are done, at most ``timeout`` seconds."""
+        if self._is_used and self._ident != threading.get_ident():
+            self._ended.wait(timeout)
+
+    def ident(self) -> int | None:
+        """Return the identifier of the thread that runs a job just now."""
+        return self._ident
+
+    def _queue(self) -> None:
+        if not self._is_queued:
+            self._is_queued = True
+            _SHARED.post(self._run_some)
+
+    def _run_some(self) -> None:
+        """Run the jobs that wait, unless jobs of other loaders wait for a thread."""
+        self._ident = threading.get_ident()
+        has_more = True
+        while has_more:
+            _do(self._waiting.popleft(), self._name)
+            with self._lock:
+                has_more = bool(self._waiting) and not _SHARED.is_busy()
+                if not has_more:
+                    self._ident, self._is_queued = None, False
+                    is_over = self._is_stopped and not self._waiting
+                    if self._waiting:
+                        self._queue()
+        if is_over:
+            self._ended.set()
+            _SHARED.remove_user()
+
+
+class _SharedThreads:
+    """The threads of all ``SharedThread``s."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, without threads."""
+        self._lock = threading.RLock()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._users = self._threads = self._idle = 0
+
+    def add_user(self) -> None:
+        """Keep threads until ``remove_user``."""
+        with self._lock:
+            self._users += 1
+
+    def remove_user(self) -> None:
+        """Let the threads end if that was the last user; called in one of them."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                for _ in range(self._threads):
+                    self._jobs.put(None)
+                self._threads = self._idle = 0
+                self._jobs = queue.SimpleQueue()
+
+    def is_busy(self) -> bool:
+        """Tell whether jobs wait for a thread."""
+        return not self._jobs.empty()
+
+    def post(self, job: Job) -> None:
+        """Run ``job`` in a thread that is free, or in a new one."""
+        with self._lock:
+            self._jobs.put(job)
+            if self._idle:
+                self._idle -= 1
+            elif self._threads < _SHARED_THREADS:
+                self._threads += 1
+                threading.Thread(
+                    target=self._run,
+                    args=(self._jobs,),
+                    name="aioloader-cpu",
+                    daemon=True,
+                ).start()
+
+    def _run(self, jobs: "queue.SimpleQueue[Job | None]") -> None:
+        while (job := jobs.get()) is not None:
+            job()
+            del job
+            with self._lock:
+                if jobs is self._jobs and jobs.empty():
+                    self._idle += 1
+
+
+_SHARED = _SharedThreads()
+if hasattr(os, "register_at_fork"):  # a child has none of the threads
+    os.register_at_fork(after_in_child=_SHARED.forget)
+
+
+def _do(job: Job, name: str) -> None:
+    try:
+        job()
+    except BaseException:  # a defect of ours: logged, and the thread lives on
+        _LOG.exception("a job of %s failed", name)
 
 
 def _succeed(future: "asyncio.Future[Any]", found: Any) -> None:
@@ -153,7 +307,7 @@ def _fail(future: "asyncio.Future[Any]", error: BaseException) -> None:
 
 
 def _await_at_exit(ended: threading.Event, stopping: threading.Event) -> None:
-    """Let a thread that was told to end do so, before the interpreter is dismantled.
+    """Let a thread that is to end do so, before the interpreter is dismantled.
 
     One that is in torch's code then, without the interpreter's lock, would end the
     process by an abort. Called when the thread is gone, or at exit.

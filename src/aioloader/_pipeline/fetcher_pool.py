@@ -1,4 +1,4 @@
-"""A fixed fetchers of fetchers that pulls samples from one ordered stream of requests.
+"""A fixed pool of fetchers: coroutines that read samples from one ordered queue.
 
 Samples of several batches are in flight at once: a fetcher that is done takes the next
 sample, of whatever batch. A task per sample would cost ten times as much as a pull.
@@ -6,94 +6,137 @@ sample, of whatever batch. A task per sample would cost ten times as much as a p
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
 
 from aioloader._order.failures import SKIP
-from aioloader._pipeline.awaiting import is_being_cancelled, resolved
+from aioloader._pipeline.awaiting import resolved, user_error
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
 from aioloader.protocols import is_async_function
 
+_RESERVE = 8  # fetchers that wait for work
 Job: TypeAlias = Callable[[BatchTask, int], Awaitable[None]]
-Done: TypeAlias = Callable[[BatchTask], None]
+# Takes a batch whose samples are all there; returns what is still to be awaited.
+Done: TypeAlias = Callable[[BatchTask], Coroutine[Any, Any, None] | None]
 
 
 class FetcherPool:
-    """Await samples, at most ``size`` at a time; lives on one event loop.
+    """Read and transform samples, at most ``size`` at a time, on one event loop.
 
     Args:
-        group: The task group that owns the fetchers.
-        size: How many fetchers; they are started as there is task.
+        size: How many fetchers read at a time; they start as there is work, and all
+            but a few end when there is none.
         maker: The user's functions.
-        done: Called with a task whose step is done, or that has an result.
+        done: Called with a batch whose samples are all there, or that has a result.
     """
 
-    def __init__(
-        self, group: asyncio.TaskGroup, size: int, maker: BatchMaker, done: Done
-    ) -> None:
-        self._group = group
+    def __init__(self, size: int, maker: BatchMaker, done: Done) -> None:
+        self._loop = asyncio.get_running_loop()
         self._size = size
         self._maker = maker
         self._done = done
         self._queue: deque[tuple[BatchTask, Job, int]] = deque()
         self._idle: list[asyncio.Future[None]] = []
-        self._started = 0
+        self._fetching = 0  # fetchers, but for those that collate
+        # All its tasks. They end by themselves: a callback for each costs a step.
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        self._fetch: Job = self._fetch_sample
+        if maker.reads_async and not is_async_function(maker.get):
+            self._fetch = self._fetch_wrapped
 
-    # -- what is asked of it, on its loop -----------------------------------------
-
-    def fetch(self, task: BatchTask) -> None:
+    def read(self, task: BatchTask) -> None:
         """Read the samples of ``task``; one by one, an async transform follows each."""
         maker = self._maker
         maker.policy.begin(len(task.indices))
-        task.samples = [MISSING] * len(task.indices)
         if maker.get_batch is not None:
-            self._submit(task, self._fetch_batch, 1)
-        elif is_async_function(maker.get):
-            self._submit(task, self._fetch_sample, len(task.indices))
+            self._queue_jobs(task, self._fetch_batch, 1)
         else:
-            self._submit(task, self._fetch_wrapped, len(task.indices))
+            self._read_samples(task)
 
     def transform(self, task: BatchTask) -> None:
-        """Transform the samples of ``task``."""
-        self._submit(task, self._transform_sample, len(task.samples))
+        """Transform the samples of ``task``, before those of later batches are read."""
+        task.stage = "transform"
+        self._queue_jobs(task, self._transform_sample, len(task.samples), first=True)
 
-    def collate(self, task: BatchTask) -> None:
-        """Collate ``task``."""
-        self._submit(task, self._collate_batch, 1)
+    def spawn(self, rest: Coroutine[Any, Any, None]) -> None:
+        """Run what is still to be awaited of a batch that no fetcher has."""
+        self._start(self._rest_of(rest), "aioloader collate")
 
-    # -- the fetchers -----------------------------------------------------------------
+    async def aclose(self) -> None:
+        """Cancel the tasks, and wait until they have ended."""
+        self._is_closed = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
-    def _submit(self, task: BatchTask, job: Job, jobs: int) -> None:
+    # -- the fetchers ---------------------------------------------------------------
+
+    def _read_samples(self, task: BatchTask, *, first: bool = False) -> None:
+        task.samples = [MISSING] * len(task.indices)
+        self._queue_jobs(task, self._fetch, len(task.indices), first=first)
+
+    def _queue_jobs(
+        self, task: BatchTask, job: Job, jobs: int, *, first: bool = False
+    ) -> None:
         task.cursor, task.pending = 0, jobs
         if not jobs:
-            self._done(task)
+            self._finish(task)
             return
-        self._queue.append((task, job, jobs))
+        if first:
+            self._queue.appendleft((task, job, jobs))
+        else:
+            self._queue.append((task, job, jobs))
+        self._rouse(jobs)
+
+    def _rouse(self, jobs: int) -> None:
+        """Have so many fetchers work, if there are."""
         while jobs and self._idle:
             waiting = self._idle.pop()
             if not waiting.done():
                 waiting.set_result(None)
                 jobs -= 1
-        while jobs and self._started < self._size:
-            self._hire()
+        while jobs and self._fetching < self._size:
+            self._fetching += 1
             jobs -= 1
+            self._start(self._run(), "aioloader fetcher")
 
-    def _hire(self) -> None:
-        self._started += 1
-        fetcher = self._pull()
+    def _start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        if self._is_closed:
+            coroutine.close()
+        else:
+            task = self._loop.create_task(coroutine, name=name)
+            self._tasks.add(task)
+
+    async def _run(self) -> None:
+        this = asyncio.current_task()
+        assert this is not None
         try:
-            self._group.create_task(fetcher, name="aioloader fetcher")
-        except RuntimeError:  # the group is being cancelled: there is no more task
-            fetcher.close()
+            await self._fetch_on(this)
+        finally:
+            self._tasks.discard(this)
 
-    async def _pull(self) -> None:
-        loop = asyncio.get_running_loop()
-        this, queue = asyncio.current_task(), self._queue
+    async def _rest_of(self, rest: Coroutine[Any, Any, None]) -> None:
+        this = asyncio.current_task()
+        assert this is not None
+        try:
+            await rest
+        finally:
+            self._tasks.discard(this)
+
+    async def _fetch_on(self, this: "asyncio.Task[None]") -> None:
+        """Do one job after the other, until there are none."""
+        queue = self._queue
         # User code may have swallowed the cancellation, which comes but once.
-        while this is not None and not this.cancelling():
+        while not this.cancelling():
             if not queue:
-                waiting = loop.create_future()
+                if len(self._idle) >= _RESERVE:
+                    self._fetching -= 1
+                    return
+                waiting = self._loop.create_future()
                 self._idle.append(waiting)
                 await waiting
                 continue
@@ -102,39 +145,47 @@ class FetcherPool:
             task.cursor += 1
             if task.result or task.cursor == jobs:
                 queue.popleft()
-            if not task.result:
-                await self._guarded(task, position, job)
+            if task.result:
+                continue
+            rest = await self._do(task, position, job)
+            if rest is not None and not await self._give_way(rest):
+                return
 
-    async def _guarded(self, task: BatchTask, position: int, job: Job) -> None:
-        """Do one job; its error ends the task, not the fetchers."""
+    async def _do(
+        self, task: BatchTask, position: int, job: Job
+    ) -> Coroutine[Any, Any, None] | None:
+        """Do one job; its error ends the batch, not the fetcher."""
         try:
             await job(task, position)
-        except asyncio.CancelledError as error:
-            if is_being_cancelled():
-                raise
-            # Not ours: something that the user's code awaited was cancelled.
-            stand_in = RuntimeError("cancelled by the code that was awaited")
-            stand_in.__cause__ = error
-            stand_in.add_note(f"aioloader: {self._maker.place('fetch', task)}")
-            self._fail(task, stand_in)
-        except GeneratorExit:
+        except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:  # handed to the consumer
-            self._fail(task, error)
-        else:
-            task.pending -= 1  # never 0 again once a sample failed
-            if not task.pending:
-                self._done(task)
-
-    def _fail(self, task: BatchTask, error: BaseException) -> None:
-        if not task.result:
+            if task.result:
+                return None
             task.result = BatchResult(error=error)
-            self._done(task)
+            return self._done(task)
+        task.pending -= 1  # never 0 again once a sample failed
+        return None if task.pending else self._done(task)
 
-    # -- the jobs -----------------------------------------------------------------
+    async def _give_way(self, rest: Coroutine[Any, Any, None]) -> bool:
+        """Await the rest of a batch while another fetcher reads; tell who goes on."""
+        self._fetching -= 1
+        self._rouse(len(self._queue))
+        await rest
+        if self._fetching >= self._size:
+            return False
+        self._fetching += 1
+        return True
+
+    def _finish(self, task: BatchTask) -> None:
+        rest = self._done(task)
+        if rest is not None:
+            self.spawn(rest)
+
+    # -- the jobs -------------------------------------------------------------------
 
     def _be_at(self, task: BatchTask, position: int, stage: int) -> None:
-        """Have this task draw from the generators of what it is about to await."""
+        """Make this task draw from the generators of what it is about to await."""
         if task.key is not None and self._maker.at is not None:
             self._maker.at(task, position, stage)
 
@@ -142,20 +193,19 @@ class FetcherPool:
         self._be_at(task, position, 0)
         try:
             sample = await self._maker.get(task.indices[position])
-        except Exception as error:  # retried, or the policy decides
-            sample = await self._reread(task, position, error)
-        await self._arrived(task, position, sample)
+        except BaseException as error:  # retried, or the policy decides
+            sample = await self._reread(task, position, user_error(error))
+        task.samples[position] = sample
+        if self._maker.transforms_async:
+            await self._transform_sample(task, position)
 
     async def _fetch_wrapped(self, task: BatchTask, position: int) -> None:
         """Fetch through a plain wrapper, whose results hold the awaitables."""
         self._be_at(task, position, 0)
         try:
             sample = await resolved(self._maker.get(task.indices[position]))
-        except Exception as error:  # retried, or the policy decides
-            sample = await self._reread(task, position, error)
-        await self._arrived(task, position, sample)
-
-    async def _arrived(self, task: BatchTask, position: int, sample: Any) -> None:
+        except BaseException as error:  # retried, or the policy decides
+            sample = await self._reread(task, position, user_error(error))
         task.samples[position] = sample
         if self._maker.transforms_async:
             await self._transform_sample(task, position)
@@ -167,29 +217,40 @@ class FetcherPool:
             self._be_at(task, position, 0)
             try:
                 return await resolved(maker.get(task.indices[position]))
-            except Exception as again:  # counted, then resolved
-                error = again
+            except BaseException as again:  # counted, then resolved
+                error = user_error(again)
                 if not maker.may_retry(error):
                     break
         return maker.resolve("fetch", task, position, error)
 
     async def _fetch_batch(self, task: BatchTask, _position: int) -> None:
-        task.samples = await self._read_batch(task)
+        """Read all of a batch by ``__getitems__``; retried as a whole.
 
-    async def _read_batch(self, task: BatchTask) -> Any:
+        Unless errors are raised, the samples of a batch that failed are read one by
+        one: the policy decides about each.
+        """
         maker = self._maker
         delays = None
         while True:
             self._be_at(task, -1, 0)
             try:
                 samples = await resolved(maker.get_batch(task.indices))  # type: ignore[misc]
-                return maker.checked(task, samples)
-            except Exception as error:
+                task.samples = maker.checked(task, samples)
+            except BaseException as caught:
+                error = user_error(caught)
                 delays = delays or maker.delays(error)
                 delay = next(delays, None) if maker.may_retry(error) else None
-                if delay is None:
+                if delay is not None:
+                    await asyncio.sleep(delay)
+                elif maker.reads_one_by_one():
+                    task.stage = "transform" if maker.transforms_async else "fetch"
+                    self._read_samples(task, first=True)
+                    task.pending += 1  # this job
+                    return
+                else:
                     raise maker.batch_error(task, error)  # noqa: B904  (keeps its cause)
-                await asyncio.sleep(delay)
+            else:
+                return
 
     async def _transform_sample(self, task: BatchTask, position: int) -> None:
         sample = task.samples[position]
@@ -198,19 +259,6 @@ class FetcherPool:
         self._be_at(task, position, 1)
         try:
             sample = await self._maker.transform(sample)  # type: ignore[misc]
-        except Exception as error:  # the policy decides
-            sample = self._maker.resolve("transform", task, position, error)
+        except BaseException as error:  # the policy decides
+            sample = self._maker.resolve("transform", task, position, user_error(error))
         task.samples[position] = sample
-
-    async def _collate_batch(self, task: BatchTask, _position: int) -> None:
-        maker = self._maker
-        samples = maker.kept(task)
-        if maker.is_void(samples):
-            task.result = BatchResult(is_empty=True)
-            return
-        self._be_at(task, -1, 2)
-        try:
-            batch = await maker.collate_fn(samples if maker.batched else samples[0])
-        except Exception as error:
-            raise maker.collate_error(task, error)  # noqa: B904  (it keeps its cause)
-        task.result = maker.made(task, batch)

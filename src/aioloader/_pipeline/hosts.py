@@ -6,16 +6,18 @@ import warnings
 import weakref
 from typing import Any, Literal, TypeAlias
 
+from aioloader._order.forks import fork_safe
 from aioloader._pipeline.host import (
+    CallerHost,
     Host,
-    InlineHost,
-    LoopHost,
-    PoolHost,
+    Hosted,
     ThreadHost,
+    wait_released,
+    wait_released_async,
 )
-from aioloader._pipeline.hosted import Keeper
-from aioloader._pipeline.lifespan import Lifespan, MakeLifespan
-from aioloader._pipeline.release import wait_released, wait_released_async
+from aioloader._pipeline.lifespan import Lifespan, MakeLifespan, reads_on_loop
+from aioloader._pipeline.loop_host import LoopHost
+from aioloader._pipeline.waiting import Latch
 
 Place: TypeAlias = (
     Literal["inline", "thread", "pool", "loop"] | asyncio.AbstractEventLoop
@@ -23,7 +25,7 @@ Place: TypeAlias = (
 
 
 class Hosts:
-    """Lease hosts to iterations, and keep them open between epochs while ``kept``.
+    """Lease hosts to iterations, and keep them open between epochs while entered.
 
     Args:
         dataset: What is read in every host.
@@ -34,10 +36,11 @@ class Hosts:
         self._dataset = dataset
         self.lifespan = lifespan
         self._by_place: dict[Place, Host] = {}
-        self._kept: list[tuple[Host, Keeper]] = []
-        self._keepers = 0
-        self._lock = threading.Lock()
-        weakref.finalize(self, _warn_kept, self._kept)
+        self._kept: list[Host] = []
+        self._entered = 0
+        self._hosts: weakref.WeakSet[Host] = weakref.WeakSet()
+        self._lock = fork_safe(threading.Lock())
+        weakref.finalize(self, _release_all, self._kept)
 
     def lease(self, place: Place) -> Host:
         """Return the open host at ``place``, with one lease taken for the caller."""
@@ -45,58 +48,81 @@ class Hosts:
             host = self._by_place.get(place)
             if host is None or not host.lease():
                 host = self._by_place[place] = self._make(place)
-                if self._keepers and host.lease():
-                    self._kept.append((host, Keeper()))
+                self._hosts.add(host)
+                if self._entered and host.lease():
+                    self._kept.append(host)
             return host
 
     def keep(self) -> None:
         """Begin to keep hosts open between iterations; calls nest."""
         with self._lock:
-            self._keepers += 1
+            self._entered += 1
 
     def leave(self) -> bool:
         """Undo one ``keep``; tell whether it was the last."""
         with self._lock:
-            self._keepers = max(0, self._keepers - 1)
-            return not self._keepers
+            self._entered = max(0, self._entered - 1)
+            return not self._entered
 
     def release(self) -> None:
-        """Let go of the hosts that are kept, and wait until they are closed."""
-        for host, keeper in self._dismissed():
-            wait_released(host, keeper)
+        """Release the hosts that are kept, and wait until they are closed."""
+        errors: list[BaseException] = []
+        for host, returned, pipeline in self._released():
+            try:
+                wait_released(host, returned, pipeline)
+            except BaseException as error:  # raised when all have been waited for
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     async def release_async(self) -> None:
-        """Let go of the hosts that are kept, and wait without blocking the loop."""
-        for host, keeper in self._dismissed():
-            await wait_released_async(host, keeper)
+        """Release the hosts that are kept, and wait without blocking the loop."""
+        errors: list[BaseException] = []
+        for host, returned, pipeline in self._released():
+            try:
+                await wait_released_async(host, returned, pipeline)
+            except BaseException as error:  # raised when all have been waited for
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
-    def _dismissed(self) -> list[tuple[Host, Keeper]]:
+    def _released(self) -> list[tuple[Host, Latch, Hosted | None]]:
+        """Release what is kept; return it with the pipelines whose end is to come.
+
+        Those are of iterators that were dropped: nobody else waits for them.
+        """
         with self._lock:
             kept = self._kept[:]
             self._kept.clear()
-        for host, keeper in kept:
-            host.dismiss(keeper)
-        return kept
+            hosts = list(self._hosts)
+        ending: list[tuple[Host, Latch, Hosted | None]] = [
+            (host, host.release(), None) for host in kept
+        ]
+        for host in hosts:
+            ending += [(host, one.ended, one) for one in host.ending()]
+        return ending
 
     def _make(self, place: Place) -> Host:
         for other, host in list(self._by_place.items()):
             if host.closed.is_set():
                 del self._by_place[other]  # of a loop that is gone, say
         lifespan = Lifespan(self._dataset, self.lifespan)
-        if place == "inline":
-            return InlineHost(lifespan)
-        if place == "pool":
-            return PoolHost(lifespan)
+        if place == "inline" or place == "pool":  # noqa: PLR1714  (mypy narrows it)
+            return CallerHost(lifespan, reads=place == "inline")
         if place == "thread":
             return ThreadHost(lifespan)
-        return LoopHost(lifespan, None if place == "loop" else place)
+        if place == "loop":
+            return LoopHost(lifespan, None)
+        # Where nothing belongs to a thread, the loaders of a service share a few.
+        shares = not lifespan and reads_on_loop(self._dataset)
+        return LoopHost(lifespan, place, shares_threads=shares)
 
 
-def _warn_kept(kept: list[tuple[Host, Keeper]]) -> None:
-    """Close what a loader that was entered and never left still holds."""
+def _release_all(kept: list[Host]) -> None:
+    """Close what a loader that was entered and never closed still holds."""
     if kept:
         warnings.warn(
             "a DataLoader was entered and never closed", ResourceWarning, stacklevel=1
         )
-    for host, keeper in kept:
-        host.dismiss(keeper)
+    for host in kept:
+        host.release()

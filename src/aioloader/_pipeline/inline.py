@@ -1,43 +1,64 @@
-"""Epochs that need no hand-over: task done where ``next`` is called.
+"""Iterations that need no hand-over: batches are made where ``next`` is called.
 
-``InlineIterator`` is torch's plain loop over a sync dataset. ``GatherIterator`` serves
-tensors that are in memory: one ``index_select`` per tensor and batch, no per-sample
-task, so that even an async consumer is served in place.
+``PlainIterator`` is torch's loop over a map-style dataset, ``InlineIterator`` the one
+with streams, transforms and failures. ``GatherIterator`` serves tensors that are in
+memory: one ``index_select`` per tensor and batch, no work per sample, so that even an
+async consumer is served in place.
 """
 
 import abc
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from aioloader._observe.stats import Counters
+from aioloader._collate.collate import lending
+from aioloader._order.epoch import Epoch
+from aioloader._order.failures import Failure, noted
 from aioloader._order.indices import IndexBatch
-from aioloader._pipeline.batch_maker import BatchMaker
+from aioloader._order.orders import StreamOrder
+from aioloader._order.ranks import WHOLE
+from aioloader._pipeline.awaiting import SideLoop, raisable
+from aioloader._pipeline.batch_maker import (
+    BatchMaker,
+    holds_coroutines,
+    place_of,
+    refuse_coroutines,
+)
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import CpuThread
-from aioloader._pipeline.host import Host, InlineHost
-from aioloader._pipeline.hosted import Keeper
-from aioloader._pipeline.plan import Plan
+from aioloader._pipeline.host import CallerHost, Host
 from aioloader._pipeline.stream import SyncStream
 from aioloader._pipeline.waiting import Latch
+from aioloader._transport.slots import SlotPool
 from aioloader.protocols import Kind
 
-# An async consumer that never has to wait still lets its loop breathe, in seconds.
+# Seconds after which an async consumer that never has to wait yields to its loop.
 _BREATH = 0.001
-# Rows from which drawing a permutation takes longer than a few milliseconds.
-_LONG = 1 << 18
 
 
-class _LocalSource(abc.ABC):
-    """What both sources share: an async consumer is served in place."""
+class LocalIterator(abc.ABC):
+    """What these iterators share: an async consumer is served in place.
 
-    def __init__(self, counters: Counters, plan: Plan) -> None:
-        self.counters = counters
-        self._progress = plan.progress
+    Args:
+        epoch: What is to be delivered; its progress is kept here.
+        requests: Those of the epoch.
+
+    Attributes:
+        must_close: Whether something must be released when the iterator is dropped.
+    """
+
+    must_close = False
+
+    def __init__(self, epoch: Epoch, requests: Iterator[IndexBatch]) -> None:
+        self.epoch = epoch
+        self.counters = epoch.counters
+        self._progress = epoch.progress
+        self._requests = requests
         self._is_closed = False
         self._breathed = time.monotonic()
 
@@ -49,41 +70,18 @@ class _LocalSource(abc.ABC):
             StopIteration: At the end.
         """
 
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Let go of what the iteration holds."""
-
-    def must_close(self) -> bool:
-        """Tell whether something must be released when the iterator is dropped."""
-        return False
-
     def is_finished(self) -> bool:
         """Tell whether there is no more to come."""
-        return self._is_closed or self._progress.is_over()
+        return self._is_closed or self._progress.is_over
 
-    def _next(self, requests: Iterator[IndexBatch]) -> IndexBatch:
-        """Return the next request.
-
-        Raises:
-            StopIteration: At the end of the epoch.
-        """
-        try:
-            return next(requests)
-        except StopIteration:
-            self._end()
-            raise
-        except BaseException:  # of the sampler: there is no more, but that is no end
-            self._is_closed = True
-            raise
-
-    def _end(self) -> None:
-        """Note that the epoch is over, unless it was only closed; close."""
-        if not self._is_closed:
+    def _end(self, *, is_over: bool) -> None:
+        """Close, after the last request: of the epoch, or the sampler has failed."""
+        if is_over and not self._is_closed:
             self._progress.finish()
         self.close()
 
     async def next_async(self) -> Any:
-        """Return the next batch; give way to other tasks about every millisecond.
+        """Return the next batch; yield to other tasks about every millisecond.
 
         Raises:
             StopAsyncIteration: At the end.
@@ -97,47 +95,162 @@ class _LocalSource(abc.ABC):
         except StopIteration:
             raise StopAsyncIteration from None
 
+    def close(self) -> None:
+        """Release what the iteration holds."""
+        self._requests, self._is_closed = iter(()), True
+
     async def aclose(self) -> None:
-        """Let go of what the iteration holds."""
+        """Release what the iteration holds."""
         self.close()
 
 
-class InlineIterator(_LocalSource):
+class ClosedIterator(LocalIterator):
+    """No batches: the iteration was closed before its first step."""
+
+    def __init__(self) -> None:
+        super().__init__(Epoch(0, StreamOrder(None, WHOLE)), iter(()))
+
+    def next(self) -> Any:
+        """End.
+
+        Raises:
+            StopIteration: At once.
+        """
+        raise StopIteration
+
+
+class PlainIterator(LocalIterator):
+    """Read and collate in the caller's thread, one batch at a time, as torch does.
+
+    Args:
+        epoch: What is to be delivered.
+        dataset: Map-style, and plain.
+        collate_fn: Samples to batch; one sample to batch if not ``batched``.
+        slots: What big batches are written into.
+        batched: Whether samples are gathered into batches.
+        concurrency: Awaitables of one batch that are awaited at a time, where plain
+            code has returned them.
+    """
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any],
+        slots: SlotPool,
+        *,
+        batched: bool,
+        concurrency: int,
+    ) -> None:
+        super().__init__(epoch, epoch.requests())
+        self._get = dataset.__getitem__
+        self._collate_fn = collate_fn
+        self._batched = batched
+        self._slots = slots
+        self._concurrency = concurrency
+        self._side_loop: SideLoop | None = None
+
+    def next(self) -> Any:
+        """Return the next batch, made now.
+
+        Raises:
+            StopIteration: At the end.
+        """
+        try:
+            number, _, indices, _, state = next(self._requests)
+        except BaseException as error:
+            self._end(is_over=isinstance(error, StopIteration))
+            raise
+        samples: list[Any] = []
+        stage = "fetch"
+        try:
+            for index in indices:
+                samples.append(self._get(index))  # noqa: PERF401  (kept if one fails)
+            if holds_coroutines(samples):
+                samples = self._awaited(samples)
+            stage = "collate"
+            with lending(self._slots):
+                batch = self._collate_fn(samples if self._batched else samples[0])
+            if isinstance(batch, types.CoroutineType):
+                refuse_coroutines(batch, "collate_fn")
+        except BaseException as error:
+            self._progress.fail(number, state)
+            if isinstance(error, (Exception, asyncio.CancelledError)):
+                raise self._noted(stage, number, indices, len(samples), error)  # noqa: B904
+            raise
+        self.counters.batches += 1
+        progress = self._progress
+        if progress.is_plain and number == progress.done and state is None:
+            # No call from here on: an interrupt finds it delivered, or not.
+            progress.done = number + 1
+        else:
+            progress.take(number, state)
+        return batch
+
+    def _noted(
+        self, stage: str, number: int, indices: Any, read: int, error: BaseException
+    ) -> BaseException:
+        """Return what to raise for an error in a stage, noted where it was."""
+        epoch, error = self.epoch.number, raisable(error)
+        if stage == "collate":
+            where = place_of(stage, epoch, number, indices)
+        elif read < len(indices):
+            index = indices[read]
+            where = Failure(stage, epoch, number, read, index, error).describe()
+        else:  # of a coroutine among them
+            where = place_of(stage, epoch, number, indices)
+        return noted(error, where)
+
+    def _awaited(self, samples: list[Any]) -> list[Any]:
+        """Await what a plain ``__getitem__`` has returned, as wrappers do.
+
+        Raises:
+            Exception: That of the first sample that failed.
+        """
+        if self._side_loop is None:
+            self._side_loop, self.must_close = SideLoop(), True
+        found = self._side_loop.resolve(samples, self._concurrency)
+        for sample in found:
+            if isinstance(sample, Exception):
+                raise sample
+        return found
+
+    def close(self) -> None:
+        """Release the thread of awaitables that plain code has returned, if any."""
+        super().close()
+        if self._side_loop is not None:
+            self._side_loop.close()
+
+
+class InlineIterator(LocalIterator):
     """Read, transform and collate in the caller's thread, one batch at a time.
 
     Args:
+        epoch: What is to be delivered.
         maker: The user's functions, all sync.
-        plan: What is to be delivered.
-        counters: Where the delivered batches are counted.
         host: Holds the lifespan, leased; None if there is none.
         drop_last: Drop the short last batch of a stream.
     """
 
     def __init__(
-        self,
-        maker: BatchMaker,
-        plan: Plan,
-        counters: Counters,
-        host: Host | None,
-        *,
-        drop_last: bool,
+        self, epoch: Epoch, maker: BatchMaker, host: Host | None, *, drop_last: bool
     ) -> None:
-        super().__init__(counters, plan)
+        super().__init__(epoch, epoch.requests())
         self._maker = maker
-        self._requests = plan.requests()
-        self._dropped = plan.dropped()
+        self._dropped = epoch.dropped()
         self._host = host
         self._stream: SyncStream | None = None
         if maker.kind is Kind.ITERABLE:
-            resume = plan.bookmark.states.get(0)
+            resume = epoch.bookmark.states.get(0)
             self._stream = SyncStream(
                 maker, drop_last=drop_last, resume=resume, keys=maker.seeds()
             )
-        if isinstance(host, InlineHost):
+        self.must_close = self._stream is not None or host is not None
+        if isinstance(host, CallerHost):
             try:
                 host.open()
             except BaseException:
-                host.dismiss(Keeper())
+                host.release()
                 raise
 
     def next(self) -> Any:
@@ -147,26 +260,29 @@ class InlineIterator(_LocalSource):
             StopIteration: At the end.
         """
         while True:
-            task = self._maker.task(self._next(self._requests))
-            with self._maker.around(task):
-                result = self._made(task)
+            try:
+                request = next(self._requests)
+            except BaseException as error:
+                self._end(is_over=isinstance(error, StopIteration))
+                raise
+            task = self._maker.task(request)
+            try:
+                with self._maker.around(task):
+                    result = self._made(task)
+            except BaseException:
+                self._progress.fail(task.number, task.state)
+                raise
             if result.is_end:
                 self._progress.end(task.number, task.state)
-                self._end()
+                self._end(is_over=True)
                 raise StopIteration
+            is_delivered = not result.is_empty and task.number not in self._dropped
+            self.counters.batches += is_delivered
             self._progress.take(task.number, task.state)
-            if not result.is_empty and task.number not in self._dropped:
-                self.counters.batches += 1
+            if is_delivered:
                 return result.batch
 
     def _made(self, task: BatchTask) -> BatchResult:
-        try:
-            return self._make(task)
-        except BaseException:
-            self._progress.fail(task.number, task.state)
-            raise
-
-    def _make(self, task: BatchTask) -> BatchResult:
         if self._stream is None:
             self._maker.read(task, time.sleep)
         else:
@@ -176,42 +292,33 @@ class InlineIterator(_LocalSource):
         self._maker.apply(task)
         return self._maker.collate(task)
 
-    def must_close(self) -> bool:
-        """Tell whether a stream or a lifespan is open."""
-        return self._stream is not None or self._host is not None
-
     def close(self) -> None:
         """Close the stream, and leave the lifespan after the last iteration."""
-        self._requests, self._is_closed = iter(()), True
+        super().close()
+        self._maker.close()
         try:
             if self._stream is not None:
                 self._stream.close()
         finally:
             host, self._host = self._host, None
             if host is not None:
-                host.dismiss(Keeper())
+                host.release()
 
 
-class GatherIterator(_LocalSource):
+class GatherIterator(LocalIterator):
     """Gather each batch of in-memory tensors by an index tensor.
 
     Args:
         tensors: Strided CPU tensors of one length.
-        plan: What is to be delivered, as index tensors or ranges.
-        counters: Where the delivered batches are counted.
+        epoch: What is to be delivered; its order is an ``IndexOrder``.
     """
 
-    def __init__(
-        self,
-        tensors: tuple[torch.Tensor, ...],
-        plan: Plan,
-        counters: Counters,
-    ) -> None:
-        super().__init__(counters, plan)
+    def __init__(self, tensors: tuple[torch.Tensor, ...], epoch: Epoch) -> None:
+        super().__init__(epoch, epoch.requests(as_lists=False))
         self._tensors = tensors
-        self._batches = plan.requests() if plan.bookmark.beyond else plan.batches
-        self._opener: CpuThread | None = None
-        self._opened = Latch()
+        self._next = epoch.bookmark.done
+        self._drawn = -1  # the latest request that was drawn beside the loop
+        self._drawing: Latch | None = None
 
     def next(self) -> list[torch.Tensor]:
         """Return the next batch: a fresh tensor for each of the dataset's.
@@ -219,10 +326,15 @@ class GatherIterator(_LocalSource):
         Raises:
             StopIteration: At the end.
         """
-        number, _, chunk, _, _ = self._next(self._batches)
+        try:
+            number, _, chunk, _, _ = next(self._requests)
+        except BaseException as error:
+            self._end(is_over=isinstance(error, StopIteration))
+            raise
+        self._next = number + 1
         try:
             if type(chunk) is range:
-                batch = [self._copy(tensor, chunk) for tensor in self._tensors]
+                batch = [_copied(tensor, chunk) for tensor in self._tensors]
             else:
                 batch = [tensor.index_select(0, chunk) for tensor in self._tensors]
         except BaseException:
@@ -238,35 +350,34 @@ class GatherIterator(_LocalSource):
         Raises:
             StopAsyncIteration: At the end.
         """
-        if len(self._tensors[0]) > _LONG and not self._opened.is_set():
-            if self._opener is None:
-                self._opener = CpuThread("aioloader-once")
-                self._opener.post(self._draw)
-                self._opener.stop(self._opened.set)
-            await self._opened.wait_async()
+        number = self._next
+        if number != self._drawn and self.epoch.draws_long(number):
+            if self._drawing is None:
+                self._drawing = Latch()
+                thread = CpuThread("aioloader-once")
+                thread.post(self._draw)
+                thread.stop(self._drawing.set)
+            await self._drawing.wait_async()
+            self._drawing, self._drawn = None, number
         return await super().next_async()
 
     def _draw(self) -> None:
-        """Draw the order, beside the loop; it is kept if nobody waits any more."""
+        """Draw a request, in a thread; it is kept if the consumer was cancelled."""
         try:
-            first = list(itertools.islice(self._batches, 1))
+            drawn = list(itertools.islice(self._requests, 1))
         except BaseException as error:  # raised by the next step
-            self._batches = _raising(error)
+            self._requests = _raising(error)
         else:
-            self._batches = itertools.chain(first, self._batches)
+            self._requests = itertools.chain(drawn, self._requests)
 
-    def _copy(self, tensor: torch.Tensor, rows: range) -> torch.Tensor:
-        if rows[-1] >= len(tensor):
-            raise IndexError(
-                f"index {rows[-1]} is out of bounds for dimension 0 with size "
-                f"{len(tensor)}"
-            )
-        part = tensor[rows.start : rows.stop : rows.step]
-        return part.clone(memory_format=torch.contiguous_format)
 
-    def close(self) -> None:
-        """Let go of the order: the iteration is over."""
-        self._batches, self._is_closed = iter(()), True
+def _copied(tensor: torch.Tensor, rows: range) -> torch.Tensor:
+    if rows[-1] >= len(tensor):
+        raise IndexError(
+            f"index {rows[-1]} is out of bounds for dimension 0 with size {len(tensor)}"
+        )
+    part = tensor[rows.start : rows.stop : rows.step]
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _raising(error: BaseException) -> Iterator[IndexBatch]:

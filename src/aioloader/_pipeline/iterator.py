@@ -1,30 +1,28 @@
 """What ``iter(loader)`` and ``aiter(loader)`` return.
 
-The iterator is a thin shell around a source. Nothing in the pipeline refers to it, so
-that dropping it (``break``, an exception) releases the pipeline at once.
+The iterator is a thin shell. Nothing in the pipeline refers to it, and no frame of a
+traceback holds it, so that dropping it (``break``, an exception) releases the pipeline
+at once, without a garbage collection.
 """
 
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeAlias, cast
 
-import torch
 from typing_extensions import TypeVar
 
-from aioloader._observe.stats import Counters
 from aioloader._observe.warnings import warn
-from aioloader._order.progress import BEGINNING, Progress
+from aioloader._order.forks import fork_safe
 from aioloader._pipeline.host import GRACE
-from aioloader._pipeline.inline import GatherIterator, InlineIterator
+from aioloader._pipeline.inline import ClosedIterator, LocalIterator
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.pipeline_iterator import PipelineIterator
-from aioloader._pipeline.plan import Plan
 from aioloader._pipeline.waiting import require_asyncio
 
 Batch = TypeVar("Batch", default=Any)
-Source: TypeAlias = InlineIterator | GatherIterator | PipelineIterator
+Source: TypeAlias = LocalIterator | PipelineIterator
 _LENGTH = (  # torch's words
     "Length of IterableDataset {} was reported to be {}(when accessing "
     "len(dataloader)), but {} samples have been fetched. {}"
@@ -41,9 +39,9 @@ class BatchIterator(Generic[Batch]):
     """Batches of one epoch, for ``for`` or for ``async for``.
 
     Worker processes start with it; threads, tasks and reads of this process begin with
-    the first step. Leaving the loop
-    early releases everything, in the background; ``close`` or ``aclose`` waits for it.
-    An exception from one batch does not end the iteration.
+    the first step. Leaving the loop early releases everything, in the background;
+    ``close`` or ``aclose`` waits for it. An exception from one batch does not end the
+    iteration.
 
     Args:
         start: Makes the source, when the first batch is asked for.
@@ -63,15 +61,9 @@ class BatchIterator(Generic[Batch]):
         prepared: Source | None = None,
     ) -> None:
         self._length = length
-        self._start: Callable[[], Source] | None = start
-        self._source: Source | None = None
-        self._check = check
+        self._steps = _Steps(start, check, prepared)
         self._base_seed = base_seed  # torch's name
-        self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._prepared = prepared
-        if prepared is not None:
-            self._hold(prepared)
-        self._lock = threading.RLock()
+        self._finalizer = weakref.finalize(self, self._steps.abandon)
 
     def __len__(self) -> int:
         """Return ``len(loader)``.
@@ -88,37 +80,36 @@ class BatchIterator(Generic[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        source = self._source or self._begin()
-        batch: Any = source.next()
-        if self._check is not None:
-            self._check(source.counters.batches)
-        return cast("Batch", batch)
+        try:
+            return cast("Batch", self._steps.next())
+        except BaseException:
+            del self  # this frame is part of the traceback
+            raise
 
-    async def __anext__(self) -> Batch:
-        if self._source is None:
-            require_asyncio()
-        source = self._source or self._begin()
-        batch: Any = await source.next_async()
-        if self._check is not None:
-            self._check(source.counters.batches)
-        return cast("Batch", batch)
+    # A plain function, for no frame of it to stay with the coroutine.
+    def __anext__(self) -> Coroutine[Any, Any, Batch]:
+        return self._steps.next_async()
 
     def close(self) -> None:
         """End the iteration and wait until all it held is released.
 
         Later steps end the loop, as those of a closed generator do.
         """
-        self._start = None
-        source = self._source or self._prepared
+        source = self._steps.end()
         if source is not None:
             source.close()
 
     async def aclose(self) -> None:
         """End the iteration and wait, without blocking the loop."""
-        self._start = None
-        source = self._source or self._prepared
+        source = self._steps.end()
         if source is not None:
             await source.aclose()
+
+    def dismiss(self) -> None:
+        """Begin to end the iteration; ``close`` and ``aclose`` wait for it."""
+        source = self._steps.end()
+        if isinstance(source, PipelineIterator):
+            source.dismiss()
 
     def _shutdown_workers(self) -> None:
         """Close, under torch's name."""
@@ -126,34 +117,69 @@ class BatchIterator(Generic[Batch]):
 
     def is_under_way(self) -> bool:
         """Tell whether it has begun, and is neither at its end nor closed."""
-        return self._source is not None and not self._source.is_finished()
+        source = self._steps.source
+        return source is not None and not source.is_finished()
 
-    def _begin(self) -> "Source":
+
+class _Steps:
+    """What an iterator holds, for steps whose frames do not hold the iterator."""
+
+    def __init__(
+        self,
+        start: Callable[[], Source],
+        check: Callable[[int], None] | None,
+        prepared: Source | None,
+    ) -> None:
+        self.source: Source | None = None
+        self._start: Callable[[], Source] | None = start
+        self._check = check
+        self._prepared = prepared
+        self._lock = fork_safe(threading.RLock())
+
+    def next(self) -> Any:
+        source = self.source or self.begin()
+        batch = source.next()
+        if self._check is not None:
+            self._check(source.counters.batches)
+        return batch
+
+    async def next_async(self) -> Any:
+        if self.source is None:
+            require_asyncio()
+        source = self.source or self.begin()
+        batch = await source.next_async()
+        if self._check is not None:
+            self._check(source.counters.batches)
+        return batch
+
+    def begin(self) -> Source:
+        """Return the source; the first call makes it."""
         with self._lock:
-            if self._source is None:
+            if self.source is None:
                 if self._start is None:  # closed before it began
-                    nothing = torch.empty(0)
-                    plan = Plan(iter(()), Progress(BEGINNING), BEGINNING)
-                    return GatherIterator((nothing,), plan, Counters())
-                source = self._start()
+                    return ClosedIterator()
+                self.source = self._start()
                 self._start = self._prepared = None
-                if self._finalizer is None:
-                    self._hold(source)
-                self._source = source
-            return self._source
+            return self.source
 
-    def _hold(self, source: Source) -> None:
-        """Release ``source`` when this iterator is dropped."""
+    def end(self) -> Source | None:
+        """Begin no more; return what is to be closed."""
+        self._start = None
+        return self.source or self._prepared
+
+    def abandon(self) -> None:
+        """Release an iterator that was dropped, or is left when Python exits."""
+        source = self.end()
         if isinstance(source, PipelineIterator):
-            self._finalizer = weakref.finalize(self, _abandon, source.run)
-        elif source.must_close():
-            self._finalizer = weakref.finalize(self, source.close)
+            _abandon(source.pipeline)
+        elif source is not None and source.must_close:
+            source.close()
 
 
 def length_check(loader: Any) -> Callable[[int], None] | None:
     """Return what warns, as torch does, of more batches than a stream reported.
 
-    Torch compares them with the samples that ``len(loader)`` was told of.
+    Torch compares them with the samples that ``len(loader)`` has reported.
     """
     expected = loader._IterableDataset_len_called  # noqa: SLF001  (torch's name)
     if expected is None:
@@ -169,11 +195,10 @@ def length_check(loader: Any) -> Callable[[int], None] | None:
     return check
 
 
-def _abandon(run: Pipeline) -> None:
-    """Release a run whose iterator was dropped, or is left when Python exits."""
-    if run.ended.is_set():
+def _abandon(pipeline: Pipeline) -> None:
+    if pipeline.ended.is_set():
         return
-    run.dismiss()
+    pipeline.dismiss()
     if threading.main_thread().is_alive():
         return
     # The main thread is gone: the interpreter is exiting, and its threads must end
@@ -184,10 +209,10 @@ def _abandon(run: Pipeline) -> None:
             "iterator, or iterate inside `with loader:` or `async with loader:`",
             ResourceWarning,
         )
-    run.ended.wait(GRACE)
-    if run.host.is_left() and run.host.closed.wait(GRACE):
-        run.host.join()
-    if run.stage is not None:
-        run.stage.join()
-    if run.pool is not None and run.pool.pump is None:
-        run.join()  # threads of this process
+    pipeline.ended.wait(GRACE)
+    if pipeline.host.is_left() and pipeline.host.closed.wait(GRACE):
+        pipeline.host.join()
+    if pipeline.stage is not None:
+        pipeline.stage.join()
+    if pipeline.pool is not None and pipeline.pool.pump is None:
+        pipeline.join()  # threads of this process

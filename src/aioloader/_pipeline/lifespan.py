@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from torch.utils.data import ChainDataset, ConcatDataset, StackDataset, Subset
 
 from aioloader._order.failures import noted
-from aioloader._pipeline.batch_maker import raisable
+from aioloader._pipeline.awaiting import raisable
 from aioloader._pipeline.cpu import CpuThread
 from aioloader.protocols import (
     HasLifespan,
@@ -104,7 +104,7 @@ class Lifespan:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 stack.push_async_callback(self._loop_stack.aclose)
-                if self._make is not None and not _reads_on_loop(self._dataset):
+                if self._make is not None and not reads_on_loop(self._dataset):
                     # It waits for an entry that was cancelled and still runs there.
                     await thread.call(self._stack.close)
         except Exception as error:
@@ -112,7 +112,7 @@ class Lifespan:
 
     async def _enter_async(self, make: MakeLifespan, thread: CpuThread) -> None:
         manager: Any
-        if _reads_on_loop(self._dataset):
+        if reads_on_loop(self._dataset):
             manager = self._made(make)
         else:
             manager = await thread.call(lambda: self._enter_plain(make))
@@ -195,7 +195,7 @@ def check_lifespan(make: Any, dataset: Any, transform: Any, collate_fn: Any) -> 
             f"decorated with contextlib.{word}"
         )
     is_plain = not any(map(is_async_function, (transform, collate_fn)))
-    if is_plain and not _reads_on_loop(dataset) and _makes_async(make):
+    if is_plain and not reads_on_loop(dataset) and _makes_async(make):
         raise ValueError(
             "lifespan returns an async context manager, but dataset, transform and "
             f"collate_fn are plain, so no event loop runs for them: {_ADVICE}"
@@ -209,7 +209,7 @@ def _makes_async(make: Any) -> bool:
     return inspect.isasyncgenfunction(inspect.unwrap(make))
 
 
-def _reads_on_loop(dataset: Any) -> bool:
+def reads_on_loop(dataset: Any) -> bool:
     """Tell whether coroutines read ``dataset``."""
     return kind_of(dataset) is Kind.ASYNC_ITERABLE or reads_async(dataset)
 

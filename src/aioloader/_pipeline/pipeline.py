@@ -1,22 +1,21 @@
-"""One iteration while it is hosted: takes requests, routes tasks, closes.
+"""One iteration while it is hosted: takes requests, makes batches, closes.
 
-A task goes from step to step. Each step has a colour, and so a place: the loop for
-coroutines, the thread for plain code, or a pool that makes whole batches. Steps of one
-place follow without a hop.
+A coroutine is awaited on the host's loop; plain code runs in the host's thread; worker
+pools make whole batches, or the rest of those that were read here.
 """
 
 import asyncio
 import contextlib
 import queue
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any
 
+from aioloader._order.epoch import BEGINNING, Bookmark
 from aioloader._order.failures import Failure
-from aioloader._order.progress import BEGINNING, Bookmark
+from aioloader._pipeline.awaiting import raisable
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.fetcher_pool import FetcherPool
@@ -24,34 +23,23 @@ from aioloader._pipeline.host import Host
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import Pool, Stage
 from aioloader._pipeline.stream import AsyncStream, SyncStream
-from aioloader._pipeline.waiting import Latch, call_threadsafe
+from aioloader._pipeline.waiting import Latch, call_threadsafe, context_elsewhere
 from aioloader.errors import LoaderClosedError
 from aioloader.protocols import Kind
 
-Place: TypeAlias = Literal["loop", "thread", "pool"]
-
-
-class Step(NamedTuple):
-    """One step of the route: its stage, where it runs, and what it does."""
-
-    stage: str
-    place: Place
-    do: Callable[[BatchTask], None]
-
-
-class _Closed(Exception):  # noqa: N818  (a signal within this file)
-    """Ends the task group of ``main``."""
+# Batches that are made one after the other for so long are handed over together.
+HOP = 0.002
 
 
 class Pipeline:
-    """A hosted of a host: the stages of one iteration.
+    """The stages of one iteration, on their host.
 
     It holds no reference to the iterator that feeds it, so that the iterator can be
-    collected; the iterator's finalizer then dismisses the run.
+    collected; the iterator's finalizer then dismisses the pipeline.
 
     Args:
         maker: The user's functions.
-        host: Where it runs; the run holds one lease from the start.
+        host: Where it runs; the pipeline owns one lease from the start.
         concurrency: Samples in flight on the loop.
         in_order: Deliver batches by number, else as they complete.
         drop_last: Drop the short last batch of a stream.
@@ -74,7 +62,7 @@ class Pipeline:
         sink: Callable[[BatchTask, BatchResult], None] | None = None,
     ) -> None:
         self.bookmark = bookmark
-        # Of a stream, what was delivered before is made again, to get behind it.
+        # Of a stream, what was delivered before is made again, to get past it.
         without = bookmark.beyond if maker.kind is Kind.MAP else frozenset[int]()
         self.ready = ReadyQueue(
             in_order=in_order,
@@ -82,48 +70,65 @@ class Pipeline:
             without=without,
             pump=pool.pump if pool else None,
         )
+        self.maker = maker
+        self.host = host
         self.pool = pool
         self.stage: Stage | None = None
-        # Workers that are processes have copies of the dataset, with states of theirs.
-        is_here = pool is None or not pool.reads or pool.pump is None
-        self._leaves = maker.keeps_state and is_here
-        self._sink = sink or self._put
+        self.under_way: dict[int, tuple[BatchTask, float]] = {}
         self.ended = Latch()
         self.exit_error: BaseException | None = None
-        self.host = host
-        self.under_way: dict[int, tuple[BatchTask, float]] = {}
-        self.maker = maker
+        self.reads_here = maker.reads and not (pool is not None and pool.reads)
+        # Workers that are processes have copies of the dataset, with own states.
+        is_here = pool is None or not pool.reads or pool.pump is None
+        self._keeps_state = maker.keeps_state and is_here
+        self._sink = sink or self._put
         self._concurrency = concurrency
+        self.seconds_per_batch = 0.0  # of those that are made in the thread
+        self._hop = 0.0  # when the batches to be handed over next were begun
         self._is_closing = False
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closing = asyncio.Event()
         self._fetchers: FetcherPool | None = None
-        self._loop_ident: int | None = None
-        self._early: deque[BatchTask] = deque()
+        self._early: deque[tuple[Callable[[BatchTask], None], BatchTask]] = deque()
         self._to_pull: asyncio.Queue[BatchTask] = asyncio.Queue()
         self._stream: SyncStream | None = None
         self._async_stream: AsyncStream | None = None
-        resume = bookmark.states.get(0)
+        # Plain code sees the context variables of its consumer.
+        self._context = context_elsewhere()
+        self._start = self._first_step(
+            maker, bookmark.states.get(0), drop_last=drop_last
+        )
+        host.admit(self)
+
+    def _first_step(
+        self, maker: BatchMaker, resume: Any, *, drop_last: bool
+    ) -> Callable[[BatchTask], None]:
+        """Return what takes a request."""
         if maker.kind is Kind.ITERABLE:
             self._stream = SyncStream(
                 maker, drop_last=drop_last, resume=resume, keys=maker.seeds()
             )
         elif maker.kind is Kind.ASYNC_ITERABLE:
             self._async_stream = AsyncStream(maker, drop_last=drop_last, resume=resume)
-        self.route = tuple(self._plan())
-        host.admit(self)
+        if self.reads_here and self._async_stream is not None:
+            return partial(self._on_loop, self._to_pull.put_nowait)
+        if self.reads_here and maker.reads_async:
+            return partial(self._on_loop, self._read_on_loop)
+        if self.reads_here:
+            return lambda task: self._in_thread(self._read_here, task)
+        return self._into_pool if self.pool is not None else self._go_on
 
     # -- for the consumer ---------------------------------------------------------
 
     def open(self) -> None:
-        """Make ready for the first request; may take long."""
+        """Prepare for the first request; may take long."""
         if self.pool is not None:
             self.pool.open(self)
 
     def submit(self, task: BatchTask) -> None:
         """Take a request; its result will be put into ``ready``."""
         self.under_way[id(task)] = (task, time.monotonic())
-        self._send(task, self._place_of(task))
+        self._start(task)
 
     def dismiss(self) -> None:
         """Begin to end; from any thread, and from finalizers. ``ended`` tells when."""
@@ -133,6 +138,10 @@ class Pipeline:
             self.host.dismiss(self)
             if self.stage is not None:
                 self.stage.stop()
+
+    def run_in_context(self, job: Callable[[], Any]) -> Any:
+        """Run plain code with the consumer's context variables, in any thread."""
+        return self._context.copy().run(job)
 
     # -- for the host -------------------------------------------------------------
 
@@ -145,31 +154,33 @@ class Pipeline:
             if self._is_closing:
                 self.exit_error = error
             else:
-                self.fail(_only(error))
+                self.fail(error)
         finally:
             self._is_closing = True
             if self._stream is not None:
                 self.host.cpu.post(self._close_stream)
+            self.maker.close()
             self.fail(LoaderClosedError("the iterator was closed"))
 
     async def _host(self, stack: contextlib.AsyncExitStack) -> None:
+        fetchers = FetcherPool(self._concurrency, self.maker, self._next_step)
         try:
-            async with asyncio.TaskGroup() as group:
-                self._fetchers = FetcherPool(
-                    group, self._concurrency, self.maker, self._stepped
-                )
-                self._loop_ident = threading.get_ident()
-                if self._async_stream is not None:
-                    reader = self._read(self._async_stream, stack)
-                    group.create_task(reader, name="aioloader reader")
-                while self._early:
-                    self._advance(self._early.popleft(), "loop")
-                await self._until_closed()
-        except* _Closed:
-            pass
+            self._fetchers = fetchers
+            if self._async_stream is not None:
+                fetchers.spawn(self._read_stream(self._async_stream, stack))
+            while self._early:
+                step, task = self._early.popleft()
+                step(task)
+            await self._closing.wait()
+        finally:
+            self._fetchers = None
+            await fetchers.aclose()
 
     def end(self) -> None:
-        """Let go, in the host's own thread; ``main`` ends if it was begun."""
+        """Release everything this pipeline holds; runs on the host's thread.
+
+        ``main`` ends if it was begun.
+        """
         self._closing.set()
         if self.pool is not None:
             self.pool.forget(self)
@@ -177,12 +188,21 @@ class Pipeline:
             if self.host.lifespan and self.pool is not None and self.pool.reads:
                 self.pool.join()  # before the lifespan is left
             self._close_stream()
+            self.maker.close()
             self.fail(LoaderClosedError("the iterator was closed"))
 
     def join(self) -> bool:
-        """Wait, bounded, until the stage has ended and the pool let go of workers."""
+        """Wait, bounded, until the stage has ended and the pool's workers are gone."""
         is_gone = self.stage is None or self.stage.join()
         return (self.pool is None or self.pool.join()) and is_gone
+
+    def joins_at_once(self) -> bool:
+        """Tell whether ``join`` has nothing to wait for."""
+        return self.stage is None and self.pool is None
+
+    def is_dismissed(self) -> bool:
+        """Tell whether it is to end, or has ended."""
+        return self._is_closing
 
     def fail(self, error: BaseException) -> None:
         """Give up: every wait of the consumer ends with ``error``."""
@@ -190,131 +210,201 @@ class Pipeline:
         if self._sink != self._put:
             for task, _ in list(self.under_way.values()):
                 self.deliver(task, BatchResult(error=error))
+        self.under_way.clear()
 
-    async def _until_closed(self) -> None:
-        await self._closing.wait()
-        raise _Closed
+    # -- a batch: read, transform, collate ------------------------------------------
 
-    # -- the route ----------------------------------------------------------------
-
-    def _plan(self) -> list[Step]:
-        maker = self.maker
-        if not maker.reads or (self.pool is not None and self.pool.reads):
-            return [] if self.pool is not None else self._plan_rest(maker)
-        return [*self._plan_fetch(maker), *self._plan_rest(maker)]
-
-    def _plan_fetch(self, maker: BatchMaker) -> list[Step]:
-        if self._async_stream is not None:
-            return [Step("fetch", "loop", self._to_pull.put_nowait)]
-        if self._stream is not None:
-            return [Step("fetch", "thread", self._stream.pull)]
-        if maker.reads_async:
-            return [Step("fetch", "loop", lambda task: self._on_fetchers().fetch(task))]
-        return [Step("fetch", "thread", partial(maker.read, pause=self._pause))]
-
-    def _plan_rest(self, maker: BatchMaker) -> list[Step]:
-        steps = []
-        one_by_one = maker.reads_async and maker.get_batch is None
-        if maker.transforms_async and not one_by_one:
-            steps.append(
-                Step(
-                    "transform",
-                    "loop",
-                    lambda task: self._on_fetchers().transform(task),
-                )
-            )
-        if self.pool is not None:
-            return steps
-        if not maker.collates_async:
-            return [*steps, Step("collate", "thread", self._finish)]
-        if maker.transform is not None and not maker.transforms_async:
-            steps.append(Step("transform", "thread", maker.apply))
-        collate = Step(
-            "collate", "loop", lambda task: self._on_fetchers().collate(task)
-        )
-        return [*steps, collate]
-
-    def _advance(self, task: BatchTask, here: Place) -> None:
-        """Take ``task`` as far as it goes without leaving ``here``."""
-        while not self._is_closing:
-            if task.result is not None:
-                self.deliver(task, task.result)
-                return
-            place = self._place_of(task)
-            if place != here:
-                self._send(task, place)
-                return
-            if here == "thread":
-                with self.maker.around(task):
-                    self._do_plain(task)
-            elif self._do(task):
-                return  # the fetchers or the reader has it, and will call _stepped
-
-    def _place_of(self, task: BatchTask) -> Place:
-        """Return where the next step of ``task`` is."""
-        return self.route[task.step].place if task.step < len(self.route) else "pool"
-
-    def _do_plain(self, task: BatchTask) -> None:
-        """Do the steps that follow each other in the thread."""
-        while task.result is None and self._place_of(task) == "thread":
-            self._do(task)
-
-    def _do(self, task: BatchTask) -> bool:
-        """Do the next step; an error is its result. Tell whether there was none."""
-        step = self.route[task.step]
-        task.step += 1
+    def _read_here(self, task: BatchTask) -> None:
+        """Read a batch in the host's thread; make it there, where all is plain."""
+        maker, began = self.maker, time.perf_counter()
+        is_plain = maker.is_plain() and self.pool is None
         try:
-            step.do(task)
+            with maker.around(task):
+                if self._stream is not None:
+                    self._stream.pull(task)
+                else:
+                    maker.read(task, self._pause)
+                if is_plain and task.result is None:
+                    task.result = maker.finish(task)
         except BaseException as error:  # handed to the consumer
-            task.result = BatchResult(error=error)
-        return task.result is None
+            task.result = BatchResult(error=_of_user(error))
+        now = time.perf_counter()
+        self.seconds_per_batch += (now - began - self.seconds_per_batch) / 4
+        self._hop = self._hop or began
+        self._go_on(task)
 
-    def _stepped(self, task: BatchTask) -> None:
-        self._advance(task, "loop")
+    def _read_on_loop(self, task: BatchTask) -> None:
+        assert self._fetchers is not None
+        self._fetchers.read(task)
 
-    def _send(self, task: BatchTask, place: Place) -> None:
-        if place == "pool":
+    async def _read_stream(
+        self, stream: AsyncStream, stack: contextlib.AsyncExitStack
+    ) -> None:
+        """Read the stream for one request after the other."""
+        reader = asyncio.current_task()
+        # The user's iterator may have swallowed the cancellation, which comes but once.
+        while reader is not None and not reader.cancelling():
+            task = await self._to_pull.get()
+            try:
+                await stream.pull(task, stack)
+            except GeneratorExit:
+                raise
+            except BaseException as error:  # handed to the consumer
+                if isinstance(error, asyncio.CancelledError) and reader.cancelling():
+                    raise
+                task.result = BatchResult(error=_of_user(error))
+            self._go_on(task)
+
+    def _go_on(self, task: BatchTask) -> None:
+        """Take the next step of a batch whose samples are there, from any thread."""
+        if task.result is not None:
+            self.deliver(task, task.result)
+        elif self.maker.is_plain() or self._is_on_loop():
+            rest = self._next_step(task)
+            if rest is not None:
+                assert self._fetchers is not None
+                self._fetchers.spawn(rest)
+        else:
+            self._on_loop(self._go_on, task)
+
+    def _next_step(self, task: BatchTask) -> Coroutine[Any, Any, None] | None:
+        """Transform and collate a batch where its functions run.
+
+        Returns:
+            What is left to be awaited, if ``collate_fn`` is a coroutine function.
+        """
+        maker = self.maker
+        if task.result is not None:
+            self.deliver(task, task.result)
+        elif self._is_closing:
+            pass
+        elif self._transforms_next(task):
+            assert self._fetchers is not None
+            self._fetchers.transform(task)
+        elif self.pool is not None:
             self._into_pool(task)
-        elif place == "thread":
-            self.host.post(partial(self._advance, task, "thread"))
-        elif threading.get_ident() == self._loop_ident:
-            self._advance(task, "loop")
+        elif maker.collates_async:
+            return self._collate(task)
+        elif self.host.loop is not None and maker.is_quick(task):
+            self._finish(task)
+        else:
+            self._in_thread(self._finish_here, task)
+        return None
+
+    def _transforms_next(self, task: BatchTask) -> bool:
+        """Tell whether the samples of a batch are still to be transformed on the loop.
+
+        Those that were read one by one are transformed by who has read them.
+        """
+        maker = self.maker
+        was_whole = not maker.reads_async or maker.get_batch is not None
+        return maker.transforms_async and was_whole and task.stage == "fetch"
+
+    async def _collate(self, task: BatchTask) -> None:
+        """Collate by a coroutine; a plain transform runs in the thread before."""
+        maker = self.maker
+        try:
+            if maker.transform is not None and not maker.transforms_async:
+                await self.host.cpu.call(partial(self._apply_here, task))
+            result = await maker.collate_async(task)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # handed to the consumer
+            result = BatchResult(error=error)
+        self.deliver(task, result)
+
+    def _apply_here(self, task: BatchTask) -> None:
+        with self.maker.around(task):
+            self._context.run(self.maker.apply, task)
+
+    def _finish_here(self, task: BatchTask) -> None:
+        """Transform and collate in the thread."""
+        with self.maker.around(task):
+            self._finish(task)
+
+    def _finish(self, task: BatchTask) -> None:
+        try:
+            result = self.maker.finish(task)
+        except BaseException as error:  # handed to the consumer
+            result = BatchResult(error=error)
+        task.samples = []
+        self.deliver(task, result)
+
+    # -- from one place to the other --------------------------------------------------
+
+    def _in_thread(self, step: Callable[[BatchTask], None], task: BatchTask) -> None:
+        """Take a step of ``task`` in the thread, unless the pipeline is closing."""
+
+        def job() -> None:
+            if not self._is_closing:
+                self._context.run(step, task)
+
+        self.host.post(job)
+
+    def _on_loop(self, step: Callable[[BatchTask], None], task: BatchTask) -> None:
+        """Take a step of ``task`` on the loop, as soon as its fetchers are there."""
+        if self._is_on_loop():
+            step(task)
         elif self.host.loop is not None and not call_threadsafe(
-            self.host.loop, self._arrive, task
+            self.host.loop, self._arrive, step, task
         ):
             self.fail(LoaderClosedError("the event loop of the loader is closed"))
 
+    def _arrive(self, step: Callable[[BatchTask], None], task: BatchTask) -> None:
+        if self._fetchers is None:
+            self._early.append((step, task))
+        elif not self._is_closing:
+            step(task)
+
+    def _is_on_loop(self) -> bool:
+        """Tell whether this is the host's loop, and the fetchers are there."""
+        return self._fetchers is not None and self.host.is_on_loop()
+
     def _into_pool(self, task: BatchTask) -> None:
         assert self.pool is not None
+        task.stage = "pool"
         try:
             self.pool.submit(self, task)
         except Exception as error:  # handed to the consumer
             # Its traceback would hold the consumer's frames, and so the iterator.
             self.deliver(task, BatchResult(error=error.with_traceback(None)))
 
-    def _arrive(self, task: BatchTask) -> None:
-        if self._fetchers is None:
-            self._early.append(task)
-        else:
-            self._advance(task, "loop")
+    def _pause(self, seconds: float) -> None:
+        """Wait in the thread before another attempt, unless the pipeline closes."""
+        with contextlib.suppress(queue.Empty):
+            self._bell.get(timeout=seconds)
+            raise LoaderClosedError("the iterator was closed")
+
+    def _close_stream(self) -> None:
+        try:
+            if self._stream is not None:
+                self._stream.close()
+        except BaseException as error:  # raised where it is closed
+            self.host.exit_error = error
+
+    # -- results --------------------------------------------------------------------
 
     def deliver(self, task: BatchTask, result: BatchResult) -> None:
         """Hand over what came of ``task``; from any thread."""
         if self.under_way.pop(id(task), None) is not None:
             if result.state is None:
                 result.state = task.state
-            if self._leaves:
+            if self._keeps_state:
                 result = self.maker.leave(task, result)
             self._sink(task, result)
 
     def _put(self, task: BatchTask, result: BatchResult) -> None:
-        self.ready.put(task.number, result)
+        more = bool(self._hop and self.under_way)
+        if more and time.perf_counter() - self._hop > HOP:
+            more = False
+        self._hop = self._hop if more else 0.0
+        self.ready.put(task.number, result, more=more)
 
     def receive(
         self, task: BatchTask, result: BatchResult, failures: Sequence[Failure] = ()
     ) -> None:
         """Take what came of ``task`` in the pool, and what failed on the way."""
-        result.attempted = 0 if self.route else len(task.indices)
+        result.attempted = 0 if self.reads_here else len(task.indices)
         result.failures = failures
         self.deliver(task, result)
 
@@ -328,50 +418,7 @@ class Pipeline:
         except Exception as error:  # the budget is spent
             result.error = error
 
-    # -- the steps that are not the maker's or the fetchers's -------------------------
 
-    def _finish(self, task: BatchTask) -> None:
-        task.result = self.maker.finish(task)
-        task.samples = []
-
-    def _on_fetchers(self) -> FetcherPool:
-        if self._fetchers is None:
-            raise LoaderClosedError("the iterator was closed")
-        return self._fetchers
-
-    async def _read(
-        self, stream: AsyncStream, stack: contextlib.AsyncExitStack
-    ) -> None:
-        """Pull the stream for one request after the other."""
-        reader = asyncio.current_task()
-        # The user's iterator may have swallowed the cancellation, which comes but once.
-        while reader is not None and not reader.cancelling():
-            task = await self._to_pull.get()
-            try:
-                await stream.pull(task, stack)
-            except (asyncio.CancelledError, GeneratorExit):
-                raise
-            except BaseException as error:  # handed to the consumer
-                task.result = BatchResult(error=error)
-            self._stepped(task)
-
-    def _pause(self, seconds: float) -> None:
-        """Wait before another attempt, in the thread, unless the run is closing."""
-        with contextlib.suppress(queue.Empty):
-            self._bell.get(timeout=seconds)
-            raise LoaderClosedError("the iterator was closed")
-
-    def _close_stream(self) -> None:
-        try:
-            if self._stream is not None:
-                self._stream.close()
-        except BaseException as error:  # raised where it is closed
-            self.host.exit_error = error
-
-
-def _only(error: Exception) -> BaseException:
-    """Return what a task group was left by, without the group if it is but one."""
-    if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        only: BaseException = error.exceptions[0]
-        return only
-    return error
+def _of_user(error: BaseException) -> BaseException:
+    """Return an error of user code, which a ``CancelledError`` is too."""
+    return raisable(error) if isinstance(error, asyncio.CancelledError) else error

@@ -1,24 +1,29 @@
-"""The consumer's side of a hosted epoch: requests out, batches in, never a poll."""
+"""The consumer's side of a pipeline: requests out, batches in, never a poll."""
 
+import asyncio
+import contextlib
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable  # noqa: TC003  (an annotation of an attribute)
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from aioloader._observe.stats import Counters
+from aioloader._order.epoch import Epoch
 from aioloader._order.failures import noted
+from aioloader._order.forks import fork_safe
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import beside
-from aioloader._pipeline.pipeline import Pipeline
-from aioloader._pipeline.plan import Plan
-from aioloader._pipeline.release import wait_released, wait_released_async
+from aioloader._pipeline.host import wait_released, wait_released_async
+from aioloader._pipeline.pipeline import HOP, Pipeline
 from aioloader._pipeline.timeouts import awaited, describe_wait
 from aioloader.errors import BatchTimeoutError, LoaderClosedError
 
 _NOTHING: Final = object()
+# A task that never has to wait gives the other tasks of its loop a turn after so long.
+_TURN = 0.001
+_MOST_PER_HOP = 64
+_NAP = 2 * HOP
 
 
 @dataclass(frozen=True)
@@ -26,12 +31,33 @@ class Window:
     """How many batches may be in flight.
 
     Attributes:
-        size: Told the first index batch, returns their number.
+        batches: Their number; with ``samples``, the number beyond those that are read.
+        samples: How many samples are to be in flight, whatever the sizes of their
+            batches; 0: only batches count.
         is_lazy: Whether a batch is only begun while its consumer waits for it.
+        per_hop: Whether more are in flight where they are made in no time, so that a
+            hop to their thread makes several.
     """
 
-    size: Callable[[Any], int]
+    batches: int
+    samples: int = 0
     is_lazy: bool = False
+    per_hop: bool = False
+
+    def is_open(self, in_flight: int, samples: int, seconds: float) -> bool:
+        """Tell whether another batch may be requested.
+
+        Args:
+            in_flight: Batches requested and not yet taken.
+            samples: Their samples.
+            seconds: What one of them took to make; 0 if that is not known.
+        """
+        batches = self.batches
+        if self.per_hop and seconds:
+            batches += min(_MOST_PER_HOP, int(HOP / seconds))
+        if in_flight < batches:
+            return True
+        return (in_flight - batches) * samples < self.samples * in_flight
 
 
 @dataclass(frozen=True)
@@ -48,51 +74,49 @@ class Patience:
 
 
 class PipelineIterator:
-    """Feed a run with requests, and take its results.
+    """Feed a pipeline with requests, and take its results.
 
-    The sampler is advanced here, while the consumer asks for a batch and never ahead
-    of the window, so its random draws fall where torch's fall (the first, which may
-    permute millions, beside an async consumer's loop). A request goes out when a batch
+    The sampler is advanced here, while the consumer asks for a batch and never beyond
+    the window, so its random draws fall where torch's fall (the first, which may
+    permute millions, off an async consumer's loop). A request goes out when a batch
     is taken: the number of batches in flight never exceeds the window.
 
     Args:
-        run: The pipeline; owned, and dismissed at the end.
-        plan: What is to be delivered; its requests are pulled as the window opens.
+        pipeline: Makes the batches; owned, and dismissed at the end.
+        epoch: What is to be delivered; its requests are drawn as the window opens.
         window: How many batches may be in flight, and when.
-        counters: Where batches and waits are counted.
         patience: How long to wait for a batch, and what happens then.
     """
 
     def __init__(
         self,
-        run: Pipeline,
-        plan: Plan,
+        pipeline: Pipeline,
+        epoch: Epoch,
         window: Window,
-        counters: Counters,
         patience: Patience,
     ) -> None:
-        self.run: Final = run
-        self._ready: Final = run.stage or run.ready
-        self.counters = counters
-        self._requests = plan.requests() if plan.bookmark.beyond else plan.batches
-        self._progress = plan.progress
-        self._dropped = plan.dropped()
-        self._turns = plan.turns
-        self._numbers: deque[int] = deque()  # issued, and not yet taken
-        self._next = plan.bookmark.done
-        self._is_cut = False
-        self._window_for = window.size
-        self._window = 0
-        self._is_lazy = window.is_lazy
+        self.pipeline: Final = pipeline
+        self._ready: Final = pipeline.stage or pipeline.ready
+        self.counters = epoch.counters
+        self._requests = epoch.requests()
+        self._epoch = epoch
+        self._progress = epoch.progress
+        self._dropped = epoch.dropped()
+        self._turns = epoch.turns
+        self._next = epoch.bookmark.done
+        self._window = window
         self._timeout = patience.timeout
         self._restarts = patience.restarts
         self._restarted: BatchTask | None = None
         self._is_begun = False
-        self._issued = 0
-        self._taken = 0
-        self._is_exhausted = False
+        # Samples of the batches that were requested and not yet taken, by number.
+        self._in_flight: dict[int, int] = {}
+        self._samples = 0
+        self._is_exhausted = False  # there is nothing more to request
+        self._is_cut = False  # by an error of the sampler
         self._is_finished = False
-        self._lock = threading.RLock()
+        self._turn = 0.0  # when other tasks of the consumer's loop had one
+        self._lock = fork_safe(threading.RLock())
         # Called for each batch that is taken when there is nothing more to request.
         self.when_exhausted: Callable[[], None] | None = None
 
@@ -129,8 +153,12 @@ class PipelineIterator:
             StopAsyncIteration: At the end.
             BatchTimeoutError: If it did not come in time.
         """
+        now = time.monotonic()
+        if now - self._turn > _TURN:  # not after a batch was taken: it would be lost
+            self._turn = now
+            await asyncio.sleep(0)
         if not self._is_begun and not self._is_finished:
-            await beside(self._begin)  # a sampler may permute millions
+            await self._begin_async()
         self._fill()
         while True:
             batch = self._take()
@@ -141,103 +169,141 @@ class PipelineIterator:
                 await self.aclose()
                 raise StopAsyncIteration
             began = time.perf_counter()
-            came = await self._ready.wait_async(self._timeout)
+            came = await self._wait_async()
+            self._turn = time.monotonic()
             waited = self._count_wait(began)
-            if not came and self.run.pool is not None:
+            if not came and self.pipeline.pool is not None:
                 await beside(partial(self._time_out, waited))
             elif not came:
                 self._time_out(waited)
+
+    async def _wait_async(self) -> bool:
+        """Suspend until there is a result; tell whether it came in time.
+
+        The batches of one hop to their thread come together: a wake-up for each would
+        cost more than they do. None is kept back for longer than two hops.
+        """
+        ready = self.pipeline.ready
+        if self._window.per_hop and self._ready is ready:
+            ready.naps = True
+            try:
+                if await ready.wait_async(_NAP) or len(ready):
+                    return True
+            finally:
+                ready.naps = False
+        return await self._ready.wait_async(self._timeout)
 
     def is_finished(self) -> bool:
         """Tell whether there is no more to come."""
         return self._is_finished
 
     def open(self, *, fills: bool) -> None:
-        """Start the workers, before anybody has asked for a batch.
+        """Start the workers, before the first batch is asked for.
 
         Args:
             fills: Whether to issue the first requests, which may draw a permutation.
         """
-        self.run.open()
+        self.pipeline.open()
         if fills:
             self._fill()
 
     def issue(self) -> None:
-        """Issue one request, before anybody has asked for a batch."""
+        """Issue one request, before a batch is asked for."""
         with self._lock:
-            self.run.open()
-            if self._may_issue(self._issued):
+            self.pipeline.open()
+            if not self._is_exhausted and self._may_issue(len(self._in_flight)):
                 self._issue()
 
     # -- the end ------------------------------------------------------------------
 
-    def close(self) -> None:
-        """End the run and wait for it, at most ``GRACE`` seconds."""
+    def dismiss(self) -> None:
+        """Begin to end; ``close`` and ``aclose`` wait for it."""
         self._is_finished = True
-        self.run.dismiss()
-        wait_released(self.run.host, self.run)
+        self.counters.in_flight = 0
+        self.pipeline.dismiss()
+
+    def close(self) -> None:
+        """End the pipeline and wait for it, at most ``GRACE`` seconds."""
+        self.dismiss()
+        wait_released(self.pipeline.host, self.pipeline.ended, self.pipeline)
 
     async def aclose(self) -> None:
-        """End the run and wait for it without blocking the loop."""
-        self._is_finished = True
-        self.run.dismiss()
-        await wait_released_async(self.run.host, self.run)
+        """End the pipeline and wait for it without blocking the loop."""
+        self.dismiss()
+        pipeline = self.pipeline
+        await wait_released_async(pipeline.host, pipeline.ended, pipeline)
 
     # -- requests out -------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Make the first requests, and wait for what is not the user's to start."""
+        """Issue the first requests; wait for workers, which is not the user's time."""
         with self._lock:
             if self._is_begun:
                 return
             self._is_begun = True
-            self.run.open()
+            self.pipeline.open()
             self._fill()
-        if self.run.pool is not None:
-            self.run.pool.wait_up()
+        if self.pipeline.pool is not None:
+            self.pipeline.pool.wait_up()
+
+    async def _begin_async(self) -> None:
+        """Begin; in the thread where it takes long: a sampler may permute millions."""
+        if self.pipeline.pool is None and self._epoch.begins_quickly():
+            self._begin()
+        else:
+            begin = partial(self.pipeline.run_in_context, self._begin)
+            # If the thread has ended, the pipeline has failed or was closed.
+            with contextlib.suppress(LoaderClosedError):
+                await self.pipeline.host.cpu.call(begin)
 
     def _fill(self) -> None:
         """Issue requests until the window is full."""
         with self._lock:
-            while self._may_issue(self._issued - self._taken):
+            while not self._is_exhausted and self._may_issue(len(self._in_flight)):
                 self._issue()
 
     def _may_issue(self, in_flight: int) -> bool:
-        if self._is_exhausted or not self._window:
-            return not self._is_exhausted
-        is_free = self._turns is None or self._turns.may_issue(self._window)
-        return is_free and in_flight < self._window
+        if self._turns is not None and not self._turns.may_issue(self._window.batches):
+            return False
+        seconds = self.pipeline.seconds_per_batch
+        return self._window.is_open(in_flight, self._samples, seconds)
 
     def _issue(self) -> None:
         try:
             batch = next(self._requests)
-            self._window = self._window or self._window_for(batch.indices)
         except StopIteration:
             self._is_exhausted = True
             return
         except Exception as error:  # delivered in its turn
             self._is_exhausted = self._is_cut = True
-            self._note(self._next)
+            self._in_flight[self._next] = 0
             where = f"in the sampler, at batch {self._next}"
-            self.run.ready.put(self._next, BatchResult(error=noted(error, where)))
+            result = BatchResult(error=noted(error, where))
+            self.pipeline.ready.put(self._next, result)
             return
-        self._note(batch.number)
+        except BaseException:  # Ctrl-C: the order cannot be drawn any further
+            self._interrupt()
+            raise
+        size = len(batch.indices) if self._window.samples else 0
+        self._in_flight[batch.number] = size
+        self._samples += size
         self._next = batch.number + 1
         try:
-            self.run.submit(self.run.maker.task(batch))
+            self.pipeline.submit(self.pipeline.maker.task(batch))
         except BaseException:  # Ctrl-C: nobody has this batch, and none may wait for it
-            self.run.fail(LoaderClosedError("the loader was interrupted; begin anew"))
+            self._interrupt()
             raise
 
-    def _note(self, number: int) -> None:
-        self._issued += 1
-        self._numbers.append(number)
+    def _interrupt(self) -> None:
+        self._is_exhausted = self._is_cut = True
+        text = "the loader was interrupted; begin anew"
+        self.pipeline.fail(LoaderClosedError(text))
 
-    # -- results in --------------------------------------------------------------
+    # -- results in -----------------------------------------------------------------
 
     def _take(self) -> Any:
         """Return a batch that is ready, or ``_NOTHING``; raise what came instead."""
-        if self.run.host.is_foreign():
+        if self.pipeline.host.is_foreign():
             raise RuntimeError(
                 "an iterator does not survive a fork; make a new one in the child"
             )
@@ -245,22 +311,16 @@ class PipelineIterator:
             while not self._is_finished:
                 item = self._pop()
                 if item is None:
-                    self._is_finished = self._is_exhausted and (
-                        self._taken == self._issued
-                    )
+                    self._is_finished = self._is_exhausted and not self._in_flight
                     break
-                self._taken += 1
-                result = self._noted(*item)
-                if result.attempted or result.failures:
-                    self.run.count(result)
-                self._is_exhausted = self._is_exhausted or self._is_end(result)
-                self._go_on()
-                self.counters.in_flight = self._issued - self._taken
-                if result.is_empty:
-                    self._fill()  # its consumer goes on waiting
-                self._is_finished = self._is_exhausted and self._taken == self._issued
+                number, result = item
+                self._account(number, result)
+                # Only now does it count as delivered: to issue requests runs the
+                # user's sampler, and Ctrl-C may come there.
+                result = self._noted(number, result)
+                self._is_finished = self._is_exhausted and not self._in_flight
                 if self._is_finished:
-                    self._ready.finish()  # others may wait for what will not come
+                    self._ready.finish()  # other consumers wait for what will not come
                 if result.error is not None:
                     self._raise(result)
                 if not result.is_end and not result.is_empty:
@@ -268,48 +328,50 @@ class PipelineIterator:
                     return result.batch
             return _NOTHING
 
-    def _is_end(self, result: BatchResult) -> bool:
-        return result.is_end or (self._turns is not None and self._turns.are_over())
-
     def _pop(self) -> tuple[int, BatchResult] | None:
         try:
             return self._ready.pop_nowait()
         except BaseException:
-            self._is_finished = True
-            self.run.dismiss()
+            self.dismiss()
             raise
 
-    def _noted(self, number: int, result: BatchResult) -> BatchResult:
-        """Note that an result was taken; return what its consumer is to see."""
-        self._numbers.remove(number)
-        if result.error is not None:
-            self._progress.fail(number, result.state)
-        elif result.is_end:
-            self._progress.end(number, result.state)
-        else:
-            self._progress.take(number, result.state)
+    def _account(self, number: int, result: BatchResult) -> None:
+        """Count a result that was taken, and issue other requests in its place."""
+        self._samples -= self._in_flight.pop(number)
+        if result.attempted or result.failures:
+            self.pipeline.count(result)
         if self._turns is not None:
             self._turns.take(number, has_ended=result.has_ended)
-            if result.has_ended:
-                self._progress.end_reader(number)
+        is_over = self._turns is not None and self._turns.are_over()
+        self._is_exhausted = self._is_exhausted or result.is_end or is_over
+        is_nothing = result.is_empty or number in self._dropped
+        if is_nothing or not self._window.is_lazy:  # else its consumer still waits
+            self._fill()
+        if self._is_exhausted and self.when_exhausted is not None:
+            self.when_exhausted()
+        self.counters.in_flight = len(self._in_flight)
+
+    def _noted(self, number: int, result: BatchResult) -> BatchResult:
+        """Note that a result was delivered; return what its consumer is to see."""
+        progress = self._progress
+        if result.error is not None:
+            progress.fail(number, result.state)
+        elif result.is_end:
+            progress.end(number, result.state)
+        else:
+            progress.take(number, result.state)
+        if self._turns is not None and result.has_ended:
+            progress.end_reader(number)
         if result.dataset is not None:
-            self._progress.leave(*result.dataset)
+            progress.leave(*result.dataset)
         if number in self._dropped:
             return BatchResult(is_empty=True, is_end=result.is_end)
         return result
 
     def _finish(self) -> None:
         """Note that the epoch is over, unless it was only closed."""
-        is_over = self._is_exhausted and self._taken == self._issued
-        if is_over and not self._is_cut:
+        if self._is_exhausted and not self._in_flight and not self._is_cut:
             self._progress.finish()
-
-    def _go_on(self) -> None:
-        """Put something else in flight, in place of what has been taken."""
-        if not self._is_lazy:
-            self._fill()
-        if self._is_exhausted and self.when_exhausted is not None:
-            self.when_exhausted()
 
     def _raise(self, result: BatchResult) -> None:
         error, result.error = result.error, None
@@ -325,21 +387,22 @@ class PipelineIterator:
         return seconds
 
     def _time_out(self, waited: float) -> None:
-        """Restart who holds up the batch, if that is wanted and was not done before.
+        """Restart the worker that holds up the batch, if that is asked for, once.
 
         Raises:
             BatchTimeoutError: Else.
         """
-        number = self._numbers[0] if self._numbers else self._next
-        task = awaited(self.run, number)
+        pipeline = self.pipeline
+        number = next(iter(self._in_flight), self._next)
+        task = awaited(pipeline, number)
         is_new = task is not None and task is not self._restarted
-        if self._restarts and is_new and self.run.pool is not None and task is not None:
+        if self._restarts and is_new and pipeline.pool is not None and task is not None:
             self._restarted = task
-            if self.run.pool.restart(task):
+            if pipeline.pool.restart(task):
                 return
         assert self._timeout is not None
         raise BatchTimeoutError(
-            describe_wait(self.run, number, self._timeout, waited),
+            describe_wait(pipeline, number, self._timeout, waited),
             timeout=self._timeout,
             batch=number,
         )

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from aioloader._order.forks import fork_safe
 from aioloader._pipeline.waiting import Waiters
 
 
@@ -125,7 +126,7 @@ class _Bell:
     def __init__(self) -> None:
         self.fileno = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_open = True
-        self._lock = threading.RLock()  # a finalizer may come in between
+        self._lock = fork_safe(threading.RLock())  # a finalizer may come in between
 
     def ring(self) -> None:
         """Wake; late calls are harmless."""

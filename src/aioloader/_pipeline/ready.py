@@ -38,6 +38,7 @@ class ReadyQueue:
         self._items: deque[tuple[int, BatchResult]] = deque()
         self._broken: BaseException | None = None
         self._is_finished = False
+        self.naps = False  # whether the consumer wakes by itself before long
         self._pump = pump
         self._waiters: Waiters
         if pump is None:
@@ -47,13 +48,20 @@ class ReadyQueue:
         self.wait = self._waiters.wait
         self.wait_async = self._waiters.wait_async
 
-    def put(self, number: int, result: BatchResult) -> None:
-        """Add the result of request ``number``; from any thread."""
+    def put(self, number: int, result: BatchResult, *, more: bool = False) -> None:
+        """Add the result of request ``number``; from any thread.
+
+        Args:
+            number: Of the request.
+            result: What came of it.
+            more: Whether more results come at once: a consumer that ``naps`` is woken
+                with the last of them, or by its own clock.
+        """
         with self._waiters.lock:
-            released = self._reorder.accept(number, result)
-            self._items.extend(released)
-        if released:
-            self._waiters.wake(len(released))
+            self._items.extend(self._reorder.accept(number, result))
+            is_quiet = more and self.naps
+        if self._items and not is_quiet:
+            self._waiters.wake(len(self._items))
 
     def fail(self, error: BaseException) -> None:
         """Let every wait end with ``error`` once the items are gone."""

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Final
 
+from aioloader._order.forks import fork_safe
+
 _NOTHING: Final = contextlib.nullcontext()
 
 
@@ -17,7 +19,7 @@ class Waiters:
     """Who waits for something to become true: tasks of any loop, and threads."""
 
     def __init__(self, is_true: Callable[[], bool]) -> None:
-        self.lock = threading.RLock()  # a finalizer may come in between
+        self.lock = fork_safe(threading.RLock())  # a finalizer may come in between
         self._is_true = is_true
         self._wakes: deque[Callable[[], None]] = deque()
 
@@ -118,13 +120,20 @@ def call_threadsafe(
     loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object
 ) -> bool:
     """Call on ``loop`` from anywhere; tell whether the loop was still open."""
+    # On the loop's own thread nothing has to be woken, which would cost a system call.
+    call = loop.call_soon if running_loop() is loop else loop.call_soon_threadsafe
     try:
-        loop.call_soon_threadsafe(callback, *args)
+        call(callback, *args)
     except RuntimeError:
         if loop.is_closed():
             return False
         raise
     return True
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the loop that this thread runs, or None."""
+    return asyncio._get_running_loop()  # noqa: SLF001  (the public twin raises)
 
 
 def context_elsewhere() -> contextvars.Context:

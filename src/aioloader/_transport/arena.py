@@ -1,10 +1,10 @@
 """Shared memory between two processes: slots that batches are written into, in place.
 
 A memory file, grown by its writer, mapped by both; nothing has a name. A byte per slot
-in the first page says who has it: the writer takes free slots, the reader frees a slot
-when the last view of its batch has died. That is a store to memory, safe in any
-finalizer: nobody is woken and nothing polls, for a writer that finds no slot free adds
-one. A slot that the reader has page-locked keeps its pages, for a device knows them.
+in the first page says which side has it: the writer takes free slots, the reader frees
+a slot when the last view of its batch has died. That is a store to memory, safe in any
+finalizer. It wakes nobody, and nothing polls: a writer that finds no free slot adds
+one. A slot that the reader has page-locked keeps its pages: a device knows them.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from aioloader._order.forks import fork_safe
 from aioloader._transport.locked import LockableMap, Locker
 from aioloader._transport.slots import Slot, rounded
 from aioloader.errors import BatchTooLargeError
@@ -31,7 +32,7 @@ _IDLE = 64
 # Slots are added in segments of at most so many: a mapping costs a descriptor (before
 # Python 3.13), and pages that are not written to cost nothing.
 _MOST_ADDED = 8
-# Below this size nobody asks how much memory is left.
+# Below this size it is not checked how much memory is left.
 _BIG = 1 << 28
 
 
@@ -50,13 +51,13 @@ class _Slot:
     offset: int
     view: Callable[[], Any] = field(default=lambda: None)
     used_at: int = 0
-    is_hollow: bool = True
+    is_empty: bool = True
 
     def drop_pages(self) -> None:
         """Give the pages to the kernel; the addresses stay."""
-        if not self.is_hollow:
+        if not self.is_empty:
             self.memory.madvise(mmap.MADV_REMOVE, self.offset, self.ref.size)
-            self.is_hollow = True
+            self.is_empty = True
 
 
 def make_arena() -> int:
@@ -81,13 +82,13 @@ class ArenaWriter:
         self._count = 0
         self._end = _STATES
         self._clock = 0
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
 
     def take(self, nbytes: int) -> tuple[SlotRef, Slot]:
         """Take a slot of at least ``nbytes``, adding one if none is free.
 
-        The view is written to until the reference is sent. Who keeps the view, or a
-        ``memoryview`` of it, beyond that keeps the slot from being taken again.
+        The view is written to until the reference is sent. While the view, or a
+        ``memoryview`` of it, is kept beyond that, the slot is not taken again.
 
         Raises:
             BatchTooLargeError: If the machine has no memory for it.
@@ -95,9 +96,9 @@ class ArenaWriter:
         with self._lock:
             self._clock += 1
             if not self._clock % _IDLE:
-                self._hollow_out()
+                self._empty_idle()
             slot = self._find(nbytes) or self._add(nbytes)
-            slot.used_at, slot.is_hollow = self._clock, False
+            slot.used_at, slot.is_empty = self._clock, False
             if self._states[slot.ref.number] == _LOCKED:
                 self._locked.add(slot.ref.number)
             self._states[slot.ref.number] = _TAKEN
@@ -106,7 +107,7 @@ class ArenaWriter:
             return slot.ref, view
 
     def give_back(self, ref: SlotRef) -> None:
-        """Free a slot that was taken and will not be sent, or was sent in vain."""
+        """Free a slot that was taken and will not be sent, or not be read."""
         self._states[ref.number] = _LOCKED if ref.number in self._locked else _FREE
 
     def close(self) -> None:
@@ -153,7 +154,7 @@ class ArenaWriter:
                 else:
                     slot.drop_pages()
 
-    def _hollow_out(self) -> None:
+    def _empty_idle(self) -> None:
         """Give the pages of slots that are idle to the kernel."""
         for slot in self._slots:
             is_idle = slot.used_at < self._clock - _IDLE and self._is_free(slot)
@@ -182,8 +183,8 @@ class ArenaReader:
     def lease(self, ref: SlotRef, nbytes: int) -> Slot:
         """Return the first ``nbytes`` of a slot that was passed on.
 
-        Who holds the array, or a ``memoryview`` of it, holds the slot; a numpy view of
-        the array alone does not.
+        The array, or a ``memoryview`` of it, keeps the slot; a numpy view of the array
+        alone does not.
         """
         first, memory = self._segment_of(ref)
         if self._locker is not None and ref.number not in self._locked:
@@ -206,7 +207,7 @@ class ArenaReader:
             os.close(self.descriptor)
 
     def _unlock_retired(self) -> None:
-        """Let go of locked slots that the writer has no use for."""
+        """Unlock slots that the writer has given up."""
         for number, ref in list(self._locked.items()):
             if self._states[number] == _RETIRED:
                 del self._locked[number]
@@ -228,7 +229,7 @@ class ArenaReader:
         return self._segments[-1]
 
     def _return(self, number: int) -> None:
-        if os.getpid() == self._pid:  # a forked child's copy of a view has no say
+        if os.getpid() == self._pid:  # not for a forked child's copy of a view
             self.lent -= 1
             self._free(number)
 

@@ -2,20 +2,22 @@
 
 ``SOCK_SEQPACKET`` keeps the bounds of messages, lets several readers share one end
 (each message goes to one of them), and shows the end of the other side as an empty
-message after all that it has sent.
+message after all of its messages.
 """
 
 import array
-import contextlib
 import os
 import select
 import socket
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 # A frame above this travels in a memory file, of which the descriptor is sent.
 MAX_INLINE = 1 << 16
-# Room for frames that nobody has read yet; the kernel may grant less.
+# The kernel gathers a frame from no more than 1,024 pieces of memory.
+MAX_PARTS = 1000
+# Room for frames that are not read yet; the kernel may grant less.
 _BUFFER_BYTES = 1 << 21
 _INLINE, _IN_FILE = b"\0", b"\1"
 _MAX_DESCRIPTORS = 32
@@ -43,13 +45,13 @@ class Channel:
         self._socket = end
         if end.gettimeout() is not None:  # of socket.setdefaulttimeout()
             end.settimeout(None)
-        # A worker process ends without unwinding; its sockets go without a word.
+        # A worker process ends without unwinding; no ResourceWarning for its sockets.
         weakref.finalize(self, end.close).atexit = False
         self.fileno = end.fileno
 
     @classmethod
     def pair(cls) -> tuple["Channel", "Channel"]:
-        """Return the two ends of a new channel; each is closed by who holds it."""
+        """Return the two ends of a new channel; each has its own owner."""
         one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (one, other):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
@@ -74,16 +76,27 @@ class Channel:
             OSError: If the other end is gone (``EPIPE``, ``ECONNRESET``).
         """
         if len(frame) <= MAX_INLINE:
-            return self._send([_INLINE, frame], descriptors)
+            return self._send((_INLINE, frame), descriptors)
         file = os.memfd_create("aioloader-frame")
         try:
             os.truncate(file, len(frame))
             os.pwrite(file, frame, 0)
-            return self._send([_IN_FILE], [*descriptors, file])
+            return self._send((_IN_FILE,), (*descriptors, file))
         finally:
             os.close(file)
 
-    def receive(self, flags: int = 0) -> tuple[bytes, list[int]] | None:
+    def send_parts(self, parts: Sequence[Any]) -> bool:
+        """Send one frame, given as at most ``MAX_PARTS`` contiguous buffers.
+
+        They must have no more than ``MAX_INLINE`` bytes in all. Tells whether there
+        was room.
+
+        Raises:
+            OSError: If the other end is gone.
+        """
+        return self._send((_INLINE, *parts), ())
+
+    def receive(self, flags: int = 0) -> tuple[bytes | memoryview, list[int]] | None:
         """Return the next frame and its descriptors, which the caller owns then.
 
         Args:
@@ -95,20 +108,20 @@ class Channel:
         Raises:
             EOFError: If the other end is gone and all its frames were read.
         """
-        told = _CLOSE_ON_EXEC | flags
+        flags |= _CLOSE_ON_EXEC
         try:
             try:
-                data, extra, _, _ = self._socket.recvmsg(MAX_INLINE + 1, _SPACE, told)
+                data, extra, _, _ = self._socket.recvmsg(MAX_INLINE + 1, _SPACE, flags)
             except ConnectionResetError:
-                # It left frames of ours unread: said once, before what it has sent.
-                data, extra, _, _ = self._socket.recvmsg(MAX_INLINE + 1, _SPACE, told)
+                # It left frames of ours unread: reported once, before its own frames.
+                data, extra, _, _ = self._socket.recvmsg(MAX_INLINE + 1, _SPACE, flags)
         except BlockingIOError:
             return None
         if not data:
             raise EOFError("the other process is gone")
         descriptors = _descriptors(extra) if extra else []
         if data[0] == 0:
-            return data[1:], descriptors
+            return memoryview(data)[1:], descriptors
         file = descriptors.pop()
         try:
             return os.pread(file, os.fstat(file).st_size, 0), descriptors
@@ -125,15 +138,17 @@ class Channel:
         """Close the socket; again is harmless."""
         self._socket.close()
 
-    def _send(self, parts: list[bytes], descriptors: Sequence[int]) -> bool:
-        extra = []
-        if descriptors:
-            rights = array.array("i", descriptors)
-            extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
-        with contextlib.suppress(BlockingIOError):
-            self._socket.sendmsg(parts, extra)
-            return True
-        return False
+    def _send(self, parts: Sequence[Any], descriptors: Sequence[int]) -> bool:
+        try:
+            if descriptors:
+                rights = array.array("i", descriptors)
+                extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+                self._socket.sendmsg(parts, extra)
+            else:
+                self._socket.sendmsg(parts)
+        except BlockingIOError:
+            return False
+        return True
 
 
 def _descriptors(extra: list[tuple[int, int, bytes]]) -> list[int]:

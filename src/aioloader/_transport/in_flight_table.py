@@ -1,7 +1,7 @@
-"""What each worker has in hand, written where its parent can read it after its death.
+"""Which batches each worker has taken, where the loader can read it after its death.
 
 A shared page: every worker has a row of places, each with a ticket, a stage and the
-time since when. Stores of eight bytes: no lock, no message.
+time when it was taken. Stores of eight bytes: no lock, no message.
 """
 
 import mmap
@@ -14,8 +14,8 @@ _FIELDS = 3
 _ROW = PLACES * _FIELDS
 
 
-class InHand(NamedTuple):
-    """A ticket that a worker holds, its stage, and for how many seconds it has it."""
+class InFlight(NamedTuple):
+    """A ticket that a worker has taken, its stage, and how many seconds ago."""
 
     ticket: int
     stage: int
@@ -26,7 +26,7 @@ class InFlightTable:
     """Rows of places, all empty at first.
 
     Args:
-        descriptor: What ``make_board`` returned; closed by the caller.
+        descriptor: What ``make_in_flight_table`` returned; closed by the caller.
         rows: Number of workers.
     """
 
@@ -42,32 +42,32 @@ class InFlightTable:
         self._cells[cell] = ticket + 1  # last: it makes the place valid
 
     def enter(self, row: int, place: int, stage: int) -> None:
-        """Note the stage that the ticket has come to."""
+        """Note that the ticket has reached ``stage``."""
         self._cells[row * _ROW + place * _FIELDS + 1] = stage
 
     def clear(self, row: int, place: int) -> None:
         """Note that the result has been sent."""
         self._cells[row * _ROW + place * _FIELDS] = 0
 
-    def in_hand(self, row: int) -> list[InHand]:
-        """Return what the worker of ``row`` holds, the oldest ticket first."""
+    def in_flight(self, row: int) -> list[InFlight]:
+        """Return what the worker of ``row`` has taken, the oldest ticket first."""
         cells, now = self._cells, time.monotonic_ns()
         start = row * _ROW
         return sorted(
-            InHand(cells[at] - 1, cells[at + 1], (now - cells[at + 2]) / 1e9)
+            InFlight(cells[at] - 1, cells[at + 1], (now - cells[at + 2]) / 1e9)
             for at in range(start, start + _ROW, _FIELDS)
             if cells[at]
         )
 
     def wipe(self, row: int) -> None:
-        """Empty the row of a worker that is gone."""
+        """Empty the row of a worker that has ended."""
         for place in range(PLACES):
             self.clear(row, place)
 
 
-def make_board(rows: int) -> int:
-    """Return the descriptor of an empty board; the caller owns it."""
-    descriptor = os.memfd_create("aioloader-board")
+def make_in_flight_table(rows: int) -> int:
+    """Return the descriptor of an empty table; the caller owns it."""
+    descriptor = os.memfd_create("aioloader-in-flight")
     os.ftruncate(descriptor, _bytes(rows))
     return descriptor
 

@@ -20,7 +20,7 @@ Slot: TypeAlias = npt.NDArray[np.uint8]
 # Below this the allocator of the C library recycles well enough by itself.
 MIN_BYTES = 1 << 18
 # Free mappings kept per size, and bytes of them in all: more are only free after a
-# consumer let go of many.
+# consumer dropped many.
 _MOST_FREE = 8
 _MOST_FREE_BYTES = 1 << 28
 

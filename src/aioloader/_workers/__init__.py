@@ -1,4 +1,4 @@
-"""Where CPU task runs: worker processes and worker threads.
+"""Where CPU work runs: worker processes, threads, executors and Ray actors.
 
 ::
 
@@ -6,9 +6,10 @@
     loader ──order──▶ fork server ──fork──▶ supervisor ──fork──▶ workers
     loader ──requests──▶ whichever worker is free  (one socket that all read: they pull)
     loader ◀──results─── all workers               (one socket; batches stay in arenas)
-    loader ◀──births and deaths─── supervisor      (it is the parent that reaps them)
+    loader ◀──starts and deaths─── supervisor      (it is the parent that reaps them)
 
-``start`` chooses how workers start, ``launch`` is the loader's handle on a supervisor,
-``spawn`` does without one. ``pool`` is the loader's side of the workers, ``child`` the
-worker's. ``threads`` and ``executors`` are the other kinds of workers.
+In ``process/``, ``start`` chooses how workers start, ``launch`` is the loader's handle
+on a supervisor, ``spawn`` does without one. ``pool`` is the loader's side of the
+workers, ``worker_main`` the worker's. ``threads``, ``executors`` and ``ray/`` are the
+other kinds of workers.
 """

@@ -1,7 +1,7 @@
 """A user's ``concurrent.futures.Executor`` as workers: any number, anywhere.
 
-Threads get the task itself. Whatever else (processes, other machines) gets it pickled
-by value; the functions and the dataset travel with the first tasks only, and again when
+Threads get the task itself. Processes and other machines get it pickled by value; the
+functions and the dataset travel with the first tasks only, and again when
 an executor's worker turns out not to have them.
 """
 
@@ -41,15 +41,15 @@ from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerStartError
 
 _KEPT = 4
-_recipes: dict[str, BatchMaker] = {}  # in an executor's worker: those shipped latest
+_MAKERS: dict[str, BatchMaker] = {}  # in an executor's worker: those shipped latest
 
 
 class ExecutorWorkers:
-    """Works handed to an executor; it stays the user's.
+    """Batches made by an executor, which stays the user's.
 
     Args:
         executor: Where batches are made.
-        spec: What is to be done there.
+        spec: What is done there.
     """
 
     place: Literal["thread"] = "thread"
@@ -67,31 +67,33 @@ class ExecutorWorkers:
         self._futures: set[Future[Any]] = set()
         self._numbers: dict[int, int] = {}  # of threads, by identifier
 
-    def open(self, run: Pipeline) -> None:
+    def open(self, pipeline: Pipeline) -> None:
         """Pickle what has to be shipped, if anything has."""
         if self._is_here:
             return
         try:
             self._shipped = _packed(*pack_spec(self._spec))
         except WorkerStartError as error:
-            run.fail(error)
+            pipeline.fail(error)
 
     def wait_up(self) -> None:
         """Wait for nothing."""
 
-    def submit(self, run: Pipeline, task: BatchTask) -> None:
+    def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         """Hand ``task`` to the executor."""
         if self._is_here:
-            future = self._executor.submit(self._make_here, run, task)
-            self._watch(
-                future, run, task, lambda done: run.deliver(task, done.result())
-            )
-            return
-        if self._shipped is not None:  # else the run has failed
-            is_early = next(self._first) < self._spec.num_workers
-            self._send(run, task, self._shipped if is_early else None)
+            future = self._executor.submit(self._make_here, pipeline, task)
 
-    def forget(self, run: Pipeline) -> None:  # noqa: ARG002  (the pool's protocol)
+            def deliver(done: Future[Any]) -> None:
+                pipeline.deliver(task, done.result())
+
+            self._watch(future, pipeline, task, deliver)
+            return
+        if self._shipped is not None:  # else the pipeline has failed
+            is_early = next(self._first) < self._spec.num_workers
+            self._send(pipeline, task, self._shipped if is_early else None)
+
+    def forget(self, pipeline: Pipeline) -> None:  # noqa: ARG002  (the pool's protocol)
         """Cancel what the executor has not begun."""
         self._is_over = True
         for future in list(self._futures):
@@ -109,36 +111,38 @@ class ExecutorWorkers:
         """Do nothing: its workers are not ours."""
         return False
 
-    def _make_here(self, run: Pipeline, task: BatchTask) -> BatchResult:
+    def _make_here(self, pipeline: Pipeline, task: BatchTask) -> BatchResult:
         """Make a batch in a thread of the executor, which is a worker meanwhile."""
         ident = threading.get_ident()
         number = self._numbers.setdefault(ident, len(self._numbers))
         seed = self._spec.base_seed + number
-        dataset = run.maker.dataset
+        dataset = pipeline.maker.dataset
         be_worker_thread(WorkerInfo(number, self._spec.num_workers, seed, dataset))
         try:
-            return make(run, task, time.sleep)
+            return make(pipeline, task, time.sleep)
         finally:
             be_worker_thread(None)
 
-    def _send(self, run: Pipeline, task: BatchTask, shipped: Packed | None) -> None:
-        request = _packed(*pack_request(run, task, reads=self.reads))
+    def _send(
+        self, pipeline: Pipeline, task: BatchTask, shipped: Packed | None
+    ) -> None:
+        request = _packed(*pack_request(pipeline, task, reads=self.reads))
         future = self._executor.submit(_make_remotely, self._name, shipped, request)
 
         def take(done: Future[Any]) -> None:
             answer = done.result()
             if answer is None:  # its worker has not got what was shipped
-                self._send(run, task, self._shipped)
+                self._send(pipeline, task, self._shipped)
                 return
             task.samples = []
-            run.receive(task, *opened(decode(*_writable(answer))))
+            pipeline.receive(task, *opened(decode(*_writable(answer))))
 
-        self._watch(future, run, task, take)
+        self._watch(future, pipeline, task, take)
 
     def _watch(
         self,
         future: "Future[Any]",
-        run: Pipeline,
+        pipeline: Pipeline,
         task: BatchTask,
         take: Callable[["Future[Any]"], None],
     ) -> None:
@@ -152,19 +156,19 @@ class ExecutorWorkers:
                 take(future)
             except BrokenExecutor as error:  # the same for all that it still had
                 self._futures.clear()  # to cancel one now would upset it (3.11)
-                run.fail(error)
+                pipeline.fail(error)
             except CancelledError:
                 text = "the executor was shut down, and has cancelled this batch"
-                run.deliver(task, BatchResult(error=LoaderClosedError(text)))
+                pipeline.deliver(task, BatchResult(error=LoaderClosedError(text)))
             except BaseException as error:  # of the executor
-                run.deliver(task, BatchResult(error=error))
+                pipeline.deliver(task, BatchResult(error=error))
 
         future.add_done_callback(done)
 
 
 def _make_remotely(name: str, shipped: Packed | None, request: Packed) -> Packed | None:
     """Make a batch in an executor's worker; None if it lacks what was shipped."""
-    maker = _recipes.get(name)
+    maker = _MAKERS.get(name)
     if maker is None:
         if shipped is None:
             return None
@@ -172,9 +176,9 @@ def _make_remotely(name: str, shipped: Packed | None, request: Packed) -> Packed
         torch.set_num_threads(1)
         spec: WorkerSpec = decode(*_writable(shipped))
         maker = maker_of(spec, seed=seed_sample)
-        while len(_recipes) >= _KEPT:
-            _recipes.pop(next(iter(_recipes)), None)
-        _recipes[name] = maker
+        while len(_MAKERS) >= _KEPT:
+            _MAKERS.pop(next(iter(_MAKERS)), None)
+        _MAKERS[name] = maker
     task = open_request(maker, _writable(request))
     return _packed(*pack_answer(maker, task, _made(maker, task), -1))
 
@@ -185,7 +189,9 @@ def _made(maker: BatchMaker, task: BatchTask) -> BatchResult:
             return _make(maker, task)
         with swapped_in(task.key):
             return _make(maker, task)
-    except Exception as error:  # of the user's
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # handed to the consumer
         return BatchResult(error=error)
 
 

@@ -1,4 +1,4 @@
-"""Who am I: what ``get_worker_info()`` returns in worker processes and threads."""
+"""What ``get_worker_info()`` returns in worker processes and threads."""
 
 import threading
 from contextvars import ContextVar
@@ -29,10 +29,10 @@ class WorkerInfo:
 
     @property
     def rng(self) -> Keyed:
-        """Generators (``torch``, ``numpy``, ``random``) of the batch in hand.
+        """Generators (``torch``, ``numpy``, ``random``) of the current batch.
 
         Seeded for the batch, alike in processes and in threads; in coroutines, of
-        which many are under way, for the sample. Where no batch is in hand, and with
+        which many run at once, for the sample. Where there is no batch, and with
         ``rng="worker"``, seeded once with ``seed``.
         """
         keyed = _KEYED.get()
@@ -51,7 +51,7 @@ class _Here(threading.local):
 
 
 _HERE = _Here()
-# What is in hand: a thread's own, and in coroutines each task's.
+# Of the current batch: a thread's own, and in coroutines each task's.
 _KEYED: ContextVar[Keyed | None] = ContextVar("aioloader_rng", default=None)
 # Of a worker process, for all of its threads.
 _process: WorkerInfo | None = None
@@ -77,7 +77,7 @@ def be_at_sample(task: BatchTask, position: int, stage: int) -> None:
 
 
 def be_worker_thread(info: WorkerInfo | None) -> None:
-    """Let ``get_worker_info`` return ``info`` in this thread, with nothing in hand."""
+    """Let ``get_worker_info`` return ``info`` in this thread, without a batch."""
     _HERE.info, _HERE.rng = info, None
     _KEYED.set(None)
 

@@ -1,4 +1,4 @@
-"""Leases on workers: one per iteration, of its own pool or of one for all that follow.
+"""Leases on workers: one per iteration, of its own pool or of a kept one.
 
 Worker processes start with ``iter()``, as torch's do, others with the first request.
 With ``persistent_workers`` they stay when the iteration ends.
@@ -7,27 +7,43 @@ With ``persistent_workers`` they stay when the iteration ends.
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Generic, Literal, Protocol, TypeVar, cast
+from typing import Literal, Protocol
 
+from aioloader._order.forks import fork_safe
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.cpu import beside
 from aioloader._pipeline.pipeline import Pipeline
 
 
-class Keepable(Protocol):
+class WorkerPool(Protocol):
     """Workers that may outlive an iteration."""
 
-    def submit(self, run: Pipeline, task: BatchTask) -> None:
-        """Take a task; its result is delivered to ``run``."""
+    def wait_up(self) -> None:
+        """Wait until the time that passes is the user's, not that of a start."""
 
-    def forget(self, run: Pipeline) -> None:
-        """Drop what ``run`` still waits for."""
+    def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
+        """Take a task; its result is delivered to ``pipeline``."""
+
+    def forget(self, pipeline: Pipeline) -> None:
+        """Drop what ``pipeline`` still waits for."""
+
+    def descriptors(self) -> Sequence[int]:
+        """Return what becomes readable when ``collect`` has something to do."""
+
+    def collect(self) -> None:
+        """Deliver the results that have arrived."""
+
+    def explain(self, task: BatchTask) -> str:
+        """Say which worker has ``task``, since when, and where it is stuck."""
+
+    def restart(self, task: BatchTask) -> bool:
+        """Replace the workers that have ``task``; tell whether there are any."""
 
     def is_open(self) -> bool:
         """Tell whether they take tasks."""
 
     def end(self) -> None:
-        """Let them end, in the background; from any thread, and finalizers."""
+        """End them, in the background; from any thread, and finalizers."""
 
     def join(self) -> bool:
         """Wait, bounded, until they are gone; tell whether they are."""
@@ -36,93 +52,105 @@ class Keepable(Protocol):
         """Close what this process holds."""
 
 
-AnyPool = TypeVar("AnyPool", bound=Keepable)
-
-
 class Pools:
     """The pools of one loader: a kept one, where workers are persistent."""
 
     def __init__(self) -> None:
-        self._kept: list[Keepable] = []
-        self._lock = threading.Lock()
-        weakref.finalize(self, _end_all, self._kept)
+        self._kept: list[WorkerPool] = []
+        self._lock = fork_safe(threading.Lock())
+        weakref.finalize(self, _close_all, self._kept)
 
     def has_kept(self) -> bool:
-        """Tell whether workers are there that another iteration left."""
+        """Tell whether an earlier iteration has left workers that take tasks."""
         return any(pool.is_open() for pool in self._kept)
 
-    def open(self, start: Callable[[], AnyPool], *, keep: bool) -> AnyPool:
-        """Return the kept pool, which ``start`` made before, or a new one."""
+    def open(self, start: Callable[[], WorkerPool], *, keep: bool) -> WorkerPool:
+        """Return the kept pool, if there is one that is to be kept, or a new one."""
         if not keep:
             return start()
         with self._lock:
             for pool in self._kept:
                 if pool.is_open():
-                    return cast("AnyPool", pool)
-            _end_all(self._kept)  # those that have failed
+                    return pool
+            _close_all(self._kept)  # those that have failed
             pool = start()
             self._kept[:] = [pool]
             return pool
 
     def drop(self) -> None:
-        """Let kept workers end, in the background: others are to begin."""
-        with self._lock:
-            kept, self._kept[:] = self._kept[:], []
-        _end_all(kept)
+        """End kept workers, in the background: others take their place."""
+        _close_all(self._take())
 
     def close(self) -> None:
-        """Let kept workers end, and wait for it, bounded."""
-        with self._lock:
-            kept, self._kept[:] = self._kept[:], []
+        """End kept workers, and wait for it, bounded."""
+        kept = self._take()
         for pool in kept:
             pool.end()
         for pool in kept:
             pool.join()
 
     async def aclose(self) -> None:
-        """Let kept workers end, without blocking the loop."""
+        """End kept workers, without blocking the loop."""
         if self._kept:
             await beside(self.close)
 
+    def _take(self) -> list[WorkerPool]:
+        with self._lock:
+            kept, self._kept[:] = self._kept[:], []
+        return kept
 
-def _end_all(kept: Sequence[Keepable]) -> None:
+
+def _close_all(kept: Sequence[WorkerPool]) -> None:
     for pool in kept:
         pool.close()
 
 
-class Lease(Generic[AnyPool]):
+class Lease:
     """Workers, as one iteration sees them.
 
     Args:
-        pools: Where workers are kept that outlive it.
-        start: Ships what is needed and starts workers; called with the first request.
+        pools: Where workers are kept that outlive the iteration.
+        start: Starts workers; called with the first request.
         reads: Whether workers read the samples too.
         keep: Whether the workers outlive the iteration, and serve the next ones.
+        pumps: Whether the consumer itself collects results while it waits.
     """
 
     place: Literal["pool"] = "pool"
 
     def __init__(
-        self, pools: Pools, start: Callable[[], AnyPool], *, reads: bool, keep: bool
+        self,
+        pools: Pools,
+        start: Callable[[], WorkerPool],
+        *,
+        reads: bool,
+        keep: bool,
+        pumps: bool = False,
     ) -> None:
         self.reads = reads
         self._pools = pools
         self._start = start
         self._keep = keep
-        self._pool: AnyPool | None = None
+        self._pumps = pumps
+        self._pool: WorkerPool | None = None
         self._is_begun = False
         self._is_over = False
-        self._lock = threading.RLock()
+        self._lock = fork_safe(threading.RLock())
 
-    def open(self, run: Pipeline) -> None:
+    @property
+    def pump(self) -> "Lease | None":
+        """What the consumer collects results from while it waits, if it does."""
+        return self if self._pumps else None
+
+    def open(self, pipeline: Pipeline) -> None:
         """Start the workers, or find those that are kept, once; it may take long."""
         if self._is_begun:
             return
         self._is_begun = True
         try:
             pool = self._pools.open(self._start, keep=self._keep)
-        except Exception as error:  # what cannot be shipped, above all
-            run.fail(error)
+        except Exception as error:  # above all, what cannot be pickled
+            pipeline.fail(error)
             return
         with self._lock:
             self._pool = pool
@@ -133,20 +161,41 @@ class Lease(Generic[AnyPool]):
                     pool.end()
 
     def wait_up(self) -> None:
-        """Wait until the time that passes is the user's: here it always is."""
+        """Wait until the time that passes is the user's, not that of a start."""
+        if self._pool is not None:
+            self._pool.wait_up()
 
-    def submit(self, run: Pipeline, task: BatchTask) -> None:
+    def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         """Have the rest of ``task`` made."""
         if self._pool is not None:
-            self._pool.submit(run, task)
+            self._pool.submit(pipeline, task)
 
-    def forget(self, run: Pipeline) -> None:
+    def descriptors(self) -> Sequence[int]:
+        """Return what becomes readable when ``collect`` has something to do."""
+        return () if self._pool is None else self._pool.descriptors()
+
+    def collect(self) -> None:
+        """Deliver the results that have arrived."""
+        if self._pool is not None:
+            self._pool.collect()
+
+    def explain(self, task: BatchTask) -> str:
+        """Say which worker has ``task``, since when, and where it is stuck."""
+        if self._pool is None:
+            return "waits for the workers to start"
+        return self._pool.explain(task)
+
+    def restart(self, task: BatchTask) -> bool:
+        """Replace the workers that have ``task``; tell whether there are any."""
+        return self._pool is not None and self._pool.restart(task)
+
+    def forget(self, pipeline: Pipeline) -> None:
         """End the lease."""
         with self._lock:
             self._is_over = True
             pool = self._pool
         if pool is not None:
-            pool.forget(run)
+            pool.forget(pipeline)
             if not self._keep:
                 pool.end()
 

@@ -6,6 +6,7 @@ with the remote text.
 """
 
 import traceback
+from asyncio import CancelledError
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,12 @@ class RemoteError:
     @classmethod
     def of(cls, error: BaseException, worker: int) -> "RemoteError":
         """Return ``error`` in a form that can be sent."""
+        if isinstance(error, CancelledError):  # it would cancel the consumer's task
+            cause = error
+            error = RuntimeError(
+                "the user's code was cancelled: it raised CancelledError"
+            )
+            error.__cause__ = cause
         text = "".join(traceback.format_exception(error))[-_MOST_TEXT:]
         notes = list(getattr(error, "__notes__", ()))
         return cls(_pickled(error), type(error).__name__, text, notes, worker)

@@ -1,7 +1,7 @@
-"""Batches made far from here: what is told of one, and what is answered, as bytes.
+"""Batches made by an executor's workers or by Ray's: requests and answers as bytes.
 
-Common to an executor's workers and to Ray's: both get what all of them need once, then
-requests, and send answers. A pickle travels as a header and its buffers.
+Each worker gets the ``WorkerSpec`` once, then requests, and sends answers. A pickle
+travels as a header and its buffers.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ Packed: TypeAlias = tuple[bytes, list[Any]]
 
 
 def pack_spec(spec: WorkerSpec) -> tuple[bytes, Buffers]:
-    """Return the pickle of what every worker needs; its buffers are not copied.
+    """Return the pickle of ``spec``; its buffers are not copied.
 
     Raises:
         WorkerStartError: If it cannot be pickled; names the attribute and a way out.
@@ -49,7 +49,7 @@ def maker_of(
     """Return how a worker makes batches.
 
     Args:
-        spec: What it was told.
+        spec: What it does.
         seed: Seeds for one sample.
         options: Others of the maker's: how it seeds.
     """
@@ -68,13 +68,13 @@ def maker_of(
 
 
 def pack_request(
-    run: Pipeline, task: BatchTask, *, reads: bool
+    pipeline: Pipeline, task: BatchTask, *, reads: bool
 ) -> tuple[bytes, Buffers]:
     """Return the pickle of a request.
 
     Args:
-        run: The iteration.
-        task: The batch that is wanted.
+        pipeline: The iteration.
+        task: The batch.
         reads: Whether the worker reads the samples; else they go along.
 
     Raises:
@@ -82,14 +82,14 @@ def pack_request(
     """
     samples = None if reads else task.samples
     keys = task.key, task.sample_keys
-    told = (run.maker.epoch, task.number, task.indices, *keys, task.padding, samples)
-    return encode(told, REDUCERS)
+    place = pipeline.maker.epoch, task.number
+    return encode((*place, task.indices, *keys, task.padding, samples), REDUCERS)
 
 
 def open_request(maker: BatchMaker, request: Packed) -> BatchTask:
-    """Return the task that was asked for; the maker is of its epoch then."""
-    maker.epoch, *told, samples = decode(*request)
-    task = BatchTask(*told)
+    """Return the task of a request, and set the maker to its epoch."""
+    maker.epoch, *fields, samples = decode(*request)
+    task = BatchTask(*fields)
     if samples is not None:
         task.samples = samples
     return task
@@ -98,12 +98,12 @@ def open_request(maker: BatchMaker, request: Packed) -> BatchTask:
 def pack_answer(
     maker: BatchMaker, task: BatchTask, result: BatchResult, worker: int
 ) -> tuple[bytes, Buffers]:
-    """Return the pickle of what came of ``task``, and of failures on the way.
+    """Return the pickle of a result, and of the failures on the way to it.
 
     Args:
-        maker: Keeps the failures; they are taken.
-        task: What was asked for.
-        result: What came of it.
+        maker: Its latest failures are removed.
+        task: The batch.
+        result: Its result.
         worker: Number of the worker.
     """
     failures = sendable(maker.policy.latest, worker)

@@ -71,13 +71,13 @@ class ThreadWorkers:
         self._over: list[bool] = []  # not empty: so it is
         self._threads: list[CpuThread] = []
         self._ended = [Latch() for _ in range(number)]
-        self._in_hand: dict[int, tuple[BatchTask, float]] = {}  # by thread
+        self._in_flight: dict[int, tuple[BatchTask, float]] = {}  # by thread
 
-    def open(self, run: Pipeline) -> None:
+    def open(self, pipeline: Pipeline) -> None:
         """Start the threads."""
         for worker in range(self._number):
             thread = CpuThread(f"aioloader-worker-{worker}")
-            thread.post(partial(self._live, run, worker))
+            thread.post(partial(self._live, pipeline, worker))
             thread.stop(self._ended[worker].set)
             self._threads.append(thread)
         # At the interpreter's exit, before anybody waits for the threads.
@@ -86,12 +86,12 @@ class ThreadWorkers:
     def wait_up(self) -> None:
         """Wait for nothing."""
 
-    def submit(self, run: Pipeline, task: BatchTask) -> None:  # noqa: ARG002  (the pool's protocol)
+    def submit(self, pipeline: Pipeline, task: BatchTask) -> None:  # noqa: ARG002  (the pool's protocol)
         """Have the rest of ``task`` made."""
         self._tasks.put(task)
 
-    def forget(self, run: Pipeline) -> None:  # noqa: ARG002  (the pool's protocol)
-        """Let the threads end after what they have in hand; finalizers may call it."""
+    def forget(self, pipeline: Pipeline) -> None:  # noqa: ARG002  (the pool's protocol)
+        """End the threads after their current batches; finalizers may call it."""
         _end(self._over, self._tasks, len(self._threads))
 
     def join(self) -> bool:
@@ -108,7 +108,7 @@ class ThreadWorkers:
 
     def explain(self, task: BatchTask) -> str:
         """Say which thread has ``task``, since when, and where it is."""
-        for ident, (held, since) in list(self._in_hand.items()):
+        for ident, (held, since) in list(self._in_flight.items()):
             if held is task:
                 frame = sys._current_frames().get(ident)  # noqa: SLF001  (the only way)
                 stack = "".join(traceback.format_stack(frame)[-8:]) if frame else ""
@@ -124,25 +124,25 @@ class ThreadWorkers:
 
     # -- in the threads -----------------------------------------------------------
 
-    def _live(self, run: Pipeline, worker: int) -> None:
+    def _live(self, pipeline: Pipeline, worker: int) -> None:
         seed = self._base_seed + worker
-        info = WorkerInfo(worker, self._number, seed, run.maker.dataset)
+        info = WorkerInfo(worker, self._number, seed, pipeline.maker.dataset)
         be_worker_thread(info)
-        if run.host.failure() is not None:
+        if pipeline.host.failure() is not None:
             return
         try:
             if self._init is not None:
                 self._init(worker)
-        except BaseException as error:  # of the user's; raised by who waits
-            run.fail(error)
+        except BaseException as error:  # of the user's; raised by the consumer
+            pipeline.fail(error)
             return
         ident = threading.get_ident()
         while (task := self._tasks.get()) is not _LAST and not self._over:
-            self._in_hand[ident] = task, time.monotonic()
-            result = make(run, task, self._pause)
-            del self._in_hand[ident]
-            run.deliver(task, result)
-            del task, result  # the consumer may let go of it before the next comes
+            self._in_flight[ident] = task, time.monotonic()
+            result = make(pipeline, task, self._pause)
+            del self._in_flight[ident]
+            pipeline.deliver(task, result)
+            del task, result  # the consumer may drop it before the next one comes
 
     def _pause(self, seconds: float) -> None:
         """Wait before another attempt, unless the iteration is over."""
@@ -155,20 +155,20 @@ _LAST = BatchTask(-1, ())
 
 
 def _end(over: list[bool], tasks: "queue.SimpleQueue[BatchTask]", number: int) -> None:
-    """Let so many threads end after what they have in hand."""
+    """End so many threads after their current batches."""
     over.append(True)
     for _ in range(number):
         tasks.put(_LAST)
 
 
 def make(
-    run: Pipeline, task: BatchTask, pause: Callable[[float], object]
+    pipeline: Pipeline, task: BatchTask, pause: Callable[[float], object]
 ) -> BatchResult:
     """Make the rest of ``task``, in this thread; errors are its result."""
-    maker = run.maker
+    maker = pipeline.maker
     try:
         with maker.around(task):
-            if not run.route:
+            if not pipeline.reads_here:
                 maker.read(task, pause)
             return maker.finish(task)
     except BaseException as error:  # handed to the consumer

@@ -1,6 +1,6 @@
 """What a loader sends to its workers, once: functions, dataset, surroundings.
 
-Pickled by value, so that lambdas, local classes and notebooks task; large buffers lie
+Pickled by value, so that lambdas, local classes and notebooks work; large buffers lie
 in one memory file that every worker maps privately: one copy in all, and none of them
 sees what another one, or the loader, writes.
 """
@@ -49,13 +49,13 @@ _ALIGN, _ALIGN_SMALL, _BIG = 4096, 64, 1 << 16
 
 @dataclass
 class WorkerSpec:
-    """What every worker of a loader is told.
+    """What every worker of a loader needs to know.
 
     Attributes:
         dataset: The dataset, or None where the loader reads and workers do the rest.
         on_error: The policy for failed samples; its budget is kept by the loader.
         concurrency: Samples in flight on a worker's own loop.
-        window: Batches that such a worker takes in hand at once.
+        window: Batches that such a worker makes at once.
         in_flight: Batches in flight in all.
         part: Which rank's samples are made.
         snapshot_every: Batches from one state of a stateful stream to the next.
@@ -135,7 +135,7 @@ def _logging_levels() -> dict[str, int]:
 
 @dataclass
 class Surroundings:
-    """What code may take for granted about the process it runs in.
+    """The state of a process that code relies on.
 
     For workers that are not forked from the user's process, where all of this is as it
     was when the iteration began.

@@ -1,25 +1,42 @@
 """A batch as it crosses between processes: written once, read in place.
 
-While a batch is collated, ``default_collate`` takes its memory from the slot; what is
-not there when the batch is packed (a custom collate function's tensors) is copied in.
-Small batches travel inside the frame: below some 64 KB a copy is cheaper than a slot.
+While a batch is collated, ``default_collate`` takes its memory from the slot; tensors
+that are elsewhere when the batch is packed (those of a custom collate function) are
+copied in. Small batches travel inside the frame: below some 64 KB a copy is cheaper
+than a slot. A small batch of plain tensors is not pickled either: its structure is
+described once, and the description is found again by its bytes.
 """
 
+import pickle
 import struct
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef
 from aioloader._transport.codec import LEAST_BYTES, decode, encode
-from aioloader._transport.layout import Layout, Place, aligned, do_overlap, lay_out
+from aioloader._transport.layout import (
+    ALIGN,
+    Layout,
+    Place,
+    aligned,
+    do_overlap,
+    lay_out,
+)
 from aioloader._workers.reducers import Span, reducers
 
 # slot number (-1: none), start, size; bytes used; header: place and size; buffers
 _HEAD = struct.Struct("<qqqqqqq")
 _PLACE = struct.Struct("<qq")  # first byte and size of a buffer
 _HEADER_INLINE = 1 << 14
+# In place of a slot's number: a description follows, of so many bytes, and raw tensors.
+_PLAIN = -2
+_PLAIN_HEAD = struct.Struct("<qq")
+# Descriptions that are kept: batches of varying sizes need many.
+_MOST_DESCRIPTIONS = 256
 
 
 class Packer:
@@ -39,6 +56,7 @@ class Packer:
         self._view: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._used = 0
         self._wanted = 0  # by the largest batch so far
+        self._described: dict[Any, tuple[bytes, list[bytes]]] = {}
 
     def reset(self) -> None:
         """Begin a new batch; what was lent for one that came to nothing is free."""
@@ -68,6 +86,36 @@ class Packer:
             Exception: What pickling ``value`` raised.
             BatchTooLargeError: If the machine has no memory for it.
         """
+        return self._plain(value) or self._pickled(value)
+
+    def _plain(self, value: Any) -> list[Any] | None:
+        """Return the parts of a small batch of plain tensors; None if it is another."""
+        if self._ref is not None:
+            return None
+        arrays: list[npt.NDArray[Any]] = []
+        addresses: list[Place] = []
+        try:
+            form = _form_of(value, arrays, addresses)
+        except _NOT_PLAIN:
+            return None
+        if sum(nbytes for _, nbytes in addresses) + ALIGN * len(arrays) > (
+            self._inline_bytes
+        ) or (len(arrays) > 1 and do_overlap(addresses)):
+            return None
+        described = self._described.get(form)
+        if described is None:
+            if len(self._described) >= _MOST_DESCRIPTIONS:
+                self._described.clear()
+            described = self._described[form] = _describe(form, arrays)
+        head, gaps = described
+        if len(arrays) == 1:
+            return [head, arrays[0]]
+        return [
+            head,
+            *(part for pair in zip(arrays, gaps, strict=True) for part in pair),
+        ]
+
+    def _pickled(self, value: Any) -> list[Any]:
         spans: list[Span] = []
         header, buffers = encode(value, reducers(spans))
         if _have_small_overlaps(spans):
@@ -103,7 +151,7 @@ class Packer:
         return [head, *(_PLACE.pack(*place) for place in places), header]
 
     def _place(self, raws: list[memoryview], addresses: list[int]) -> list[Place]:
-        """Copy what is not in the slot behind what is; move all if that is too much."""
+        """Copy buffers that are elsewhere into the slot; move all if it is too small."""
         if self._ref is None:
             return self._move(lay_out(raws, addresses, 0))
         begin, size = _address(self._view), len(self._view)
@@ -144,34 +192,39 @@ def _have_small_overlaps(spans: list[Span]) -> bool:
     return do_overlap([(address, nbytes) for _, address, nbytes in spans])
 
 
-def unpack(frame: bytes, at: int, arena: ArenaReader, *, copy: bool = False) -> Any:
+def unpack(
+    frame: bytes | memoryview, at: int, arena: ArenaReader, *, copy: bool = False
+) -> Any:
     """Return what was packed; its large parts are views of the slot.
 
     Args:
-        frame: A frame that holds a parcel.
-        at: Where in the frame the parcel begins.
+        frame: A frame that holds a packed batch.
+        at: Where in the frame it begins.
         arena: The reader's side of the sender's arena.
         copy: Take private copies and free the slot at once.
     """
+    number, length = _PLAIN_HEAD.unpack_from(frame, at)
+    if number == _PLAIN:
+        return _unpack_plain(memoryview(frame)[at + _PLAIN_HEAD.size :], length)
     number, start, size, used, first, length, count = _HEAD.unpack_from(frame, at)
     at += _HEAD.size
     places = [_PLACE.unpack_from(frame, at + k * _PLACE.size) for k in range(count)]
     at += count * _PLACE.size
-    header = memoryview(frame)[at : at + length]
+    rest = memoryview(frame)[at:]
     if number < 0:
-        memory = (
-            memoryview(bytearray(frame[at + first :])) if count else memoryview(b"")
-        )
+        memory = memoryview(bytearray(rest[first:] if count else b""))
     else:
         view = arena.lease(SlotRef(number, start, size), used)
         memory = _bytes_of(view.copy() if copy else view)
         del view
     buffers = [memory[begin : begin + nbytes] for begin, nbytes in places]
-    return decode(header if length else buffers.pop(), buffers)
+    return decode(rest[:length] if length else buffers.pop(), buffers)
 
 
-def slot_of(frame: bytes, at: int) -> SlotRef | None:
-    """Return the slot that the parcel of a frame is in, if it is in one."""
+def slot_of(frame: bytes | memoryview, at: int) -> SlotRef | None:
+    """Return the slot that a packed batch is in, if it is in one."""
+    if _PLAIN_HEAD.unpack_from(frame, at)[0] == _PLAIN:
+        return None
     ref = SlotRef(*_HEAD.unpack_from(frame, at)[:3])
     return None if ref.number < 0 else ref
 
@@ -185,6 +238,99 @@ def _inline(header: bytes, layout: Layout) -> list[Any]:
     places = [_PLACE.pack(*place) for place in layout.places]
     head = _HEAD.pack(-1, 0, 0, used, len(header), len(header), len(places))
     return [head, *places, header, *parts]
+
+
+# -- small batches of plain tensors ---------------------------------------------------
+
+# What describing a batch raises if it is not one of plain tensors.
+_NOT_PLAIN = (TypeError, RuntimeError)
+
+
+class _Leaf(NamedTuple):
+    """A tensor in the memory of its batch."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+
+
+def _form_of(value: Any, arrays: list[npt.NDArray[Any]], addresses: list[Place]) -> Any:
+    """Return the structure of a batch as a key, and note its arrays.
+
+    Raises:
+        TypeError: If it is not made of plain tensors in lists, tuples and dicts.
+        RuntimeError: If a tensor is not plain memory.
+    """
+    kind = type(value)
+    if kind is torch.Tensor:
+        array, shape = value.numpy(), value.shape
+        if not value.is_contiguous() or 0 in shape or 1 in shape:
+            raise TypeError("strides that do not follow from the shape, perhaps")
+        arrays.append(array)
+        addresses.append((value.data_ptr(), value.nbytes))
+        return value.dtype, shape
+    if kind not in {list, tuple, dict} or not value:
+        raise TypeError("no tensor")
+    if kind is dict:
+        if {*map(type, value)} != {str}:
+            raise TypeError("keys that may be equal and yet not the same")
+        keys, value = tuple(value), value.values()
+    else:
+        keys = ()
+    return kind, keys, tuple([_form_of(part, arrays, addresses) for part in value])
+
+
+def _describe(form: Any, arrays: list[npt.NDArray[Any]]) -> tuple[bytes, list[bytes]]:
+    """Return the head of a frame for such a batch, and what follows each array."""
+    leaves, gaps, start = [], [], 0
+    for array in arrays:
+        leaves.append(_Leaf(array.shape, array.dtype.str, start))
+        end = aligned(start + array.nbytes)
+        gaps.append(bytes(end - start - array.nbytes))
+        start = end
+    description = pickle.dumps((_without_leaves(form), leaves), 5)
+    return _PLAIN_HEAD.pack(_PLAIN, len(description)) + description, gaps
+
+
+def _without_leaves(form: Any) -> Any:
+    if len(form) == 2:
+        return None
+    kind, keys, parts = form
+    return kind, keys, [_without_leaves(part) for part in parts]
+
+
+# By the bytes of a description: the structure and the leaves of a batch.
+_DESCRIPTIONS: dict[bytes, tuple[Any, list[_Leaf]]] = {}
+
+
+def _unpack_plain(frame: memoryview, length: int) -> Any:
+    description = bytes(frame[:length])
+    known = _DESCRIPTIONS.get(description)
+    if known is None:
+        if len(_DESCRIPTIONS) >= _MOST_DESCRIPTIONS:
+            _DESCRIPTIONS.clear()
+        known = _DESCRIPTIONS[description] = pickle.loads(description)  # noqa: S301  (our own worker)
+    form, leaves = known
+    memory = bytearray(frame[length:])
+    return _assemble(
+        form,
+        iter(
+            [
+                torch.from_numpy(np.ndarray(shape, dtype, memory, start))
+                for shape, dtype, start in leaves
+            ]
+        ),
+    )
+
+
+def _assemble(form: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    if form is None:
+        return next(tensors)
+    kind, keys, parts = form
+    values = [_assemble(part, tensors) for part in parts]
+    if kind is dict:
+        return dict(zip(keys, values, strict=True))
+    return values if kind is list else tuple(values)
 
 
 def _address(buffer: Any) -> int:

@@ -1,11 +1,12 @@
-"""What is under way in a pool: tickets, the queues they wait in, and for whom.
+"""Which batch is with which worker process: tickets, queues and workers of one pool.
 
 A ticket is one request. It waits here until its queue has room, then in the kernel
-until a worker takes it, and is struck out when its result has come. It owns the
-descriptors that requests need.
+until a worker takes it, and is removed when its result arrives. Synchronous; used under
+the pool's lock. The dispatcher owns the descriptors that requests and batches need.
 """
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,8 +19,7 @@ from aioloader._transport.channel import NO_WAIT, Channel
 from aioloader._transport.in_flight_table import PLACES
 from aioloader._transport.locked import Locker
 from aioloader._workers.process.batch_codec import Packer, slot_of
-from aioloader._workers.process.copies import Copies
-from aioloader._workers.process.messages import FORGET, Request
+from aioloader._workers.process.messages import Request, forget
 from aioloader._workers.process.replicas import Replicas
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.protocols import is_stateful
@@ -34,9 +34,8 @@ class Queue:
 
     Attributes:
         near: The end that sends.
-        far: A copy of the workers' end: to pass on, and to take requests back from.
-        waiting: Tickets for which there was no room yet, and runs to be forgotten
-            (frames).
+        far: The workers' end: to pass on, and to take requests back from.
+        waiting: Tickets (numbers) and other frames that the kernel had no room for.
     """
 
     near: Channel
@@ -44,20 +43,17 @@ class Queue:
     waiting: deque[int | bytes] = field(default_factory=deque)
 
     @classmethod
-    def make(cls) -> "Queue":
-        """Return a new, empty queue."""
+    def make(cls, stack: contextlib.ExitStack) -> "Queue":
+        """Return a new, empty queue, which ``stack`` closes."""
         near, far = Channel.pair()
+        stack.callback(far.close)  # workers then see that there is nothing more
+        stack.callback(near.close)
         return cls(near.never_block(), far)
 
-    def taken_back(self) -> Iterator[bytes]:
+    def taken_back(self) -> Iterator[bytes | memoryview]:
         """Remove and yield the requests that no worker has taken."""
         while received := self.far.receive(NO_WAIT):
             yield received[0]
-
-    def close(self) -> None:
-        """Close both ends: workers see that there is nothing more."""
-        self.near.close()
-        self.far.close()
 
 
 @dataclass(eq=False)
@@ -65,12 +61,16 @@ class Worker:
     """A worker as the loader knows it; the process may change, the number stays.
 
     Attributes:
-        own: Requests for it alone, where there are such.
-        arena: The loader's side of its batches' memory.
+        own: Requests for this worker alone, where batches are assigned to workers.
+        arena: The loader's side of the memory of its batches.
         pid: Its process, once that is known.
         is_ready: Whether the process takes requests.
-        starts: How many processes it has cost since it last had a batch in hand.
-        answered: Its latest results: the ticket, and where its samples were.
+        starts: Processes started since the last one that took a batch.
+        answered: Its latest results: the ticket, and the slot of the samples.
+        copy_state: A tuple of the state of its copy of a stateful map-style dataset,
+            after its latest result; None if that is not known.
+        has_new_copy: Whether its process has replaced a dead one, and has not yet been
+            given ``copy_state``.
     """
 
     number: int
@@ -82,19 +82,25 @@ class Worker:
     answered: deque[tuple[int, SlotRef | None]] = field(
         default_factory=lambda: deque(maxlen=PLACES)
     )
+    copy_state: tuple[Any] | None = None
+    has_new_copy: bool = False
+
+    def lost_state(self) -> tuple[Any] | None:
+        """Return the state that the dataset of a new process is to be given."""
+        return self.copy_state if self.has_new_copy else None
 
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A request under way.
+    """A request in flight.
 
     Attributes:
-        worker: Whom it is for, where requests are addressed.
-        deaths: How many workers have died with it in hand.
+        worker: The worker that the batch is assigned to, if batches are.
+        deaths: How many workers have died with this batch alone in hand.
         slot: Where its samples are, if they did not fit into the request.
     """
 
-    run: Pipeline
+    pipeline: Pipeline
     task: BatchTask
     request: Request
     worker: Worker
@@ -103,10 +109,10 @@ class Ticket:
 
 
 class Dispatcher:
-    """Tickets, queues and workers of one pool; used under the pool's lock.
+    """Tickets, queues and workers of one pool.
 
     Args:
-        spec: What the workers are to do.
+        spec: What the workers do.
         stack: Closes what is opened here.
         locker: Page-locks what workers write batches into, or None.
     """
@@ -120,16 +126,13 @@ class Dispatcher:
         self.spec = spec
         self._locker = locker
         self.tickets: dict[int, Ticket] = {}
-        self._next = 0
-        number, is_addressed = spec.num_workers, spec.is_addressed()
-        self.is_replicated = spec.is_replicated()
-        self.replicas = Replicas(
-            number if self.is_replicated else 0,
-            has_state=is_stateful(spec.dataset),
-        )
-        self.is_addressed = is_addressed
-        self.copies = Copies() if spec.has_copies() else None
-        self.requests = self._queue(stack)
+        self._names = itertools.count()
+        self._has_copies = spec.has_copies()
+        self.replicas: Replicas | None = None
+        if spec.is_replicated():
+            has_state = is_stateful(spec.dataset)
+            self.replicas = Replicas(spec.num_workers, has_state=has_state)
+        self.requests = Queue.make(stack)
         self.samples: ArenaWriter | None = None
         self._readers: dict[int, int] = {}  # by slot of samples: the latest ticket
         if not spec.reads:
@@ -137,74 +140,143 @@ class Dispatcher:
             stack.callback(self.samples.close)
             self._packer = Packer(self.samples, _INLINE_BYTES)
         self.workers: list[Worker] = []
-        for place in range(number):
-            own = self._queue(stack) if is_addressed else None
-            worker = Worker(place, own, self.new_arena())
-            stack.callback(_close_arena, worker)
-            self.workers.append(worker)
+        for number in range(spec.num_workers):
+            own = Queue.make(stack) if spec.is_addressed() else None
+            self.workers.append(Worker(number, own, self.new_arena()))
+        stack.callback(self._close_arenas)
+        self.queues = [self.requests]
+        self.queues += [worker.own for worker in self.workers if worker.own is not None]
 
     def new_arena(self) -> ArenaReader:
         """Return an arena for a worker that is about to be started."""
         return ArenaReader(make_arena(), self._locker)
 
-    def enter(self, run: Pipeline, task: BatchTask) -> int:
-        """Write a ticket for ``task``; return its name."""
-        name, self._next = self._next, self._next + 1
-        worker = self.workers[task.number % len(self.workers)]
-        request = self._request(name, run, task)
-        self.tickets[name] = Ticket(run, task, request, worker)
-        return name
+    # -- requests -------------------------------------------------------------------
 
-    def queue_of(self, name: int) -> Queue:
-        """Return where a ticket waits."""
-        own = self.tickets[name].worker.own
-        return own if self.is_addressed and own is not None else self.requests
+    def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
+        """Send a request for ``task``; a stream that has ended answers at once."""
+        worker = self.workers[task.number % len(self.workers)]
+        if self.replicas is not None:
+            early = self.replicas.result_of(pipeline, worker.number)
+            if early is not None:
+                pipeline.receive(task, early)
+                return
+        name = next(self._names)
+        request = self._request(name, pipeline, task, worker)
+        self.tickets[name] = Ticket(pipeline, task, request, worker)
+        queue = worker.own or self.requests
+        queue.waiting.append(name)
+        self._flush(queue)
 
     def flush(self) -> None:
-        """Send requests, as far as there is room for them."""
-        own = [worker.own for worker in self.workers if worker.own is not None]
-        for queue in (self.requests, *own):
-            waiting = queue.waiting
-            while waiting and self._is_sent(queue.near, waiting[0]):
-                waiting.popleft()
+        """Send the requests that wait, as far as there is room for them."""
+        for queue in self.queues:
+            if queue.waiting:
+                self._flush(queue)
+
+    def _flush(self, queue: Queue) -> None:
+        waiting = queue.waiting
+        while waiting and self._is_sent(queue.near, waiting[0]):
+            waiting.popleft()
 
     def _is_sent(self, near: Channel, item: int | bytes) -> bool:
-        """Send what waits; tell whether there was room for it, or nobody wants it."""
+        """Send one item; tell whether there was room, or it is no longer wanted."""
         if isinstance(item, bytes):
             return near.send(item)
         ticket = self.tickets.get(item)
         if ticket is None:
             return True
+        if self.samples is None:
+            return near.send(ticket.request.dump())
         try:
-            frame = self._frame(ticket)
+            frame = self._frame_with_samples(ticket)
         except Exception as error:  # what the user's classes raise when pickled
             del self.tickets[item]
-            ticket.run.receive(
-                ticket.task, BatchResult(error=error.with_traceback(None))
-            )
+            result = BatchResult(error=error.with_traceback(None))
+            ticket.pipeline.receive(ticket.task, result)
             return True
         is_sent = near.send(frame)
         if not is_sent:
             self.free_samples(item, ticket.slot)
         return is_sent
 
-    def forget(self, run: Pipeline) -> None:
-        """Strike out what ``run`` still waits for."""
+    def _request(
+        self, name: int, pipeline: Pipeline, task: BatchTask, worker: Worker
+    ) -> Request:
+        number, indices = task.number, task.indices
+        resume: Any = None
+        if self.replicas is not None:
+            number //= len(self.workers)
+            part = self.spec.part
+            whole = len(indices) * part.world_size
+            indices = part.places(number * whole, (number + 1) * whole)
+            state = self.replicas.ask(pipeline, worker.number, number)
+            if state is not None:
+                seeds = pipeline.maker.seeds(worker.number, len(self.workers))
+                resume = state, seeds
+        elif self._has_copies:
+            resume = worker.lost_state()
+        return Request(
+            name,
+            id(pipeline),
+            pipeline.maker.epoch,
+            number,
+            indices,
+            task.key,
+            task.sample_keys,
+            task.padding,
+            None if self.spec.reads else task.samples,
+            resume,
+        )
+
+    def _frame_with_samples(self, ticket: Ticket) -> bytes:
+        frame = b"".join(self._packer.pack(tuple(ticket.request)))
+        ticket.slot = slot_of(frame, 0)
+        if ticket.slot is not None:
+            self._readers[ticket.slot.number] = ticket.request.ticket
+        return frame
+
+    # -- results --------------------------------------------------------------------
+
+    def accept(
+        self, worker: Worker, ticket: Ticket, result: BatchResult
+    ) -> BatchResult:
+        """Note a result whose ticket was removed; return what the consumer sees."""
+        worker.answered.append((ticket.request.ticket, ticket.slot))
+        if self.replicas is not None:
+            number = ticket.request.number
+            return self.replicas.passed(ticket.pipeline, worker.number, result, number)
+        if self._has_copies:
+            worker.has_new_copy = False
+            if result.dataset is not None:
+                worker.copy_state = (result.dataset[1],)
+        return result
+
+    def forget(self, pipeline: Pipeline) -> None:
+        """Remove what ``pipeline`` still waits for."""
         for name, ticket in list(self.tickets.items()):
-            if ticket.run is run:
+            if ticket.pipeline is pipeline:
                 del self.tickets[name]
-        self.replicas.forget(run)
+        if self.replicas is not None:
+            self.replicas.forget(pipeline)
         if self.spec.reads:
-            frame = FORGET._replace(run=id(run)).dump()
-            for worker in self.workers:
-                if worker.own is not None:
-                    worker.own.waiting.append(frame)
+            for queue in self.queues[1:]:
+                queue.waiting.append(forget(id(pipeline)))
             self.flush()
 
-    def free_samples(self, name: int, slot: SlotRef | None) -> None:
-        """Take back the memory of a ticket's samples that nobody will read.
+    # -- what a dead worker leaves ----------------------------------------------------
 
-        Who has read them may have freed it before, and others may be there now.
+    def lose_copy(self, dead: Worker) -> None:
+        """Have the successor's dataset begin in the state of the dead worker's."""
+        dead.has_new_copy = self._has_copies
+        for ticket in self.tickets.values():
+            if dead.has_new_copy and ticket.worker is dead:
+                ticket.request = ticket.request._replace(resume=dead.copy_state)
+
+    def free_samples(self, name: int, slot: SlotRef | None) -> None:
+        """Free the memory of a ticket's samples that no worker will read.
+
+        A worker that has read them may have freed it, and other samples may be there.
         """
         if self.samples is None or slot is None:
             return
@@ -213,7 +285,7 @@ class Dispatcher:
             self.samples.give_back(slot)
 
     def free_answered(self, dead: Worker) -> None:
-        """Take back what a worker still held of its latest results when it died."""
+        """Free the samples of its latest results that a dead worker still held."""
         for name, slot in dead.answered:
             self.free_samples(name, slot)
         dead.answered.clear()
@@ -227,55 +299,12 @@ class Dispatcher:
         queue.waiting.clear()
 
     def close(self) -> None:
-        """Strike out everything, and let workers find no more requests."""
+        """Remove everything, and let workers find no more requests."""
         self.tickets.clear()
-        self.replicas = Replicas(0)  # it would keep iterations
-        for queue in (self.requests, *(worker.own for worker in self.workers)):
-            if queue is not None:
-                self.take_back(queue)
+        self.replicas = None  # it would keep pipelines alive
+        for queue in self.queues:
+            self.take_back(queue)
 
-    def _queue(self, stack: contextlib.ExitStack) -> Queue:
-        queue = Queue.make()
-        stack.callback(queue.close)
-        return queue
-
-    def _request(self, name: int, run: Pipeline, task: BatchTask) -> Request:
-        number, indices, samples = task.number, task.indices, None
-        resume: Any = None
-        if not self.spec.reads:
-            samples = task.samples
-        elif self.is_replicated:
-            number, worker = divmod(number, len(self.workers))
-            whole = len(indices) * self.spec.part.world_size
-            indices = self.spec.part.places(number * whole, (number + 1) * whole)
-            state = self.replicas.ask(run, worker, number)
-            if state is not None:
-                resume = state, run.maker.seeds(worker, len(self.workers))
-        elif self.copies is not None:
-            resume = self.copies.lost_by(number % len(self.workers))
-        return Request(
-            ticket=name,
-            run=id(run),
-            epoch=run.maker.epoch,
-            number=number,
-            key=task.key,
-            sample_keys=task.sample_keys,
-            is_alone=False,
-            indices=indices,
-            samples=samples,
-            padding=task.padding,
-            resume=resume,
-        )
-
-    def _frame(self, ticket: Ticket) -> bytes:
-        if self.samples is None:
-            return ticket.request.dump()
-        frame = b"".join(self._packer.pack(tuple(ticket.request)))
-        ticket.slot = slot_of(frame, 0)
-        if ticket.slot is not None:
-            self._readers[ticket.slot.number] = ticket.request.ticket
-        return frame
-
-
-def _close_arena(worker: Worker) -> None:
-    worker.arena.close()
+    def _close_arenas(self) -> None:
+        for worker in self.workers:
+            worker.arena.close()

@@ -1,25 +1,27 @@
-"""A worker's endpoint: what it takes in hand, and how it sends what came of it."""
+"""A worker's endpoint: the requests that it takes, and the results that it sends."""
 
 import contextlib
+import os
 import sys
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from aioloader._order.failures import Failure, FailurePolicy
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.lifespan import Lifespan
 from aioloader._transport.arena import ArenaReader, ArenaWriter
-from aioloader._transport.channel import Channel
+from aioloader._transport.channel import MAX_PARTS, Channel
 from aioloader._transport.in_flight_table import InFlightTable
 from aioloader._workers.info import be_at_sample
 from aioloader._workers.process.batch_codec import Packer, unpack
 from aioloader._workers.process.messages import (
+    ANSWER,
+    BATCH,
+    FATAL,
     RESULT_HEAD,
     Answer,
-    Kind,
     Request,
     sendable,
 )
@@ -33,27 +35,36 @@ _MOST_INLINE = (1 << 16) - 1024
 FETCH, TRANSFORM, COLLATE, SEND = range(4)
 
 
-@dataclass(frozen=True)
-class Ends:
-    """Descriptors that a worker is given; -1 for one that it has no use for.
+class Ends(NamedTuple):
+    """Descriptors of a worker; -1 for one that it has no use for.
 
     Attributes:
-        requests: Where it takes requests, shared with the other workers.
-        own: Where it takes requests that are for it alone.
-        results: Where it sends results, shared too.
-        board: Where it notes what it has in hand.
-        stacks: Where ``faulthandler`` writes its stack when asked.
+        requests: Requests for any worker, shared by all workers.
+        results: Results, shared too.
+        table: The in-flight table, shared too.
+        stacks: Where ``faulthandler`` writes its stack when asked; shared too.
+        samples: The memory of samples that the loader has read; shared too.
         arena: The memory for its batches.
-        samples: The memory of samples that the loader has read.
+        own: Requests for this worker alone.
     """
 
     requests: int
-    own: int
     results: int
-    board: int
+    table: int
     stacks: int
-    arena: int
     samples: int
+    arena: int
+    own: int
+
+    @classmethod
+    def of(cls, shared: Sequence[int], apart: Sequence[int]) -> "Ends":
+        """Return the descriptors of a worker from those that were passed on.
+
+        Args:
+            shared: Of all workers, the last one (samples) only where there are some.
+            apart: Of this worker, the last one (own) only where there is one.
+        """
+        return cls(*(*shared, -1)[:5], *(*apart, -1)[:2])
 
 
 class _Packers(threading.local):
@@ -68,27 +79,27 @@ class _Packers(threading.local):
 
 
 def send_fatal(worker: int, ends: Ends, error: BaseException) -> None:
-    """Tell the loader, from a worker without a endpoint, that it cannot begin."""
+    """Tell the loader, from a worker without an endpoint, that it cannot begin."""
     packer = Packer(ArenaWriter(ends.arena), _MOST_INLINE)
     parts = packer.pack(RemoteError.of(error, worker))
-    head = RESULT_HEAD.pack(Kind.FATAL, worker, -1)
+    head = RESULT_HEAD.pack(FATAL, worker, -1)
     Channel.adopt(ends.results).send(b"".join((head, *parts)))
 
 
 class Endpoint:
-    """What all ways of serving share.
+    """The worker's side of its pool, common to both ways of serving.
 
     Args:
         worker: Number of the worker.
         ends: Its descriptors.
-        spec: What it is to do.
+        spec: What it does.
     """
 
     def __init__(self, worker: int, ends: Ends, spec: WorkerSpec) -> None:
         self.id = worker
         self.spec = spec
         self._results = Channel.adopt(ends.results)
-        self._board = InFlightTable(ends.board, spec.num_workers)
+        self._table = InFlightTable(ends.table, spec.num_workers)
         self._samples = ArenaReader(ends.samples) if ends.samples >= 0 else None
         inline = min(_MOST_INLINE, _WAITING_BYTES // spec.in_flight)
         self._packers = _Packers(ArenaWriter(ends.arena), inline)
@@ -113,19 +124,19 @@ class Endpoint:
         self._is_restored = not self.maker.keeps_state
 
     def lifespan(self) -> Lifespan:
-        """Return what is to be entered before samples are read here."""
+        """Return the lifespan to enter before samples are read here."""
         if not self.spec.reads:
             return Lifespan(())
         return Lifespan(self.spec.dataset, self.spec.lifespan)
 
     def give_up(self, error: BaseException) -> NoReturn:
         """Have the loader end all iterations with ``error``, and end this worker."""
-        self.send(Kind.FATAL, -1, RemoteError.of(error, self.id))
+        self.send(FATAL, -1, RemoteError.of(error, self.id))
         raise SystemExit(1)
 
     @contextlib.contextmanager
     def printing(self) -> Iterator[None]:
-        """Print what is raised at the end: the loader listens no more."""
+        """Print errors at the end: the loader no longer reads results."""
         try:
             yield
         except Exception:  # of the user's code
@@ -144,17 +155,22 @@ class Endpoint:
         return Request._make(unpack(received[0], 0, self._samples))
 
     def take(self, request: Request, place: int) -> BatchTask:
-        """Note that ``request`` is in hand, and return its task."""
-        self._board.begin(self.id, place, request.ticket)
+        """Note that ``request`` was taken, and return its task."""
+        self._table.begin(self.id, place, request.ticket)
         self.maker.epoch = request.epoch
-        keys = request.key, request.sample_keys
-        task = BatchTask(request.number, request.indices, *keys, request.padding)
+        task = BatchTask(
+            request.number,
+            request.indices,
+            request.key,
+            request.sample_keys,
+            request.padding,
+        )
         if request.samples is not None:
             task.samples = request.samples
         return task
 
     def restore(self, request: Request) -> None:
-        """Set a map-style dataset to the state that its first batch is to find."""
+        """Set a map-style dataset to the state that its first batch begins with."""
         if self._is_restored:
             return
         self._is_restored = True
@@ -165,54 +181,77 @@ class Endpoint:
             self.maker.dataset.load_state_dict(saved[self.id])
 
     def enter(self, stage: int, place: int = 0) -> None:
-        """Note the stage that what is in hand has come to."""
-        self._board.enter(self.id, place, stage)
+        """Note that the batch of a place has reached ``stage``."""
+        self._table.enter(self.id, place, stage)
 
     def answer(
         self, task: BatchTask, ticket: int, place: int, result: BatchResult
     ) -> None:
-        """Send what came of a request, and note that it is no longer in hand.
+        """Send the result of a request, and note that it is no longer in flight.
 
         Raises:
             OSError: If the loader is gone.
         """
-        self.enter(SEND, place)
-        # Those since the last result; the loader keeps the list and the budget.
-        failures = sendable(self._policy.latest, self.id)
+        if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
+            _end_process(result.error)
+        self._table.enter(self.id, place, SEND)
         result.state = task.state
         if result.dataset is not None:
             result.dataset = self.id, result.dataset[1]
+        # Those since the last result; the loader keeps the list and the budget.
+        latest = self._policy.latest
+        failures = sendable(latest, self.id) if latest else []
         try:
-            self._send_result(ticket, result, failures)
+            if failures or not _is_just_a_batch(result):
+                self._send_answer(ticket, result, failures)
+            else:
+                self.send(BATCH, ticket, result.batch)
         except (BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:  # it cannot be pickled, or is too large
             error.add_note(f"aioloader: {self.maker.place('send', task)}")
             self._packers.packer.reset()
-            again = BatchResult(error=error, state=result.state)
-            self._send_result(ticket, again, failures)
-        self._board.clear(self.id, place)
+            refused = BatchResult(error=error, state=result.state)
+            self._send_answer(ticket, refused, failures)
+        self._table.clear(self.id, place)
 
-    def send(self, kind: Kind, ticket: int, value: Any) -> None:
+    def send(self, kind: int, ticket: int, value: Any) -> None:
         """Send one result."""
-        parts = self._packers.packer.pack(value)
-        self._results.send(b"".join((RESULT_HEAD.pack(kind, self.id, ticket), *parts)))
+        parts = (
+            RESULT_HEAD.pack(kind, self.id, ticket),
+            *self._packers.packer.pack(value),
+        )
+        if len(parts) <= MAX_PARTS:
+            self._results.send_parts(parts)
+        else:
+            self._results.send(b"".join(parts))
 
-    def _send_result(
+    def _send_answer(
         self, ticket: int, result: BatchResult, failures: list[Failure]
     ) -> None:
-        is_else = result.error or result.is_empty or result.is_end or failures
-        if not is_else and result.state is result.dataset is None:
-            self.send(Kind.BATCH, ticket, result.batch)
-            return
-        error = result.error and RemoteError.of(result.error, self.id)
         answer = Answer(
             result.batch,
-            error,
+            result.error and RemoteError.of(result.error, self.id),
             result.is_empty,
             result.is_end,
             failures,
             result.state,
             result.dataset,
         )
-        self.send(Kind.OUTCOME, ticket, answer)
+        self.send(ANSWER, ticket, answer)
+
+
+def _is_just_a_batch(result: BatchResult) -> bool:
+    has_more = result.error or result.is_empty or result.is_end
+    return not has_more and result.state is result.dataset is None
+
+
+def _end_process(error: BaseException) -> NoReturn:
+    """End the worker as ``error`` ends one that serves in its main thread.
+
+    Torch's worker ends so too: the loader then sees that it has died.
+    """
+    code = error.code if isinstance(error, SystemExit) else 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)

@@ -13,14 +13,15 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.util import Finalize, close_fds  # type: ignore[attr-defined]
 from typing import Any
 
+from aioloader._order.forks import fork_safe
 from aioloader._transport.channel import Channel
-from aioloader._workers.process.death_errors import cause_of
 from aioloader._workers.process.launch import (
     ORPHANED,
     PATIENCE,
     SupervisedLauncher,
     has_ended,
 )
+from aioloader._workers.process.recovery import cause_of
 from aioloader._workers.process.supervisor import UNKNOWN, Note, be_forked
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerDiedError, WorkerStartError
@@ -34,7 +35,7 @@ class ForkLauncher(SupervisedLauncher):
     """Forks a supervisor from this process, as ``multiprocessing`` forks.
 
     Args:
-        spec: What the workers are to do; they inherit it.
+        spec: What the workers do; they inherit it.
         ends: The descriptors that all workers share; not owned.
     """
 
@@ -129,14 +130,14 @@ class ForkLauncher(SupervisedLauncher):
         self._process.kill()
         self._process.join()
 
-    def _bereaved(self) -> list[Note]:
+    def _orphans(self) -> list[Note]:
         """End: this process is not forked again in mid-epoch.
 
         Raises:
             WorkerDiedError: Always.
         """
         pid = self._process.pid
-        super()._bereaved()
+        super()._orphans()
         self._is_over = True
         _reap(self._process, ORPHANED)
         code = self._process.exitcode
@@ -157,7 +158,7 @@ def _quiet_fork() -> Iterator[bool]:
     ``multiprocessing`` (a worker of its ``Pool``) may fork all the same.
     """
     config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  (as torch does, the other way round)
-    with _LOCK.held():
+    with _FORKING_LOCK:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         collects, daemon = gc.isenabled(), config.pop("daemon", None)
         gc.disable()
@@ -171,25 +172,8 @@ def _quiet_fork() -> Iterator[bool]:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Lock:
-    """A lock for one fork at a time, renewed in forked children."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_registered = False
-
-    def held(self) -> threading.Lock:
-        """Return the lock, to be entered."""
-        if not self._is_registered:  # twice would be harmless
-            self._is_registered = True
-            os.register_at_fork(after_in_child=self._renew)
-        return self._lock
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
-
-
-_LOCK = _Lock()
+# One fork at a time: each one changes the signal mask and the collector.
+_FORKING_LOCK = fork_safe(threading.Lock())
 
 
 def _watch_by_pidfd(process: Any) -> None:
@@ -205,14 +189,14 @@ def _watch_by_pidfd(process: Any) -> None:
 
 
 def _reap(process: Any, timeout: float) -> None:
-    """Wait for a supervisor that has nothing left to do, and kill it if it stays."""
+    """Wait for a supervisor that has nothing left to do; kill it if it stays."""
     if not has_ended(process.pid, timeout):
         process.kill()
     process.join()
 
 
 def advice_on_forks() -> list[str]:
-    """Return a sentence on what is loaded here and does not task in forked children."""
+    """Return a sentence on libraries in use here that fail in forked children."""
     found: list[str] = [one for one in ("obstore", "grpc") if one in sys.modules]
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

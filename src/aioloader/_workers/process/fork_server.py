@@ -15,9 +15,9 @@ import sys
 import threading
 import weakref
 
+from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._transport.channel import Channel
 from aioloader._workers.process import supervisor
-from aioloader._workers.process.guard import close_in_children
 from aioloader._workers.rng import seed_worker
 from aioloader._workers.worker_spec import QUIET
 from aioloader.errors import WorkerStartError
@@ -33,7 +33,7 @@ class ForkServer:
         self._channel, theirs = Channel.pair()
         self.descriptor = self._channel.fileno()
         self._is_ready = False
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._pid = os.getpid()
         close_in_children(self._channel.close)
         weakref.finalize(self, self._channel.close)
@@ -49,7 +49,7 @@ class ForkServer:
             theirs.close()
 
     def is_alive(self) -> bool:
-        """Tell whether it can be asked, from this process."""
+        """Tell whether this process can use it."""
         if os.getpid() != self._pid:
             return False
         try:
@@ -95,33 +95,17 @@ class ForkServer:
         return ours.never_block()
 
     def abandon(self) -> None:
-        """Close this end; it has ended, or is another process's."""
+        """Close this end: it has ended, or belongs to another process."""
         self._channel.close()
 
 
-class _Shared:
-    """The fork server of this process, made on demand."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.latest: ForkServer | None = None
-
-    def get(self) -> ForkServer:
-        with self._lock:
-            if self.latest is not None and not self.latest.is_alive():
-                self.latest.abandon()
-                self.latest = None
-            if self.latest is None:
-                self.latest = ForkServer()
-            return self.latest
-
-
-_SHARED = _Shared()
+_LOCK = fork_safe(threading.Lock())
+_latest: ForkServer | None = None
 
 
 def fork_server_in_use() -> ForkServer | None:
     """Return the fork server that this process uses, if it has started one."""
-    return _SHARED.latest
+    return _latest
 
 
 def warm_fork_server() -> ForkServer:
@@ -130,7 +114,14 @@ def warm_fork_server() -> ForkServer:
     Raises:
         WorkerStartError: If it cannot be started.
     """
-    return _SHARED.get()
+    global _latest  # noqa: PLW0603  (a process has one)
+    with _LOCK:
+        if _latest is not None and not _latest.is_alive():
+            _latest.abandon()
+            _latest = None
+        if _latest is None:
+            _latest = ForkServer()
+        return _latest
 
 
 def warm_up() -> None:

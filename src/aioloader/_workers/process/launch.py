@@ -1,7 +1,7 @@
 """The loader's handle on a supervisor: start workers, learn of deaths, end them.
 
-What the two kinds have in common: ``fork_launcher`` forks a supervisor from this
-process, ``server_launcher`` uses one below the fork server.
+The base of both kinds: ``fork_launcher`` forks a supervisor from this process,
+``server_launcher`` uses one below the fork server. ``spawn`` has the same methods.
 """
 
 import abc
@@ -11,7 +11,7 @@ import select
 import signal
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from aioloader._workers.process.supervisor import (
     ASKED,
@@ -25,7 +25,7 @@ from aioloader._workers.process.supervisor import (
 if TYPE_CHECKING:
     from aioloader._transport.channel import Channel
 
-# For the supervisor to see to everything, and then for the kernel.
+# Seconds for the supervisor to end everything, and then for the kernel.
 PATIENCE = ASKED + 2 * TERMINATED + 2.0
 # Seconds for the kernel to kill the workers of a supervisor that has died.
 ORPHANED = 1.0
@@ -35,40 +35,8 @@ _CONGESTED = 1.0
 _GONE = (BrokenPipeError, ConnectionResetError)
 
 
-class Launcher(Protocol):
-    """What starts and reaps the workers of a pool."""
-
-    def open(self) -> None:
-        """Make ready to start workers."""
-
-    def start(self, worker: int, descriptors: Sequence[int]) -> None:
-        """Start a worker; ``descriptors`` are its arena and its own queue."""
-
-    def descriptors(self) -> list[int]:
-        """Return what becomes readable when there are notes."""
-
-    def notes(self) -> list[Note]:
-        """Return what has happened since the last call; never block.
-
-        Raises:
-            WorkerError: If there is nothing left that could start workers.
-        """
-
-    def kill(self, worker: int) -> None:
-        """Kill a worker; a note will tell that it died."""
-
-    def end(self) -> None:
-        """End the workers, in the background; they were asked already."""
-
-    def join(self, timeout: float) -> bool:
-        """Wait until all are gone; tell whether they are."""
-
-    def close(self) -> None:
-        """Close what this process holds."""
-
-
 class SupervisedLauncher(abc.ABC):
-    """What both kinds of supervisors have in common."""
+    """Starts workers through a supervisor."""
 
     def __init__(self) -> None:
         self._control: Channel | None = None
@@ -79,12 +47,12 @@ class SupervisedLauncher(abc.ABC):
 
     @abc.abstractmethod
     def open(self) -> None:
-        """Make ready to start workers."""
+        """Prepare to start workers."""
 
     def start(self, worker: int, descriptors: Sequence[int]) -> None:
-        """Start worker number ``worker``."""
+        """Start a worker; ``descriptors`` are its arena and its own queue."""
         self._started[worker] = tuple(descriptors)
-        with contextlib.suppress(*_GONE):  # its supervisor died: that will be read
+        with contextlib.suppress(*_GONE):  # ``notes`` finds that the supervisor died
             self._instruct("start", worker, descriptors)
 
     def descriptors(self) -> list[int]:
@@ -92,30 +60,34 @@ class SupervisedLauncher(abc.ABC):
         return [] if self._control is None else [self._control.fileno()]
 
     def notes(self) -> list[Note]:
-        """Return what has happened since the last call."""
+        """Return what has happened since the last call; never block.
+
+        Raises:
+            WorkerError: If there is nothing left that could start workers.
+        """
         found, self._pending = self._pending, []
         is_gone = False
         try:
-            while self._control is not None and (got := self._control.receive()):
-                self._heed(load_note(got[0]), found)
+            while self._control is not None and (received := self._control.receive()):
+                self._record(load_note(received[0]), found)
         except EOFError:
             self._hang_up()
             is_gone = not self._is_over
-        return [*found, *self._bereaved()] if is_gone else found
+        return [*found, *self._orphans()] if is_gone else found
 
     def kill(self, worker: int) -> None:
-        """Kill a worker; a note will tell that it died."""
+        """Kill a worker; a note reports its death."""
         with contextlib.suppress(OSError):
             self._instruct("kill", worker)
 
     def end(self) -> None:
-        """End the workers, in the background."""
+        """End the workers, in the background; their queues are closed already."""
         self._is_over = True
         with contextlib.suppress(OSError):
             self._instruct("end")
 
     def join(self, timeout: float) -> bool:
-        """Wait until the supervisor has ended the workers."""
+        """Wait until the supervisor has ended the workers; tell whether it has."""
         try:
             note = self._await("ended", timeout)
         except EOFError:
@@ -126,8 +98,8 @@ class SupervisedLauncher(abc.ABC):
         """Close what this process holds; without ``end`` the workers are killed."""
         self._hang_up()
 
-    def _heed(self, note: Note, found: list[Note]) -> None:
-        """Take notice of ``note``, and append it to what the pool is to see."""
+    def _record(self, note: Note, found: list[Note]) -> None:
+        """Record ``note``, and append it to those that the pool gets."""
         if note.word == "born":
             self._pids[note.worker] = note.number
         elif note.word == "died":
@@ -137,7 +109,7 @@ class SupervisedLauncher(abc.ABC):
         found.append(note)
 
     def _await(self, word: str, timeout: float) -> Note | None:
-        """Wait for a note; others that come before are kept. None: it did not come.
+        """Wait for a note; keep those that come before it. None: it did not come.
 
         Raises:
             EOFError: If the supervisor is gone.
@@ -148,7 +120,7 @@ class SupervisedLauncher(abc.ABC):
                 note: Note = load_note(received[0])
                 if note.word == word:
                     return note
-                self._heed(note, self._pending)
+                self._record(note, self._pending)
                 if note.word == "failed":
                     return None
             if not self._control.wait(max(0.0, until - time.monotonic())):
@@ -181,8 +153,8 @@ class SupervisedLauncher(abc.ABC):
         if not control.send(frame, descriptors):
             raise BlockingIOError("the workers' supervisor takes no instructions")
 
-    def _bereaved(self) -> list[Note]:
-        """Return the deaths that nobody is left to report."""
+    def _orphans(self) -> list[Note]:
+        """Return the deaths of workers whose supervisor has died."""
         workers = list(self._started)
         for worker in workers:
             if worker in self._pids:
@@ -194,8 +166,8 @@ class SupervisedLauncher(abc.ABC):
 def _await_end(pid: int) -> None:
     """Wait until the kernel has killed a worker whose supervisor has died.
 
-    That is a matter of microseconds, but until then it may take a request with it.
-    What it has started goes with it.
+    That is a matter of microseconds, but until then the worker may take a request with
+    it. The processes that it has started end with it.
     """
     has_ended(pid, ORPHANED)
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,8 +1,8 @@
-"""The loader's side of its worker processes: requests out, results in, deaths mended.
+"""The loader's side of its worker processes: requests out, results in, deaths handled.
 
-There is no thread: whoever waits for a batch reads what has come, sends what there is
-room for, and learns of deaths. Workers go on by themselves meanwhile, for they pull
-requests from a queue that lies in the kernel.
+There is no thread: whoever waits for a batch reads the results that have arrived, sends
+the requests that there is room for, and handles deaths. Workers continue by themselves
+meanwhile, because they take requests from a queue in the kernel.
 """
 
 import contextlib
@@ -13,44 +13,62 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from aioloader._order.failures import Failure
+from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.channel import Channel
-from aioloader._transport.in_flight_table import InFlightTable, InHand, make_board
+from aioloader._transport.in_flight_table import (
+    InFlight,
+    InFlightTable,
+    make_in_flight_table,
+)
 from aioloader._transport.locked import Locker
 from aioloader._workers.process.batch_codec import slot_of, unpack
-from aioloader._workers.process.death_errors import cause_of, died_too_early
 from aioloader._workers.process.dispatcher import Dispatcher, Worker
-from aioloader._workers.process.fork_launcher import ForkLauncher
-from aioloader._workers.process.guard import close_in_children
-from aioloader._workers.process.launch import PATIENCE, Launcher
-from aioloader._workers.process.messages import RESULT_HEAD, Kind, opened
-from aioloader._workers.process.recovery import mend
+from aioloader._workers.process.fork_launcher import ForkLauncher, advice_on_forks
+from aioloader._workers.process.launch import PATIENCE
+from aioloader._workers.process.messages import (
+    BATCH,
+    FATAL,
+    READY,
+    RESULT_HEAD,
+    STAGES,
+    UP,
+    opened,
+)
+from aioloader._workers.process.recovery import Death, recover
+from aioloader._workers.process.server_launcher import ServerLauncher
 from aioloader._workers.process.spawn import SpawnLauncher
+from aioloader._workers.process.stacks import stack_of
 from aioloader._workers.process.supervisor import Note
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerError, WorkerStartError
 
 _LOG = logging.getLogger("aioloader")
 
-# So many processes may one worker cost without beginning a batch: while it does not
-# come so far as to take one, and in all, for it may be killed while it is idle.
+Launcher: TypeAlias = ForkLauncher | ServerLauncher | SpawnLauncher
+
+# Processes that one worker may start without taking a batch: before the first one is
+# ready, and in all, because it may also be killed while it is idle.
 _STARTS, _STARTS_IN_ALL = 3, 10
 # Seconds for spawned interpreters to import torch.
 _SPAWNING = 60.0
 # Batches that a consumer may hold, beside those in flight, before it gets copies.
 _HELD = 4
+# While results keep coming, deaths are looked for once in so many collections.
+_SELDOM = 32
 
 
 @dataclass
 class Tally:
-    """What has become of a loader's worker processes, over all epochs.
+    """Counts of a loader's worker processes, over all epochs.
 
     Attributes:
         deaths: Processes that died and were not asked to.
-        restarts: Processes that were started in their place.
+        restarts: Processes that have replaced them.
     """
 
     deaths: int = 0
@@ -61,8 +79,8 @@ class ProcessPool:
     """Worker processes for one loader; used from any thread.
 
     Args:
-        spec: What the workers are to do.
-        launch: Makes what starts workers, given the descriptors that they share.
+        spec: What the workers do.
+        launch: Makes the launcher of workers, given the descriptors that they share.
         locker: Page-locks what workers write batches into, or None.
         tally: Counts the deaths of workers.
     """
@@ -76,11 +94,12 @@ class ProcessPool:
     ) -> None:
         self._spec = spec
         self._tally = tally
-        self._lock = threading.RLock()  # a finalizer may come in between
-        self._joining = threading.Lock()
+        self._lock = fork_safe(threading.RLock())  # a finalizer may come in between
+        self._joining = fork_safe(threading.Lock())
         self._is_over = False
-        self._error: BaseException | None = None  # that ended it, and nobody was told
+        self._error: BaseException | None = None  # that ended it, if nobody has seen it
         self._is_up = False  # whether a process of a worker runs
+        self._collections = 0
         with contextlib.ExitStack() as stack:
             self._dispatcher = Dispatcher(spec, stack, locker)
             self._results, self._far_results = Channel.pair()
@@ -89,10 +108,10 @@ class ProcessPool:
             stack.callback(self._far_results.close)
             self._stacks, self._far_stacks = os.pipe()
             os.set_blocking(self._stacks, False)
-            self._board_file = make_board(spec.num_workers)
-            for descriptor in (self._stacks, self._far_stacks, self._board_file):
+            self._table_file = make_in_flight_table(spec.num_workers)
+            for descriptor in (self._stacks, self._far_stacks, self._table_file):
                 stack.callback(os.close, descriptor)
-            self._board = InFlightTable(self._board_file, spec.num_workers)
+            self._table = InFlightTable(self._table_file, spec.num_workers)
             self._launcher = launch(self._common())
             self._stack = stack
             close_in_children(self._abandon)  # before workers are forked from here
@@ -100,7 +119,6 @@ class ProcessPool:
                 launching.callback(self._launcher.close)
                 self._launcher.open()
                 self._is_up = not isinstance(self._launcher, SpawnLauncher)
-                self.is_forked = isinstance(self._launcher, ForkLauncher)
                 for worker in self._dispatcher.workers:
                     self._start(worker)
                 launching.pop_all()
@@ -108,30 +126,21 @@ class ProcessPool:
 
     # -- for iterations -----------------------------------------------------------
 
-    def submit(self, run: Pipeline, task: BatchTask) -> None:
+    def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         """Take a task; its result comes by ``collect``, in whatever thread."""
         with self._lock:
             if self._is_over:
                 over = LoaderClosedError("the worker processes have ended")
                 error, self._error = self._error or over, None
-                run.fail(error)
-                return
-            dispatcher = self._dispatcher
-            name = dispatcher.enter(run, task)
-            worker = dispatcher.tickets[name].worker
-            early = dispatcher.replicas.result_of(run, worker.number)
-            if early is not None:
-                del dispatcher.tickets[name]
-                run.receive(task, early)
-                return
-            dispatcher.queue_of(name).waiting.append(name)
-            dispatcher.flush()
+                pipeline.fail(error)
+            else:
+                self._dispatcher.submit(pipeline, task)
 
-    def forget(self, run: Pipeline) -> None:
-        """Drop what ``run`` still waits for."""
+    def forget(self, pipeline: Pipeline) -> None:
+        """Drop what ``pipeline`` still waits for."""
         with self._lock:
             if not self._is_over:
-                self._dispatcher.forget(run)
+                self._dispatcher.forget(pipeline)
 
     def wait_up(self) -> None:
         """Wait until a worker process runs: none of the time counts as the user's.
@@ -156,62 +165,62 @@ class ProcessPool:
             return []
         return [self._results.fileno(), *self._launcher.descriptors()]
 
-    def collect(self) -> None:
-        """Take what has come, without blocking; deliver it, and see to the dead."""
+    def collect(self, *, seldom: int = _SELDOM) -> None:
+        """Deliver the results that have arrived, and handle deaths; never block."""
         with self._lock:
             if self._is_over:
                 return
             try:
-                self._collect_results()
-                while not self._is_over and (notes := self._launcher.notes()):
-                    for note in notes:
-                        self._heed(note)
+                self._collections += 1
+                has_results = self._collect_results()
+                if not has_results or not self._collections % seldom:
+                    while not self._is_over and (notes := self._launcher.notes()):
+                        for note in notes:
+                            self._handle(note)
                 self._dispatcher.flush()
             except Exception as error:  # every iteration must learn of it
                 self._fail(error)
-            except BaseException:  # Ctrl-C: what was just read is lost
+            except BaseException:  # Ctrl-C: the frame that was just read is lost
                 self._fail(LoaderClosedError("the loader was interrupted; begin anew"))
                 raise
 
     # -- results ------------------------------------------------------------------
 
-    def _collect_results(self) -> None:
+    def _collect_results(self) -> bool:
+        """Deliver the results that have arrived; tell whether there were any."""
+        has_results = False
         with contextlib.suppress(EOFError):
             while not self._is_over and (received := self._results.receive()):
+                has_results = True
                 self._take(received[0])
+        return has_results
 
-    def _take(self, frame: bytes) -> None:
+    def _take(self, frame: bytes | memoryview) -> None:
         kind, number, name = RESULT_HEAD.unpack_from(frame)
         worker = self._dispatcher.workers[number]
-        at = RESULT_HEAD.size
-        if kind in {Kind.READY, Kind.UP}:
+        if kind in {READY, UP}:
             self._is_up = True
-            worker.is_ready = worker.is_ready or kind == Kind.READY
+            worker.is_ready = worker.is_ready or kind == READY
             return
-        if kind == Kind.FATAL:
-            self._fail(unpack(frame, at, worker.arena).raisable())
+        if kind == FATAL:
+            self._fail(unpack(frame, RESULT_HEAD.size, worker.arena).raisable())
             return
         worker.starts = 0
         ticket = self._dispatcher.tickets.pop(name, None)
-        if ticket is None:  # of an iteration that has ended, or made twice
-            slot = slot_of(frame, at)
+        if ticket is None:  # its iteration has ended, or the batch was made twice
+            slot = slot_of(frame, RESULT_HEAD.size)
             if slot is not None:
                 worker.arena.free(slot)
             return
         result, failures = self._opened(kind, worker, frame)
-        worker.answered.append((name, ticket.slot))
-        result = self._dispatcher.replicas.passed(
-            ticket.run, worker.number, result, ticket.request.number
-        )
-        if self._dispatcher.copies is not None:
-            self._dispatcher.copies.note(worker.number, result.dataset)
+        result = self._dispatcher.accept(worker, ticket, result)
         ticket.task.samples = []
-        ticket.run.receive(ticket.task, result, failures)
+        ticket.pipeline.receive(ticket.task, result, failures)
 
     def _opened(
-        self, kind: int, worker: Worker, frame: bytes
+        self, kind: int, worker: Worker, frame: bytes | memoryview
     ) -> tuple[BatchResult, list[Failure]]:
-        """Return what is in a frame: the result, and the failures on the way."""
+        """Return the result in a frame, and the failures on the way to it."""
         lent = sum(one.arena.lent for one in self._dispatcher.workers)
         is_much = lent >= self._spec.in_flight + _HELD
         try:
@@ -222,26 +231,23 @@ class ProcessPool:
             problem = WorkerError(text, worker=number)
             problem.__cause__ = error
             return BatchResult(error=problem), []
-        return (BatchResult(value), []) if kind == Kind.BATCH else opened(value)
+        return (BatchResult(value), []) if kind == BATCH else opened(value)
 
     # -- births and deaths --------------------------------------------------------
 
     def _common(self) -> list[int]:
-        dispatcher = self._dispatcher
-        far = [dispatcher.requests.far.fileno(), self._far_results.fileno()]
-        ends = [*far, self._board_file, self._far_stacks]
-        return (
-            ends
-            if dispatcher.samples is None
-            else [*ends, dispatcher.samples.descriptor]
-        )
+        """Return the descriptors that all workers share, as ``Ends.of`` takes them."""
+        requests, samples = self._dispatcher.requests, self._dispatcher.samples
+        far = [requests.far.fileno(), self._far_results.fileno()]
+        memory = [] if samples is None else [samples.descriptor]
+        return [*far, self._table_file, self._far_stacks, *memory]
 
     def _start(self, worker: Worker) -> None:
         worker.starts += 1
         own = [] if worker.own is None else [worker.own.far.fileno()]
         self._launcher.start(worker.number, [worker.arena.descriptor, *own])
 
-    def _heed(self, note: Note) -> None:
+    def _handle(self, note: Note) -> None:
         if self._is_over:
             return
         if note.word == "failed":
@@ -254,19 +260,18 @@ class ProcessPool:
 
     def _replace(self, worker: Worker, exitcode: int) -> None:
         """Start another process in place of a dead one, and see to its batches."""
-        self._collect_results()  # what it had sent before it died
-        if self._is_over:  # one of these said that there is no use
+        self._collect_results()  # those that it had sent before it died
+        if self._is_over:  # a result said that no worker can begin
             return
-        stack = self.stack()
+        death = Death(worker, exitcode, self.stack())
         self._tally.deaths += 1
-        died = f"worker {worker.number} (pid {worker.pid}) died, {cause_of(exitcode)}"
-        if self._board.in_hand(worker.number):
-            worker.starts = 0  # it had begun: a batch that kills has its own count
-        mend(self._dispatcher, self._board, worker, exitcode, stack)
+        died = f"worker {worker.number} (pid {worker.pid}) died, {death.cause}"
+        if self._table.in_flight(worker.number):
+            worker.starts = 0  # it had taken a batch: that has a count of its own
+        recover(self._dispatcher, self._table, death)
         if worker.starts >= (_STARTS_IN_ALL if worker.is_ready else _STARTS):
             _LOG.warning("%s; it is not replaced again", died)
-            number, pid = worker.number, worker.pid
-            self._fail(died_too_early(number, pid, exitcode, stack, worker.starts))
+            self._fail(death.before_a_batch())
             return
         _LOG.warning("%s; it is replaced, and its batches are made again", died)
         self._tally.restarts += 1
@@ -276,35 +281,52 @@ class ProcessPool:
         self._start(worker)
 
     def _fail(self, error: BaseException) -> None:
-        """End all iterations: no worker can do the task."""
-        runs = {
-            id(ticket.run): ticket.run for ticket in self._dispatcher.tickets.values()
-        }
-        for run in runs.values():
-            run.fail(error)
-        self._error = None if runs else error  # for who submits next
+        """End all iterations: no worker can make their batches."""
+        pipelines = {one.pipeline for one in self._dispatcher.tickets.values()}
+        for pipeline in pipelines:
+            pipeline.fail(error)
+        self._error = None if pipelines else error  # for the next one that submits
         self.end()
 
     # -- when a batch does not come -----------------------------------------------
 
-    def holders(self, task: BatchTask) -> list[tuple[int, int | None, InHand]]:
-        """Return who has ``task`` in hand: worker, pid, stage and seconds."""
+    def explain(self, task: BatchTask) -> str:
+        """Say which workers have ``task``, since when, and where they are stuck."""
+        holders = self._holders(task)
+        if not holders:
+            return "waits for a worker process that is free"
+        parts = []
+        for worker, held in holders:
+            parts.append(
+                f"has been in stage {STAGES[held.stage]!r} of worker {worker.number} "
+                f"(pid {worker.pid}) for {held.seconds:.2f} s"
+            )
+            if worker.pid is not None:
+                parts.append(stack_of(worker.pid, self.stack))
+        if isinstance(self._launcher, ForkLauncher):
+            parts += advice_on_forks()
+        return "\n".join(parts)
+
+    def restart(self, task: BatchTask) -> bool:
+        """Kill the workers that have ``task``; others make their batches again."""
+        holders = self._holders(task)
+        with self._lock:
+            for worker, _ in holders:
+                if not self._is_over:
+                    self._launcher.kill(worker.number)
+        return bool(holders)
+
+    def _holders(self, task: BatchTask) -> list[tuple[Worker, InFlight]]:
         tickets = self._dispatcher.tickets
         return [
-            (worker.number, worker.pid, one)
+            (worker, one)
             for worker in self._dispatcher.workers
-            for one in self._board.in_hand(worker.number)
+            for one in self._table.in_flight(worker.number)
             if one.ticket in tickets and tickets[one.ticket].task is task
         ]
 
-    def kill(self, worker: int) -> None:
-        """Kill a worker; it will be replaced, and its batches made again."""
-        with self._lock:
-            if not self._is_over:
-                self._launcher.kill(worker)
-
     def stack(self, seconds: float = 0) -> str:
-        """Return what workers wrote when they were asked for it, or crashed.
+        """Return the stacks that workers wrote because they were asked to, or crashed.
 
         Args:
             seconds: How long to wait for it.
@@ -323,8 +345,8 @@ class ProcessPool:
     # -- the end ------------------------------------------------------------------
 
     def is_open(self) -> bool:
-        """Tell whether it takes tasks; who died in idleness is noticed here."""
-        self.collect()
+        """Tell whether it takes tasks; deaths of idle workers are noticed here."""
+        self.collect(seldom=1)
         return not self._is_over
 
     def end(self) -> None:

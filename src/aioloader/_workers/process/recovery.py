@@ -1,134 +1,173 @@
-"""After a death: what the worker had in hand is blamed, or made again; nothing is lost.
+"""Recovery after the death of a worker process: nothing is lost, and who is told what.
 
-What a worker holds is read from the board, which outlives it. A map-style batch can be
-made again by anybody. A stream that the worker was reading goes on in its successor if
-it has a state of its own, and is over else.
+The in-flight table outlives the worker and tells which batches it had taken. Any other
+worker can make a map-style batch again. A stream that the worker was reading continues
+in its successor if it has a state of its own, and is over otherwise.
 """
 
-from aioloader._pipeline.batch_task import BatchResult
-from aioloader._transport.in_flight_table import InFlightTable, InHand
-from aioloader._workers.process.copies import Copies
-from aioloader._workers.process.death_errors import died_with, died_with_stream
-from aioloader._workers.process.dispatcher import Dispatcher, Worker
+import signal
 
-# A batch that has cost so many workers their lives is not tried again.
-_LIVES = 2
+from aioloader._pipeline.batch_task import BatchResult, shorten
+from aioloader._transport.in_flight_table import InFlight, InFlightTable
+from aioloader._workers.process.dispatcher import Dispatcher, Ticket, Worker
+from aioloader._workers.process.messages import STAGES
+from aioloader._workers.process.replicas import Replicas
+from aioloader._workers.process.supervisor import UNKNOWN
+from aioloader.errors import WorkerDiedError
+
+# A batch with which so many workers have died is not tried again.
+_MOST_DEATHS = 2
 
 
-def mend(
-    dispatcher: Dispatcher,
-    board: InFlightTable,
-    dead: Worker,
-    exitcode: int,
-    stack: str,
-) -> None:
-    """See to what ``dead`` leaves behind; its results have been read before.
+class Death:
+    """The end of one worker process that was not asked to end.
 
     Args:
-        dispatcher: What is under way.
-        board: What each worker had in hand.
-        dead: The worker.
+        worker: The worker.
         exitcode: Its exit status, negative for a signal.
         stack: What it wrote when it crashed.
     """
-    held = board.in_hand(dead.number)
-    board.wipe(dead.number)
+
+    def __init__(self, worker: Worker, exitcode: int, stack: str) -> None:
+        self.worker = worker
+        self.exitcode = exitcode
+        self.cause = cause_of(exitcode)
+        self._stack = f"\nIts Python stack:\n{stack}" if stack else ""
+
+    def error(self, reason: str, batch: int | None = None) -> WorkerDiedError:
+        """Return an error that begins with torch's words, continued by ``reason``."""
+        pid = self.worker.pid
+        text = f"DataLoader worker (pid(s) {pid}) exited unexpectedly, {self.cause}"
+        return WorkerDiedError(
+            f"{text}{reason}{self._stack}",
+            worker=self.worker.number,
+            pid=pid,
+            exitcode=self.exitcode,
+            batch=batch,
+        )
+
+    def before_a_batch(self) -> WorkerDiedError:
+        """Return the error for processes that die before they take a batch."""
+        return self.error(
+            f"; {self.worker.starts} processes in a row have died so without making a "
+            "batch; see what they printed"
+        )
+
+
+def recover(dispatcher: Dispatcher, table: InFlightTable, death: Death) -> None:
+    """See to the batches of a dead worker; its results have been read before."""
+    dead = death.worker
+    taken = table.in_flight(dead.number)
+    table.wipe(dead.number)
     dispatcher.free_answered(dead)
-    if dispatcher.is_replicated:
-        _bury_streams(dispatcher, dead, held, exitcode, stack)
-    elif dispatcher.copies is not None:
-        _restore_copy(dispatcher, dispatcher.copies, dead)
-    for one in held:
-        _blame(dispatcher, dead, one, len(held), exitcode, stack)
-    _send_again(dispatcher, board, dead)
+    dispatcher.lose_copy(dead)
+    if dispatcher.replicas is not None:
+        _end_streams(dispatcher, dispatcher.replicas, death, taken)
+    for one in taken:
+        ticket = dispatcher.tickets.get(one.ticket)
+        if ticket is not None:
+            _count_death(dispatcher, death, ticket, one, is_only=len(taken) == 1)
+    _send_again(dispatcher, table, dead)
 
 
-def _blame(
+def _count_death(
     dispatcher: Dispatcher,
-    dead: Worker,
-    one: InHand,
-    count: int,
-    exitcode: int,
-    stack: str,
+    death: Death,
+    ticket: Ticket,
+    one: InFlight,
+    *,
+    is_only: bool,
 ) -> None:
-    """Count a death against a batch, if it was the only one that the worker had."""
-    ticket = dispatcher.tickets.get(one.ticket)
-    if ticket is None:
-        return
-    ticket.deaths += count == 1
-    # If there were others in hand, nobody knows whose fault it was: the next time it
-    # has a worker to itself.
+    """Count a death against a batch, if it was the only one that the worker had.
+
+    If there were others, nobody knows which one it was: each has a worker to itself
+    the next time.
+    """
+    ticket.deaths += is_only
     ticket.request = ticket.request._replace(is_alone=True)
     dispatcher.free_samples(one.ticket, ticket.slot)
     ticket.slot = None
-    if ticket.deaths >= _LIVES:
+    if ticket.deaths >= _MOST_DEATHS:
         del dispatcher.tickets[one.ticket]
-        error = died_with(ticket.task, one, dead.number, dead.pid, exitcode, stack)
-        ticket.run.receive(ticket.task, BatchResult(error=error))
+        task = ticket.task
+        error = death.error(
+            f", in stage {STAGES[one.stage]!r} of batch {task.number}, sample indices "
+            f"{shorten(task.indices)}; it is not the first worker that this batch has "
+            "cost",
+            task.number,
+        )
+        ticket.pipeline.receive(task, BatchResult(error=error))
 
 
-def _send_again(dispatcher: Dispatcher, board: InFlightTable, dead: Worker) -> None:
-    """Send again what neither waits nor is in hand: the dead worker had it.
+def _send_again(dispatcher: Dispatcher, table: InFlightTable, dead: Worker) -> None:
+    """Send again the requests that neither wait nor are with a live worker.
 
-    A live one may have taken a request and not have noted it yet: that batch is then
-    made twice, alike, and the later result is dropped.
+    A live worker may have taken a request and not have noted it yet: that batch is made
+    twice, alike, and the later result is dropped.
     """
-    queue = dead.own if dispatcher.is_addressed and dead.own else dispatcher.requests
-    in_hand = {
+    queue = dead.own or dispatcher.requests
+    taken = {
         one.ticket
         for worker in dispatcher.workers
-        for one in board.in_hand(worker.number)
+        for one in table.in_flight(worker.number)
     }
     dispatcher.take_back(queue)
-    for name in sorted(set(dispatcher.tickets) - in_hand):
-        if dispatcher.queue_of(name) is queue:
+    for name, ticket in sorted(dispatcher.tickets.items()):
+        if name not in taken and (ticket.worker.own or dispatcher.requests) is queue:
             queue.waiting.append(name)
 
 
-def _restore_copy(dispatcher: Dispatcher, copies: Copies, dead: Worker) -> None:
-    """Have the successor's dataset begin in the state of the dead worker's."""
-    copies.lose(dead.number)
-    for ticket in dispatcher.tickets.values():
-        if ticket.worker is dead:
-            resume = copies.lost_by(dead.number)
-            ticket.request = ticket.request._replace(resume=resume)
-
-
-def _bury_streams(
-    dispatcher: Dispatcher, dead: Worker, held: list[InHand], exitcode: int, stack: str
+def _end_streams(
+    dispatcher: Dispatcher, replicas: Replicas, death: Death, taken: list[InFlight]
 ) -> None:
-    """End the streams that a dead replica had begun, but for those that can go on."""
-    error = died_with_stream(dead.number, dead.pid, exitcode, stack)
-    for one in held:
-        if one.ticket in dispatcher.tickets:
-            dispatcher.replicas.begin(dispatcher.tickets[one.ticket].run, dead.number)
-    if not _is_last_straw(dispatcher, held):
-        _restart_streams(dispatcher, dead)
-    for run in dispatcher.replicas.lose(dead.number, error):
-        for name, ticket in sorted(dispatcher.tickets.items()):
-            if ticket.run is run and ticket.worker is dead:
-                del dispatcher.tickets[name]
-                early = dispatcher.replicas.result_of(run, dead.number)
-                run.receive(
-                    ticket.task, early or BatchResult(is_empty=True, has_ended=True)
-                )
+    """End the streams that a dead worker had begun, except those that can continue."""
+    dead, tickets = death.worker, dispatcher.tickets
+    held = [tickets[one.ticket] for one in taken if one.ticket in tickets]
+    for ticket in held:
+        replicas.begin(ticket.pipeline, dead.number)
+    is_hopeless = (
+        len(taken) == len(held) == 1 and held[0].deaths + 1 >= _MOST_DEATHS
+    )  # the batch that killed it would kill the next one
+    if not is_hopeless:
+        _continue_streams(dispatcher, replicas, dead)
+    error = death.error(
+        "; where it was in its iterable dataset is lost with it, and so is what it had "
+        "still to read: iterate again, or use a map-style dataset, whose batches any "
+        "worker can make again"
+    )
+    for pipeline in replicas.lose(dead.number, error):
+        for name, ticket in sorted(tickets.items()):
+            if ticket.pipeline is pipeline and ticket.worker is dead:
+                del tickets[name]
+                early = replicas.result_of(pipeline, dead.number)
+                over = BatchResult(is_empty=True, has_ended=True)
+                pipeline.receive(ticket.task, early or over)
 
 
-def _is_last_straw(dispatcher: Dispatcher, held: list[InHand]) -> bool:
-    """Tell whether the dead worker had nothing in hand but what has cost one before."""
-    tickets = [dispatcher.tickets.get(one.ticket) for one in held]
-    deaths = [ticket.deaths for ticket in tickets if ticket is not None]
-    return len(held) == len(deaths) == 1 and deaths[0] + 1 >= _LIVES
-
-
-def _restart_streams(dispatcher: Dispatcher, dead: Worker) -> None:
-    """Have the successor read on where the dead worker's streams were left."""
-    for run in {ticket.run for ticket in dispatcher.tickets.values()}:
-        if not dispatcher.replicas.restart(run, dead.number):
+def _continue_streams(dispatcher: Dispatcher, replicas: Replicas, dead: Worker) -> None:
+    """Have the successor read on from the last known state of each stream."""
+    tickets = dispatcher.tickets.values()
+    for pipeline in {ticket.pipeline for ticket in tickets}:
+        if not replicas.restart(pipeline, dead.number):
             continue
-        state = dispatcher.replicas.resume_of(run, dead.number)
-        for ticket in dispatcher.tickets.values():
-            if ticket.run is run and ticket.worker is dead:
-                seeds = run.maker.seeds(dead.number, len(dispatcher.workers))
-                resume = None if state is None else (state, seeds)
+        state, resume = replicas.resume_of(pipeline, dead.number), None
+        if state is not None:
+            resume = state, pipeline.maker.seeds(dead.number, len(dispatcher.workers))
+        for ticket in tickets:
+            if ticket.pipeline is pipeline and ticket.worker is dead:
                 ticket.request = ticket.request._replace(resume=resume)
+
+
+def cause_of(exitcode: int) -> str:
+    """Return an exit status in words."""
+    if exitcode == UNKNOWN:
+        return "for an unknown reason: the process that watched it is gone too"
+    if exitcode >= 0:
+        return f"with exit status {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    if -exitcode == signal.SIGKILL:
+        return f"by {name}, often the kernel's out-of-memory killer"
+    return f"by {name}"

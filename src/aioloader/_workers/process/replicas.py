@@ -2,12 +2,12 @@
 
 Batch k is for worker k modulo the number of workers, so that the order is a round robin
 that skips the workers whose streams have ended. A stream that has a state of its own
-goes on in another process from where the last one was. Pure and synchronous.
+continues in another process. Pure and synchronous.
 """
 
 from typing import Any, TypeAlias
 
-from aioloader._order.progress import Bookmark, Progress
+from aioloader._order.epoch import Bookmark, Progress
 from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.position import has_state
 from aioloader.errors import WorkerDiedError
@@ -95,9 +95,9 @@ class Replicas:
         return BatchResult(is_empty=True, has_ended=True, state=result.state)
 
     def restart(self, run: Pipeline, worker: int) -> bool:
-        """Let a dead worker's stream go on where it was left; tell whether it can.
+        """Have a dead worker's stream continue in its successor; tell whether it can.
 
-        That is possible if it has a state of its own, behind all that it has sent.
+        That is possible if it has a state of its own, after all that it has sent.
         """
         progress = self._read.get((run, worker))
         if progress is None or worker in self._ended.get(run, ()):

@@ -2,7 +2,7 @@
 
 A private loop reads many samples at once, across batch boundaries, and a thread beside
 it runs the plain code. The worker's main thread takes requests, at most ``window`` at a
-time, so that a batch that nobody tasks on stays where another worker can take it.
+time, so that a batch that has not begun stays where another worker can take it.
 """
 
 import contextlib
@@ -11,19 +11,18 @@ import select
 import threading
 from typing import Any
 
-from aioloader._order.progress import Bookmark
+from aioloader._order.epoch import Bookmark
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.host import GRACE
-from aioloader._pipeline.hosted import Keeper
 from aioloader._pipeline.hosts import Hosts
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.channel import Channel
 from aioloader._transport.in_flight_table import PLACES
 from aioloader._workers.process.endpoint import Endpoint
-from aioloader._workers.process.messages import Kind, Request
+from aioloader._workers.process.messages import READY, Request
 
 
-def serve_hosted(endpoint: Endpoint, requests: Channel) -> None:
+def serve_async(endpoint: Endpoint, requests: Channel) -> None:
     """Serve until the loader is gone.
 
     Raises:
@@ -32,7 +31,7 @@ def serve_hosted(endpoint: Endpoint, requests: Channel) -> None:
     server = _Server(endpoint)
     try:
         server.open()
-        endpoint.send(Kind.READY, -1, None)
+        endpoint.send(READY, -1, None)
         server.serve(requests)
     finally:
         server.close()
@@ -73,7 +72,7 @@ class _Server:
                 raise EOFError("the loader is gone")
             request = self._endpoint.receive(requests)
             if request.ticket < 0:
-                run = self._runs.pop(request.run, None)
+                run = self._runs.pop(request.iteration, None)
                 if run is not None:
                     run.dismiss()
                 self._free.put(place)
@@ -91,9 +90,9 @@ class _Server:
             self._run_of(request).submit(task)
 
     def _watch(self, requests: Channel) -> None:
-        """Learn that requests are over also while there is no place for one."""
+        """Notice the end of requests also while there is no place for one."""
         poll = select.poll()
-        poll.register(requests.fileno(), 0)  # hang-ups are told anyway
+        poll.register(requests.fileno(), 0)  # hang-ups are reported anyway
         poll.poll()
         self._free.put(_OVER)
 
@@ -103,14 +102,14 @@ class _Server:
             run.dismiss()
         for run in self._runs.values():
             run.ended.wait(GRACE)
-        self._host.dismiss(Keeper())
+        self._host.release()
         self._hosts.leave()
         with self._endpoint.printing():
             self._hosts.release()
 
     def _run_of(self, request: Request) -> Pipeline:
         # Map-style datasets have no state of an iteration: one run serves all.
-        key = request.run if self._endpoint.maker.is_stream() else -1
+        key = request.iteration if self._endpoint.maker.is_stream() else -1
         run = self._runs.get(key)
         if run is None:
             spec = self._endpoint.spec
@@ -127,10 +126,10 @@ class _Server:
         return run
 
     def _deliver(self, task: BatchTask, result: BatchResult) -> None:
-        """Send an result, in whatever thread it came about."""
+        """Send a result, from whatever thread."""
         ticket, place, is_alone = self._held.pop(id(task))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            # The loader may be gone: whoever reads requests ends this process.
+            # The loader may be gone: the thread that reads requests ends this process.
             self._endpoint.answer(task, ticket, place, result)
         self._open(range(self._size) if is_alone else [place])
 

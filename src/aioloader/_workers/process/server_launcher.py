@@ -9,9 +9,9 @@ import time
 import weakref
 from collections.abc import Sequence
 
+from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._transport.channel import Channel
 from aioloader._workers.process.fork_server import fork_supervisor, warm_fork_server
-from aioloader._workers.process.guard import close_in_children
 from aioloader._workers.process.launch import PATIENCE, SupervisedLauncher, has_ended
 from aioloader._workers.process.supervisor import Note, Order, load_note
 from aioloader._workers.worker_spec import Surroundings
@@ -22,24 +22,24 @@ class Servers:
 
     def __init__(self) -> None:
         self._idle: list[Channel] = []
-        self._lock = threading.Lock()
-        # Whether unpickling has started threads: then each worker unpickles by itself.
+        self._lock = fork_safe(threading.Lock())
+        # Unpickle once for all workers; not if that has started threads.
         self.is_shared = True
         weakref.finalize(self, _close_all, self._idle)
 
     def take(self) -> Channel | None:
-        """Return the channel to one that is idle, owned by the caller; or None."""
+        """Return the channel to an idle supervisor, which the caller owns; or None."""
         with self._lock:
             return self._idle.pop() if self._idle else None
 
     def give_back(self, control: Channel) -> None:
-        """Keep one that has ended its workers."""
+        """Keep a supervisor that has ended its workers."""
         close_in_children(control.close)
         with self._lock:
             self._idle.append(control)
 
     def close(self) -> None:
-        """End those that are idle."""
+        """End the idle supervisors."""
         with self._lock:
             _close_all(self._idle)
 
@@ -72,7 +72,7 @@ class ServerLauncher(SupervisedLauncher):
         self._file: int | None = file
         self._ends = tuple(ends)
         self._has_ended = False
-        self._supervisor = 0  # its pid, once that is known
+        self._supervisor = 0  # pid, once that is known
         self._has_forked = False
         self._pid = os.getpid()
 
@@ -103,13 +103,13 @@ class ServerLauncher(SupervisedLauncher):
         super().end()
         with contextlib.suppress(EOFError):
             while self._control is not None and (got := self._control.receive()):
-                self._heed(load_note(got[0]), self._pending)
+                self._record(load_note(got[0]), self._pending)
         if self._supervisor and not self._has_forked:
             with contextlib.suppress(RuntimeError):  # at exit it sees the end of this
-                _thread.start_new_thread(self._insist, (self._supervisor,))
+                _thread.start_new_thread(self._kill_if_stuck, (self._supervisor,))
 
-    def _insist(self, supervisor: int) -> None:
-        """Kill a supervisor that is stuck in what it unpickles: the user's code."""
+    def _kill_if_stuck(self, supervisor: int) -> None:
+        """Kill a supervisor that is stuck in unpickling, which is the user's code."""
         if not has_ended(supervisor, PATIENCE) and not self._has_ended:
             _kill(supervisor)
 
@@ -129,12 +129,12 @@ class ServerLauncher(SupervisedLauncher):
             control.close()
         elif control is not None:
             with contextlib.suppress(RuntimeError):  # at exit it sees the end of this
-                _thread.start_new_thread(_see_out, (control, self._supervisor))
+                _thread.start_new_thread(_close_when_idle, (control, self._supervisor))
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
-    def _heed(self, note: Note, found: list[Note]) -> None:
+    def _record(self, note: Note, found: list[Note]) -> None:
         if note.word == "threads":
             if not self._is_over:
                 self._start_apart()
@@ -143,32 +143,29 @@ class ServerLauncher(SupervisedLauncher):
             self._supervisor = note.number
         self._has_forked = self._has_forked or note.word == "born"
         self._has_ended = self._has_ended or note.word == "ended"
-        super()._heed(note, found)
+        super()._record(note, found)
 
     def _start_apart(self) -> None:
         """Start over with workers that unpickle by themselves: threads do not fork."""
         self._servers.is_shared = False
-        self._start_over()
-
-    def _start_over(self) -> None:
         self._hang_up()
         self.open()
         for worker, descriptors in list(self._started.items()):
             self.start(worker, descriptors)
 
-    def _bereaved(self) -> list[Note]:
-        """Return the deaths that nobody is left to report, with a new supervisor."""
-        died = super()._bereaved()
+    def _orphans(self) -> list[Note]:
+        """Return the deaths of workers, and start another supervisor."""
+        died = super()._orphans()
         self.open()
         return died
 
 
-def _see_out(control: Channel, supervisor: int) -> None:
-    """Kill a supervisor that has forked nothing yet, if it is stuck in doing so.
+def _close_when_idle(control: Channel, supervisor: int) -> None:
+    """Close the channel to a supervisor that has not forked yet; kill it if stuck.
 
     Args:
-        control: The channel to it; closed at the end, so that it ends.
-        supervisor: Its pid, or 0 if it has not told it yet.
+        control: The channel; the supervisor ends when it is closed.
+        supervisor: Its pid, or 0 if that is not known yet.
     """
     until = time.monotonic() + PATIENCE
     try:

@@ -1,6 +1,6 @@
 """Workers started by ``multiprocessing`` as new interpreters, on request ("spawn").
 
-The loader's own process is their parent, and ends what they leave behind.
+The loader's own process is their parent, and ends the processes that they leave.
 """
 
 import _thread
@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from multiprocessing import reduction
 from typing import Any
 
-from aioloader._workers.process import child
+from aioloader._order.forks import fork_safe
+from aioloader._workers.process import worker_main
 from aioloader._workers.process.endpoint import Ends, send_fatal
 from aioloader._workers.process.launch import has_ended
 from aioloader._workers.process.supervisor import ASKED, TERMINATED, Note
@@ -42,25 +43,15 @@ class SpawnLauncher:
         self._births: list[Note] = []
         self._pid = os.getpid()
         self._is_ending = False
-        self._ended = threading.Event()
+        self._ended = fork_safe(threading.Event())
 
     def open(self) -> None:
         """Do nothing: there is no supervisor."""
 
     def start(self, worker: int, descriptors: Sequence[int]) -> None:
         """Start a worker; ``descriptors`` are its arena and its own queue."""
-        arena, *own = descriptors
-        requests, results, board, stacks, *samples = self._ends
-        ends = (
-            requests,
-            *(own or [-1]),
-            results,
-            board,
-            stacks,
-            arena,
-            *(samples or [-1]),
-        )
-        # Copies, for a forked child closes all that this process holds.
+        ends = Ends.of(self._ends, descriptors)
+        # Copies, because a forked child closes all that this process holds.
         copies = [os.dup(end) if end >= 0 else -1 for end in ends]
         assert self._file is not None
         try:
@@ -82,14 +73,14 @@ class SpawnLauncher:
                     os.close(copy)
         self._processes[worker] = process
         self._births.append(Note("born", worker, process.pid or 0))
-        _thread.start_new_thread(_bury, (process,))
+        _thread.start_new_thread(_end_its_group, (process,))
 
     def descriptors(self) -> list[int]:
         """Return what becomes readable when there are notes."""
         return [process.sentinel for process in self._processes.values()]
 
     def notes(self) -> list[Note]:
-        """Return what has happened since the last call."""
+        """Return the births and deaths since the last call."""
         found, self._births = self._births, []
         for worker, process in list(self._processes.items()):
             if process.exitcode is not None:
@@ -98,12 +89,12 @@ class SpawnLauncher:
         return found
 
     def kill(self, worker: int) -> None:
-        """Kill a worker; a note will tell that it died."""
+        """Kill a worker; a note reports its death."""
         if worker in self._processes:
             self._processes[worker].kill()
 
     def end(self) -> None:
-        """End the workers, in the background; they were asked already."""
+        """End the workers, in the background; their queues are closed already."""
         if self._is_ending or os.getpid() != self._pid:
             return
         self._is_ending = True
@@ -136,7 +127,7 @@ class SpawnLauncher:
 
 
 class _Passed:
-    """A descriptor that ``multiprocessing`` takes along."""
+    """A descriptor that ``multiprocessing`` passes to a new process."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -154,9 +145,9 @@ def _be_worker(
     process: Any = multiprocessing.current_process()
     process._config["daemon"] = False  # noqa: SLF001  (it may have children)
     ends = Ends(*(end.descriptor for end in passed))
-    child.settle(worker, ends, None)
+    worker_main.settle(worker, ends, None)
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    if not child.tell_up(worker, ends):
+    if not worker_main.tell_up(worker, ends):
         return
     try:
         surroundings.enter()
@@ -166,7 +157,7 @@ def _be_worker(
         raise SystemExit(1) from None
     os.close(file.descriptor)
     surroundings.enter_environment()
-    child.run(worker, ends, spec)
+    worker_main.run(worker, ends, spec)
 
 
 def _die_with_parent() -> None:
@@ -176,8 +167,8 @@ def _die_with_parent() -> None:
         os.killpg(0, signal.SIGKILL)  # this process, and what it has started
 
 
-def _bury(process: Any) -> None:
-    """Wait for the end of a worker, and end what it has started."""
+def _end_its_group(process: Any) -> None:
+    """Wait for the end of a worker, and end the processes that it has started."""
     pid = process.pid
     process.join()
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from aioloader._workers.process.child import STACK_SIGNAL
+from aioloader._workers.process.worker_main import STACK_SIGNAL
 
 # Seconds to wait for a worker to write its stack, and for more of it to come.
 _FIRST, _MORE = 1.0, 0.05
@@ -22,7 +22,7 @@ def stack_of(pid: int, read: Callable[[float], str]) -> str:
         read: Returns what workers wrote, having waited so many seconds for it.
     """
     is_stopped = _state(pid) == "T"
-    read(0)  # what is old
+    read(0)  # old stacks
     try:
         os.kill(pid, STACK_SIGNAL)
         if is_stopped:

@@ -5,15 +5,14 @@ from typing import Any
 
 from aioloader._transport.locked import Locker
 from aioloader._workers.process.fork_launcher import ForkLauncher
-from aioloader._workers.process.launch import Launcher
-from aioloader._workers.process.pool import ProcessPool, Tally
+from aioloader._workers.process.pool import Launcher, ProcessPool, Tally
 from aioloader._workers.process.server_launcher import ServerLauncher, Servers
 from aioloader._workers.process.spawn import SpawnLauncher
 from aioloader._workers.worker_spec import Surroundings, WorkerSpec, ship
 
 
 def start_method(context: Any, *, is_plain: bool) -> str:
-    """Return how workers are to start, in the words of ``multiprocessing``.
+    """Return how workers start, in the words of ``multiprocessing``.
 
     Args:
         context: The context that the user asked for, or None.
@@ -38,7 +37,7 @@ def start_pool(
     """Start the workers; they come up in the background.
 
     Args:
-        spec: What they are to do.
+        spec: What they do.
         method: What ``start_method`` returned.
         servers: The loader's supervisors below the fork server.
         locker: Page-locks what workers write batches into, or None.

@@ -1,8 +1,8 @@
 """The supervisor: the parent of a loader's workers, in a process below the user's.
 
-It forks the workers from the data set as it has it, reports births and deaths to the
-loader, forks replacements, and ends everything: asked first, then terminated, then
-killed. There are two kinds. One is forked from the user's process by ``iter()``, for
+It forks the workers from the data set as it has it, reports starts and deaths to the
+loader, forks replacements, and ends everything: it waits first, then terminates, then
+kills. There are two kinds. One is forked from the user's process by ``iter()``, for
 one set of workers, and inherits the data set (``forking``). The other is forked from
 the clean fork server, serves a loader from epoch to epoch, and unpickles the data set
 anew for each set of workers, with the modules that it has imported before.
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from aioloader._transport.channel import Channel
-from aioloader._workers.process import child
+from aioloader._workers.process import worker_main
 from aioloader._workers.process.endpoint import Ends, send_fatal
 from aioloader._workers.remote_error import RemoteError
 from aioloader._workers.worker_spec import Surroundings, WorkerSpec, receive
@@ -46,7 +46,7 @@ _OURS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGCHLD", signal.SIGTER
 
 @dataclass(frozen=True)
 class Order:
-    """What a served supervisor is to do for one set of workers.
+    """How a served supervisor sets up one set of workers.
 
     Attributes:
         surroundings: Of the loader's process.
@@ -100,7 +100,7 @@ class Supervisor:
         """Serve one set of workers, which inherit ``spec``; then return.
 
         Args:
-            spec: What they are to do.
+            spec: What they do.
             ends: The descriptors that all of them share.
             collects: Whether their garbage collector is on.
         """
@@ -114,7 +114,7 @@ class Supervisor:
 
     def tell(self, note: Note) -> None:
         """Report to the loader."""
-        with contextlib.suppress(OSError):  # it is gone, or does not listen
+        with contextlib.suppress(OSError):  # it is gone, or does not read
             self._control.send(pickle.dumps(note, 5))
 
     def _live(self) -> None:
@@ -164,17 +164,17 @@ class Supervisor:
     def _begin(self, order: Order, descriptors: list[int]) -> bool:
         """Enter the surroundings, and unpickle; tell whether workers can be forked.
 
-        If not, this process ends: workers that it started would take requests along.
+        If not, this process ends: its workers would take requests with them.
         """
         self._file, *self._ends = descriptors
         self._surroundings = order.surroundings
         try:
             order.surroundings.enter()
             self.tell(Note("up", number=os.getpid()))
-            # The user's code may be stuck, and then nobody here sees the loader's end.
-            child.die_with(os.getppid())
+            # If the user's code is stuck, this process does not see the loader's end.
+            worker_main.die_with(os.getppid())
             self._spec = receive(self._file) if order.is_shared else None
-            child.die_with(None)
+            worker_main.die_with(None)
         except BaseException as error:
             self.tell(Note("failed", error=RemoteError.of(error, 0)))
             return False
@@ -184,7 +184,7 @@ class Supervisor:
         return True
 
     def _end(self) -> None:
-        """End the workers: their requests are over, so most end by themselves."""
+        """End the workers: their queues are closed, so most end by themselves."""
         if not self._is_alone():
             self._await_all(ASKED)
         self._signal_all(signal.SIGTERM)
@@ -201,9 +201,7 @@ class Supervisor:
     # -- workers --------------------------------------------------------------------
 
     def _start(self, worker: int, descriptors: list[int]) -> None:
-        arena, own = (*descriptors, -1)[:2]
-        requests, results, board, stacks, *samples = self._ends
-        ends = Ends(requests, own, results, board, stacks, arena, *(samples or [-1]))
+        ends = Ends.of(self._ends, descriptors)
         process = multiprocessing.get_context("fork").Process(
             target=self._be_worker, args=(worker, ends), name=f"aioloader-{worker}"
         )
@@ -225,7 +223,7 @@ class Supervisor:
             os.close(pidfd)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        child.settle(worker, ends, supervisor)
+        worker_main.settle(worker, ends, supervisor)
         if self._surroundings is not None:
             multiprocessing.set_start_method("forkserver", force=True)  # as torch's has
             self._surroundings.enter_environment()
@@ -238,12 +236,12 @@ class Supervisor:
                 raise SystemExit(1) from None
         if self._collects:
             gc.enable()
-        child.run(worker, ends, spec)
+        worker_main.run(worker, ends, spec)
 
     def _reap(self, pidfd: int) -> None:
         worker, process = self._workers.pop(pidfd)
         os.close(pidfd)
-        _kill_group(process.pid)  # what the worker has started, and left behind
+        _kill_group(process.pid)  # processes that the worker has started and left
         process.join()
         status = process.exitcode
         process.close()
@@ -296,7 +294,7 @@ def be_forked(
     Args:
         control: The channel to the loader.
         loader: A pidfd of the loader's process.
-        spec: What the workers are to do.
+        spec: What the workers do.
         ends: The descriptors that all workers share.
         collects: Whether the garbage collector was on.
     """
@@ -350,7 +348,7 @@ def _parent_by(pidfd: int) -> Any:
 
 
 def _ignored_signals() -> dict[int, Any]:
-    """Ignore what the user handles; return the handlers, for the workers.
+    """Ignore signals that the user handles; return the handlers, for the workers.
 
     The handlers are the user's code, and are meant for the user's process.
     """
@@ -382,10 +380,10 @@ def number_of_threads() -> int:
 
 
 def dump_instruction(word: str, argument: Any = None) -> bytes:
-    """Return the frame that tells a supervisor what to do: begin, start, kill, end."""
+    """Return the frame of an instruction: begin, start, kill, end."""
     return pickle.dumps((word, argument), 5)
 
 
-def load_note(frame: bytes) -> Any:
+def load_note(frame: bytes | memoryview) -> Any:
     """Return the note of a frame."""
     return pickle.loads(frame)  # noqa: S301  (our own supervisor)

@@ -1,8 +1,8 @@
 """What a Ray actor does: it is one worker, with the loader's own pipeline inside.
 
 Calls are coroutines, so that it answers while the user's code is busy in threads of
-the pipeline. Requests wait here for a place; one that nobody tasks on yet can be taken
-back. This file needs no Ray: Ray imports it, on whatever machine.
+the pipeline. Requests wait here for a place; one that has not begun can be recalled.
+This file needs no Ray: Ray imports it, on whatever machine.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _SHARED_BYTES = 1 << 16
 
 
 class Ground(NamedTuple):
-    """What code in an actor may take for granted, as in the loader's process.
+    """The surroundings of code in an actor, as in the loader's process.
 
     Attributes:
         path: Where modules are found.
@@ -51,18 +51,18 @@ class Ground(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """What an actor says when it is ready.
+    """An actor's report that it is ready, or cannot begin.
 
     Attributes:
         pid: Its process.
         host: Name of its machine.
-        is_in_charge: Whether the user's init function has seeded the generators.
-        error: What that function, or unpickling, has raised instead.
+        seeds_itself: Whether the user's init function has seeded the generators.
+        error: The error of that function, or of unpickling, instead.
     """
 
     pid: int
     host: str
-    is_in_charge: bool = False
+    seeds_itself: bool = False
     error: RemoteError | None = None
 
 
@@ -84,7 +84,7 @@ class RayActor:
         self._slots = SlotPool()
 
     async def begin(self, shipped: Packed, ground: Ground) -> Begun:
-        """Unpack what is to be done, and call the user's init function.
+        """Unpack the ``WorkerSpec``, and call the user's init function.
 
         Args:
             shipped: The pickle of a ``WorkerSpec``; big buffers are in Ray's memory.
@@ -95,12 +95,12 @@ class RayActor:
             sys.path += [folder for folder in ground.path if folder not in sys.path]
             torch.set_default_dtype(ground.dtype)
             torch.set_num_threads(1)
-            return me._replace(is_in_charge=await self._settle(shipped))
+            return me._replace(seeds_itself=await self._settle(shipped))
         except Exception as error:  # of the user's; the loader raises it
             return me._replace(error=RemoteError.of(error, self._number))
 
     async def make(self, ticket: int, request: Packed) -> Packed | None:
-        """Make a batch, when there is a place for it; None if it was taken back."""
+        """Make a batch, when there is a place for it; None if it was recalled."""
         place = asyncio.ensure_future(self._places.acquire())
         self._waiting[ticket] = place
         try:
@@ -116,8 +116,8 @@ class RayActor:
             self._places.release()
         return pack_answer(self._maker, task, result, self._number)
 
-    async def give_back(self, ticket: int) -> None:
-        """Let ``make`` return at once, if the batch is not begun."""
+    async def return_unmade(self, ticket: int) -> None:
+        """Have ``make`` return at once, if the batch has not begun."""
         if ticket in self._waiting:
             self._waiting[ticket].cancel()
 
@@ -157,8 +157,8 @@ class RayActor:
         self._hosts = Hosts(*reads)
         self._hosts.keep()
         self._host = self._hosts.lease("thread" if is_plain else "loop")
-        is_in_charge = await self._host.cpu.call(lambda: initialise(spec, info.id))
-        if is_in_charge or spec.rng == "worker":
+        seeds_itself = await self._host.cpu.call(lambda: initialise(spec, info.id))
+        if seeds_itself or spec.rng == "worker":
             maker.leave_generators()
         self._host.open()
         await self._host.opened.wait_async()
@@ -173,7 +173,7 @@ class RayActor:
             drop_last=spec.drop_last,
             sink=self._deliver,
         )
-        return is_in_charge
+        return seeds_itself
 
     async def _made(self, task: BatchTask) -> BatchResult:
         future: asyncio.Future[BatchResult] = self._loop.create_future()
@@ -182,15 +182,15 @@ class RayActor:
         return await future
 
     def _deliver(self, task: BatchTask, result: BatchResult) -> None:
-        """Hand an result to ``make``, from whatever thread."""
-        if isinstance(result.error, SystemExit):
-            os._exit(1)  # as in a worker process: it ends the worker
+        """Hand a result to ``make``, from whatever thread."""
+        if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
+            os._exit(1)  # as in a worker process: they end the worker
         future = self._futures.pop(id(task))
         self._loop.call_soon_threadsafe(future.set_result, result)
 
 
 def places(spec: WorkerSpec, maker: BatchMaker) -> int:
-    """Return how many batches a worker has in hand at once."""
+    """Return how many batches a worker makes at once."""
     return 1 if maker.is_plain() else spec.window
 
 

@@ -1,4 +1,4 @@
-"""What Ray's errors mean to a loader, and words for them."""
+"""What Ray's errors mean to a loader, and the errors it raises for them."""
 
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ _LOSSES = ("ObjectLostError",)
 
 
 def meaning_of(error: BaseException | None) -> Literal["death", "loss", "other"]:
-    """Tell whether an error of Ray's says that an actor, or a result, is lost."""
+    """Classify an error of Ray's: an actor died, a result was lost, or another."""
     names = {cls.__name__ for cls in type(error).__mro__}
     if names.intersection(_DEATHS):
         return "death"
@@ -34,7 +34,7 @@ def died_with(ticket: Ticket, seat: Seat, error: BaseException) -> WorkerDiedErr
 
 
 def died_too_early(seat: Seat, error: BaseException) -> WorkerDiedError:
-    """Return the error for actors that die before they have begun."""
+    """Return the error for actors that die before they are ready."""
     message = (
         f"DataLoader worker {seat.number} died as a Ray actor before it had begun, and "
         "so did those before it. Is aioloader installed on every node? Ray says: "
@@ -44,7 +44,7 @@ def died_too_early(seat: Seat, error: BaseException) -> WorkerDiedError:
 
 
 def waits_for_actor(ray: Any, seats: list[Seat], options: dict[str, Any]) -> str:
-    """Say why no actor has a batch in hand."""
+    """Say why no actor has a batch."""
     ready = sum(seat.begun is not None for seat in seats)
     if ready == len(seats):
         return f"waits for one of {ready} Ray actors to be free"

@@ -1,16 +1,19 @@
-"""The loader's side of its Ray actors: requests out, answers in, deaths mended.
+"""The loader's side of its Ray actors: requests out, answers in, deaths handled.
 
-All of it happens in one thread, to which everybody posts: those who want a batch, Ray
-when it has an answer or a death to tell, who ends it. So there are no locks, and
-nothing is polled. A batch is copied once, out of Ray's store, which is read-only.
+All of it happens in one thread, to which others post: consumers that want a batch, Ray
+when it has an answer or reports a death, whoever ends the pool. So there are no locks
+and no polling. A batch is copied once, out of Ray's store, which is read-only.
 """
 
 import contextlib
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
+
+import torch
 
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import CpuThread
@@ -18,6 +21,7 @@ from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.waiting import Latch
 from aioloader._transport.codec import decode
+from aioloader._workers.lease import Lease, Pools
 from aioloader._workers.process.messages import opened
 from aioloader._workers.ray.actor import Ground, RayActor, copied, places
 from aioloader._workers.ray.dispatcher import RayDispatcher, Seat, Ticket
@@ -27,6 +31,7 @@ from aioloader._workers.ray.errors import (
     meaning_of,
     waits_for_actor,
 )
+from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.remote_tasks import (
     Packed,
     maker_of,
@@ -41,10 +46,30 @@ from aioloader.errors import LoaderClosedError, WorkerError
 _LEAVE, _GONE = 3.0, 5.0
 # How long a stack may take, in seconds.
 _STACK = 1.0
-# How often a worker may die before it has begun, and how often a result may be lost.
-_STILLBORN, _LOST = 3, 3
+# How often a worker may die before it is ready, and how often a result may be lost.
+_EARLY_DEATHS, _LOST = 3, 3
 
 Done = Future[Any]
+
+
+def lease_actors(
+    pools: Pools, workers: RayWorkers, spec: WorkerSpec, *, keep: bool
+) -> Lease:
+    """Return a lease on Ray actors for one iteration.
+
+    Args:
+        pools: Where actors are kept that outlive it.
+        workers: How many, and where.
+        spec: What they do.
+        keep: Whether they outlive the iteration, and serve the next ones.
+    """
+    ground = Ground(list(sys.path), torch.get_default_dtype())
+
+    def start() -> RayPool:
+        ray, connection = workers.connect()
+        return RayPool(ray, connection, spec, ground, workers.options())
+
+    return Lease(pools, start, reads=spec.reads, keep=keep)
 
 
 class RayPool:
@@ -53,8 +78,8 @@ class RayPool:
     Args:
         ray: The module; it is connected.
         connection: What to hold on to until the actors have ended.
-        spec: What the actors are to do.
-        ground: What code may take for granted there.
+        spec: What the actors do.
+        ground: The surroundings of code there, as here.
         options: Of each actor, as Ray has them.
 
     Raises:
@@ -79,11 +104,11 @@ class RayPool:
         self._thread = CpuThread("aioloader-ray")
         self._ended = Latch()
         self._is_over = False
-        self._error: BaseException | None = None  # that ended it, and nobody was told
-        self._stillborn = [0] * spec.num_workers
+        self._error: BaseException | None = None  # that ended it, if nobody has seen it
+        self._early_deaths = [0] * spec.num_workers
         at_once = places(spec, maker_of(spec, seed=seed_sample))
         is_addressed = spec.is_addressed()
-        # None: the first actor tells, once the user's init function has run.
+        # None: that is known when the user's init function has run.
         self._dispatcher = RayDispatcher(
             at_once, is_addressed=None if spec.worker_init_fn else is_addressed
         )
@@ -91,22 +116,34 @@ class RayPool:
 
     # -- for iterations, from any thread --------------------------------------------
 
-    def submit(self, run: Pipeline, task: BatchTask) -> None:
+    def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         """Take a task; its result is delivered by the thread."""
-        if not self._thread.post(partial(self._enter, run, task)):
-            run.fail(self._error or LoaderClosedError("the Ray workers have ended"))
+        if not self._thread.post(partial(self._enter, pipeline, task)):
+            pipeline.fail(
+                self._error or LoaderClosedError("the Ray workers have ended")
+            )
 
-    def forget(self, run: Pipeline) -> None:
-        """Drop what ``run`` still waits for."""
-        self._thread.post(partial(self._forget, run))
+    def wait_up(self) -> None:
+        """Return at once: while actors start, the time counts as the user's."""
+
+    def descriptors(self) -> Sequence[int]:
+        """Return nothing: the thread collects results."""
+        return ()
+
+    def collect(self) -> None:
+        """Do nothing: the thread collects results."""
+
+    def forget(self, pipeline: Pipeline) -> None:
+        """Drop what ``pipeline`` still waits for."""
+        self._thread.post(partial(self._forget, pipeline))
 
     def explain(self, task: BatchTask) -> str:
-        """Say who has ``task``, since when, and where it is stuck."""
+        """Say which actor has ``task``, since when, and where it is stuck."""
         ticket, seat = self._dispatcher.find(task)
         if ticket is None or seat is None or seat.begun is None:
             return waits_for_actor(self._ray, self._dispatcher.seats, self._options)
         seconds = time.monotonic() - ticket.since
-        is_next = ticket is not seat.in_hand[0]
+        is_next = ticket is not seat.tickets[0]
         text = (
             f"has been {'queued at' if is_next else 'with'} Ray worker {seat.number} "
             f"(pid {seat.begun.pid} on {seat.begun.host}) for {seconds:.2f} s"
@@ -146,8 +183,8 @@ class RayPool:
 
     # -- in the thread: requests ----------------------------------------------------
 
-    def _enter(self, run: Pipeline, task: BatchTask) -> None:
-        self._dispatcher.enter(run, task)
+    def _enter(self, pipeline: Pipeline, task: BatchTask) -> None:
+        self._dispatcher.enter(pipeline, task)
         self._dispatch()
 
     def _dispatch(self) -> None:
@@ -156,24 +193,24 @@ class RayPool:
         for seat, ticket in self._dispatcher.assign():
             self._send(seat, ticket)
         for seat, ticket in self._dispatcher.recall():
-            seat.actor.give_back.remote(ticket.name)
+            seat.actor.return_unmade.remote(ticket.name)
 
     def _send(self, seat: Seat, ticket: Ticket) -> None:
         try:
             reads = self._spec.reads
-            request = pack_request(ticket.run, ticket.task, reads=reads)
+            request = pack_request(ticket.pipeline, ticket.task, reads=reads)
         except Exception as error:  # what the user's classes raise when pickled
-            seat.in_hand.remove(ticket)
+            seat.tickets.remove(ticket)
             self._deliver(ticket, BatchResult(error=error.with_traceback(None)))
             return
         answer = seat.actor.make.remote(ticket.name, request)
         self._when(answer, partial(self._take, seat, ticket))
 
-    def _forget(self, run: Pipeline) -> None:
-        for ticket in self._dispatcher.forget(run):
+    def _forget(self, pipeline: Pipeline) -> None:
+        for ticket in self._dispatcher.forget(pipeline):
             for seat in self._dispatcher.seats:
-                if ticket in seat.in_hand[1:]:
-                    seat.actor.give_back.remote(ticket.name)
+                if ticket in seat.tickets[1:]:
+                    seat.actor.return_unmade.remote(ticket.name)
 
     def _when(self, reference: Any, then: Callable[[Done], None]) -> None:
         """Have the thread call ``then`` when Ray has an answer."""
@@ -190,10 +227,10 @@ class RayPool:
         error = done.exception()
         meaning = meaning_of(error)
         if error is not None and meaning == "death":
-            self._bury(seat, error)
+            self._recover(seat, error)
             return
-        if ticket in seat.in_hand:
-            seat.in_hand.remove(ticket)
+        if ticket in seat.tickets:
+            seat.tickets.remove(ticket)
         if meaning == "loss" and ticket.losses < _LOST:
             ticket.losses += 1
             self._dispatcher.put_back(ticket)
@@ -207,25 +244,25 @@ class RayPool:
         if packed is None:  # the actor has not begun it
             self._dispatcher.put_back(ticket)
             return
-        if not self._dispatcher.strike(ticket):
+        if not self._dispatcher.remove(ticket):
             return
-        run, task = ticket.run, ticket.task
+        pipeline, task = ticket.pipeline, ticket.task
         try:
-            answer = decode(*copied(packed, run.maker.pool))
+            answer = decode(*copied(packed, pipeline.maker.pool))
         except Exception as error:  # of a user's class
             text = f"a batch of worker {seat.number} could not be unpickled: {error!r}"
             problem = WorkerError(text, worker=seat.number)
             problem.__cause__ = error
-            run.receive(task, BatchResult(error=problem))
+            pipeline.receive(task, BatchResult(error=problem))
             return
         task.samples = []
-        run.receive(task, *opened(answer))
+        pipeline.receive(task, *opened(answer))
 
     def _deliver(self, ticket: Ticket, result: BatchResult) -> None:
-        if self._dispatcher.strike(ticket):
-            ticket.run.receive(ticket.task, result)
+        if self._dispatcher.remove(ticket):
+            ticket.pipeline.receive(ticket.task, result)
 
-    # -- in the thread: births and deaths -------------------------------------------
+    # -- in the thread: starts and deaths -------------------------------------------
 
     def _place(self) -> None:
         try:
@@ -252,8 +289,8 @@ class RayPool:
             self._fail(begun.error.raisable())
             return
         seat.begun = begun
-        self._stillborn[seat.number] = 0
-        is_addressed = begun.is_in_charge or self._spec.is_addressed()
+        self._early_deaths[seat.number] = 0
+        is_addressed = begun.seeds_itself or self._spec.is_addressed()
         self._dispatcher.is_addressed = is_addressed
         self._dispatch()
 
@@ -261,12 +298,12 @@ class RayPool:
         error = done.exception()
         if error is not None and not self._is_over:
             if meaning_of(error) == "death":
-                self._bury(seat, error)
+                self._recover(seat, error)
             else:
                 self._fail(error)
 
-    def _bury(self, seat: Seat, error: BaseException) -> None:
-        """Have another actor placed for a dead one, and see to its batches."""
+    def _recover(self, seat: Seat, error: BaseException) -> None:
+        """Have Ray place another actor for a dead one, and see to its batches."""
         if self._dispatcher.seats[seat.number] is not seat:
             return
         if not self._ray.is_initialized():  # Ray would start a cluster anew
@@ -274,24 +311,24 @@ class RayPool:
             return
         self._ray.kill(seat.actor)  # it may only be out of reach
         if seat.begun is None:
-            self._stillborn[seat.number] += 1
-            if self._stillborn[seat.number] >= _STILLBORN:
+            self._early_deaths[seat.number] += 1
+            if self._early_deaths[seat.number] >= _EARLY_DEATHS:
                 self._fail(died_too_early(seat, error))
                 return
-        for ticket in self._dispatcher.bury(seat):
+        for ticket in self._dispatcher.recover(seat):
             problem = died_with(ticket, seat, error)
-            ticket.run.receive(ticket.task, BatchResult(error=problem))
+            ticket.pipeline.receive(ticket.task, BatchResult(error=problem))
         self._dispatcher.seats[seat.number] = self._seat(seat.number)
         self._dispatch()
 
     def _fail(self, error: BaseException) -> None:
-        """End all iterations: no actor can do the task."""
+        """End all iterations: no actor can make their batches."""
         tickets = self._dispatcher.tickets.values()
-        runs = {id(ticket.run): ticket.run for ticket in tickets}
-        self._error = None if runs else error  # for who submits next
+        pipelines = {ticket.pipeline for ticket in tickets}
+        self._error = None if pipelines else error  # for the next one that submits
         self.end()
-        for run in runs.values():
-            run.fail(error)
+        for pipeline in pipelines:
+            pipeline.fail(error)
 
     # -- in the thread: the end -----------------------------------------------------
 

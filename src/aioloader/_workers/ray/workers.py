@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aioloader._observe.warnings import warn
+from aioloader._order.forks import fork_safe
 from aioloader._pipeline.cpu import CpuThread
 
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
@@ -126,7 +127,7 @@ class _Connection:
 # Seconds that a cluster has to answer.
 _PROBED = 5.0
 # One process has one connection to Ray.
-_LOCK = threading.Lock()
+_LOCK = fork_safe(threading.Lock())
 _ours: "weakref.ref[_Connection] | None" = None
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from aioloader._order.forks import fork_safe
+
 # When a scan said how many bytes there are; or zero, and how many are added.
 _RECORD = struct.Struct("<dq")
 _JOURNAL = ".aioloader-journal"
@@ -62,8 +64,8 @@ class Bound:
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._scanning = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
+        self._scanning = fork_safe(threading.Lock())
         self._unsaid = 0  # bytes added here that are not in the journal
         self._offset = 0  # up to where the journal was read
         self._total: int | None = None  # bytes that are there or about to be, if known

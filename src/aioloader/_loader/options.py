@@ -1,0 +1,318 @@
+"""The arguments of a loader as an iteration takes them, and what follows from them.
+
+Taken from the loader's attributes when an iterator is made, and never changed: what is
+assigned to the loader later is for the next iteration. What follows is derived once,
+and kept as long as no argument is replaced.
+"""
+
+import math
+import operator
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, TensorDataset
+
+from aioloader._observe.warnings import warn
+from aioloader._order.epoch import index_sampler_of, order_of
+from aioloader._order.failures import OnError
+from aioloader._order.indices import State
+from aioloader._order.orders import Order, StreamOrder
+from aioloader._order.ranks import Part
+from aioloader._order.retry import Retry
+from aioloader._workers.ray.workers import RayWorkers
+from aioloader._workers.rng import Rng
+from aioloader.protocols import (
+    Kind,
+    batch_getter,
+    is_async_function,
+    is_own_stream,
+    is_stateful,
+    kind_of,
+    reads_async,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The arguments of ``DataLoader``, under their names.
+
+    Attributes:
+        part: Which part of each global batch is delivered.
+    """
+
+    dataset: Any
+    batch_size: int | None
+    sampler: Any
+    batch_sampler: Any
+    num_workers: int
+    collate_fn: Callable[[Any], Any]
+    pin_memory: bool
+    drop_last: bool
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: Any
+    generator: torch.Generator | None
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory_device: str
+    in_order: bool
+    snapshot_every_n_steps: int | None
+    transform: Callable[[Any], Any] | None
+    concurrency: int
+    device: torch.device | None
+    prefetch_device: int
+    workers: Any
+    fetch: str
+    rng: Rng | None
+    on_timeout: str
+    loop: str
+    on_error: OnError
+    max_failures: float | None
+    retry: Retry | None
+    rank: Any
+    world_size: int | None
+    tail: Any
+    lifespan: Any
+    part: Part
+
+    @classmethod
+    def of(cls, loader: Any, part: Part, known: "Options | None") -> "Options":
+        """Return the options of a loader: ``known``, if nothing was replaced.
+
+        Args:
+            loader: Whose attributes count.
+            part: Which part of each global batch is delivered.
+            known: What was returned before.
+        """
+        values = attributes_of(loader)
+        is_alike = known is not None and known.part == part
+        if is_alike and all(map(operator.is_, values, attributes_of(known))):
+            return known  # type: ignore[return-value]
+        return cls(*(*values, part))
+
+    # -- what is read -------------------------------------------------------------
+
+    @cached_property
+    def kind(self) -> Kind:
+        """How samples leave the dataset."""
+        return kind_of(self.dataset)
+
+    @cached_property
+    def is_own_stream(self) -> bool:
+        """Whether the dataset is a stream of aioloader's, which knows of ranks."""
+        return is_own_stream(self.dataset)
+
+    @cached_property
+    def is_stateful(self) -> bool:
+        """Whether the dataset has a state of its own."""
+        return is_stateful(self.dataset)
+
+    @cached_property
+    def reads_async(self) -> bool:
+        """Whether a coroutine reads samples."""
+        if self.kind is Kind.MAP:
+            return reads_async(self.dataset)
+        return self.kind is Kind.ASYNC_ITERABLE
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether nothing of the user's is async."""
+        functions = self.transform, self.collate_fn
+        return not (self.reads_async or any(map(is_async_function, functions)))
+
+    @cached_property
+    def reads_in_workers(self) -> bool:
+        """Whether workers read samples, rather than the loader for them.
+
+        Processes read all but async iterables, of which there is one stream; threads
+        and executors read what is plain and map-style, Ray's actors what is map-style.
+        """
+        if self.fetch != "auto":
+            return self.fetch == "workers"
+        if self.workers == "process":
+            return self.kind is not Kind.ASYNC_ITERABLE
+        functions = self.transform, self.collate_fn
+        return suits(self.workers, self.dataset, *functions)
+
+    @cached_property
+    def readers(self) -> int:
+        """How many streams the batches come from, in turns."""
+        is_replicated = self.kind is not Kind.MAP and self.reads_in_workers
+        return max(1, self.num_workers) if is_replicated else 1
+
+    @cached_property
+    def snapshot_every(self) -> int:
+        """How often a stream is asked for its state; 0: only at first.
+
+        Of one of ours it costs little, and could not be moved to other ranks else.
+        Without workers, torchdata asks for it with the loader's.
+        """
+        every = self.snapshot_every_n_steps or 0
+        is_each = self.is_own_stream or not (every or self.num_workers)
+        return 1 if is_each else every
+
+    # -- where it is made ---------------------------------------------------------
+
+    @property
+    def batched(self) -> bool:
+        """Whether samples are gathered into batches."""
+        return self.batch_sampler is not None
+
+    @cached_property
+    def has_processes(self) -> bool:
+        """Whether worker processes make batches."""
+        return self.num_workers > 0 and self.workers == "process"
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether worker processes have copies of the dataset."""
+        return self.has_processes and self.reads_in_workers
+
+    @property
+    def works_here(self) -> bool:
+        """Whether workers are in this process, or are an executor's."""
+        return self.workers == "thread" or isinstance(self.workers, Executor)
+
+    @property
+    def start_method(self) -> str:
+        """How worker processes start; the default may change at any time."""
+        from aioloader._workers.process.start import start_method
+
+        return start_method(self.multiprocessing_context, is_plain=self.is_plain)
+
+    def starts_at_iter(self, *, is_async: bool) -> bool:
+        """Tell whether an iterator has worker processes from the beginning, as torch's.
+
+        To fork is nothing that could be done later, or in another thread. The rest
+        would hold up the event loop of an async consumer.
+        """
+        return self.has_processes and (not is_async or self.start_method == "fork")
+
+    @cached_property
+    def is_keyed(self) -> bool:
+        """Whether generators are seeded for each batch: with workers, by default."""
+        return self.rng in {"batch", "sample"} or (
+            self.rng is None and self.num_workers > 0
+        )
+
+    @property
+    def pins(self) -> bool:
+        """Whether batches are page-locked and stay on the CPU; torch's warnings."""
+        is_wanted = self.pin_memory and self.device is None
+        return is_wanted and _can_pin(self.pin_memory_device)
+
+    @cached_property
+    def patience(self) -> float | None:
+        """Seconds that a consumer waits for a batch, or None."""
+        is_limit = 0 < self.timeout < threading.TIMEOUT_MAX
+        return float(self.timeout) if is_limit else None
+
+    @cached_property
+    def is_inline(self) -> bool:
+        """Whether a plain ``for`` makes batches where it stands, as torch's does."""
+        ahead = self.patience or self.prefetch_factor or self.device is not None
+        return self.is_plain and not (self.num_workers or ahead)
+
+    @cached_property
+    def is_bare(self) -> bool:
+        """Whether a batch is what ``collate_fn`` makes of the dataset's items, only."""
+        is_more = (
+            self.transform is not None
+            or self.retry is not None
+            or self.on_error != "raise"
+            or self.lifespan is not None
+            or self.pin_memory
+            or self.is_keyed
+            or self.part.masks()
+        )
+        is_one_by_one = not self.batched or batch_getter(self.dataset) is None
+        is_map = self.kind is Kind.MAP and type(self.dataset) is not TensorDataset
+        return self.is_inline and is_map and is_one_by_one and not is_more
+
+    # -- which samples ------------------------------------------------------------
+
+    @property
+    def index_sampler(self) -> Any:
+        """What decides about the order: what gives indices, or else batches."""
+        return index_sampler_of(self.sampler, self.batch_sampler)
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples of a batch of all ranks together; None if batches are given."""
+        size = self.batch_size or 1
+        if type(self.batch_sampler) is BatchSampler:
+            size = self.batch_sampler.batch_size
+        elif self.batch_sampler is not None:
+            return None
+        return size * self.part.world_size
+
+    def order(self, saved: State) -> Order:
+        """Return the order of an epoch: a new one, or the one that was saved."""
+        if self.kind is Kind.MAP:
+            return order_of(self.sampler, self.batch_sampler, self.part, saved)
+        return StreamOrder(self.batch_size, self.part)
+
+    def length(self, part: Part | None = None) -> int:
+        """Return the number of batches of an epoch, for this rank.
+
+        Args:
+            part: Which part of each global batch, if it is not that of the options.
+
+        Raises:
+            TypeError: If the dataset or the sampler has no length.
+        """
+        part, batches = part or self.part, self.batch_sampler
+        if self.kind is not Kind.MAP:
+            size, drop_last = self.batch_size or 1, self.drop_last
+            if part.world_size == 1:
+                whole = len(self.dataset) / size
+                return math.floor(whole) if drop_last else math.ceil(whole)
+            return part.batches(len(self.dataset), size, drop_last=drop_last)
+        if part.world_size == 1:
+            return len(self.sampler if batches is None else batches)
+        found, size, drop_last = len(self.index_sampler), 1, False
+        if type(batches) is BatchSampler:
+            size, drop_last = batches.batch_size, batches.drop_last
+        return part.batches(found, size, drop_last=drop_last)
+
+
+def suits(workers: Any, dataset: Any, *functions: Any) -> bool:
+    """Tell whether workers that are no processes of ours can do all.
+
+    None of them reads streams; threads and executors do what is plain.
+    """
+    if kind_of(dataset) is not Kind.MAP or isinstance(workers, RayWorkers):
+        return kind_of(dataset) is Kind.MAP
+    return not (reads_async(dataset) or any(map(is_async_function, functions)))
+
+
+def _can_pin(pin_memory_device: str) -> bool:
+    """Tell whether batches can be pinned; warn, as torch does, where they cannot."""
+    if pin_memory_device:
+        warn(
+            "pin_memory_device is deprecated, the current accelerator will be used as "
+            f"the device, ignore pin_memory_device='{pin_memory_device}'."
+        )
+    found = torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator() if found else None
+    if accelerator is None:
+        warn(
+            "'pin_memory' argument is set as true but no accelerator is found, then "
+            "device pinned memory won't be used."
+        )
+    elif accelerator.type == "mps":
+        warn(
+            "'pin_memory' argument is set as true but not supported on MPS now, device "
+            "pinned memory won't be used."
+        )
+    return accelerator is not None and accelerator.type != "mps"
+
+
+attributes_of: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(
+    *(one.name for one in fields(Options) if one.name != "part")
+)

@@ -1,0 +1,298 @@
+"""What makes the batches of an epoch: where, by which workers, on which device."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch.utils.data import TensorDataset
+from torch.utils.data._utils import pin_memory as torch_pin
+
+from aioloader._collate.collate import collates_as_torch, default_collate
+from aioloader._collate.gather import gatherable
+from aioloader._device.opening import Devices, DeviceSide
+from aioloader._loader.options import Options
+from aioloader._order.epoch import Epoch
+from aioloader._order.indices import IndexOrder
+from aioloader._order.turns import Turns
+from aioloader._pipeline.batch_maker import BatchMaker, nothing_around
+from aioloader._pipeline.batch_task import BatchTask
+from aioloader._pipeline.hosts import Hosts, Place
+from aioloader._pipeline.inline import GatherIterator, InlineIterator, PlainIterator
+from aioloader._pipeline.pipeline import Pipeline
+from aioloader._pipeline.pipeline_iterator import Patience, PipelineIterator, Window
+from aioloader._pipeline.roles import Pool
+from aioloader._transport.locked import Locker
+from aioloader._transport.slots import SlotPool
+from aioloader._workers.info import be_at_sample
+from aioloader._workers.lease import Lease, Pools
+from aioloader._workers.process.pool import Tally
+from aioloader._workers.process.server_launcher import Servers
+from aioloader._workers.process.start import start_pool
+from aioloader._workers.ray.workers import RayWorkers
+from aioloader._workers.rng import BatchKeys, SampleKeys, seed_sample, swapped_in
+from aioloader._workers.rng_streams import seed_batch
+from aioloader._workers.threads import KeyedHere, ThreadWorkers
+from aioloader._workers.worker_spec import WorkerSpec
+from aioloader.protocols import is_async_function
+
+Source: TypeAlias = PlainIterator | InlineIterator | GatherIterator | PipelineIterator
+
+
+class Resources(Protocol):
+    """What a loader keeps between its epochs, and iterations use."""
+
+    hosts: Hosts
+    slots: SlotPool
+    pools: Pools
+    devices: Devices
+    servers: Servers
+    tally: Tally
+
+
+def make_source(
+    options: Options, epoch: Epoch, resources: Resources, *, is_async: bool
+) -> Source:
+    """Make what gives the batches of an epoch.
+
+    Args:
+        options: The loader's.
+        epoch: The epoch, begun.
+        resources: What the loader keeps.
+        is_async: Whether the consumer is a task.
+
+    Raises:
+        RuntimeError: If a plain ``for`` would block the loop that is to serve it.
+    """
+    tensors = _gathered(options)
+    if tensors is not None and isinstance(epoch.order, IndexOrder):
+        return GatherIterator(tensors, epoch)
+    epoch.on_error, epoch.max_failures = options.on_error, options.max_failures
+    hosts = resources.hosts
+    hosts.lifespan = options.lifespan
+    maker = make_maker(options, epoch, resources.slots)
+    side = _device_side(options, resources.devices)
+    locker = resources.slots.locker = side.locker if side else None
+    if options.is_inline and side is None and not is_async:
+        host = hosts.lease("inline") if options.lifespan else None
+        return InlineIterator(epoch, maker, host, drop_last=options.drop_last)
+    pool = _pool(options, epoch, maker, resources, locker)
+    if options.readers > 1 and not options.in_order:
+        epoch.turns = Turns(options.readers, epoch.bookmark.done)
+    pipeline = Pipeline(
+        maker,
+        hosts.lease(_place(options, pool, is_async=is_async)),
+        concurrency=options.concurrency,
+        in_order=options.in_order,
+        drop_last=options.drop_last,
+        bookmark=epoch.bookmark,
+        pool=pool,
+    )
+    if side is not None:
+        pipeline.stage = side.stage(pipeline.ready, epoch.number)
+    window = _window(options, pool, on_device=side.depth if side else 0)
+    patience = Patience(options.patience, restarts=options.on_timeout == "restart")
+    epoch.reads_ahead = True  # what was read is no sign of what was delivered
+    return PipelineIterator(pipeline, epoch, window, patience)
+
+
+def _gathered(options: Options) -> tuple[torch.Tensor, ...] | None:
+    """Return the tensors of a dataset whose batches can be gathered by index."""
+    is_more = (
+        options.num_workers
+        or options.pin_memory
+        or options.device is not None
+        or options.transform is not None
+        or options.lifespan is not None
+        or options.part.tail == "pad"
+    )
+    if is_more or type(options.dataset) is not TensorDataset:
+        return None
+    if options.collate_fn is not default_collate or not collates_as_torch():
+        return None
+    return gatherable(options.dataset)
+
+
+def _place(options: Options, pool: Pool | None, *, is_async: bool) -> Place:
+    if pool is not None and pool.reads:
+        return pool.place
+    if options.is_plain:
+        return "thread"
+    if options.loop == "thread":
+        return "loop"
+    if not is_async:
+        raise RuntimeError(
+            "loop='caller' hosts coroutines on the loop that iterates, and a plain "
+            "`for` would block it: use `async for`, or loop='thread'"
+        )
+    return asyncio.get_running_loop()
+
+
+def _window(options: Options, pool: Pool | None, *, on_device: int) -> Window:
+    """Return how many batches may be in flight.
+
+    Args:
+        options: The loader's.
+        pool: What makes them, if that is not done here.
+        on_device: Batches that wait on the device: they have left the pipeline.
+    """
+    if options.is_keyed and not options.num_workers:
+        # Keyed generators are the process's own here, and the user's are put aside
+        # while a batch is made: none may be made before the user asks for it.
+        return Window(1, is_lazy=True)
+    readers = max(1, options.num_workers)
+    if options.prefetch_factor is not None:
+        return Window(readers * options.prefetch_factor + on_device)
+    if options.is_plain:
+        is_threaded = pool is None and not on_device
+        return Window(readers * 2 + on_device, per_hop=is_threaded)
+    # One batch is being collated, one is handed over, and one is late.
+    spare = 3 * readers + on_device
+    return Window(spare, samples=options.concurrency * readers)
+
+
+def default_window(concurrency: int, batch_size: int) -> int:
+    """Return how many batches keep ``concurrency`` samples in flight on one loop.
+
+    One batch more than is in flight is being collated, one is handed over, and one is
+    late: with less, the fetchers run out of samples to start.
+    """
+    return math.ceil(concurrency / max(1, batch_size)) + 3
+
+
+def _device_side(options: Options, devices: Devices) -> DeviceSide | None:
+    """Return what moves batches after the pipeline, or None if nothing does.
+
+    Without workers, batches are pinned where they are collated, as in torch.
+    """
+    if options.device is None and not (options.num_workers and options.pins):
+        return None
+    return devices.open(options.device, options.prefetch_device)
+
+
+# -- what makes one batch -------------------------------------------------------------
+
+
+def make_maker(options: Options, epoch: Epoch, slots: SlotPool) -> BatchMaker:
+    """Return what makes the batches of an epoch, in this process or for workers."""
+    dataset, part, collate_fn = options.dataset, options.part, options.collate_fn
+    make_keys = SampleKeys if options.rng == "sample" else BatchKeys
+    keys = make_keys(epoch.base_seed, epoch.number, part)
+    is_keyed, num_workers = options.is_keyed, options.num_workers
+    if not num_workers and options.pins:
+        collate_fn = _pinning(collate_fn)
+    if options.is_own_stream:  # it knows of ranks, and gives this one its part
+        if options.rank is not None:
+            dataset = dataset.shard(part.rank, part.world_size)
+        part = replace(part, rank=0, world_size=1)
+    return BatchMaker(
+        dataset,
+        options.transform,
+        collate_fn,
+        batched=options.batched,
+        policy=epoch.policy,
+        epoch=epoch.number,
+        retry=options.retry,
+        pool=slots,
+        around=_around(options) if is_keyed else nothing_around,
+        reseed=seed_batch if is_keyed and not num_workers else None,
+        seed=be_at_sample if num_workers else seed_sample,
+        keys=keys if is_keyed else None,
+        part=part,
+        snapshot_every=options.snapshot_every,
+        keeps_step=options.part.world_size > 1,
+        concurrency=options.concurrency,
+    )
+
+
+def _pinning(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return ``collate_fn`` followed by torch's own pinning, async if it is."""
+    pin: Callable[[Any], Any] = torch_pin.pin_memory
+    if is_async_function(collate_fn):
+
+        async def collate_async(samples: Any) -> Any:
+            return pin(await collate_fn(samples))
+
+        return collate_async
+    return lambda samples: pin(collate_fn(samples))
+
+
+def _around(options: Options) -> Callable[[BatchTask], Any]:
+    """Return how plain code in this process gets the generators of its batch."""
+    if not options.num_workers:
+        return lambda task: swapped_in(task.key or 0)
+    return KeyedHere if options.works_here else nothing_around
+
+
+# -- workers --------------------------------------------------------------------------
+
+
+def _pool(
+    options: Options,
+    epoch: Epoch,
+    maker: BatchMaker,
+    resources: Resources,
+    locker: Locker | None,
+) -> Pool | None:
+    """Return what makes the batches, or None if that is done here."""
+    workers, reads = options.workers, options.reads_in_workers
+    if not options.num_workers or (not reads and maker.collates_async):
+        return None  # nothing is left that is not for the loop
+    if workers == "thread":
+        return ThreadWorkers(
+            options.num_workers,
+            reads=reads,
+            init=options.worker_init_fn,
+            base_seed=epoch.base_seed,
+        )
+    spec = _spec(options, epoch, maker, reads=reads)
+    keep = options.persistent_workers
+    if isinstance(workers, Executor):
+        from aioloader._workers.executors import ExecutorWorkers
+
+        return ExecutorWorkers(workers, spec)
+    if isinstance(workers, RayWorkers):
+        from aioloader._workers.ray.pool import lease_actors
+
+        return lease_actors(resources.pools, workers, spec, keep=keep)
+    servers, tally = resources.servers, resources.tally
+    start = partial(start_pool, spec, options.start_method, servers, locker, tally)
+    return Lease(resources.pools, start, reads=reads, keep=keep, pumps=True)
+
+
+def _spec(
+    options: Options, epoch: Epoch, maker: BatchMaker, *, reads: bool
+) -> WorkerSpec:
+    """Return what workers are started with."""
+    transform = options.transform
+    if not reads and is_async_function(transform):
+        transform = None  # it is done where samples are read
+    per_worker = options.prefetch_factor or 2
+    if options.prefetch_factor is None and reads and not options.is_plain:
+        per_worker = default_window(options.concurrency, options.batch_size or 1)
+    return WorkerSpec(
+        dataset=maker.dataset if reads else None,
+        transform=transform,
+        collate_fn=options.collate_fn,
+        batched=options.batched,
+        retry=options.retry,
+        on_error=options.on_error,
+        drop_last=options.drop_last,
+        reads=reads,
+        worker_init_fn=options.worker_init_fn,
+        num_workers=options.num_workers,
+        base_seed=epoch.base_seed,
+        rng=options.rng or "batch",
+        concurrency=options.concurrency,
+        window=per_worker,
+        in_flight=per_worker * options.num_workers,
+        part=maker.part,
+        snapshot_every=maker.snapshot_every,
+        keeps_step=maker.keeps_step,
+        lifespan=options.lifespan if reads else None,
+        datasets=epoch.bookmark.datasets,
+    )

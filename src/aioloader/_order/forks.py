@@ -1,0 +1,52 @@
+"""What a forked child must renew: locks that other threads held, inherited descriptors.
+
+A lock that another thread holds at a fork stays locked in the child, where that thread
+does not exist. A copy of a socket in a child keeps a worker alive that should see the
+loader's end. Nothing is sent to anybody here, and no lock is taken.
+"""
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# Kept by each primitive's identity: those of ``threading`` compare so.
+_PRIMITIVES: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_CLOSERS: "list[weakref.WeakMethod[Callable[[], object]]]" = []
+
+
+def fork_safe(primitive: T) -> T:
+    """Return a lock or event of ``threading`` that is free in every forked child.
+
+    An ``RLock`` that the forking thread itself holds stays held: the child returns
+    through the code that releases it.
+    """
+    _PRIMITIVES.add(primitive)
+    return primitive
+
+
+def close_in_children(close: Callable[[], object]) -> None:
+    """Call ``close``, a bound method, in every child that this process forks."""
+    _CLOSERS[:] = [known for known in _CLOSERS if known() is not None]
+    _CLOSERS.append(weakref.WeakMethod(close))
+
+
+def _renew() -> None:
+    # A copy of the references: another thread may have been at the set itself.
+    for reference in list(_PRIMITIVES.data):  # type: ignore[attr-defined]
+        primitive = reference()
+        is_owned = getattr(primitive, "_is_owned", bool)
+        if primitive is not None and not is_owned():
+            primitive._at_fork_reinit()  # noqa: SLF001  (as threading's own classes do)
+    for known in _CLOSERS:
+        close = known()
+        if close is not None:
+            close()
+    _CLOSERS.clear()
+
+
+with contextlib.suppress(AttributeError):  # Windows has no forks
+    os.register_at_fork(after_in_child=_renew)

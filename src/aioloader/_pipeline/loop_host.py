@@ -1,0 +1,204 @@
+"""A host that is an event loop: one in a private thread, or that of the caller."""
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.abc
+
+from aioloader._pipeline.host import GRACE, Host, Hosted
+from aioloader._pipeline.lifespan import Lifespan
+from aioloader._pipeline.waiting import (
+    Latch,
+    call_threadsafe,
+    context_elsewhere,
+    running_loop,
+)
+from aioloader.errors import LoaderClosedError
+
+_NAME = "aioloader pipeline"  # of an iteration's task
+
+
+class LoopHost(Host):
+    """An event loop: the loader's own in a private thread, or the caller's.
+
+    One host task alone holds the task group of the pipelines, and touches it: what
+    happens elsewhere is noted in ``_waiting``, and the host task is woken.
+    """
+
+    def __init__(
+        self,
+        lifespan: Lifespan,
+        caller: asyncio.AbstractEventLoop | None,
+        *,
+        shares_threads: bool = False,
+    ) -> None:
+        super().__init__(lifespan, shares_threads=shares_threads)
+        self._waiting: dict[Hosted, contextvars.Context] = {}
+        self._opening: anyio.CancelScope | None = None
+        self._wanted = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._is_over = False
+        self._own_thread: threading.Thread | None = None
+        self._task: asyncio.Task[None] | None = None
+        if caller is not None:
+            self.loop = caller
+            self._task = caller.create_task(self._serve(), name="aioloader host")
+            self._task.add_done_callback(self._finish)
+            return
+        self.loop = new_event_loop()
+        context = context_elsewhere()
+        self._own_thread = threading.Thread(
+            target=context.run, args=(self._host,), name="aioloader-loop", daemon=True
+        )
+        self._own_thread.start()
+
+    def open(self) -> None:
+        """Enter the lifespan on the loop."""
+        self._on_loop(self._wanted.set)
+
+    def admit(self, pipeline: Hosted) -> None:
+        """Begin to run ``pipeline`` on the loop, when the lifespan was entered."""
+        if self._add(pipeline):
+            self._on_loop(self._begin, pipeline, context_elsewhere())
+
+    def dismiss(self, pipeline: Hosted) -> None:
+        """End ``pipeline`` on the loop; its lease ends with its tasks."""
+        if not self.is_foreign() and not self._on_loop(self._end, pipeline):
+            self._take_back(pipeline)
+            pipeline.ended.set()
+
+    def release(self) -> Latch:
+        """Return a lease, on the loop."""
+        released = Latch()
+        if not self.is_foreign() and not self._on_loop(self._return, None, released):
+            self._take_back(None)
+            released.set()
+        return released
+
+    def is_lost(self) -> bool:
+        """Tell whether the caller's loop has stopped.
+
+        What was posted to it runs when it runs again, if ever; a loop that was closed
+        has dropped it.
+        """
+        loop = self.loop
+        is_stopped = bool(self._own_thread is None and loop and not loop.is_running())
+        if is_stopped and loop and loop.is_closed() and not self.is_foreign():
+            self._finish()
+        return is_stopped or super().is_lost()
+
+    def is_on_loop(self) -> bool:
+        """Tell whether the calling thread runs the loop."""
+        return running_loop() is self.loop
+
+    def is_here(self) -> bool:
+        """Tell whether the calling thread is one of the host's."""
+        return self.is_on_loop() or super().is_here()
+
+    def join(self) -> None:
+        """Wait for both threads to be gone, once ``closed`` is set."""
+        super().join()
+        if self._own_thread is not None:
+            self._own_thread.join(GRACE)
+
+    # -- on the loop --------------------------------------------------------------
+
+    def _host(self) -> None:
+        """Run the host task in the private thread."""
+        options = {"loop_factory": lambda: self.loop}
+        try:
+            anyio.run(self._serve, backend="asyncio", backend_options=options)
+        except BaseException as error:  # handed to the consumers
+            self._break(error)
+        finally:
+            self._finish()
+
+    async def _serve(self) -> None:
+        """Enter the lifespan, run pipelines until the last has left, exit it."""
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                stack.push_async_callback(self.lifespan.leave_async, self.cpu)
+                with anyio.CancelScope() as self._opening:
+                    await self._wanted.wait()
+                    if not self._is_over:
+                        await self.lifespan.enter_async(self.cpu)
+                self._entered()
+                async with anyio.create_task_group() as group:
+                    self._start_waiting(group)
+                    while not self._is_over:
+                        await self._wake.wait()
+                        self._wake.clear()
+                        self._start_waiting(group)
+        except Exception as error:  # handed to the consumers
+            if self._is_over:
+                self.exit_error = error
+            self._break(error, is_known=self._is_over)
+
+    def _begin(self, pipeline: Hosted, context: contextvars.Context) -> None:
+        self._wanted.set()
+        self._waiting[pipeline] = context
+        self._wake.set()
+
+    def _start_waiting(self, group: anyio.abc.TaskGroup) -> None:
+        """Start the pipelines that wait; one that cannot start fails, and leaves."""
+        while self._waiting:
+            pipeline = next(iter(self._waiting))
+            context = self._waiting.pop(pipeline)
+            try:
+                context.run(partial(group.start_soon, self._live, pipeline, name=_NAME))
+            except Exception as error:  # handed to the consumer
+                pipeline.fail(error)
+                self._return(pipeline, pipeline.ended)
+
+    async def _live(self, pipeline: Hosted) -> None:
+        """Run ``pipeline`` to its end, and take back its lease."""
+        try:
+            await pipeline.main()
+        finally:
+            self._return(pipeline, pipeline.ended)
+
+    def _end(self, pipeline: Hosted) -> None:
+        pipeline.end()
+        if self._waiting.pop(pipeline, None) is not None:  # it has not started
+            pipeline.fail(LoaderClosedError("the iterator was closed"))
+            self._return(pipeline, pipeline.ended)
+
+    def _return(self, pipeline: Hosted | None, returned: Latch) -> None:
+        if self._take_back(pipeline):
+            self._is_over = True
+            self._wanted.set()
+            self._wake.set()
+            if self._opening is not None:
+                self._opening.cancel()  # a lifespan that is slow to enter
+        returned.set()
+
+    def _finish(self, _task: asyncio.Task[None] | None = None) -> None:
+        """Release what is left when the host task is gone, however it ended."""
+        self._break(LoaderClosedError("the event loop of the loader has ended"))
+        for pipeline in list(self._pipelines):
+            self._take_back(pipeline)
+            pipeline.ended.set()
+        self.cpu.stop(self.closed.set)
+
+    def _on_loop(self, callback: Callable[..., None], *args: Any) -> bool:
+        """Call on the loop; tell whether there still is one."""
+        if self.loop is not None and call_threadsafe(self.loop, callback, *args):
+            return True
+        self._finish()  # it has failed, or the caller closed its loop
+        return False
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a new uvloop, or asyncio's own loop where uvloop is not installed."""
+    try:
+        import uvloop  # noqa: PLC0415  (no such package on Windows)
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
