@@ -62,7 +62,9 @@ class FetcherPool:
 
     def spawn(self, rest: Coroutine[Any, Any, None]) -> None:
         """Run what is still to be awaited of a batch that no fetcher has."""
-        self._start(self._rest_of(rest), "aioloader collate")
+        task = self._start(rest, "aioloader collate")
+        if task is not None:
+            task.add_done_callback(self._tasks.discard)
 
     async def aclose(self) -> None:
         """Cancel the tasks, and wait until they have ended."""
@@ -104,26 +106,21 @@ class FetcherPool:
             jobs -= 1
             self._start(self._run(), "aioloader fetcher")
 
-    def _start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+    def _start(
+        self, coroutine: Coroutine[Any, Any, None], name: str
+    ) -> "asyncio.Task[None] | None":
         if self._is_closed:
             coroutine.close()
-        else:
-            task = self._loop.create_task(coroutine, name=name)
-            self._tasks.add(task)
+            return None
+        task = self._loop.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        return task
 
     async def _run(self) -> None:
         this = asyncio.current_task()
         assert this is not None
         try:
             await self._fetch_on(this)
-        finally:
-            self._tasks.discard(this)
-
-    async def _rest_of(self, rest: Coroutine[Any, Any, None]) -> None:
-        this = asyncio.current_task()
-        assert this is not None
-        try:
-            await rest
         finally:
             self._tasks.discard(this)
 

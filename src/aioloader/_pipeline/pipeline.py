@@ -159,6 +159,8 @@ class Pipeline:
             self._is_closing = True
             if self._stream is not None:
                 self.host.cpu.post(self._close_stream)
+            if self.pool is not None:
+                self.pool.forget(self)  # its loop may have ended, and not its iterator
             self.maker.close()
             self.fail(LoaderClosedError("the iterator was closed"))
 
