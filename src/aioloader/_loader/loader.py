@@ -39,7 +39,7 @@ from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import MakeLifespan
 from aioloader._pipeline.waiting import refuse_trio
 from aioloader._workers.rng import Rng
-from aioloader.protocols import Kind
+from aioloader.protocols import Kind, is_own_stream
 
 if TYPE_CHECKING:
     from aioloader._loader.runtime import Runtime
@@ -303,8 +303,8 @@ class DataLoader(TorchLoader[Batch]):
         self._epochs.choose(epoch)
         for part in (self.sampler, self.batch_sampler, self.dataset):
             hook = getattr(part, "set_epoch", None)
-            # One that is given each epoch as it begins would be bound to this one.
-            if callable(hook) and not hasattr(part, "begin_epoch"):
+            # A stream of ours is given each epoch's number as the epoch begins.
+            if callable(hook) and not is_own_stream(part):
                 hook(epoch)
 
     def _iterate(self, *, is_async: bool) -> "BatchIterator[Batch]":
