@@ -4,6 +4,7 @@ It checks its arguments and hands over; it reads and schedules nothing itself.
 """
 
 import copy
+import operator
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +15,7 @@ from typing_extensions import TypeVar
 from aioloader._collate.collate import default_collate, default_convert
 from aioloader._device.accelerator import accelerator_for
 from aioloader._loader import arguments
-from aioloader._loader.options import Options
+from aioloader._loader.options import Options, attributes_of
 from aioloader._loader.ranks import (
     Rank,
     Ranks,
@@ -194,7 +195,7 @@ class DataLoader(TorchLoader[Batch]):
         self.tail = tail
         self.lifespan = lifespan
 
-        given = Options.of(self, WHOLE, None)
+        given = Options.of(attributes_of(self), WHOLE)
         arguments.check(given, shuffle)
         self.multiprocessing_context = arguments.context_of(multiprocessing_context)
         self.device = accelerator_for(device)
@@ -214,7 +215,7 @@ class DataLoader(TorchLoader[Batch]):
 
         self._live = Runtime(dataset, self._epochs)
         if num_workers:
-            self._live.warm(Options.of(self, WHOLE, None))
+            self._live.warm(Options.of(attributes_of(self), WHOLE))
         self.__initialized = True  # from here on torch's __setattr__ guards samplers
 
     def __getstate__(self) -> dict[str, Any]:
@@ -257,8 +258,8 @@ class DataLoader(TorchLoader[Batch]):
         live, ranks = self._live, self._ranks
         part = ranks.given or WHOLE
         if ranks.is_auto:
-            known = None if settles else live.part
-            part = known or self._part_now()
+            settled = None if settles else live.part
+            part = settled or self._part_now()
         if settles:
             if live.part not in {None, part}:  # kept workers serve other ranks
                 live.forget_ahead()
@@ -266,8 +267,14 @@ class DataLoader(TorchLoader[Batch]):
             live.part = part
             if self._may_repeat and warn_of_repeats():
                 self._may_repeat = False
-        live.options = Options.of(self, part, live.options)
-        return live.options
+        known, values = live.options, attributes_of(self)
+        if (
+            known is None
+            or known.part != part
+            or not all(map(operator.is_, values, known.values))
+        ):
+            known = live.options = Options.of(values, part)
+        return known
 
     def _part_now(self) -> Part:
         """Return the part of an iteration that would begin now."""

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -83,19 +83,14 @@ class Options:
     values: tuple[Any, ...]
 
     @classmethod
-    def of(cls, loader: Any, part: Part, known: "Options | None") -> "Options":
-        """Return the options of a loader: ``known``, if nothing was replaced.
+    def of(cls, values: tuple[Any, ...], part: Part) -> "Options":
+        """Return the options of a loader.
 
         Args:
-            loader: Whose attributes count.
+            values: What ``attributes_of`` returns of it.
             part: Which part of each global batch is delivered.
-            known: What was returned before.
         """
-        values = attributes_of(loader)
-        if known is None or known.part != part:
-            return cls(*(*values, part, values))
-        is_same = all(map(operator.is_, values, known.values))
-        return known if is_same else cls(*(*values, part, values))
+        return cls(*(*values, part, values))
 
     # -- what is read -------------------------------------------------------------
 
@@ -253,11 +248,12 @@ class Options:
             return None
         return size * self.part.world_size
 
-    def order(self, saved: State) -> Order:
-        """Return the order of an epoch: a new one, or the one that was saved."""
+    @cached_property
+    def order_of(self) -> Callable[[State | None], Order]:
+        """What returns the order of an epoch: a new one, or the one that was saved."""
         if self.kind is Kind.MAP:
-            return order_of(self.sampler, self.batch_sampler, self.part, saved)
-        return StreamOrder(self.batch_size, self.part)
+            return partial(order_of, self.sampler, self.batch_sampler, self.part)
+        return lambda _saved: StreamOrder(self.batch_size, self.part)
 
     def length(self, part: Part | None = None) -> int:
         """Return the number of batches of an epoch, for this rank.

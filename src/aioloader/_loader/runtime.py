@@ -68,7 +68,7 @@ class Runtime:
 
     def draw(self, options: Options) -> Epoch:
         """Draw where torch draws: later draws must find the same generator."""
-        order, pipe = options.order({}), options.dataset
+        order, pipe = options.order_of(None), options.dataset
         generator = options.generator
         if isinstance(pipe, IterDataPipe):
             seed_pipe(pipe, generator)
@@ -78,7 +78,7 @@ class Runtime:
             drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
             self._base_seed = int(drawn.item())
             if options.num_workers:  # for workers torch begins a sampler once more
-                order = options.order({})
+                order = options.order_of(None)
                 if isinstance(pipe, IterDataPipe):
                     draw_base_seed(generator)
         state = None if generator is None else own_generator_state(options)
@@ -182,7 +182,7 @@ class Runtime:
             return
 
         def make() -> tuple[Epoch, PipelineIterator]:
-            order, state = options.order({}), own_generator_state(options)
+            order, state = options.order_of(None), own_generator_state(options)
             epoch = Epoch(self._base_seed or 0, order, state)
             epoch.begin(self.numbers.reserve(epoch), readers=options.readers)
             self.numbers.release(epoch)

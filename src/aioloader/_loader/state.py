@@ -362,7 +362,7 @@ def resumed(
     )
     if "seed" in state:
         own = own_generator_state(options)
-        epoch = Epoch(state["seed"], options.order(order), own)
+        epoch = Epoch(state["seed"], options.order_of(order), own)
     else:
         bookmark = _restore_sampler(options, bookmark)
         epoch = draw(options)

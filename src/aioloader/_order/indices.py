@@ -159,13 +159,20 @@ def cut(
     is_alone = part.world_size == 1
     n, whole = len(indices), cutting.size * part.world_size
     stop = n - n % whole if cutting.drop_last else n
-    block_size = _SHUFFLED_BLOCK if type(indices) is ShuffledIndices else _BLOCK
+    whole_order: Any = indices
+    is_whole = type(indices) is not ShuffledIndices
+    block_size = _BLOCK if is_whole else _SHUFFLED_BLOCK
     step = max(1, block_size // whole) * whole
     for at in range(start * whole, stop, step):
-        block: Any = _taken(indices, at, min(at + step, stop))
+        end = min(at + step, stop)
+        block: Any = whole_order[at:end] if is_whole else _taken(indices, at, end)
         if as_lists and is_alone:
             block = list(block) if type(block) is range else block.tolist()
-        for number, found in enumerate(_pieces(block, whole), at // whole):
+        if isinstance(block, torch.Tensor):
+            pieces = _views(block, whole)
+        else:
+            pieces = (block[i : i + whole] for i in range(0, len(block), whole))
+        for number, found in enumerate(pieces, at // whole):
             if is_alone:
                 yield IndexBatch(number, number * whole, found)
                 continue
@@ -216,11 +223,7 @@ def _own_part(
     return chunk, padding
 
 
-def _pieces(block: Any, size: int) -> Iterator[Any]:
-    """Return parts of a block, one after the other; views, if it is a tensor."""
-    if not isinstance(block, torch.Tensor):
-        yield from (block[at : at + size] for at in range(0, len(block), size))
-        return
+def _views(block: torch.Tensor, size: int) -> Iterator[Any]:
     for at in range(0, len(block), size * _VIEWS):
         yield from block[at : at + size * _VIEWS].split(size)  # type: ignore[no-untyped-call]
 

@@ -25,7 +25,6 @@ from aioloader._order.ranks import WHOLE
 from aioloader._pipeline.awaiting import SideLoop, raisable
 from aioloader._pipeline.batch_maker import (
     BatchMaker,
-    holds_coroutines,
     place_of,
     refuse_coroutines,
 )
@@ -166,7 +165,7 @@ class PlainIterator(LocalIterator):
         try:
             for index in indices:
                 samples.append(self._get(index))  # noqa: PERF401  (kept if one fails)
-            if holds_coroutines(samples):
+            if types.CoroutineType in map(type, samples):
                 samples = self._awaited(samples)
             stage = "collate"
             with lending(self._slots):
