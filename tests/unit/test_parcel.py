@@ -331,3 +331,27 @@ def test_what_arrives_can_be_written_to() -> None:
             tensor += 1
             array += 1
             assert tensor.sum() == array.sum() == n * n
+
+
+def test_small_batches_of_plain_tensors() -> None:
+    """Any nesting; the structure of one is never taken for that of another."""
+    with Post() as post:
+        for n in range(2, 400):  # more structures than are kept
+            x, y = torch.arange(n).float(), torch.arange(n) % 2 == 0
+            batches: list[Any] = [x, [x, y], (y, x), {"b": x, "a": (y, [x + 1])}]
+            for batch in batches:
+                found = post.sent(batch)
+                assert str(found) == str(batch)
+        for batch in ({True: x}, {1: x}, [x.view(1, -1)], [], [[], x], [x, None, "y"]):
+            assert str(post.sent(batch)) == str(batch)
+
+
+def test_small_tensors_that_share_memory_share_it_again() -> None:
+    """Though each is plain."""
+    tokens = torch.arange(9)
+    with Post() as post:
+        inputs, targets = post.sent((tokens[:-1], tokens[1:]))
+        again, twin = post.sent([tokens, tokens])
+    inputs[1] = 99
+    assert targets[0] == 99
+    assert again is twin

@@ -258,3 +258,12 @@ def test_what_is_registered_with_multiprocessing_is_sent() -> None:
         assert sent_once(lambda: [Handle(7)])[0].number == 7
     finally:
         del reducers[Handle]
+
+
+@pytest.mark.parametrize("length", [2, 200])
+def test_more_tensors_than_the_kernel_gathers_at_once(length: int) -> None:
+    """Small ones and larger ones."""
+    table = {"many": lambda n: [torch.arange(n) + k for k in range(1500)]}
+    dataset = Samples(table, length)
+    (batch,) = aioloader.DataLoader(dataset, **FORKED)
+    assert [int(tensor[0]) for tensor in batch] == list(range(1500))

@@ -221,10 +221,11 @@ class ProcessPool:
         self, kind: int, worker: Worker, frame: bytes | memoryview
     ) -> tuple[BatchResult, list[Failure]]:
         """Return the result in a frame, and the failures on the way to it."""
-        lent = sum(one.arena.lent for one in self._dispatcher.workers)
-        is_much = lent >= self._spec.in_flight + _HELD
         try:
-            value = unpack(frame, RESULT_HEAD.size, worker.arena, copy=is_much)
+            copy = (
+                slot_of(frame, RESULT_HEAD.size) is not None and self._has_lent_much()
+            )
+            value = unpack(frame, RESULT_HEAD.size, worker.arena, copy=copy)
         except Exception as error:  # of a user's class
             number = worker.number
             text = f"a batch of worker {number} could not be unpickled: {error!r}"
@@ -232,6 +233,10 @@ class ProcessPool:
             problem.__cause__ = error
             return BatchResult(error=problem), []
         return (BatchResult(value), []) if kind == BATCH else opened(value)
+
+    def _has_lent_much(self) -> bool:
+        lent = sum(one.arena.lent for one in self._dispatcher.workers)
+        return lent >= self._spec.in_flight + _HELD
 
     # -- starts and deaths --------------------------------------------------------
 
