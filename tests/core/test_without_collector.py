@@ -326,6 +326,23 @@ async def test_a_step_is_a_coroutine(kind: Any, way: str) -> None:
     assert await anext(iterator, None) is None
 
 
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_step_holds_its_iterator(kind: Any, way: str, by: str) -> None:
+    """``await anext(aiter(loader))`` takes a first batch; then all is released."""
+    if by == "threads" and kind is SyncStream:
+        pytest.skip("as in process")
+    async with released():
+        loader = make(way, kind(24), **BY[by])
+        found = [await bounded(anext(aiter(loader)))]
+        found += [await bounded(aiter(loader).__anext__())]
+        found += [await bounded(asyncio.create_task(anext(aiter(loader))))]
+        assert labels(found) == EXPECTED[:1] * 3
+        await quiet()
+        assert "open=0" in repr(loader)
+
+
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_closing_releases_at_once(kind: Any, way: str) -> None:
