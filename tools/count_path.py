@@ -73,7 +73,7 @@ def passed(run: Callable[[], None], root: Path) -> set[CodeType]:
         threading.setprofile(None)  # type: ignore[arg-type]
     return {
         code
-        for code in codes
+        for code in codes.copy()
         if code.co_name not in _SKIPPED and root in Path(code.co_filename).parents
     }
 

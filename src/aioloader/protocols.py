@@ -1,8 +1,11 @@
-"""What datasets offer, and how it is told: by shape and colour, never by base class.
+"""What datasets offer, and how it is recognised.
 
-A dataset is *map-style* (``__getitem__``), *iterable* (``__iter__``) or an *async
-iterable* (``__aiter__``). A coroutine function is *async*: it runs on an event loop,
-many at a time. A plain function is *sync*: it runs off the loop.
+A user's dataset is known by its public methods: it is *map-style* (``__getitem__``),
+*iterable* (``__iter__``) or an *async iterable* (``__aiter__``). A coroutine function
+is *async*: it runs on an event loop, many at a time. A plain function is *sync*: it
+runs off the loop. What only aioloader's own datasets offer is known by base class
+(``HasLifespan``, ``OwnStream``, ``BlockIterator``): a user's object may have methods of
+the same names that mean something else.
 """
 
 import abc
@@ -10,23 +13,12 @@ import enum
 import functools
 import inspect
 import itertools
-import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Protocol,
-    TypeGuard,
-    TypeVar,
-    runtime_checkable,
-)
+from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import torch
 from torch.utils.data import ChainDataset, IterableDataset, Subset
-
-if TYPE_CHECKING:
-    from aioloader.datasets.streams import Stream
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 
@@ -54,6 +46,58 @@ class HasLifespan(abc.ABC):
     @abc.abstractmethod
     def lifespan(self) -> AbstractAsyncContextManager[Any]:
         """Return what to enter on a loop before it reads, and to leave at the end."""
+
+
+class BlockIterator(HasLifespan):
+    """One iteration over a stream of aioloader's, which is read a block at a time.
+
+    Attributes:
+        fills: Whether a batch may be filled by several blocks. If not, one block is one
+            batch: the samples at its positions, of which some may be empty.
+    """
+
+    fills: bool
+
+    @abc.abstractmethod
+    async def pull(self, limit: int) -> Any:
+        """Return the samples at the next ``limit`` positions, as a ``Block``.
+
+        If the iterator ``fills``, there are from 1 to ``limit``, and an empty block is
+        the end. A sample that failed is a ``Bad`` in a list.
+
+        Raises:
+            StopAsyncIteration: At the end, if it does not fill.
+        """
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last block, for ``load_state_dict``."""
+
+
+class OwnStream(abc.ABC):
+    """A stream of aioloader's, which knows of epochs and ranks.
+
+    Attributes:
+        ranks: Which rank reads it, and of how many; None: any rank reads all of it.
+    """
+
+    ranks: tuple[int, int] | None
+
+    @abc.abstractmethod
+    def begin_epoch(self, epoch: int) -> None:
+        """Take the number of an epoch that begins, unless the user has chosen one."""
+
+    @abc.abstractmethod
+    def shard(self, rank: int, world_size: int) -> "OwnStream":
+        """Return the part of one rank."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin the next iteration where ``state`` was taken from an iterator."""
+
+    @abc.abstractmethod
+    def __aiter__(self) -> BlockIterator:
+        """Return an iteration."""
 
 
 class Kind(enum.Enum):
@@ -177,10 +221,6 @@ def is_stateful(part: object) -> bool:
     return all(callable(getattr(part, name, None)) for name in methods)
 
 
-def is_own_stream(dataset: object) -> TypeGuard["Stream[Any]"]:
-    """Tell whether ``dataset`` is a stream of aioloader's, which knows of ranks.
-
-    The core does not import them: an object can only be one if they are imported.
-    """
-    module = sys.modules.get("aioloader.datasets.streams")
-    return module is not None and isinstance(dataset, module.Stream)
+def is_own_stream(dataset: object) -> TypeGuard[OwnStream]:
+    """Tell whether ``dataset`` is a stream of aioloader's, which knows of ranks."""
+    return isinstance(dataset, OwnStream)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from aioloader._order.blocks import Bad
+from aioloader._order.stream_states import merge_states
 from aioloader.datasets import TextDataset, from_iterable
-from aioloader.datasets._streams.states import merge_states
 from datasets.shards import name_of, parquet
 
 # Of thirteen shards; two of them are empty.

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pytest
 
 from aioloader._order.blocks import Bad, Block, weave
+from aioloader._order.shares import Share
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._streams import interleave
 from aioloader.datasets._streams.cursors import State
 from aioloader.datasets._streams.iterators import Reading
-from aioloader.datasets._streams.shares import Share
 from aioloader.datasets.sharded import ShardedStream
 
 # Uneven shards, dealt to three lanes: the last lane ends first, the first one last.

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from aioloader._order.blocks import Bad
+from aioloader._order.shares import Deal
+from aioloader._order.stream_states import merge_states
 from aioloader.datasets import ShardedStream, from_iterable
 from aioloader.datasets._arrow.rows import Rows
-from aioloader.datasets._streams.shares import Deal
-from aioloader.datasets._streams.states import merge_states
 from datasets.ranks import STREAMS, Ranks, lines, numbers, trimmed
 from datasets.shards import parquet, read, sqlite
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from aioloader.datasets._streams.states import merge_states
+from aioloader._order.stream_states import merge_states
 from aioloader.errors import StateMismatchError
 from datasets.ranks import Ranks, numbers
 from datasets.shards import read

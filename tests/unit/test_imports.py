@@ -1,8 +1,10 @@
 """What importing the package imports: little; and that every public name is there."""
 
+import ast
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,3 +113,18 @@ def test_names_are_found_anew_in_a_fresh_process() -> None:
         for module in (aioloader, aioloader.datasets)
     )
     assert imported_by(code)
+
+
+def test_the_core_names_no_dataset() -> None:
+    """Neither for type checkers nor inside a function."""
+    root = Path(aioloader.__file__).parent
+    beyond = {"__init__.py", "accelerate.py", "datasets", "testing"}
+    found = [
+        path.name
+        for path in root.rglob("*.py")
+        if path.relative_to(root).parts[0] not in beyond
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and "aioloader.datasets" in ast.unparse(node)
+    ]
+    assert not found

@@ -35,11 +35,6 @@ def test_iterations_are_apart() -> None:
     assert replicas.result_of(one, 0) is None
 
 
-def test_no_replicas() -> None:
-    """Where workers read no streams, an end is what it is."""
-    assert Replicas(0).passed(object(), 0, END) is END
-
-
 def test_a_death_is_told_once() -> None:
     """The next request to a dead worker's stream raises; then the stream is over."""
     replicas, begun, fresh = Replicas(2), object(), object()

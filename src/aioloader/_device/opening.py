@@ -9,7 +9,7 @@ from aioloader._device.locking import PageLocker
 from aioloader._device.mover import Mover, Pinner
 from aioloader._device.stage import Carrier, Staged
 from aioloader._pipeline.ready import ReadyQueue
-from aioloader._transport.locked import Locker
+from aioloader._transport.slots import Locker
 
 
 @dataclass(frozen=True)

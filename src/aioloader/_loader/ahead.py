@@ -1,8 +1,8 @@
 """The next epoch of persistent workers, begun while this one's last batches are used.
 
-It is a guess: that the next epoch comes, and that nobody draws from the generator that
-orders it, chooses another epoch or replaces an argument before it does. What is drawn
-for the guess is put back; if it was right, it is drawn for good, else forgotten.
+It is a guess: the next epoch comes, and before that the generator of its order is not
+used, no other epoch is chosen and no argument replaced. What is drawn for the guess is
+put back; if the guess was right, it is drawn for good.
 """
 
 import weakref
@@ -59,7 +59,7 @@ class Ahead:
         self._numbers = numbers
         self._before = numbers.state(), self._drawn()
         self.epoch, self.source = make()
-        # Nobody iterates over it: when this is dropped, it ends.
+        # It has no iterator yet: it ends when this object is dropped.
         self._finalizer = weakref.finalize(self, self.source.pipeline.dismiss)
         self._issue(self._before[1])
 
@@ -97,7 +97,7 @@ class Ahead:
         return True
 
     def dismiss(self) -> None:
-        """Forget it."""
+        """End the epoch: the guess was wrong."""
         self._finalizer()
 
     def _drawn(self) -> torch.Tensor:

@@ -38,7 +38,7 @@ from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import MakeLifespan
 from aioloader._pipeline.waiting import refuse_trio
 from aioloader._workers.rng import Rng
-from aioloader.protocols import Kind
+from aioloader.protocols import Kind, is_own_stream
 
 if TYPE_CHECKING:
     from aioloader._loader.runtime import Runtime
@@ -95,7 +95,7 @@ class DataLoader(TorchLoader[Batch]):
             and collate), or ``"auto"``: async iterables by the loader, once.
         rng: What random draws depend on: the ``"batch"`` (with workers the default),
             the ``"sample"``'s place in the epoch, or the ``"worker"``, as in torch.
-            Without workers, the global generators are put aside meanwhile.
+            Without workers, the state of the global generators is restored afterwards.
         on_timeout: ``"raise"``, or ``"restart"`` the worker that holds up the batch.
         loop: ``"thread"``: the loader's own loop in a private thread, which goes on
             while the consumer computes; ``"caller"``: the loop that iterates.
@@ -104,12 +104,13 @@ class DataLoader(TorchLoader[Batch]):
         max_failures: Budget of failed samples per epoch: a count, or a fraction.
         retry: When to read a sample again.
         rank: Which part of each global batch is delivered, of ``world_size`` parts;
-            ``"auto"``: as ``torch.distributed``, else RANK and WORLD_SIZE, say at
+            ``"auto"``: as ``torch.distributed``, else RANK and WORLD_SIZE, at
             ``iter``. By default all samples are, on every rank, as in torch.
         world_size: How many ranks there are.
-        tail: What becomes of a last global batch that cannot be dealt evenly:
-            ``"wrap"`` (the default): samples stand in, as in torch; ``"pad"``: and all
-            batches come as ``(batch, mask)``; ``"drop"``; or ``"uneven"``.
+        tail: What becomes of a last global batch that cannot be shared out evenly:
+            ``"wrap"`` (the default): it is filled up with samples from the beginning,
+            as in torch; ``"pad"``: so it is, and all batches come as ``(batch, mask)``;
+            ``"drop"``; or ``"uneven"``.
         lifespan: From the dataset to a context manager, plain or async: entered where
             samples are read (once here, or in each worker process), left at the end.
 
@@ -295,8 +296,8 @@ class DataLoader(TorchLoader[Batch]):
         self._epochs.choose(epoch)
         for part in (self.sampler, self.batch_sampler, self.dataset):
             hook = getattr(part, "set_epoch", None)
-            # One that is given each epoch as it begins would be bound to this one.
-            if callable(hook) and not hasattr(part, "begin_epoch"):
+            # A stream of ours is given each epoch's number as the epoch begins.
+            if callable(hook) and not is_own_stream(part):
                 hook(epoch)
 
     def _iterate(self, *, is_async: bool) -> "BatchIterator[Batch]":
@@ -356,18 +357,19 @@ class DataLoader(TorchLoader[Batch]):
         live.forget_ahead()
         live.loaded = copy.deepcopy(state)
 
-    # -- what it tells ------------------------------------------------------------
+    # -- figures ------------------------------------------------------------------
 
     def stats(self) -> LoaderStats:
         """Return the figures of the latest epoch, so far."""
         epoch, tally = self._live.epoch, self._live.tally
         counters = Counters() if epoch is None else epoch.counters
         policy = None if epoch is None else epoch.failures
+        is_under_way = any(one.is_under_way() for one in list(self._live.open))
         return LoaderStats(
             epoch=counters.epoch,
             batches=counters.batches,
             waited=counters.waited,
-            in_flight=counters.in_flight,
+            in_flight=counters.in_flight if is_under_way else 0,
             failures=0 if policy is None else policy.count,
             worker_deaths=tally.deaths,
             worker_restarts=tally.restarts,

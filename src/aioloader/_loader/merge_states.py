@@ -9,6 +9,7 @@ from typing import Any
 
 from aioloader._loader.state import State, sealed, unsealed
 from aioloader._loader.state_check import check_shape
+from aioloader._order.stream_states import merge_states as merge_streams
 from aioloader.errors import StateMismatchError
 
 _ALIKE = ("kind", "length", "batch_size", "readers")
@@ -60,8 +61,6 @@ def _merged(reader: str, going: Sequence[State], over: Sequence[State]) -> Any:
             if part != first:
                 _refuse(f"the state of reader {reader}", first, part)
         return first
-    from aioloader.datasets._streams.states import merge_states as merge_streams
-
     streams = [part["dataset"] for part in parts]
     for state in over:
         last = (state.get("last") or {}).get(reader)

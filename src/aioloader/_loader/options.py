@@ -43,6 +43,7 @@ class Options:
 
     Attributes:
         part: Which part of each global batch is delivered.
+        values: The arguments, to be compared.
     """
 
     dataset: Any
@@ -79,6 +80,7 @@ class Options:
     tail: Any
     lifespan: Any
     part: Part
+    values: tuple[Any, ...]
 
     @classmethod
     def of(cls, loader: Any, part: Part, known: "Options | None") -> "Options":
@@ -90,10 +92,10 @@ class Options:
             known: What was returned before.
         """
         values = attributes_of(loader)
-        is_alike = known is not None and known.part == part
-        if is_alike and all(map(operator.is_, values, attributes_of(known))):
-            return known  # type: ignore[return-value]
-        return cls(*(*values, part))
+        if known is None or known.part != part:
+            return cls(*(*values, part, values))
+        is_same = all(map(operator.is_, values, known.values))
+        return known if is_same else cls(*(*values, part, values))
 
     # -- what is read -------------------------------------------------------------
 
@@ -314,5 +316,5 @@ def _can_pin(pin_memory_device: str) -> bool:
 
 
 attributes_of: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(
-    *(one.name for one in fields(Options) if one.name != "part")
+    *(one.name for one in fields(Options) if one.name not in {"part", "values"})
 )

@@ -1,6 +1,6 @@
 """Which part of the samples a loader delivers, where ranks share a dataset.
 
-Like torch, a loader deals nothing unless it is asked to, by ``rank=``. ``"auto"`` is
+Like torch, a loader delivers everything unless it is given a ``rank``. ``"auto"`` is
 looked up when an iteration begins: the process group may be made after the loader.
 Nothing here talks to other ranks.
 """
@@ -29,7 +29,7 @@ class Ranks:
     """What was asked for about ranks.
 
     Attributes:
-        given: The part by numbers; None: nobody has asked, or it is looked up.
+        given: The part by numbers; None: there are no ranks, or they are looked up.
         is_auto: Whether rank and number of ranks are looked up.
         tail: What becomes of an uneven last global batch.
     """
@@ -69,7 +69,7 @@ class Ranks:
         return self.is_auto or self.given is not None
 
     def part(self) -> Part | None:
-        """Return the part to deliver, as things are now; None: nobody has asked.
+        """Return the part to deliver, as things are now; None: all samples.
 
         Raises:
             ValueError: If the environment holds no rank, or only a half of one.
@@ -141,7 +141,7 @@ def checked(rank: Any, world_size: Any, tail: Tail) -> Part:
 
 
 def refuse_two_deals(part: Part | None, dataset: Any, *samplers: Any) -> None:
-    """Check that nothing else deals to ranks where the loader does.
+    """Check that the samples are shared out to ranks only once.
 
     Raises:
         ValueError: If a ``DistributedSampler``, or ``shard`` of a stream, does too.
@@ -159,15 +159,15 @@ def refuse_two_deals(part: Part | None, dataset: Any, *samplers: Any) -> None:
                 "the sampler; Lightning puts none in with "
                 "use_distributed_sampler=False)"
             )
-    dealt = dataset.ranks if is_own_stream(dataset) else None
-    if dealt not in {None, (part.rank, part.world_size)}:
+    shard = dataset.ranks if is_own_stream(dataset) else None
+    if shard not in {None, (part.rank, part.world_size)}:
         raise ValueError(
-            f"{asked}, but the stream is that of shard{dealt}: leave out one of them"
+            f"{asked}, but the stream is that of shard{shard}: leave out one of them"
         )
 
 
 def _replicas(sampler: Any) -> int:
-    """Return to how many ranks a sampler deals: torch's, or accelerate's by shape."""
+    """Return how many ranks a sampler serves: torch's, or accelerate's by shape."""
     if isinstance(sampler, DistributedSampler):
         return sampler.num_replicas
     count = getattr(sampler, "num_processes", 1)
@@ -187,7 +187,7 @@ def repeats_samples(options: Options, shuffle: Any) -> bool:
 
 
 def warn_of_repeats() -> bool:
-    """Warn if several ranks run, each of which gets all samples; tell whether so."""
+    """Warn if several ranks run, each of which gets all samples; return whether so."""
     group = _of_group()
     if group is None or group[1] == 1:
         return False

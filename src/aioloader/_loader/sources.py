@@ -26,8 +26,7 @@ from aioloader._pipeline.inline import GatherIterator, InlineIterator, PlainIter
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.pipeline_iterator import Patience, PipelineIterator, Window
 from aioloader._pipeline.roles import Pool
-from aioloader._transport.locked import Locker
-from aioloader._transport.slots import SlotPool
+from aioloader._transport.slots import Locker, SlotPool
 from aioloader._workers.info import be_at_sample
 from aioloader._workers.lease import Lease, Pools
 from aioloader._workers.process.pool import Tally

@@ -41,11 +41,11 @@ class LoaderState(TypedDict):
         seed: What random draws are keyed with; None: it is not drawn yet.
         done: Batches below this number were delivered.
         beyond: Batches above that were delivered too.
-        default: Tells whether torch's default generator is as it was.
+        default: A checksum of torch's default generator.
         order: What makes the order again; as all that follow in a tuple of one, or of
             none, since ``torch.distributed.checkpoint`` restores what a fresh loader
             has keys for, looks into mappings, and saves a tuple as one value.
-        generators: The states of the user's generators, by who draws from them.
+        generators: The user's generators: the ``"loader"``'s and the ``"sampler"``'s.
         states: Those of the readers (the sampler, or streams).
         last: Of a stream of ours, those at the end of the epoch before.
         datasets: Those of a map-style dataset: the loader's, or each worker's.
@@ -210,7 +210,7 @@ def _between(
 
 
 def _fingerprint() -> int:
-    """Return what tells whether torch's default generator is as it was.
+    """Return a checksum of the state of torch's default generator.
 
     Its seed, its place in a block of numbers and the first of them come first: enough.
     """
@@ -404,7 +404,7 @@ def _draw_as_before(options: Options, state: State) -> None:
 
 
 def _warn_of_reading_again(options: Options, bookmark: Bookmark) -> None:
-    """Warn what it costs to resume a stream that has no state of its own."""
+    """Warn what it costs to resume a stream that has no state."""
     states = bookmark.states.values()
     plain = [one for one in states if not ("iterator" in one or "dataset" in one)]
     again = sum(one["read"] for one in plain if one.get("skip") and "ended" not in one)

@@ -1,4 +1,4 @@
-"""What makes a loader a torch ``DataLoader`` to those who look at it.
+"""What makes a loader a torch ``DataLoader`` to frameworks that inspect it.
 
 Frameworks check the class, take a loader apart by ``vars`` and the signature of its
 ``__init__``, and read private names of torch's class. All of these are kept here, but
@@ -50,7 +50,7 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
 
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
-        """End persistent workers, as who sets torch's attribute to None does.
+        """End persistent workers when it is set to None, as frameworks do with torch's.
 
         Raises:
             AttributeError: If it is set to anything else.
@@ -201,7 +201,7 @@ def _merged(
 
 
 def _passing_on(init: Any) -> Any:
-    """Return a function that does the same, and can have a signature of its own."""
+    """Return a function that does the same, and can have another signature."""
 
     @functools.wraps(init)
     def passed_on(self: Any, *args: Any, **kwargs: Any) -> None:

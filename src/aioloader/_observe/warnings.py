@@ -20,7 +20,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     frame, level = inspect.currentframe(), 1
     while frame is not None and _package_of(frame.f_globals) in _BETWEEN:
         frame, level = frame.f_back, level + 1
-    # On a thread of ours nobody else is there: then it is who has called.
+    # On a thread of ours there is no line of the user's: then it is the caller's.
     warnings.warn(message, category, stacklevel=2 if frame is None else level)
 
 

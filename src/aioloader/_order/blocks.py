@@ -1,12 +1,14 @@
 """Blocks: several samples that move at once, as a list or as columns.
 
 A block is moved, cut and permuted without a look at its samples, so that columns stay
-columns until somebody asks for a row. What failed stands in a list as ``Bad``.
+columns until a row is asked for. A sample that failed is a ``Bad`` in a list.
 """
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice, repeat
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 
@@ -40,17 +42,86 @@ class Columns(Protocol):
 
 
 Block: TypeAlias = list[Any] | Columns
+_BUILTIN = {"builtins", "itertools"}
+_QUIET = (StopIteration, StopAsyncIteration)
 
 
 @dataclass(frozen=True)
 class Bad:
-    """What stands for a sample that could not be read or made.
+    """Placeholder for a sample that could not be read or made.
 
     Attributes:
         error: Why; its message says where.
     """
 
     error: Exception
+
+
+def read_block(iterator: Iterator[Any], limit: int) -> tuple[list[Any], bool]:
+    """Return the next samples of a plain iterator, and whether it has ended.
+
+    A failure is the last sample of its block. A generator that raised has ended.
+    """
+    block: list[Any] = []
+    try:
+        # The samples before an error stay in the list. To slice an iterator is to call
+        # its ``__iter__``, where a user's may begin anew.
+        if type(iterator).__module__ in _BUILTIN:
+            block.extend(islice(iterator, limit))
+        else:
+            block.extend(map(next, repeat(iterator, limit)))
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
+        block.append(failed(error))
+        return block, inspect.isgenerator(iterator)
+    return block, len(block) < limit
+
+
+async def read_block_async(
+    iterator: AsyncIterator[Any], limit: int
+) -> tuple[list[Any], bool]:
+    """Return the next samples of an async iterator, and whether it has ended.
+
+    A failure is the last sample of its block. A generator that raised has ended.
+    """
+    block: list[Any] = []
+    try:
+        while len(block) < limit:
+            block.append(await anext(iterator))
+    except StopAsyncIteration:
+        return block, True
+    except (Exception, asyncio.CancelledError) as error:
+        if is_cancelled(error):
+            raise
+        block.append(failed(error))
+        return block, inspect.isasyncgen(iterator)
+    return block, False
+
+
+def failed(error: BaseException, what: str = "the dataset") -> Bad:
+    """Return the sample that stands for an error of the user's code.
+
+    An error that would end a loop or a task quietly becomes the cause of another one.
+
+    Args:
+        error: What was raised.
+        what: What raised it.
+    """
+    if isinstance(error, Exception) and not isinstance(error, _QUIET):
+        return Bad(error)
+    loud = RuntimeError(f"{what} raised {type(error).__name__}")
+    loud.__cause__ = error
+    return Bad(loud)
+
+
+def is_cancelled(error: BaseException) -> bool:
+    """Tell whether ``error`` is the cancellation of the current task.
+
+    If not, a ``CancelledError`` comes from what the user's code awaited.
+    """
+    if not isinstance(error, asyncio.CancelledError):
+        return False
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def cut(block: Block, start: int, stop: int | None = None) -> Block:

@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler
 
 from aioloader._observe.stats import Counters
 from aioloader._order.failures import FailurePolicy, OnError
+from aioloader._order.forks import fork_safe
 from aioloader._order.indices import IndexBatch, IndexOrder, State, is_known_by_place
 from aioloader._order.orders import IteratedOrder, Order, StreamOrder
 from aioloader._order.permutation import ShuffledIndices
@@ -46,6 +47,8 @@ class Bookmark:
 
 BEGINNING = Bookmark()
 _NOTHING: frozenset[int] = frozenset()
+# Of all positions: it is held for microseconds, and seldom.
+_LOCK = fork_safe(threading.Lock())
 
 
 class Progress:
@@ -58,15 +61,12 @@ class Progress:
         readers: How many readers the batches come from, in turns.
 
     Attributes:
-        done: Every batch below this number was delivered.
-        is_plain: Whether that is all there is to say: who delivers batch ``done`` may
-            simply count it up.
         is_over: Whether every batch of the epoch was delivered.
     """
 
     def __init__(self, bookmark: Bookmark = BEGINNING, *, readers: int = 1) -> None:
-        self.done = bookmark.done
         self.is_over = False
+        self._done = bookmark.done
         self._states = dict(bookmark.states)
         self._datasets = dict(bookmark.datasets)
         self._beyond: dict[int, Any] = {}
@@ -75,51 +75,58 @@ class Progress:
         self._failed: dict[int, Any] = {}
         self._readers = readers
         self._ended: set[int] = set()  # readers
-        self._lock = threading.Lock()
-        self.is_plain = not self._before
+        self._latest: tuple[int, Any] | None = None  # taken, and not noted yet
+        self._is_plain = not self._before  # ``_done`` is all there is to say
 
     def take(self, number: int, state: Any = None) -> None:
         """Note that a batch was delivered, or turned out to be none.
+
+        Called last of all. An interrupt (Ctrl-C) comes only where a function is called,
+        so it finds the batch delivered, or not: what is said here is one assignment.
 
         Args:
             number: Its number.
             state: What its reader was left in after it, if that is known.
         """
-        if self.is_plain and number == self.done and state is None:
-            self.done = number + 1  # as nearly always
-            return
-        with self._lock:
-            if self._failed:
-                self._beyond.update(self._failed)
-                self._failed.clear()
-            self._note(number, state)
+        if not self._is_plain or number != self._done or state is not None:
+            with _LOCK:
+                self._settle()
+                self._is_plain &= number == self._done and state is None
+        if self._is_plain:
+            self._done = number + 1  # as nearly always
+        else:
+            self._latest = number, state
 
     def pass_over(self, number: int, state: Any = None) -> None:
         """Note what a batch that was delivered before has left its reader in."""
-        with self._lock:
+        with _LOCK:
+            self._settle()
             self._note(number, state)
 
     def fail(self, number: int, state: Any = None) -> None:
         """Note that a batch raised."""
-        with self._lock:
-            self.is_plain = False
+        with _LOCK:
+            self._settle()
+            self._is_plain = False
             self._failed[number] = state
 
     def end(self, number: int, state: Any = None) -> None:
         """Note that a reader was at its end, instead of batch ``number``."""
-        with self._lock:
+        with _LOCK:
+            self._settle()
             if state is not None:
                 self._states[number % self._readers] = state
 
     def end_reader(self, number: int) -> None:
         """Note that the reader of batch ``number`` has ended: no more is to come."""
-        with self._lock:
+        with _LOCK:
+            self._settle()
             self._ended.add(number % self._readers)
             self._advance()
 
     def leave(self, worker: int, state: Any) -> None:
         """Note what state a delivered batch has left a worker's dataset in."""
-        with self._lock:
+        with _LOCK:
             self._datasets[worker] = state
 
     def finish(self) -> None:
@@ -128,36 +135,46 @@ class Progress:
 
     def bookmark(self) -> Bookmark:
         """Return the position now; from any thread."""
-        with self._lock:
+        with _LOCK:
+            self._settle()
             beyond = _NOTHING
             if self._before or self._beyond:
                 beyond = frozenset(self._before.union(self._beyond))
             states, datasets = dict(self._states), dict(self._datasets)
-            return Bookmark(self.done, beyond, states, datasets)
+            return Bookmark(self._done, beyond, states, datasets)
+
+    def _settle(self) -> None:
+        """Note the latest batch; twice is harmless, should that be interrupted."""
+        if self._latest is not None:
+            number, state = self._latest
+            self._beyond.update(self._failed)
+            self._failed.clear()
+            self._note(number, state)
+            self._latest = None
 
     def _note(self, number: int, state: Any) -> None:
         self._before.discard(number)
-        if number == self.done and not self._beyond:
+        if number == self._done and not self._beyond:
             self._pass(state)
-        elif number >= self.done:  # else it is of a reader that has ended
+        elif number >= self._done:  # else it is of a reader that has ended
             self._beyond[number] = state
             self._advance()
-        self.is_plain = not (self._beyond or self._failed or self._before)
+        self._is_plain = not (self._beyond or self._failed or self._before)
 
     def _advance(self) -> None:
         """Pass what was delivered, and what ended readers will not deliver."""
         while self._beyond:
-            if self.done in self._beyond:
-                self._pass(self._beyond.pop(self.done))
-            elif self.done % self._readers in self._ended:
-                self.done += 1
+            if self._done in self._beyond:
+                self._pass(self._beyond.pop(self._done))
+            elif self._done % self._readers in self._ended:
+                self._done += 1
             else:
                 return
 
     def _pass(self, state: Any) -> None:
         if state is not None:
-            self._states[self.done % self._readers] = state
-        self.done += 1
+            self._states[self._done % self._readers] = state
+        self._done += 1
 
 
 class Epoch:

@@ -95,10 +95,10 @@ class FailurePolicy:
         if self.on_error == "raise":
             raise noted(failure.error, failure.describe())
         self.count_in(failure)
-        stand_in = self.on_error(failure) if callable(self.on_error) else SKIP
+        replacement = self.on_error(failure) if callable(self.on_error) else SKIP
         # The list must not keep alive what the traceback's frames hold: batches.
         failure.error.__traceback__ = None
-        return stand_in
+        return replacement
 
     def count_in(self, failure: Failure) -> None:
         """Count a failure that is, or was elsewhere, skipped or replaced.

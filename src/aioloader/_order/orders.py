@@ -2,7 +2,7 @@
 
 An order is made for one iteration, draws where torch draws (with the first batch), and
 says what a state has to hold so that another process finds the same order. Torch's
-samplers are drawn again from a seed; one that has a state of its own (``state_dict``)
+samplers are drawn again from a seed; one that has a state (``state_dict``)
 is asked for it after each batch; any other is iterated, and what came before dropped.
 """
 
@@ -289,7 +289,7 @@ def nested(sampler: Any) -> Iterator[Any]:
 
 
 def _stepped(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the rest: whoever slices an iterator iterates it, and it may begin anew."""
+    """Yield the rest; ``islice`` would call ``iter``, which may begin anew."""
     while True:
         try:
             item = next(iterator)

@@ -1,7 +1,7 @@
 """Which samples are one rank's, so that the ranks' parts make up the global order.
 
-Samples are dealt one by one: rank r of R has the places p of the global order with
-p mod R == r, as torch's ``DistributedSampler`` deals them. Global batch k is then the
+Samples go to ranks in turns: rank r of R has the places p of the global order with
+p mod R == r, as with torch's ``DistributedSampler``. Global batch k is then the
 same set of samples on any number of ranks. Pure and synchronous.
 """
 
@@ -18,9 +18,9 @@ class Part:
     Attributes:
         rank: Number of this rank.
         world_size: How many ranks there are.
-        tail: What becomes of a last global batch that cannot be dealt evenly:
-            ``"wrap"``: samples stand in, from the beginning of the order, as with
-            torch's ``DistributedSampler``; ``"pad"``: so they do, and a mask tells;
+        tail: What becomes of a last global batch that cannot be shared out evenly:
+            ``"wrap"``: it is filled up from the beginning of the order, as with torch's
+            ``DistributedSampler``; ``"pad"``: so it is, and a mask shows where;
             ``"drop"``: what is left over is dropped; ``"uneven"``: ranks differ.
     """
 
@@ -29,9 +29,9 @@ class Part:
     tail: Tail = "wrap"
 
     def share(self, found: int) -> tuple[int, int]:
-        """Return how many of a global batch's samples are ours, and how many stand in.
+        """Return how many of a global batch's samples are ours, and how many are added.
 
-        At most one stands in: then all ranks have the same number.
+        At most one is added: then all ranks have the same number.
 
         Args:
             found: How many samples the global batch has.

@@ -1,6 +1,6 @@
 """When to try a read again, and after how long.
 
-Pure and synchronous: whoever reads asks for the delay, and does the waiting.
+Pure and synchronous: it says how long to wait, and the reader waits.
 """
 
 import random
@@ -23,7 +23,7 @@ class Retry:
     """Retry reads with exponential backoff and full jitter.
 
     The delay before attempt ``k + 1`` is uniform in ``[0, min(max_delay, base_delay *
-    2**(k - 1))]`` seconds, from a generator of its own: the user's generators are not
+    2**(k - 1))]`` seconds, from a separate generator: the user's generators are not
     touched. Errors that waiting cannot mend (missing files, permissions) are final.
     Source: Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015).
 

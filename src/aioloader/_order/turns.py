@@ -1,7 +1,7 @@
-"""Whose request is next, where each worker reads a stream and any batch may come first.
+"""Which reader is next, where each worker reads a stream and any batch may come first.
 
 Batch k is of reader k modulo their number. With ``in_order=False`` a reader gets a
-request when one of its own was answered, so that a slow one holds up nobody else.
+request when one of its requests was answered: a slow one delays no other.
 Source: ``_try_put_index`` of torch 2.9's ``_MultiProcessingDataLoaderIter``.
 """
 

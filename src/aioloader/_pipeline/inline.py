@@ -179,12 +179,7 @@ class PlainIterator(LocalIterator):
                 raise self._noted(stage, number, indices, len(samples), error)  # noqa: B904
             raise
         self.counters.batches += 1
-        progress = self._progress
-        if progress.is_plain and number == progress.done and state is None:
-            # No call from here on: an interrupt finds it delivered, or not.
-            progress.done = number + 1
-        else:
-            progress.take(number, state)
+        self._progress.take(number, state)
         return batch
 
     def _noted(

@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic, TypeAlias, cast
+from typing import Any, Generic, TypeAlias
 
 from typing_extensions import TypeVar
 
@@ -81,10 +81,11 @@ class BatchIterator(Generic[Batch]):
 
     def __next__(self) -> Batch:
         try:
-            return cast("Batch", self._steps.next())
+            batch: Batch = self._steps.next()
         except BaseException:
             del self  # this frame is part of the traceback
             raise
+        return batch  # nothing is called here: an interrupt would lose it
 
     # A plain function, for no frame of it to stay with the coroutine.
     def __anext__(self) -> Coroutine[Any, Any, Batch]:

@@ -1,20 +1,21 @@
 """Where a stream is: its own state, or how many samples were read from it.
 
 The state follows torchdata's protocol: ``state_dict`` and ``load_state_dict`` of the
-iterator, of the dataset, or of both. A stream without it is read again from the front,
-and what was delivered is dropped.
+iterator, of the dataset, or of both. A stream without it is read again from its
+beginning, and the delivered samples are dropped.
 """
 
 import copy
 import pickle
 from typing import Any, TypeAlias
 
-from aioloader.protocols import is_stateful
+from aioloader.protocols import BlockIterator, is_own_stream, is_stateful
 
-# "read": samples read in all; "skip": those of them behind the state below;
+# "read": samples read in all; "skip": those of them after the states below;
 # "iterator", "dataset": their states, where they have one; "is_dataset": the iterator
-# is the dataset; "is_over": they are those behind the epoch before; "is_first": those
-# before anything was read; "ended": the stream was seen to end.
+# is the dataset; "is_over": the states are those at the end of the epoch before;
+# "is_first": the states are those before anything was read; "ended": the stream was
+# seen to end.
 StreamState: TypeAlias = dict[str, Any]
 STATES = ("dataset", "iterator")
 
@@ -26,11 +27,12 @@ class Position:
         dataset: What is iterated.
         resume: Where to begin; None: at the beginning.
         every: Batches from one state of a stateful stream to the next; 0: it is only
-            asked at first.
+            asked for its first state.
 
     Attributes:
-        read: Samples read so far, by all ranks that read alike.
-        to_skip: Samples that are to be read and dropped first.
+        read: Samples read so far, by all ranks that read the same stream.
+        to_skip: Samples that must be read and dropped first.
+        has_ended: Whether the stream had ended where it is resumed.
     """
 
     def __init__(self, dataset: Any, resume: StreamState | None, every: int) -> None:
@@ -38,14 +40,16 @@ class Position:
         self._every = every
         self._resume: StreamState = resume or {}
         if self._resume.get("is_over"):
-            # Only what outlives an epoch is for the next one.
+            # Only a state that outlives an epoch is for the next one.
             name = "iterator" if "is_dataset" in self._resume else "dataset"
             kept = name in self._resume
             self._resume = {"dataset": self._resume[name]} if kept else {}
         self.read: int = self._resume.get("read", 0)
         self.has_ended = bool(self._resume.get("ended"))
         self.to_skip: int = 0 if self.has_ended else self._resume.get("skip", 0)
-        self._iterator: Any = None
+        self._is_own = is_own_stream(dataset)
+        # What has a state: {"dataset": ..., "iterator": ...}; known once it is open.
+        self._stateful: dict[str, Any] = {}
         self._latest: StreamState = {
             name: self._resume[name]
             for name in (*STATES, "is_dataset")
@@ -54,7 +58,7 @@ class Position:
         self._at = self.read - self.to_skip
 
     def load_dataset(self) -> bool:
-        """Give the dataset its state back, before it is iterated; tell whether so."""
+        """Load the dataset's state before it is iterated; tell whether it has one."""
         if "dataset" not in self._resume or self._is_as_at_first():
             return False
         self._dataset.load_state_dict(self._resume["dataset"])
@@ -70,24 +74,32 @@ class Position:
         now, then = self._dataset.state_dict(), self._resume["dataset"]
         try:
             return pickle.dumps(now) == pickle.dumps(then)
-        except Exception:  # of the user's state; it is given then
+        except Exception:  # of the user's state: it is loaded
             return False
 
     def load_iterator(self, iterator: Any) -> None:
-        """Give the iterator its state back, before it is read."""
-        self._iterator = iterator
+        """Load the iterator's state before it is read."""
+        dataset = self._dataset
+        if self._is_own and isinstance(iterator, BlockIterator):
+            # The dataset loads its state, and the next iterator begins there.
+            self._stateful = {"dataset": iterator}
+        else:
+            parts = {"iterator": iterator}
+            if dataset is not iterator:
+                parts["dataset"] = dataset
+            self._stateful = {k: v for k, v in parts.items() if is_stateful(v)}
         if "iterator" in self._resume:
             iterator.load_state_dict(self._resume["iterator"])
         elif not self._every and not self.read:
             self._latest = self._states()
 
     def state(self, number: int, *, has_ended: bool = False) -> StreamState:
-        """Return where the stream is, behind batch ``number``.
+        """Return where the stream is after batch ``number``.
 
         Args:
             number: The batch.
             has_ended: Whether the end was seen: a dataset that begins anew there, as
-                generators do, is not to be read again in the same epoch.
+                generators do, must not be read again in the same epoch.
         """
         every = self._every
         if has_ended or (every and (number % every == 0 or not self._latest)):
@@ -95,27 +107,18 @@ class Position:
             if latest:
                 self._latest, self._at = latest, self.read
         state = {"read": self.read, "skip": self.read - self._at, **self._latest}
-        if has_ended and not hasattr(self._iterator, "pull"):
+        if has_ended and not self._is_own:  # whose own state tells it
             state["ended"] = True
         return state
 
-    def end(self) -> StreamState:
-        """Return where the stream is at its end."""
-        return self.state(0, has_ended=True)
-
-    def _states(self) -> dict[str, Any]:
-        """Return the states of what has one, by who is to be given it."""
-        iterator, dataset = self._iterator, self._dataset
-        # It gives its own state, and the dataset makes another one that begins there.
-        if hasattr(iterator, "pull") and hasattr(dataset, "load_state_dict"):
-            return {"dataset": iterator.state_dict()}
+    def _states(self) -> StreamState:
+        """Return the states of dataset and iterator, as far as they have one."""
         found: StreamState = {}
-        if is_stateful(iterator):
-            found["iterator"] = copy.deepcopy(iterator.state_dict())
-            if iterator is dataset:
+        for name, part in self._stateful.items():
+            state = part.state_dict()
+            found[name] = state if self._is_own else copy.deepcopy(state)
+            if name == "iterator" and part is self._dataset:
                 found["is_dataset"] = True
-        if dataset is not iterator and is_stateful(dataset):
-            found["dataset"] = copy.deepcopy(dataset.state_dict())
         return found
 
 

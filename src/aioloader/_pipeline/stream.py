@@ -1,117 +1,49 @@
-"""Iterable datasets: one stream, cut into the batches that were asked for.
+"""Iterable datasets: one stream, read by the block and cut into batches.
 
-``SyncStream`` is pulled in a thread, ``AsyncStream`` on the loop. Both number samples
-by their place in the stream, and end every later request at once. An iterator that
-offers ``pull`` gives a whole batch at once, as a list or in columns. Of several ranks
-each reads the whole stream and keeps its part.
+``SyncStream`` is read in a thread, ``AsyncStream`` on the loop; both run the same code.
+Samples are numbered by their place in the stream. Once it has ended, every later
+request ends at once. Of several ranks each reads the whole stream and keeps its part.
 """
 
-import contextlib
+import abc
+import asyncio
 import inspect
-import itertools
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
-
-from torch.utils.data import ChainDataset
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack, nullcontext
+from typing import Any, ClassVar
 
 from aioloader._collate.collate import default_collate
-from aioloader._order.blocks import Bad, Block, join
+from aioloader._order.blocks import Bad, Block, failed, is_cancelled, join
+from aioloader._order.failures import SKIP, noted
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
+from aioloader._pipeline.block_sources import (
+    AsyncSource,
+    BlockSource,
+    OwnSource,
+    PlainSource,
+    open_async,
+)
 from aioloader._pipeline.keys import BatchSeeds
 from aioloader._pipeline.position import Position, StreamState
-from aioloader.protocols import HasLifespan
+from aioloader.protocols import BlockIterator, is_own_stream
 
 
-class _Stream:
-    """What both streams share: whose a sample is, when a batch is whole, errors.
+class _Stream(abc.ABC):
+    """Reads the batches of one stream: ranks, tails, failures, resuming, state.
 
     Args:
         maker: The user's functions, and which part of the stream is read here.
         drop_last: Whether a short last batch is left out.
         resume: Where to begin; None: at the beginning.
+        keys: Seeds of the batches that are read again to resume; None: no seeds.
+
+    Attributes:
+        is_on_loop: Whether coroutines read it. If not, the global generators are
+            seeded while it is read.
     """
 
-    def __init__(
-        self, maker: BatchMaker, *, drop_last: bool, resume: StreamState | None = None
-    ) -> None:
-        self._maker = maker
-        self._drop_last = drop_last
-        self._ended = False
-        self._position = Position(maker.dataset, resume, maker.snapshot_every)
-        self._rank, self._ranks = maker.part.rank, maker.part.world_size
-        self._found = 0  # of the global batch under way
-        self._latest: Any = MISSING
-        self._any: Any = MISSING
-        self._wanted = 0
-        self._debt = 0  # of a batch that raised, what other ranks still read of it
-
-    def _begin(self, task: BatchTask) -> int:
-        """Begin a batch; return how many samples of the stream it comes from."""
-        self._maker.policy.begin(len(task.indices))
-        self._found = 0
-        self._wanted = len(task.indices) * self._ranks
-        return self._wanted
-
-    def _is_mine(self) -> bool:
-        """Tell whether the next sample is this rank's."""
-        return self._ranks == 1 or self._found % self._ranks == self._rank
-
-    def _add(self, task: BatchTask, sample: Any) -> None:
-        """Take the next sample, if it is this rank's."""
-        if self._is_mine():
-            task.samples.append(sample)
-            self._latest = sample
-        self._any = sample
-        self._found += 1
-
-    def _close_batch(self, task: BatchTask, wanted: int) -> None:
-        """Set the end as the result, if ``task`` may not be delivered."""
-        found = self._found
-        self._position.read += found
-        if not found or (self._drop_last and found < wanted):
-            task.result = BatchResult(is_end=True)
-            task.state = self._position.end()
-            return
-        if found < wanted and self._ranks > 1:
-            self._deal_tail(task)
-        task.state = self._position.state(task.number, has_ended=self._ended)
-
-    def _deal_tail(self, task: BatchTask) -> None:
-        """Make our part of the last global batch what the tail's mode says."""
-        mine, padding = self._maker.part.share(self._found)
-        del task.samples[mine:]
-        if padding:
-            stand_in = self._any if self._latest is MISSING else self._latest
-            task.samples += [stand_in] * padding
-            task.padding = padding
-        if not task.samples:
-            task.result = BatchResult(is_end=True)
-
-    def _recover(self, task: BatchTask, error: Exception, *, can_go_on: bool) -> Any:
-        """Return what stands for a sample that the iterator failed to give.
-
-        A generator that raised is finished: to skip its error would end the epoch
-        early and quietly, so it is raised whatever the policy.
-        """
-        if not can_go_on:
-            self._ended = True
-            error.add_note(f"aioloader: {self._maker.place('fetch', task)}")
-            raise error
-        if not self._is_mine():
-            return None  # it is another rank's to deal with
-        try:
-            return self._maker.resolve("fetch", task, len(task.samples), error)
-        except BaseException:
-            # They are behind us, though nothing comes of them.
-            self._position.read += self._found + 1
-            if self._maker.keeps_step:
-                self._debt = self._wanted - self._found - 1
-            raise
-
-
-class SyncStream(_Stream):
-    """One iterator of a sync iterable, opened and closed where it is pulled."""
+    is_on_loop: ClassVar[bool]
 
     def __init__(
         self,
@@ -121,274 +53,230 @@ class SyncStream(_Stream):
         resume: StreamState | None = None,
         keys: BatchSeeds | None = None,
     ) -> None:
-        super().__init__(maker, drop_last=drop_last, resume=resume)
+        self._maker = maker
+        self._drop_last = drop_last
         self._keys = keys
-        self._iterator: Iterator[Any] | None = None
-        self._stack = contextlib.ExitStack()
+        self._position = Position(maker.dataset, resume, maker.snapshot_every)
+        self._rank, self._ranks = maker.part.rank, maker.part.world_size
+        self._source: BlockSource | None = None
+        self._has_ended = False
+        self._owed = 0  # of a batch that raised: places that other ranks still read
+        # Of several ranks: the latest sample of all, and of this one, to pad with.
+        self._latest: Any = MISSING
+        self._latest_mine: Any = MISSING
 
-    def pull(self, task: BatchTask) -> None:
+    @abc.abstractmethod
+    async def _open(self, task: BatchTask) -> BlockSource:
+        """Open the dataset, and the iterator, where the epoch is resumed."""
+
+    async def _read(self, task: BatchTask) -> None:
         """Read the samples of ``task``, or set the end as its result."""
-        wanted = self._begin(task)
-        if self._position.has_ended and not self._ended:
-            self._open(task)  # its dataset may have to know where the epoch ended
-            self._ended = True
-        self._pay()
-        while not self._ended and self._found < wanted:
-            try:
-                self._take(task, wanted)
-            except StopIteration:
-                self._ended = True
-            except Exception as error:  # raised, or the policy decides
-                sample = self._recover(task, error, can_go_on=self._can_go_on())
-                self._add(task, sample)
-        self._close_batch(task, wanted)
-
-    def _pay(self) -> None:
-        """Read what is left of a batch that raised, as the other ranks do."""
-        debt, self._debt = self._debt, 0
-        self._position.read += debt
-        with contextlib.suppress(StopIteration):  # it will be found again
-            if self._iterator is not None:
-                self._skip(self._iterator, debt)
-
-    def _take(self, task: BatchTask, wanted: int) -> None:
-        """Take the next sample; where all of them are ours, those up to ``wanted``."""
-        # An iterator may be false: one that has a length, say.
-        iterator = self._begun(task) if self._iterator is None else self._iterator
-        # To be sliced it is iterated: one of the user's might begin anew.
-        is_own = type(iterator).__module__ not in {"builtins", "itertools"}
-        if self._ranks > 1 or is_own:
-            self._add(task, next(iterator))
-            return
+        self._maker.policy.begin(len(task.indices))
+        wanted = len(task.indices) * self._ranks
+        found = 0
         try:
-            # What came before an error stays in the list.
-            task.samples.extend(itertools.islice(iterator, wanted - self._found))
-        finally:
-            self._found = len(task.samples)
-        self._ended = self._found < wanted
+            await self._prepare(task, wanted)
+            while found < wanted and not self._has_ended:
+                found += await self._add_block(task, found, wanted)
+            self._finish(task, found, wanted)
+        except (StopIteration, StopAsyncIteration, asyncio.CancelledError) as error:
+            if self.is_on_loop and is_cancelled(error):
+                raise
+            raise self._noted(failed(error).error, task) from error
 
-    def close(self) -> None:
-        """Close the iterator, where it was pulled."""
-        self._ended = True
-        self._stack.close()
-        self._iterator = None
+    def _noted(self, error: BaseException, task: BatchTask) -> BaseException:
+        return noted(error, self._maker.place("fetch", task))
 
-    def _can_go_on(self) -> bool:
-        return self._iterator is not None and not inspect.isgenerator(self._iterator)
+    # -- before the samples of a batch ------------------------------------------------
 
-    def _begun(self, task: BatchTask) -> Iterator[Any]:
-        """Open the iterator; read what was delivered before ``task``, and drop it.
+    async def _prepare(self, task: BatchTask, wanted: int) -> None:
+        """Have the stream open, and at the first sample of ``task``."""
+        if self._source is None and not self._has_ended:
+            try:
+                await self._resume(task, wanted)
+            except (Exception, asyncio.CancelledError) as error:
+                self._has_ended = True  # an error under every policy
+                self._noted(error, task)
+                raise
+            # Also a stream that had ended is opened: its dataset may have a state.
+            self._has_ended |= self._position.has_ended
+        owed, self._owed = self._owed, 0
+        self._position.read += await self._drop(owed)
+
+    async def _resume(self, task: BatchTask, wanted: int) -> None:
+        """Open the stream, and drop what was delivered before ``task``.
 
         What is read again is drawn again, with the seeds that its batches had.
         """
-        whole = len(task.indices) * self._ranks
-        earlier = -(-self._position.to_skip // whole)
+        left = self._position.to_skip
+        earlier = -(-left // wanted)
         for number in range(task.number - earlier, task.number):
-            seeded = BatchTask(number, task.indices)
+            before = BatchTask(number, task.indices)
             if self._keys is not None:
-                seeded.key, seeded.sample_keys = self._keys(number, whole)
-            with self._maker.around(seeded):
-                iterator = self._open(seeded)
-                count = min(whole, self._position.to_skip)
-                self._position.to_skip -= count
-                self._skip(iterator, count)
+                before.key, before.sample_keys = self._keys(number, wanted)
+            with nullcontext() if self.is_on_loop else self._maker.around(before):
+                if self._source is None:
+                    self._source = await self._open(before)
+                left -= await self._drop(min(wanted, left))
         if earlier:
             self._reseed(task)
-        return self._open(task)
-
-    def _open(self, task: BatchTask) -> Iterator[Any]:
-        """Return the iterator, opened once, before ``task``.
-
-        The user's code may restore global generators, or draw: the batch is drawn with
-        its own seeds all the same.
-        """
-        if self._iterator is not None:
-            return self._iterator
-        dataset = self._maker.dataset
-        if self._position.load_dataset():
-            self._reseed(task)
-        iterator: Any = iter(dataset)
-        self._position.load_iterator(iterator)
-        if inspect.isgenerator(iterator):
-            self._stack.callback(iterator.close)
-        self._iterator = iterator
-        if task.number:
-            self._reseed(task)
-        opened: Iterator[Any] = iterator
-        return opened
+        if self._source is None:
+            self._source = await self._open(task)
 
     def _reseed(self, task: BatchTask) -> None:
-        if self._maker.reseed is not None:
+        """Seed the generators for ``task`` again: the user's code may have drawn."""
+        if not self.is_on_loop and self._maker.reseed is not None:
             self._maker.reseed(task)
 
-    def _skip(self, iterator: Iterator[Any], count: int) -> None:
-        for _ in range(count):
+    async def _drop(self, places: int) -> int:
+        """Read and drop samples, failed ones too; return how many places they had."""
+        dropped = 0
+        while dropped < places and not self._has_ended:
+            assert self._source is not None
+            read = await self._source.read(places - dropped)
+            dropped += read.places
+            self._has_ended = read.has_ended
+        return dropped
+
+    # -- the samples of a batch -----------------------------------------------------
+
+    async def _add_block(self, task: BatchTask, found: int, wanted: int) -> int:
+        """Add a block's samples to ``task``; return how many places were read."""
+        assert self._source is not None
+        block, places, self._has_ended = await self._source.read(wanted - found)
+        last = block[-1] if len(block) and isinstance(block, list) else None
+        if type(last) is not Bad:
+            self._add(task, block, found)
+            return places
+        self._add(task, block[:-1], found)
+        if self._has_ended:  # it would end the epoch early and quietly
+            raise self._noted(failed(last.error).error, task)
+        if (found + len(block) - 1) % self._ranks == self._rank:
             try:
-                next(iterator)
-            except StopIteration:
+                self._replace(task, last.error)
+            except BaseException:
+                # Nothing comes of these samples, but they were read.
+                self._position.read += found + places
+                self._owed = wanted - found - places if self._maker.keeps_step else 0
                 raise
-            except Exception:  # it was dealt with when it was first read
-                if not self._can_go_on():
-                    raise StopIteration from None
+        return places
 
+    def _add(self, task: BatchTask, block: Block, found: int) -> None:
+        """Add those samples of ``block`` that are this rank's."""
+        if self._ranks > 1:
+            if len(block):
+                self._latest = block[-1]
+            block = list(block)[(self._rank - found) % self._ranks :: self._ranks]
+            if block:
+                self._latest_mine = block[-1]
+        task.samples = join([task.samples, block]) if len(task.samples) else block
 
-class AsyncStream(_Stream):
-    """One iterator of an async iterable, opened and closed on the loop."""
+    def _replace(self, task: BatchTask, error: Exception) -> None:
+        """Add what stands for a failed sample, or raise by the policy."""
+        sample = self._maker.resolve("fetch", task, len(task.samples), error)
+        task.samples = [*task.samples, sample]
+        if self._ranks > 1 and sample is not SKIP:
+            self._latest_mine = sample
 
-    def __init__(
-        self, maker: BatchMaker, *, drop_last: bool, resume: StreamState | None = None
-    ) -> None:
-        super().__init__(maker, drop_last=drop_last, resume=resume)
-        self._iterator: AsyncIterator[Any] | None = None
-        self._pulls = False
-        self._fills = True
-        self._rest: Block = []  # of a block, behind a sample that was raised
+    # -- after them -------------------------------------------------------------------
 
-    async def pull(self, task: BatchTask, stack: contextlib.AsyncExitStack) -> None:
-        """Read the samples of ``task``, or set the end as its result."""
-        wanted = self._begin(task)
-        if self._position.has_ended and not self._ended:
-            await self._opened(stack)  # as above
-            self._ended = True
-        while not self._ended and self._found < wanted:
-            try:
-                iterator = await self._open(stack)
-                await self._pay(iterator)
-                if self._pulls:
-                    await self._pull_block(task, iterator, wanted)
-                    continue
-                sample = await anext(iterator)
-            except StopAsyncIteration:
-                self._ended = True
-                break
-            except Exception as error:  # raised, or the policy decides
-                sample = self._recover(task, error, can_go_on=self._can_go_on())
-            self._add(task, sample)
+    def _finish(self, task: BatchTask, found: int, wanted: int) -> None:
+        """Set the state of ``task``, and its result if there is no batch."""
+        self._position.read += found
+        if not found or (self._drop_last and found < wanted):
+            task.result = BatchResult(is_end=True)
+            task.state = self._position.state(0, has_ended=True)
+            return
+        if found < wanted and self._ranks > 1:
+            self._share_tail(task, found)
+        task.state = self._position.state(task.number, has_ended=self._has_ended)
         if not isinstance(task.samples, list) and not self._takes_columns():
             task.samples = list(task.samples)
-        self._close_batch(task, wanted)
+        if self._source is not None and not self._source.fills and not task.result:
+            # Other ranks may have samples of this batch; the next one is another.
+            least = len(task.indices) if self._drop_last else 1
+            if len(task.samples) < least:
+                task.result = BatchResult(is_empty=True)
 
-    def _close_batch(self, task: BatchTask, wanted: int) -> None:
-        """Set as the result that there is nothing, if so it is."""
-        super()._close_batch(task, wanted)
-        # Others may have more of it: its place is not the next batch's.
-        least = len(task.indices) if self._drop_last else 1
-        if not self._fills and task.result is None and len(task.samples) < least:
-            task.result = BatchResult(is_empty=True)
-
-    async def _pay(self, iterator: Any) -> None:
-        """Read what is left of a batch that raised, as the other ranks do."""
-        debt, self._debt = self._debt, 0
-        if not debt:
-            return
-        self._position.read += debt
-        held, self._rest = len(self._rest), []
-        # Where a pull is a batch, no more of it is to come.
-        self._position.to_skip = debt - held if self._fills else 0
-        await self._skip(iterator)
-
-    async def _pull_block(self, task: BatchTask, iterator: Any, wanted: int) -> None:
-        """Add a block to the samples of ``task``; what failed is for the policy."""
-        block, self._rest = self._rest, []
-        if not len(block):
-            block = await iterator.pull(wanted - self._found)
-        self._ended = self._fills and not len(block)
-        if isinstance(block, list) and Bad in set(map(type, block)):
-            self._add_each(task, block)
-        else:
-            task.samples = join([task.samples, block])
-            self._found += len(block)
-        if not self._fills and not len(self._rest):
-            self._found = wanted
-
-    def _add_each(self, task: BatchTask, block: list[Any]) -> None:
-        task.samples = list(task.samples)
-        for place, sample in enumerate(block):
-            if type(sample) is Bad:
-                self._rest = block[place + 1 :]  # if the policy is to raise
-                sample = self._recover(task, sample.error, can_go_on=True)  # noqa: PLW2901
-            task.samples.append(sample)
-            self._found += 1
-        self._rest = []
-
-    def _can_go_on(self) -> bool:
-        return self._iterator is not None and not inspect.isasyncgen(self._iterator)
+    def _share_tail(self, task: BatchTask, found: int) -> None:
+        """Cut or pad this rank's part of the last batch, as ``tail`` says."""
+        mine, padding = self._maker.part.share(found)
+        del task.samples[mine:]
+        latest = self._latest_mine
+        stand_in = self._latest if latest is MISSING else latest
+        if padding and stand_in is not MISSING:
+            task.samples += [stand_in] * padding
+            task.padding = padding
+        if not task.samples:
+            task.result = BatchResult(is_end=True)
 
     def _takes_columns(self) -> bool:
         maker = self._maker
         is_default = maker.batched and maker.collate_fn is default_collate
         return is_default and maker.transform is None
 
-    async def _open(self, stack: contextlib.AsyncExitStack) -> Any:
-        iterator = await self._opened(stack)
-        if self._position.to_skip:
-            await self._skip(iterator)
-        return iterator
 
-    async def _opened(self, stack: contextlib.AsyncExitStack) -> Any:
-        if self._iterator is None:
-            dataset = self._maker.dataset
-            begin_epoch = getattr(dataset, "begin_epoch", None)
-            if begin_epoch is not None:
-                begin_epoch(self._maker.epoch)
-            self._position.load_dataset()
-            iterator: Any = _aiter(dataset)
-            self._position.load_iterator(iterator)
-            self._pulls = hasattr(iterator, "pull")
-            self._fills = getattr(iterator, "fills", True)
-            if isinstance(iterator, HasLifespan):
-                await stack.enter_async_context(iterator.lifespan())
-            if inspect.isasyncgen(iterator):
-                stack.push_async_callback(iterator.aclose)
-            self._iterator = iterator
-        return self._iterator
+class SyncStream(_Stream):
+    """One iterator of a plain iterable, opened and closed where it is pulled."""
 
-    async def _skip(self, iterator: Any) -> None:
-        """Read what was delivered before, and drop it."""
-        position = self._position
-        while position.to_skip:
-            if self._pulls:
-                await self._skip_block(iterator)
-                continue
-            try:
-                await anext(iterator)
-            except StopAsyncIteration:
-                position.to_skip = 0
-                raise
-            except Exception:  # it was dealt with when it was first read
-                if not self._can_go_on():
-                    position.to_skip = 0
-                    raise StopAsyncIteration from None
-            position.to_skip -= 1
+    is_on_loop = False
+    _close: Callable[[], None] | None = None
 
-    async def _skip_block(self, iterator: Any) -> None:
-        position = self._position
-        block = await iterator.pull(position.to_skip)
-        if not len(block) and self._fills:
-            position.to_skip = 0
-            raise StopAsyncIteration
-        position.to_skip -= len(block) if self._fills else position.to_skip
+    def pull(self, task: BatchTask) -> None:
+        """Read the samples of ``task``, or set the end as its result."""
+        _run(self._read(task))
+
+    def close(self) -> None:
+        """Close the iterator."""
+        self._has_ended, self._source = True, None
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+
+    async def _open(self, task: BatchTask) -> BlockSource:
+        if self._position.load_dataset():
+            self._reseed(task)
+        iterator: Any = iter(self._maker.dataset)
+        if inspect.isgenerator(iterator):
+            self._close = iterator.close
+        self._position.load_iterator(iterator)
+        if task.number:
+            self._reseed(task)
+        return PlainSource(iterator, len(task.indices))
 
 
-def _aiter(dataset: Any) -> Any:
-    """Return the async iterator of a dataset, or of a chain of datasets."""
-    if isinstance(dataset, ChainDataset) and not hasattr(dataset, "__aiter__"):
-        return _chain(dataset.datasets)
-    return aiter(dataset)
+class AsyncStream(_Stream):
+    """One iterator of an async iterable, opened and closed on the loop."""
+
+    is_on_loop = True
+    _stack: AsyncExitStack
+
+    async def pull(self, task: BatchTask, stack: AsyncExitStack) -> None:
+        """Read the samples of ``task``, or set the end as its result.
+
+        Args:
+            task: The batch.
+            stack: Closes the iterator, once the stream is read no more.
+        """
+        self._stack = stack
+        await self._read(task)
+
+    async def _open(self, task: BatchTask) -> BlockSource:
+        dataset = self._maker.dataset
+        if is_own_stream(dataset):
+            dataset.begin_epoch(self._maker.epoch)
+        self._position.load_dataset()
+        iterator = await open_async(dataset, self._stack)
+        self._position.load_iterator(iterator)
+        if isinstance(iterator, BlockIterator):
+            return OwnSource(iterator)
+        return AsyncSource(iterator, len(task.indices))
 
 
-async def _chain(datasets: Any) -> AsyncIterator[Any]:
-    """Yield from sync and async iterables, one after the other."""
-    for dataset in datasets:
-        if not hasattr(dataset, "__aiter__"):
-            for sample in dataset:
-                yield sample
-            continue
-        async with contextlib.AsyncExitStack() as stack:
-            iterator = aiter(dataset)
-            if isinstance(iterator, HasLifespan):
-                await stack.enter_async_context(iterator.lifespan())
-            elif inspect.isasyncgen(iterator):
-                stack.push_async_callback(iterator.aclose)
-            async for sample in iterator:
-                yield sample  # noqa: ASYNC119  (its reader closes it)
+def _run(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("reading a plain iterator suspended")

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from aioloader._order.forks import fork_safe
-from aioloader._transport.locked import LockableMap, Locker
-from aioloader._transport.slots import Slot, rounded
+from aioloader._transport.slots import LockableMap, Locker, Slot, rounded
 from aioloader.errors import BatchTooLargeError
 
 _STATES = mmap.PAGESIZE

@@ -52,7 +52,7 @@ def encode_by_value(
 
 
 class _Table(dict[type, Callable[[Any], Any]]):
-    """Reducers, and those that ``multiprocessing`` knows, torch's own among them.
+    """Reducers, and those of ``multiprocessing``, torch's among them.
 
     So that these picklers take what a queue between processes takes.
     """
@@ -64,7 +64,7 @@ class _Table(dict[type, Callable[[Any], Any]]):
 
 
 def _plain(reducers: Reducers) -> Callable[..., Any]:
-    """Return what makes plain picklers that know ``reducers``."""
+    """Return a function that makes plain picklers with ``reducers``."""
     table = _Table(reducers)
 
     def make(*args: Any, **options: Any) -> pickle.Pickler:
@@ -76,7 +76,7 @@ def _plain(reducers: Reducers) -> Callable[..., Any]:
 
 
 def decode(header: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
-    """Return what was encoded; arrays in it are views of ``buffers`` and keep them."""
+    """Return an encoded object; its arrays are views of ``buffers``, and keep them."""
     return pickle.loads(header, buffers=buffers)  # noqa: S301  (our own processes)
 
 

@@ -1,8 +1,8 @@
-"""Where the buffers of a batch go: those of one memory stay together.
+"""Where the buffers of a batch go: buffers that share memory stay together.
 
 Tensors may be views of one memory (the inputs and targets of a language model, say).
-Their buffers overlap, and what overlaps is copied once, so that it overlaps again where
-it arrives, as it does with torch. Memory and time: those of a sort of the buffers.
+Their buffers overlap. Overlapping parts are copied once, so that the tensors share
+memory where they arrive too, as with torch. Memory and time: those of a sort.
 """
 
 from collections.abc import Sequence

@@ -3,6 +3,10 @@
 Fresh memory costs a page fault for every 4 KB, two to three times the copy into it. So
 a pool keeps the mappings of batches that were dropped, and hands them out again. A
 consumer that keeps its batches gets fresh memory: nothing stalls, nothing is shared.
+
+Memory can be page-locked, so that a device reads it in place. Locking takes
+milliseconds, so memory stays locked until its mapping is gone. It is unlocked before it
+is unmapped: a device's driver knows memory by its address.
 """
 
 import mmap
@@ -13,8 +17,6 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from aioloader._transport.locked import LockableMap, Locker
-
 Slot: TypeAlias = npt.NDArray[np.uint8]
 
 # Below this the allocator of the C library recycles well enough by itself.
@@ -23,6 +25,41 @@ MIN_BYTES = 1 << 18
 # consumer dropped many.
 _MOST_FREE = 8
 _MOST_FREE_BYTES = 1 << 28
+
+
+class Locker(Protocol):
+    """What page-locks memory for a device; from any thread."""
+
+    def lock(self, address: int, nbytes: int) -> bool:
+        """Lock whole pages; tell whether that was granted."""
+
+    def unlock(self, address: int) -> None:
+        """Unlock what was locked from ``address`` on; from finalizers too."""
+
+
+class LockableMap(mmap.mmap):
+    """A mapping, parts of which can be page-locked."""
+
+    def lock(self, locker: Locker, start: int, nbytes: int) -> bool:
+        """Lock the pages from ``start`` on; tell whether they are locked."""
+        address = np.frombuffer(self, np.uint8, 1, start).ctypes.data
+        if not locker.lock(address, nbytes):
+            return False
+        self._locked()[start] = locker, address
+        return True
+
+    def unlock(self, start: int) -> None:
+        """Unlock what was locked from ``start`` on."""
+        locker, address = self._locked().pop(start)
+        locker.unlock(address)
+
+    def _locked(self) -> dict[int, tuple[Locker, int]]:
+        locked: dict[int, tuple[Locker, int]] = self.__dict__.setdefault("parts", {})
+        return locked
+
+    def __del__(self) -> None:
+        for start in list(self._locked()):
+            self.unlock(start)
 
 
 class Lender(Protocol):

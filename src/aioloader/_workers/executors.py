@@ -26,11 +26,11 @@ from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.codec import Buffers, decode
 from aioloader._workers.info import WorkerInfo, be_worker_thread
-from aioloader._workers.process.messages import opened
 from aioloader._workers.remote_tasks import (
     Packed,
     maker_of,
     open_request,
+    opened,
     pack_answer,
     pack_request,
     pack_spec,
@@ -41,7 +41,7 @@ from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerStartError
 
 _KEPT = 4
-_MAKERS: dict[str, BatchMaker] = {}  # in an executor's worker: those shipped latest
+_MAKERS: dict[str, BatchMaker] = {}  # in an executor's worker: the latest
 
 
 class ExecutorWorkers:
@@ -60,7 +60,7 @@ class ExecutorWorkers:
         self._executor = executor
         self._is_here = isinstance(executor, ThreadPoolExecutor)
         self._spec = spec
-        self._shipped: Packed | None = None
+        self._packed_spec: Packed | None = None
         self._name = uuid.uuid4().hex
         self._is_over = False
         self._first = itertools.count()
@@ -68,11 +68,11 @@ class ExecutorWorkers:
         self._numbers: dict[int, int] = {}  # of threads, by identifier
 
     def open(self, pipeline: Pipeline) -> None:
-        """Pickle what has to be shipped, if anything has."""
+        """Pickle the ``WorkerSpec``, unless the executor has threads."""
         if self._is_here:
             return
         try:
-            self._shipped = _packed(*pack_spec(self._spec))
+            self._packed_spec = _packed(*pack_spec(self._spec))
         except WorkerStartError as error:
             pipeline.fail(error)
 
@@ -89,12 +89,12 @@ class ExecutorWorkers:
 
             self._watch(future, pipeline, task, deliver)
             return
-        if self._shipped is not None:  # else the pipeline has failed
+        if self._packed_spec is not None:  # else the pipeline has failed
             is_early = next(self._first) < self._spec.num_workers
-            self._send(pipeline, task, self._shipped if is_early else None)
+            self._send(pipeline, task, self._packed_spec if is_early else None)
 
     def forget(self, pipeline: Pipeline) -> None:  # noqa: ARG002  (the pool's protocol)
-        """Cancel what the executor has not begun."""
+        """Cancel the batches that the executor has not begun."""
         self._is_over = True
         for future in list(self._futures):
             future.cancel()
@@ -124,15 +124,15 @@ class ExecutorWorkers:
             be_worker_thread(None)
 
     def _send(
-        self, pipeline: Pipeline, task: BatchTask, shipped: Packed | None
+        self, pipeline: Pipeline, task: BatchTask, packed_spec: Packed | None
     ) -> None:
         request = _packed(*pack_request(pipeline, task, reads=self.reads))
-        future = self._executor.submit(_make_remotely, self._name, shipped, request)
+        future = self._executor.submit(_make_remotely, self._name, packed_spec, request)
 
         def take(done: Future[Any]) -> None:
             answer = done.result()
-            if answer is None:  # its worker has not got what was shipped
-                self._send(pipeline, task, self._shipped)
+            if answer is None:  # its worker lacks the ``WorkerSpec``
+                self._send(pipeline, task, self._packed_spec)
                 return
             task.samples = []
             pipeline.receive(task, *opened(decode(*_writable(answer))))
@@ -154,7 +154,7 @@ class ExecutorWorkers:
                 return
             try:
                 take(future)
-            except BrokenExecutor as error:  # the same for all that it still had
+            except BrokenExecutor as error:  # the same for all its batches
                 self._futures.clear()  # to cancel one now would upset it (3.11)
                 pipeline.fail(error)
             except CancelledError:
@@ -166,15 +166,17 @@ class ExecutorWorkers:
         future.add_done_callback(done)
 
 
-def _make_remotely(name: str, shipped: Packed | None, request: Packed) -> Packed | None:
-    """Make a batch in an executor's worker; None if it lacks what was shipped."""
+def _make_remotely(
+    name: str, packed_spec: Packed | None, request: Packed
+) -> Packed | None:
+    """Make a batch in an executor's worker; None if it lacks the spec."""
     maker = _MAKERS.get(name)
     if maker is None:
-        if shipped is None:
+        if packed_spec is None:
             return None
         # One thread, as in any worker; in a forked process more would hang in OpenMP.
         torch.set_num_threads(1)
-        spec: WorkerSpec = decode(*_writable(shipped))
+        spec: WorkerSpec = decode(*_writable(packed_spec))
         maker = maker_of(spec, seed=seed_sample)
         while len(_MAKERS) >= _KEPT:
             _MAKERS.pop(next(iter(_MAKERS)), None)

@@ -44,7 +44,7 @@ class WorkerInfo:
 
 
 class _Here(threading.local):
-    """The worker that this thread is, and what it draws from by its own seed."""
+    """The worker that this thread is, and its generators by its own seed."""
 
     info: WorkerInfo | None = None
     rng: Keyed | None = None
@@ -58,7 +58,7 @@ _process: WorkerInfo | None = None
 
 
 def get_worker_info() -> WorkerInfo | None:
-    """Return what this worker process or worker thread is; None in the loader's own.
+    """Return the info of this worker process or thread; None in the loader's own.
 
     In a worker process ``torch.utils.data.get_worker_info()`` tells the same, but for
     ``rng``.
@@ -67,12 +67,12 @@ def get_worker_info() -> WorkerInfo | None:
 
 
 def be_at(key: int) -> None:
-    """Let ``rng`` be what the batch of ``key`` draws from, in this thread or task."""
+    """Set ``rng`` to the generators of a batch, in this thread or task."""
     _KEYED.set(Keyed(key))
 
 
 def be_at_sample(task: BatchTask, position: int, stage: int) -> None:
-    """Let ``rng`` be that of a sample of ``task``, or of all of it (position -1)."""
+    """Set ``rng`` to that of a sample of ``task``, or of all of it (position -1)."""
     be_at(key_of_sample(task, position, stage) if position >= 0 else task.key or 0)
 
 

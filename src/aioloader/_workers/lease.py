@@ -1,4 +1,4 @@
-"""Leases on workers: one per iteration, of its own pool or of a kept one.
+"""Leases on workers: one per iteration, on a new pool or a kept one.
 
 Worker processes start with ``iter()``, as torch's do, others with the first request.
 With ``persistent_workers`` they stay when the iteration ends.
@@ -65,7 +65,7 @@ class Pools:
         return any(pool.is_open() for pool in self._kept)
 
     def open(self, start: Callable[[], WorkerPool], *, keep: bool) -> WorkerPool:
-        """Return the kept pool, if there is one that is to be kept, or a new one."""
+        """Return the kept pool or a new one, which is then kept if ``keep``."""
         if not keep:
             return start()
         with self._lock:
@@ -155,7 +155,7 @@ class Lease:
         with self._lock:
             self._pool = pool
             if not self._keep:
-                # Whoever waits for their end has joined them before.
+                # Code that waits for their end has joined them before.
                 weakref.finalize(self, pool.close)
                 if self._is_over:
                     pool.end()

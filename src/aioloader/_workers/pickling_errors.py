@@ -1,4 +1,4 @@
-"""Words for what cannot be pickled: which attribute it is, and what to do about it."""
+"""Messages for objects that cannot be pickled: which attribute, and what to do."""
 
 import contextlib
 import types
@@ -17,9 +17,9 @@ def explain(spec: object, error: Exception, reducers: Reducers = _NONE) -> str:
     """Return the message for ``spec``, the pickling of which gave ``error``.
 
     Args:
-        spec: What was to be pickled.
-        error: What came of it.
-        reducers: How objects of some types were to be reduced.
+        spec: The object that could not be pickled.
+        error: What pickling it raised.
+        reducers: How objects of some types are reduced.
     """
     for name in _PARTS:
         part = getattr(spec, name, None)
@@ -47,7 +47,7 @@ def _title(name: str, part: object) -> str:
 def _refusal(
     value: object, seen: set[int], reducers: Reducers
 ) -> tuple[str, object] | None:
-    """Return the path below ``value`` to what refuses, and the culprit; or None."""
+    """Return the path below ``value`` to the culprit, and the culprit; or None."""
     if len(seen) > 10_000 or id(value) in seen or _can_be_pickled(value, reducers):
         return None
     seen.add(id(value))

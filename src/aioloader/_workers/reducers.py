@@ -23,14 +23,14 @@ Span: TypeAlias = tuple[pickle.PickleBuffer, int, int]
 
 
 class Spans(Protocol):
-    """Takes note of the memory of tensors that are pickled."""
+    """A list of the memory of tensors that are pickled."""
 
     def append(self, span: Span, /) -> None:
         """Note one more."""
 
 
 def reducers(spans: Spans) -> Reducers:
-    """Return the reducers for one pickle, which note in ``spans`` what they meet."""
+    """Return the reducers for one pickle, which note each tensor in ``spans``."""
     return {
         torch.Tensor: partial(_reduce, spans),
         torch.UntypedStorage: partial(_reduce_storage, spans),

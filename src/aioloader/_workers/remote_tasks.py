@@ -1,20 +1,20 @@
-"""Batches made by an executor's workers or by Ray's: requests and answers as bytes.
+"""Batches made in another process: how a worker makes them, and what it answers.
 
-Each worker gets the ``WorkerSpec`` once, then requests, and sends answers. A pickle
-travels as a header and its buffers.
+The workers of executors and of Ray also get their requests from here: the
+``WorkerSpec`` once, then requests, both pickled to a header and its buffers.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
 
-from aioloader._order.failures import FailurePolicy
+from aioloader._order.failures import Failure, FailurePolicy
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.codec import Buffers, decode, encode, encode_by_value
 from aioloader._workers.pickling_errors import explain
-from aioloader._workers.process.messages import Answer, sendable
 from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.remote_error import RemoteError
 from aioloader._workers.worker_spec import (
@@ -40,18 +40,12 @@ def pack_spec(spec: WorkerSpec) -> tuple[bytes, Buffers]:
         raise WorkerStartError(explain(spec, error)) from error
 
 
-def maker_of(
-    spec: WorkerSpec,
-    *,
-    seed: Callable[[BatchTask, int, int], None],
-    **options: Callable[..., AbstractContextManager[None] | None],
-) -> BatchMaker:
+def maker_of(spec: WorkerSpec, **options: Any) -> BatchMaker:
     """Return how a worker makes batches.
 
     Args:
         spec: What it does.
-        seed: Seeds for one sample.
-        options: Others of the maker's: how it seeds.
+        options: Others of the maker's: how it seeds, and memory for batches.
     """
     return BatchMaker(
         spec.dataset if spec.reads else (),
@@ -62,8 +56,9 @@ def maker_of(
         retry=spec.retry,
         reads=spec.reads,
         part=spec.part,
-        seed=seed,
-        **options,  # type: ignore[arg-type]
+        snapshot_every=spec.snapshot_every,
+        keeps_step=spec.keeps_step,
+        **options,
     )
 
 
@@ -115,3 +110,53 @@ def pack_answer(
         refused.add_note(f"aioloader: {maker.place('send', task)}")
         remote = RemoteError.of(refused, worker)
         return encode(Answer(error=remote, failures=failures), REDUCERS)
+
+
+class Answer(NamedTuple):
+    """What came of a request, if it is not just a batch.
+
+    Attributes:
+        batch: The batch, if there is one.
+        error: What to raise instead, a ``RemoteError``.
+        is_empty: Every sample was skipped.
+        is_end: The stream has ended.
+        failures: Samples that failed and were skipped or replaced, as ``Failure``s
+            whose error is a ``RemoteError``.
+        state: The state of a replica's stream after the batch.
+        dataset: As in ``BatchResult``.
+    """
+
+    batch: Any = None
+    error: Any = None
+    is_empty: bool = False
+    is_end: bool = False
+    failures: Sequence[Any] = ()
+    state: Any = None
+    dataset: tuple[int, Any] | None = None
+
+
+def sendable(failures: deque[Failure], worker: int) -> list[Failure]:
+    """Remove and return the latest failures, in a form that can be sent."""
+    found = [failures.popleft() for _ in range(len(failures))]
+    return [
+        replace(one, error=RemoteError.of(one.error, worker))  # type: ignore[arg-type]
+        for one in found
+    ]
+
+
+def opened(answer: Answer) -> tuple[BatchResult, list[Failure]]:
+    """Return the result and the failures of an answer, as the pipeline knows them."""
+    error = answer.error.raisable() if answer.error is not None else None
+    failures = [
+        Failure(**{**vars(one), "error": one.error.raisable()})
+        for one in answer.failures
+    ]
+    result = BatchResult(
+        answer.batch,
+        error,
+        answer.is_empty,
+        answer.is_end,
+        state=answer.state,
+        dataset=answer.dataset,
+    )
+    return result, failures

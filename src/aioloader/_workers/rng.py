@@ -1,4 +1,4 @@
-"""Random numbers that depend on the batch, not on who makes it.
+"""Random numbers that depend on the batch, not on the worker that makes it.
 
 Before each batch the generators of torch, random and numpy are seeded from (base seed,
 epoch, batch number), so that augmentations are the same whatever the number of workers,
@@ -38,7 +38,7 @@ def key_of(base_seed: int, *place: int) -> int:
 
 @dataclass(frozen=True)
 class BatchKeys:
-    """The seeds of batches (``rng="batch"``); those of other ranks are others."""
+    """The seeds of batches (``rng="batch"``), different on each rank."""
 
     base_seed: int
     epoch: int
@@ -59,7 +59,7 @@ class SampleKeys:
     part: Part
 
     def __call__(self, _number: int, first: int) -> tuple[int, tuple[int, int, int]]:
-        """Return the key of a batch, and what those of its samples are made from."""
+        """Return the key of a batch, and what those of its samples are derived from."""
         of_epoch = key_of(self.base_seed, self.epoch)
         return key_of(of_epoch, first), (of_epoch, first, self.part.world_size)
 
@@ -129,7 +129,7 @@ def states() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def swapped_in(key: int) -> Iterator[None]:
-    """Seed the global generators meanwhile, and give the user's back after."""
+    """Seed the global generators, and restore the user's states afterwards."""
     torch_state = torch.default_generator.get_state()
     python_state = random.getstate()
     numpy_state = np.random.get_state()

@@ -1,4 +1,4 @@
-"""What a worker does about random numbers: who seeds, and what before which batch."""
+"""How a worker seeds the random generators, before each batch or sample."""
 
 from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
 

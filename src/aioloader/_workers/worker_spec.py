@@ -99,7 +99,7 @@ class WorkerSpec:
         return self.reads and kind_of(self.dataset) is not Kind.MAP
 
     def is_addressed(self) -> bool:
-        """Tell whether each request is for a certain worker, not for any that is free.
+        """Tell whether each request is for a certain worker, not for any free one.
 
         So it is for replicas, for stateful map-style datasets (each copy's state
         depends on what it has read), where random numbers are the worker's own, and
@@ -181,7 +181,7 @@ class Surroundings:
 
 
 def _pickled(objects: Iterable[Any]) -> list[bytes]:
-    """Return those objects that can be sent: anybody may have put anything there."""
+    """Return the objects that can be pickled: such lists may hold anything."""
     found = []
     for one in objects:
         with contextlib.suppress(Exception):
@@ -204,7 +204,7 @@ def send_by_value_what_cannot_be_imported() -> None:
     """
     for name, module in list(sys.modules.items()):
         if "." not in name and isinstance(module, ModuleType) and not _is_known(name):
-            with contextlib.suppress(ValueError):  # it calls itself something else
+            with contextlib.suppress(ValueError):  # it has another name there
                 cloudpickle.register_pickle_by_value(module)
 
 
@@ -259,7 +259,7 @@ def ship(spec: WorkerSpec) -> int:
 
 
 def receive(file: int) -> WorkerSpec:
-    """Return what was shipped; its buffers are private, writable maps of ``file``."""
+    """Return the spec in ``file``; its buffers are private, writable maps of it."""
     memory = memoryview(mmap.mmap(file, 0, flags=mmap.MAP_PRIVATE))
     length, count = _HEAD.unpack_from(memory)
     at = _HEAD.size + count * _PLACE.size

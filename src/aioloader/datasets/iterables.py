@@ -1,8 +1,8 @@
-"""Any iterable as a stream: generators, files of one's own, other libraries' readers.
+"""Any iterable as a stream: generators, own file formats, other libraries' readers.
 
-It is read from the front by each reader, who keeps every so many-th sample; a saved
-position is a count, and what was before it is read again and dropped. What fails and
-does not end the iterable is a sample too.
+Each of N readers reads the iterable from its beginning and keeps every Nth sample. The
+saved position is a count: the samples before it are read again and dropped. A sample
+that fails without ending the iterable counts as a sample.
 """
 
 import asyncio
@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeAlias
 
-from aioloader._order.blocks import Bad
+from aioloader._order.blocks import Bad, failed, read_block, read_block_async
+from aioloader._order.shares import Share
 from aioloader.datasets._streams.cursors import Cursor, State
 from aioloader.datasets._streams.iterators import Reading
-from aioloader.datasets._streams.shares import Share
 from aioloader.datasets.streams import Stream
 
 Source: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
@@ -76,38 +76,50 @@ class _Iterable(Stream[Any]):
         return f"stream of {name}"
 
 
-class _Counting:
-    """Which samples are this reader's, and how many were read."""
+class _Cursor:
+    """Which samples are this reader's, and how many were read.
+
+    Args:
+        source: What was passed as the source.
+        share: Which reader this is, of how many.
+        start: Samples before the position where it begins.
+    """
 
     def __init__(self, source: Any, share: Share, start: int) -> None:
         self._source = source
         self._share = share
         self._start = start
         self._read = 0
+        self._iterator: Any = None
         self._has_ended = False
 
     def state(self) -> State:
-        """Return how many samples were read, by all readers alike."""
+        """Return how many samples were read; it is the same for all readers."""
         return {"read": max(self._read, self._start)}
 
     def _made(self) -> Any:
         return self._source() if callable(self._source) else self._source
 
-    def _is_mine(self) -> bool:
-        """Count a sample; tell whether it is to be passed on."""
-        place, self._read = self._read, self._read + 1
-        # Whatever ended it, all readers have to tell.
-        is_mine = place % self._share.readers == self._share.reader or self._has_ended
-        return is_mine and place >= self._start
+    def _could_not_open(self, error: BaseException) -> list[Any]:
+        self._has_ended = True
+        return [failed(error)]
+
+    def _mine(self, block: list[Any]) -> list[Any]:
+        """Count samples; return those to be passed on."""
+        before, self._read = self._read, self._read + len(block)
+        reader, readers = self._share.reader, self._share.readers
+        first = max(before, self._start)
+        mine = block[first - before + (reader - first) % readers :: readers]
+        if self._has_ended and self._read > first and type(block[-1]) is Bad:
+            # The error that ended it is every reader's.
+            mine += block[-1:] if (self._read - 1 - reader) % readers else []
+        return mine
 
 
-class _SyncCursor(_Counting):
-    """Samples of an iterable, read in one thread: some have to be."""
+class _SyncCursor(_Cursor):
+    """Samples of a plain iterable, all read in one thread: some iterables need that."""
 
-    def __init__(self, source: Any, share: Share, start: int) -> None:
-        super().__init__(source, share, start)
-        self._iterator: Iterator[Any] | None = None
-        self._thread: ThreadPoolExecutor | None = None
+    _thread: ThreadPoolExecutor | None = None
 
     async def pull(self, limit: int) -> list[Any]:
         """Return the next samples."""
@@ -115,38 +127,32 @@ class _SyncCursor(_Counting):
             return []
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "aioloader-iterable")
-        samples: list[Any] = await self._beside(partial(self._next, limit))
+        samples: list[Any] = await self._in_thread(partial(self._next, limit))
         return samples
 
     async def aclose(self) -> None:
         """Close a generator in its thread, and end the thread."""
         thread = self._thread
         if thread is not None:
-            await self._beside(self._close)
+            await self._in_thread(self._close)
             self._thread = None
             await asyncio.to_thread(thread.shutdown)
 
-    async def _beside(self, job: Callable[[], Any]) -> Any:
+    async def _in_thread(self, job: Callable[[], Any]) -> Any:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, job)
 
     def _next(self, limit: int) -> list[Any]:
+        if self._iterator is None:
+            try:
+                self._iterator = iter(self._made())
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
+                return self._could_not_open(error)
         samples: list[Any] = []
         while len(samples) < limit and not self._has_ended:
-            try:
-                if self._iterator is None:
-                    self._iterator = iter(self._made())
-                sample = next(self._iterator)
-            except StopIteration:
-                self._has_ended = True
-            except Exception as error:  # noqa: BLE001  (the loader's policy decides)
-                # A generator that has raised is over.
-                self._has_ended = not _can_go_on(self._iterator, inspect.isgenerator)
-                if self._is_mine():
-                    samples.append(Bad(error))
-            else:
-                if self._is_mine():
-                    samples.append(sample)
+            wanted = limit - len(samples)
+            block, self._has_ended = read_block(self._iterator, wanted)
+            samples += self._mine(block)
         return samples
 
     def _close(self) -> None:
@@ -156,30 +162,21 @@ class _SyncCursor(_Counting):
         self._iterator = None
 
 
-class _AsyncCursor(_Counting):
+class _AsyncCursor(_Cursor):
     """Samples of an async iterable."""
-
-    def __init__(self, source: Any, share: Share, start: int) -> None:
-        super().__init__(source, share, start)
-        self._iterator: AsyncIterator[Any] | None = None
 
     async def pull(self, limit: int) -> list[Any]:
         """Return the next samples."""
+        if self._iterator is None and not self._has_ended:
+            try:
+                self._iterator = aiter(self._made())
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
+                return self._could_not_open(error)
         samples: list[Any] = []
         while len(samples) < limit and not self._has_ended:
-            try:
-                if self._iterator is None:
-                    self._iterator = aiter(self._made())
-                sample = await anext(self._iterator)
-            except StopAsyncIteration:
-                self._has_ended = True
-            except Exception as error:  # noqa: BLE001  (the loader's policy decides)
-                self._has_ended = not _can_go_on(self._iterator, inspect.isasyncgen)
-                if self._is_mine():
-                    samples.append(Bad(error))
-            else:
-                if self._is_mine():
-                    samples.append(sample)
+            wanted = limit - len(samples)
+            block, self._has_ended = await read_block_async(self._iterator, wanted)
+            samples += self._mine(block)
         return samples
 
     async def aclose(self) -> None:
@@ -188,7 +185,3 @@ class _AsyncCursor(_Counting):
         iterator, self._iterator = self._iterator, None
         if inspect.isasyncgen(iterator):
             await iterator.aclose()
-
-
-def _can_go_on(iterator: Any, is_generator: Callable[[Any], bool]) -> bool:
-    return iterator is not None and not is_generator(iterator)

@@ -15,6 +15,8 @@ from torch.utils.data import Dataset, get_worker_info
 
 from aioloader._observe.warnings import warn
 from aioloader._order.permutation import ShuffledIndices
+from aioloader._order.shares import Deal
+from aioloader._order.stream_states import check_version
 from aioloader.datasets._streams.cursors import (
     Batched,
     Cursor,
@@ -27,10 +29,8 @@ from aioloader.datasets._streams.cursors import (
 )
 from aioloader.datasets._streams.iterators import Reading, StreamIterator
 from aioloader.datasets._streams.mix import Mixed, Until
-from aioloader.datasets._streams.shares import Deal
-from aioloader.datasets._streams.states import check_version
 from aioloader.datasets._streams.windows import Shuffled
-from aioloader.protocols import is_async_function
+from aioloader.protocols import OwnStream, is_async_function
 
 if TYPE_CHECKING:
     import os
@@ -42,7 +42,7 @@ Sample_co = TypeVar("Sample_co", covariant=True)
 CACHE_BYTES = 10 << 30
 
 
-class Stream(Dataset[Sample_co]):
+class Stream(Dataset[Sample_co], OwnStream):
     """A dataset for ``async for``; what its kinds and steps have in common.
 
     A loader reads it on its own loop, one block per batch; with ``fetch="workers"``
@@ -56,7 +56,7 @@ class Stream(Dataset[Sample_co]):
     def __init__(self) -> None:
         self._epoch = 0
         self._is_chosen = False
-        self.ranks: tuple[int, int] | None = None
+        self.ranks = None
         self.num_readers: int | None = None
         self._loaded: State | None = None
 
@@ -87,7 +87,7 @@ class Stream(Dataset[Sample_co]):
         self._is_chosen = True
 
     def begin_epoch(self, epoch: int) -> None:
-        """Learn from a loader which epoch begins, unless the user has chosen one."""
+        """Take the number of an epoch that begins, unless the user has chosen one."""
         if not self._is_chosen:
             self._epoch = epoch
 

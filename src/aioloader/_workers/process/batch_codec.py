@@ -151,7 +151,7 @@ class Packer:
         return [head, *(_PLACE.pack(*place) for place in places), header]
 
     def _place(self, raws: list[memoryview], addresses: list[int]) -> list[Place]:
-        """Copy buffers that are elsewhere into the slot; move all if it is too small."""
+        """Copy other buffers into the slot; move all if it is too small."""
         if self._ref is None:
             return self._move(lay_out(raws, addresses, 0))
         begin, size = _address(self._view), len(self._view)

@@ -17,7 +17,7 @@ from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef, make_arena
 from aioloader._transport.channel import NO_WAIT, Channel
 from aioloader._transport.in_flight_table import PLACES
-from aioloader._transport.locked import Locker
+from aioloader._transport.slots import Locker
 from aioloader._workers.process.batch_codec import Packer, slot_of
 from aioloader._workers.process.messages import Request, forget
 from aioloader._workers.process.replicas import Replicas
@@ -86,7 +86,7 @@ class Worker:
     has_new_copy: bool = False
 
     def lost_state(self) -> tuple[Any] | None:
-        """Return the state that the dataset of a new process is to be given."""
+        """Return the state to give to the dataset of a new process, if any."""
         return self.copy_state if self.has_new_copy else None
 
 
@@ -186,10 +186,8 @@ class Dispatcher:
         ticket = self.tickets.get(item)
         if ticket is None:
             return True
-        if self.samples is None:
-            return near.send(ticket.request.dump())
         try:
-            frame = self._frame_with_samples(ticket)
+            frame = self._frame(ticket)
         except Exception as error:  # what the user's classes raise when pickled
             del self.tickets[item]
             result = BatchResult(error=error.with_traceback(None))
@@ -229,7 +227,9 @@ class Dispatcher:
             resume,
         )
 
-    def _frame_with_samples(self, ticket: Ticket) -> bytes:
+    def _frame(self, ticket: Ticket) -> bytes:
+        if self.samples is None:
+            return ticket.request.dump()
         frame = b"".join(self._packer.pack(tuple(ticket.request)))
         ticket.slot = slot_of(frame, 0)
         if ticket.slot is not None:

@@ -7,8 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from aioloader._order.failures import Failure, FailurePolicy
-from aioloader._pipeline.batch_maker import BatchMaker
+from aioloader._order.failures import Failure
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.lifespan import Lifespan
 from aioloader._transport.arena import ArenaReader, ArenaWriter
@@ -21,11 +20,10 @@ from aioloader._workers.process.messages import (
     BATCH,
     FATAL,
     RESULT_HEAD,
-    Answer,
     Request,
-    sendable,
 )
 from aioloader._workers.remote_error import RemoteError
+from aioloader._workers.remote_tasks import Answer, maker_of, sendable
 from aioloader._workers.rng_streams import Seeded, seed_batch, seed_for_sample
 from aioloader._workers.worker_spec import WorkerSpec
 
@@ -58,7 +56,7 @@ class Ends(NamedTuple):
 
     @classmethod
     def of(cls, shared: Sequence[int], apart: Sequence[int]) -> "Ends":
-        """Return the descriptors of a worker from those that were passed on.
+        """Return the descriptors of a worker from those that the loader passed.
 
         Args:
             shared: Of all workers, the last one (samples) only where there are some.
@@ -103,23 +101,13 @@ class Endpoint:
         self._samples = ArenaReader(ends.samples) if ends.samples >= 0 else None
         inline = min(_MOST_INLINE, _WAITING_BYTES // spec.in_flight)
         self._packers = _Packers(ArenaWriter(ends.arena), inline)
-        self._policy = FailurePolicy(spec.on_error)
-        self.maker = BatchMaker(
-            spec.dataset if spec.reads else (),
-            spec.transform,
-            spec.collate_fn,
-            batched=spec.batched,
-            policy=self._policy,
-            retry=spec.retry,
+        self.maker = maker_of(
+            spec,
             pool=self._packers,
-            reads=spec.reads,
             around=Seeded,
             reseed=seed_batch,
             seed=seed_for_sample,
             at=be_at_sample,
-            part=spec.part,
-            snapshot_every=spec.snapshot_every,
-            keeps_step=spec.keeps_step,
         )
         self._is_restored = not self.maker.keeps_state
 
@@ -199,7 +187,7 @@ class Endpoint:
         if result.dataset is not None:
             result.dataset = self.id, result.dataset[1]
         # Those since the last result; the loader keeps the list and the budget.
-        latest = self._policy.latest
+        latest = self.maker.policy.latest
         failures = sendable(latest, self.id) if latest else []
         try:
             if failures or not _is_just_a_batch(result):
@@ -247,7 +235,7 @@ def _is_just_a_batch(result: BatchResult) -> bool:
 
 
 def _end_process(error: BaseException) -> NoReturn:
-    """End the worker as ``error`` ends one that serves in its main thread.
+    """End the worker, as ``error`` does in the main thread of one that serves there.
 
     Torch's worker ends so too: the loader then sees that it has died.
     """

@@ -54,12 +54,12 @@ class ForkServer:
             return False
         try:
             ended, _ = os.waitpid(self.pid, os.WNOHANG)
-        except ChildProcessError:  # reaped by somebody else
+        except ChildProcessError:  # reaped by other code
             return False
         return not ended
 
     def wait(self) -> None:
-        """Wait until it has imported what it preloads.
+        """Wait until it has imported its modules.
 
         Raises:
             WorkerStartError: If it ended instead, or takes longer than a minute.

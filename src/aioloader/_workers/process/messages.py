@@ -6,14 +6,8 @@ head (kind, worker, ticket) and a packed batch.
 
 import pickle
 import struct
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final, NamedTuple
-
-from aioloader._order.failures import Failure
-from aioloader._pipeline.batch_task import BatchResult
-from aioloader._workers.remote_error import RemoteError
 
 RESULT_HEAD = struct.Struct("<BHq")
 STAGES = ("fetch", "transform", "collate", "send")
@@ -73,53 +67,3 @@ class Request(NamedTuple):
 def forget(iteration: int) -> bytes:
     """Return the frame by which workers forget an iteration."""
     return Request(-1, iteration, 0, 0, ()).dump()
-
-
-class Answer(NamedTuple):
-    """What came of a request, if it is not just a batch.
-
-    Attributes:
-        batch: The batch, if there is one.
-        error: What to raise instead, a ``RemoteError``.
-        is_empty: Every sample was skipped.
-        is_end: The stream has ended.
-        failures: Samples that failed and were skipped or replaced, as ``Failure``s
-            whose error is a ``RemoteError``.
-        state: The state of a replica's stream after the batch.
-        dataset: As in ``BatchResult``.
-    """
-
-    batch: Any = None
-    error: Any = None
-    is_empty: bool = False
-    is_end: bool = False
-    failures: Sequence[Any] = ()
-    state: Any = None
-    dataset: tuple[int, Any] | None = None
-
-
-def sendable(failures: deque[Failure], worker: int) -> list[Failure]:
-    """Remove and return the latest failures, in a form that can be sent."""
-    found = [failures.popleft() for _ in range(len(failures))]
-    return [
-        replace(one, error=RemoteError.of(one.error, worker))  # type: ignore[arg-type]
-        for one in found
-    ]
-
-
-def opened(answer: Answer) -> tuple[BatchResult, list[Failure]]:
-    """Return the result and the failures of an answer, as the pipeline knows them."""
-    error = answer.error.raisable() if answer.error is not None else None
-    failures = [
-        Failure(**{**vars(one), "error": one.error.raisable()})
-        for one in answer.failures
-    ]
-    result = BatchResult(
-        answer.batch,
-        error,
-        answer.is_empty,
-        answer.is_end,
-        state=answer.state,
-        dataset=answer.dataset,
-    )
-    return result, failures

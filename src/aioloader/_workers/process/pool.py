@@ -25,7 +25,7 @@ from aioloader._transport.in_flight_table import (
     InFlightTable,
     make_in_flight_table,
 )
-from aioloader._transport.locked import Locker
+from aioloader._transport.slots import Locker
 from aioloader._workers.process.batch_codec import slot_of, unpack
 from aioloader._workers.process.dispatcher import Dispatcher, Worker
 from aioloader._workers.process.fork_launcher import ForkLauncher, advice_on_forks
@@ -37,13 +37,13 @@ from aioloader._workers.process.messages import (
     RESULT_HEAD,
     STAGES,
     UP,
-    opened,
 )
 from aioloader._workers.process.recovery import Death, recover
 from aioloader._workers.process.server_launcher import ServerLauncher
 from aioloader._workers.process.spawn import SpawnLauncher
 from aioloader._workers.process.stacks import stack_of
 from aioloader._workers.process.supervisor import Note
+from aioloader._workers.remote_tasks import opened
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerError, WorkerStartError
 
@@ -233,7 +233,7 @@ class ProcessPool:
             return BatchResult(error=problem), []
         return (BatchResult(value), []) if kind == BATCH else opened(value)
 
-    # -- births and deaths --------------------------------------------------------
+    # -- starts and deaths --------------------------------------------------------
 
     def _common(self) -> list[int]:
         """Return the descriptors that all workers share, as ``Ends.of`` takes them."""
@@ -352,7 +352,7 @@ class ProcessPool:
     def end(self) -> None:
         """Let the workers end, in the background; from any thread, and finalizers."""
         if self._is_over:
-            return  # in a forked child, nobody is left to release the lock
+            return
         with self._lock:
             if self._is_over:
                 return

@@ -1,4 +1,4 @@
-"""Recovery after the death of a worker process: nothing is lost, and who is told what.
+"""Recovery after the death of a worker process: no batch is lost.
 
 The in-flight table outlives the worker and tells which batches it had taken. Any other
 worker can make a map-style batch again. A stream that the worker was reading continues

@@ -54,7 +54,7 @@ class _Server:
         self._hosts = Hosts(*reads)
         self._hosts.keep()
         self._host = self._hosts.lease("loop")
-        self._runs: dict[int, Pipeline] = {}
+        self._pipelines: dict[int, Pipeline] = {}
 
     def open(self) -> None:
         """Enter the lifespan of the dataset, on the loop that reads it."""
@@ -72,9 +72,9 @@ class _Server:
                 raise EOFError("the loader is gone")
             request = self._endpoint.receive(requests)
             if request.ticket < 0:
-                run = self._runs.pop(request.iteration, None)
-                if run is not None:
-                    run.dismiss()
+                pipeline = self._pipelines.pop(request.iteration, None)
+                if pipeline is not None:
+                    pipeline.dismiss()
                 self._free.put(place)
                 continue
             if request.is_alone:
@@ -87,7 +87,7 @@ class _Server:
             except Exception as error:  # of the user's class; handed to the consumer
                 self._deliver(task, BatchResult(error=error))
                 continue
-            self._run_of(request).submit(task)
+            self._pipeline_of(request).submit(task)
 
     def _watch(self, requests: Channel) -> None:
         """Notice the end of requests also while there is no place for one."""
@@ -98,22 +98,22 @@ class _Server:
 
     def close(self) -> None:
         """End all iterations, and leave the lifespan."""
-        for run in self._runs.values():
-            run.dismiss()
-        for run in self._runs.values():
-            run.ended.wait(GRACE)
+        for pipeline in self._pipelines.values():
+            pipeline.dismiss()
+        for pipeline in self._pipelines.values():
+            pipeline.ended.wait(GRACE)
         self._host.release()
         self._hosts.leave()
         with self._endpoint.printing():
             self._hosts.release()
 
-    def _run_of(self, request: Request) -> Pipeline:
-        # Map-style datasets have no state of an iteration: one run serves all.
+    def _pipeline_of(self, request: Request) -> Pipeline:
+        # Map-style datasets have no state of an iteration: one pipeline serves all.
         key = request.iteration if self._endpoint.maker.is_stream() else -1
-        run = self._runs.get(key)
-        if run is None:
+        pipeline = self._pipelines.get(key)
+        if pipeline is None:
             spec = self._endpoint.spec
-            run = Pipeline(
+            pipeline = Pipeline(
                 self._endpoint.maker,
                 self._hosts.lease("loop"),
                 concurrency=spec.concurrency,
@@ -122,8 +122,8 @@ class _Server:
                 bookmark=Bookmark(states={0: request.resume and request.resume[0]}),
                 sink=self._deliver,
             )
-            self._runs[key] = run
-        return run
+            self._pipelines[key] = pipeline
+        return pipeline
 
     def _deliver(self, task: BatchTask, result: BatchResult) -> None:
         """Send a result, from whatever thread."""

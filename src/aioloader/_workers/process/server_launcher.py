@@ -77,7 +77,7 @@ class ServerLauncher(SupervisedLauncher):
         self._pid = os.getpid()
 
     def open(self) -> None:
-        """Have a supervisor unpickle what the workers are to do.
+        """Have a supervisor unpickle the ``WorkerSpec``.
 
         Raises:
             WorkerStartError: If there is no fork server.

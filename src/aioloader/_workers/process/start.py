@@ -3,7 +3,7 @@
 import multiprocessing
 from typing import Any
 
-from aioloader._transport.locked import Locker
+from aioloader._transport.slots import Locker
 from aioloader._workers.process.fork_launcher import ForkLauncher
 from aioloader._workers.process.pool import Launcher, ProcessPool, Tally
 from aioloader._workers.process.server_launcher import ServerLauncher, Servers

@@ -1,6 +1,6 @@
 """The supervisor: the parent of a loader's workers, in a process below the user's.
 
-It forks the workers from the data set as it has it, reports starts and deaths to the
+It forks the workers with the data set that it has, reports starts and deaths to the
 loader, forks replacements, and ends everything: it waits first, then terminates, then
 kills. There are two kinds. One is forked from the user's process by ``iter()``, for
 one set of workers, and inherits the data set (``forking``). The other is forked from
@@ -300,7 +300,7 @@ def be_forked(
     """
     gc.disable()
     gc.freeze()
-    signal.set_wakeup_fd(-1)  # the parent's event loop listens at the other end
+    signal.set_wakeup_fd(-1)  # the parent's event loop reads the other end
     supervisor = Supervisor(control, loader)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     process: Any = multiprocessing.current_process()

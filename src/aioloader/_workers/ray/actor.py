@@ -195,7 +195,7 @@ def places(spec: WorkerSpec, maker: BatchMaker) -> int:
 
 
 def opened_spec(shipped: Packed) -> WorkerSpec:
-    """Return what was shipped.
+    """Return the spec of a pickle.
 
     Big buffers are not copied: arrays over them are read-only. Torch has no read-only
     tensors: a write to one would be seen by all workers of the node.

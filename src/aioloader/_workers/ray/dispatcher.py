@@ -95,7 +95,7 @@ class RayDispatcher:
                 seat for seat in assignable if not (ticket.is_alone and seat.tickets)
             ]
             if not able:
-                # Nothing may overtake it, or it would wait for ever.
+                # No later batch may overtake it, or it would wait for ever.
                 free = [seat for seat in free if seat not in assignable]
                 at += 1
                 continue
@@ -131,7 +131,7 @@ class RayDispatcher:
         return is_wanted
 
     def recover(self, seat: Seat) -> list[Ticket]:
-        """Let the batches of a dead actor wait again; return those that may not.
+        """Let the batches of a dead actor wait again; return those given up.
 
         If it made several at once, nobody knows which one it was: each has an actor to
         itself the next time.

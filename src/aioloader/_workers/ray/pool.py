@@ -22,7 +22,6 @@ from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.waiting import Latch
 from aioloader._transport.codec import decode
 from aioloader._workers.lease import Lease, Pools
-from aioloader._workers.process.messages import opened
 from aioloader._workers.ray.actor import Ground, RayActor, copied, places
 from aioloader._workers.ray.dispatcher import RayDispatcher, Seat, Ticket
 from aioloader._workers.ray.errors import (
@@ -35,6 +34,7 @@ from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.remote_tasks import (
     Packed,
     maker_of,
+    opened,
     pack_request,
     pack_spec,
 )

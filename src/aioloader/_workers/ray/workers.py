@@ -1,4 +1,4 @@
-"""``RayWorkers``: how many worker actors on a Ray cluster, and what each of them needs.
+"""``RayWorkers``: how many worker actors on a Ray cluster, with which resources.
 
 It only describes: actors are placed with the first request of an iteration. It also
 knows the connection to the cluster, and ends what it had to start.
@@ -33,7 +33,7 @@ class RayWorkers:
     come back through the store, and are copied once into memory of the loader's.
     An actor takes a second or two to begin, for it imports torch: with
     ``persistent_workers=True`` they are kept between epochs. Ray runs its workers at
-    nice 15: on a node that is busy with other task they wait, unless its cluster was
+    nice 15: on a node that is busy with other work they wait, unless its cluster was
     started with ``RAY_worker_niceness=0`` in the environment.
 
     Modules that workers import must be installed on the nodes, aioloader too. Of a
@@ -119,7 +119,7 @@ class RayWorkers:
 
 
 class _Connection:
-    """A connection that we have made: it ends with those who use it."""
+    """A connection that this process has made: it ends with its last user."""
 
     __slots__ = ("__weakref__",)
 
@@ -132,7 +132,7 @@ _ours: "weakref.ref[_Connection] | None" = None
 
 
 def _connected(ray: Any, workers: RayWorkers) -> _Connection | None:
-    """Connect, if that is to be done; return the connection, if it is ours."""
+    """Connect, unless Ray is connected; return the connection, if it is ours."""
     global _ours  # noqa: PLW0603  (so is Ray's own state)
     if ray.is_initialized():
         _check_address(ray, workers.address)
@@ -211,7 +211,7 @@ def _session(ray: Any) -> str:
 
 
 def _disconnect(ray: Any, session: str) -> None:
-    """End a connection; in a thread of its own, for finalizers come anywhere."""
+    """End a connection, in a new thread: finalizers run anywhere."""
 
     def end() -> None:
         with _LOCK:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeAlias
 
-from aioloader._order.blocks import Bad, Block, join
+from aioloader._order.blocks import Bad, Block, failed, is_cancelled, join
 
 State: TypeAlias = dict[str, Any]
 
@@ -85,18 +85,17 @@ async def guarded(
         return sample
     try:
         return await function(sample)
-    except Exception as error:  # noqa: BLE001  (the loader's policy decides)
+    except (Exception, asyncio.CancelledError) as error:
+        if is_cancelled(error):
+            raise
         return bad(error, stage)
 
 
-def bad(error: Exception, stage: str) -> Bad:
+def bad(error: BaseException, stage: str) -> Bad:
     """Return ``error`` as a sample, noted with the stage that raised it."""
-    if isinstance(error, (StopIteration, StopAsyncIteration)):
-        stand_in = RuntimeError(f"the function of {stage!r} raised {error!r}")
-        stand_in.__cause__ = error
-        error = stand_in
-    error.add_note(f"aioloader: in {stage!r} of the stream")
-    return Bad(error)
+    sample = failed(error, f"the function of {stage!r}")
+    sample.error.add_note(f"aioloader: in {stage!r} of the stream")
+    return sample
 
 
 class Mapped:
@@ -120,7 +119,7 @@ class Mapped:
         for sample in block:
             try:
                 made.append(sample if type(sample) is Bad else function(sample))
-            except Exception as error:  # noqa: BLE001  (the loader's policy decides)
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
                 made.append(bad(error, "map"))
         return made
 
@@ -233,7 +232,7 @@ class Filtered:
         for sample in block:
             try:
                 said.append(sample if type(sample) is Bad else function(sample))
-            except Exception as error:  # noqa: BLE001  (the loader's policy decides)
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
                 said.append(bad(error, "filter"))
         return said
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from aioloader._order.blocks import Bad, Block
+from aioloader._order.shares import Deal, Share
+from aioloader._order.stream_states import part_of, state_of
 from aioloader.datasets._streams.cursors import Cursor, State
-from aioloader.datasets._streams.shares import Deal, Share
-from aioloader.datasets._streams.states import part_of, state_of
 from aioloader.datasets._streams.turns import Alone, Hosted, Turns
-from aioloader.protocols import HasLifespan
+from aioloader.protocols import BlockIterator
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 
@@ -45,7 +45,7 @@ class Opens(Protocol):
         """Return a cursor; ``state`` is what its ``state`` returned, or empty."""
 
 
-class StreamIterator(HasLifespan, Generic[Sample_co]):
+class StreamIterator(BlockIterator, Generic[Sample_co]):
     """One iteration; a loader pulls blocks, ``async for`` single samples.
 
     Attributes:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from aioloader._order.blocks import Block, cut, join, weave
+from aioloader._order.shares import Deal
 from aioloader.datasets._streams.cursors import Cursor, State
-from aioloader.datasets._streams.shares import Deal
 
 # Samples that all readers here are asked for at once, at most; so many pulls' at most.
 _SAMPLES = 512

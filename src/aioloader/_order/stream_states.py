@@ -1,17 +1,17 @@
-"""The state of an iteration: of one rank, or of all ranks of one moment.
+"""The state of one of aioloader's streams: of one rank, or of all ranks at one moment.
 
-It is global: how far all ranks in step have come, and of each reader a state and how
-many of its samples lie before that, none of which is still to be given by any rank. So
-it can be loaded on another number of ranks.
+The state is global: how far all ranks have come together, and for each reader its state
+and the number of its samples before that state. No rank still has to deliver any of
+these, so the state can be loaded on another number of ranks.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-from aioloader.datasets._streams.cursors import State
-from aioloader.datasets._streams.shares import Deal
+from aioloader._order.shares import Deal
 from aioloader.errors import StateMismatchError
 
+State: TypeAlias = dict[str, Any]
 VERSION = 2
 _KEYS = {"epoch", "position", "readers", "streams"}
 

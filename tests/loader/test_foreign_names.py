@@ -1,0 +1,209 @@
+"""A user's object may have methods that are named like the loader's own."""
+
+from typing import Any
+
+import pytest
+
+from aioloader import DataLoader
+from aioloader.datasets import from_iterable
+from aioloader.testing import assert_resumes_exactly
+from failing import WAYS, drain, make
+
+READ_AGAIN = "ignore:.* has no state_dict:UserWarning"
+
+
+class Named:
+    """What the loader must never look at."""
+
+    fills = False
+    ranks = (5, 9)
+    num_readers = 7
+
+    def begin_epoch(self, *_args: Any) -> Any:
+        raise AssertionError("it means something else")
+
+    pull = shard = readers = lifespan = open = begin_epoch
+
+
+class Row(Named):
+    """An iterator of either colour."""
+
+    def __init__(self, n: int) -> None:
+        self.left = iter(range(n))
+
+    def __iter__(self) -> "Row":
+        return self
+
+    def __next__(self) -> int:
+        return next(self.left)
+
+
+class AsyncRow(Named):
+    """The same for a loop."""
+
+    def __init__(self, n: int) -> None:
+        self.left = iter(range(n))
+
+    def __aiter__(self) -> "AsyncRow":
+        return self
+
+    async def __anext__(self) -> int:
+        for number in self.left:
+            return number
+        raise StopAsyncIteration
+
+
+class Plain(Named):
+    """A plain iterable."""
+
+    epoch: int | None = None
+
+    def __iter__(self) -> Row:
+        return Row(10)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Async(Named):
+    """An async iterable."""
+
+    epoch: int | None = None
+
+    def __aiter__(self) -> AsyncRow:
+        return AsyncRow(10)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Map(Named):
+    """Map-style."""
+
+    epoch: int | None = None
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+KINDS = pytest.mark.parametrize("kind", [Plain, Async, Map])
+
+
+@KINDS
+@pytest.mark.parametrize("way", WAYS)
+async def test_batches(way: str, kind: Any) -> None:
+    """They are read one sample after the other."""
+    found = await drain(way, make(way, kind()))
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+@KINDS
+@pytest.mark.slow
+async def test_batches_of_workers(kind: Any) -> None:
+    """In processes too, where they are read."""
+    loader = make("thread", kind(), num_workers=1, fetch="workers")
+    found = await drain("thread", loader)
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+@KINDS
+@pytest.mark.parametrize("way", WAYS)
+async def test_ranks(way: str, kind: Any) -> None:
+    """The loader shares them out, as of any other dataset."""
+    loader = make(way, kind(), rank=1, world_size=2, tail="uneven")
+    assert await drain(way, loader) == [[1, 3, 5, 7], [9]]
+
+
+@KINDS
+def test_epochs(kind: Any) -> None:
+    """``set_epoch`` is called: no epoch is announced in another way."""
+    loader: Any = DataLoader(kind(), 4)
+    loader.set_epoch(3)
+    assert loader.dataset.epoch == 3
+
+
+@pytest.mark.filterwarnings(READ_AGAIN)
+@KINDS
+def test_resuming(kind: Any) -> None:
+    """By counting, for there is no state."""
+    assert_resumes_exactly(lambda: DataLoader(kind(), 3))
+
+
+class Stateful(Async):
+    """The dataset has a state; its iterator has one that is for nobody else."""
+
+    def __init__(self) -> None:
+        self.row = AsyncRow(10)
+        self.place = 0
+
+    async def __aiter__(self) -> Any:
+        while self.place < 10:
+            self.place += 1
+            yield self.place - 1
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class Private(AsyncRow):
+    """An iterator with a state of another kind."""
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(0)
+        self.dataset = dataset
+
+    async def __anext__(self) -> int:
+        if self.dataset.place == 10:
+            self.dataset.place = 0
+            raise StopAsyncIteration
+        self.dataset.place += 1
+        return int(self.dataset.place - 1)
+
+    def state_dict(self) -> dict[str, str]:
+        return {"not": "for the dataset"}
+
+
+class WithPrivate(Stateful):
+    """Its iterator's ``state_dict`` is its own business."""
+
+    def __aiter__(self) -> Any:
+        return Private(self)
+
+
+@pytest.mark.parametrize("kind", [Stateful, WithPrivate])
+def test_states(kind: Any) -> None:
+    """Only the dataset's own state is loaded into the dataset."""
+    assert_resumes_exactly(lambda: DataLoader(kind(), 3))
+
+
+class Wrapper:
+    """A user's dataset around one of aioloader's streams."""
+
+    def __init__(self) -> None:
+        self.stream = from_iterable(range(10))
+
+    def __aiter__(self) -> Any:
+        return aiter(self.stream)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_ranks_of_a_wrapped_stream(way: str) -> None:
+    """The stream does not know of them, so the loader shares it out."""
+    loader = make(way, Wrapper(), rank=1, world_size=2, tail="uneven")
+    assert await drain(way, loader) == [[1, 3, 5, 7], [9]]
+
+
+@pytest.mark.filterwarnings(READ_AGAIN)
+def test_resuming_a_wrapped_stream() -> None:
+    """By counting."""
+    assert_resumes_exactly(lambda: DataLoader(Wrapper(), 3))
