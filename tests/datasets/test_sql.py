@@ -109,7 +109,7 @@ async def test_positions_are_of_what_was_pulled(database: Database) -> None:
         assert readers[1].position() == {}
         rows = await readers[1].pull(7)
         assert readers[1].position() == {"key": rows[-1]["id"]}
-        assert readers[1].position_behind(3) == {"key": rows[2]["id"]}
+        assert readers[1].position_after(3) == {"key": rows[2]["id"]}
         assert type(readers[1].position()["key"]) is int
 
 

@@ -164,7 +164,7 @@ async def test_an_error_of_a_row(postgresql: Database) -> None:
             while True:
                 rows += await readers[0].pull(100)
         assert 0 < len(rows) < 4000
-        assert f"(every id, behind {len(rows) - 1}) of" in str(caught.value)
+        assert f"(every id, after {len(rows) - 1}) of" in str(caught.value)
         assert caught.value.attempts == 1
 
 

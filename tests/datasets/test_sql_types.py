@@ -171,7 +171,7 @@ async def test_a_column_that_changes_its_type(
             while len(block := await readers[0].pull(1000)):
                 rows += block
         assert 1000 < len(rows) <= 4000
-        assert f"behind {len(rows) - 1}" in str(caught.value)
+        assert f"after {len(rows) - 1}" in str(caught.value)
         with pytest.raises(DatasetError):
             await readers[0].pull(1)
 

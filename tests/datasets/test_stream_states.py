@@ -44,7 +44,7 @@ async def test_a_state_between_batches() -> None:
     stream.load_state_dict(state)
     with (
         pytest.warns(UserWarning, match="3 ranks .* at 4 readers"),
-        pytest.raises(StateMismatchError, match="behind 8 samples, which 3 r") as found,
+        pytest.raises(StateMismatchError, match="after 8 samples, which 3 r") as found,
     ):
         aiter(stream)
     assert (found.value.expected, found.value.found) == (8, 3)
@@ -55,7 +55,7 @@ async def test_states_that_do_not_belong_together() -> None:
     three, later, four = await states_of(3), await states_of(3, 5), await states_of(4)
     for states, words in (
         (three[:2], r"readers 0, 1 of 3; 2 are missing"),
-        ([*three[:2], later[2]], r"behind 15 samples of all ranks, others behind 6"),
+        ([*three[:2], later[2]], r"after 15 samples of all ranks, others after 6"),
         ([*three, four[0]], r"one has readers 3, another one has readers 4"),
         ([three[0], {**three[1], "epoch": 9}], r"has epoch 2, another one has epoch 9"),
         ([three[0], {**three[1], "version": 1}], r"of version 1, expected 2"),
@@ -76,7 +76,7 @@ async def test_a_rank_that_ended_too_far_on() -> None:
         await reading.batches(2)
         ended = reading.states()
     assert merge_states(ended)["position"] == 4
-    with pytest.raises(StateMismatchError, match="behind 2 samples of all ranks"):
+    with pytest.raises(StateMismatchError, match="after 2 samples of all ranks"):
         merge_states([first[0], ended[1]])
 
 

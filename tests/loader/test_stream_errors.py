@@ -341,6 +341,49 @@ def test_a_stream_that_cannot_be_opened_again() -> None:
         list(resumed)
 
 
+class FailsLater:
+    """A generator that fails at its third sample when it is read again."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def samples(self) -> Any:
+        self.times += 1
+        for number in range(10):
+            if number == 2 and self.times == 2:
+                raise OSError("connection lost")
+            yield number
+
+    def __iter__(self) -> Any:
+        return self.samples()
+
+
+class FailsLaterAsync(FailsLater):
+    """The same for a loop."""
+
+    async def __aiter__(self) -> Any:
+        for number in self.samples():
+            yield number
+
+
+@pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+@pytest.mark.parametrize("kind", [FailsLater, FailsLaterAsync])
+def test_a_generator_that_fails_while_it_is_read_again(kind: Any, policy: Any) -> None:
+    """A resumed epoch does not end early and quietly."""
+    dataset = kind()
+    loader: Any = DataLoader(dataset, 2, on_error=policy)
+    iterator = iter(loader)
+    assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    state = loader.state_dict()
+    iterator.close()
+    resumed: Any = DataLoader(dataset, 2, on_error=policy)
+    resumed.load_state_dict(state)
+    with pytest.raises(OSError, match="connection lost") as caught:
+        list(resumed)
+    assert "in stage 'fetch' of epoch 0, batch 2" in caught.value.__notes__[-1]
+
+
 # -- several ranks ---------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ _ALIKE = ("kind", "length", "batch_size", "readers")
 def merge_states(states: Iterable[State]) -> State:
     """Return one state for all ranks, from those of each.
 
-    They are to be of one moment: behind the same number of batches. A rank that had
+    They are to be of one moment: after the same number of batches. A rank that had
     fewer, and is before its next epoch, is among them as it is.
 
     Args:
@@ -78,7 +78,7 @@ def _check_alike(states: Sequence[State], key: str, value: Any) -> None:
 def _refuse(key: str, one: Any, other: Any) -> None:
     raise StateMismatchError(
         f"the states are not of one run and one moment: {key} is {one!r} in one of "
-        f"them and {other!r} in another; save all ranks behind the same batch (with "
+        f"them and {other!r} in another; save all ranks after the same batch (with "
         "in_order=True, if there are batches beyond it)",
         expected=one,
         found=other,

@@ -1,9 +1,9 @@
-"""Who reads what: one global order, dealt to readers and, apart from that, to ranks.
+"""Who reads what: one global order, divided among readers and, separately, ranks.
 
 The order is made of ``readers`` that take strict turns: position ``p`` is of reader
 ``p % readers``, its sample ``p // readers``, or a hole if it has ended by then. Rank
 ``r`` of ``ranks`` takes the positions ``r``, ``r + ranks``, ``r + 2 * ranks``... So the
-order is that of the readers alone, whoever reads it. Plain numbers, no reading.
+order depends on the readers alone, not on the ranks. Plain numbers, no reading.
 """
 
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class Deal:
         return [(self.rank + one * self.ranks) // self.readers for one in nexts]
 
     def share(self, reader: int) -> Share:
-        """Return what one of the readers in ``hosted`` is told."""
+        """Return the share of one of the readers in ``hosted``."""
         hosted = self.readers // gcd(self.ranks, self.readers)
         return Share(reader, self.readers, hosted, not self.is_alone)
 

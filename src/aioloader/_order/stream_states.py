@@ -47,7 +47,7 @@ def state_of(
         epoch: The number of the epoch.
         readers: Of how many readers the order is made.
         position: How many positions of it all ranks have taken, if all are in step.
-        streams: Reader, as a string, to ``"state"``, which is behind as many of its
+        streams: Reader, as a string, to ``"state"``, which is after as many of its
             samples as ``"taken"`` says; ``"ended"`` if there are no more.
         has_ended: Whether these ranks have given all their samples.
     """
@@ -82,9 +82,9 @@ def part_of(state: State, deal: Deal) -> State:
     mine = {str(reader): streams[str(reader)] for reader in hosted}
     if position % deal.ranks and not state.get("ended"):
         raise StateMismatchError(
-            f"the state was saved behind {position:,} samples, which {deal.ranks} "
+            f"the state was saved after {position:,} samples, which {deal.ranks} "
             "ranks cannot share evenly: use a number of ranks that divides it, or save "
-            "behind a whole number of global batches of both",
+            "after a whole number of global batches of both",
             expected=position,
             found=deal.ranks,
         )
@@ -94,7 +94,7 @@ def part_of(state: State, deal: Deal) -> State:
 def merge_states(states: Iterable[State]) -> State:
     """Return the states of all ranks as one, which any number of ranks can load.
 
-    They are to be of one moment: behind the same number of batches. A rank that has
+    They are to be of one moment: after the same number of batches. A rank that has
     ended before may have come less far.
 
     Args:
@@ -148,8 +148,8 @@ def _common(states: Sequence[State], key: str) -> Any:
 def _position(states: Sequence[State]) -> int:
     """Return how far all ranks in step have come.
 
-    Those that go on say it. Who has ended has taken all there was for it, which is not
-    more.
+    The ranks that go on have come so far. One that has ended has taken all its samples,
+    which is not more.
     """
     going = {one["position"] for one in states if not one.get("ended")}
     ended = {one["position"] for one in states if one.get("ended")}
@@ -157,9 +157,9 @@ def _position(states: Sequence[State]) -> int:
     if len(going) > 1 or max(ended, default=0) > position:
         others = sorted((going | ended) - {position})
         raise StateMismatchError(
-            f"the states are not of one moment: one was saved behind {position:,} "
-            f"samples of all ranks, others behind {', '.join(map(str, others))}; save "
-            "all ranks behind the same number of batches",
+            f"the states are not of one moment: one was saved after {position:,} "
+            f"samples of all ranks, others after {', '.join(map(str, others))}; save "
+            "all ranks after the same number of batches",
             expected=position,
             found=others,
         )

@@ -53,6 +53,9 @@ class Hosted(Protocol):
     def is_dismissed(self) -> bool:
         """Tell whether it is to end, or has ended."""
 
+    def release_workers(self) -> None:
+        """Release what it holds elsewhere: its loop has stopped, and cannot."""
+
 
 class Host(abc.ABC):
     """Leases and waiting, the same in all places.
@@ -140,6 +143,11 @@ class Host(abc.ABC):
     def is_lost(self) -> bool:
         """Tell whether nothing runs here any more: to wait would never end."""
         return self.is_foreign()
+
+    def give_up(  # noqa: B027  (threads are lost with their process only)
+        self, returned: Latch, pipeline: Hosted | None
+    ) -> None:
+        """Take back a lease that a host which is lost cannot return."""
 
     def is_here(self) -> bool:
         """Tell whether the calling thread is the host's: it cannot wait for itself."""
@@ -322,7 +330,9 @@ def wait_released(host: Host, returned: Latch, pipeline: Hosted | None = None) -
     Raises:
         BaseException: What the dataset or its iterator raised when it was closed.
     """
-    if not (host.is_lost() or host.is_here()):
+    if host.is_lost():
+        host.give_up(returned, pipeline)
+    elif not host.is_here():
         is_ended = returned.wait(GRACE)
         if is_ended and host.is_left():
             is_ended = host.closed.wait(GRACE)
@@ -343,7 +353,9 @@ async def wait_released_async(
     Raises:
         BaseException: What the dataset or its iterator raised when it was closed.
     """
-    if not host.is_lost():
+    if host.is_lost():
+        host.give_up(returned, pipeline)
+    else:
         is_ended = await returned.wait_async(GRACE)
         if is_ended and host.is_left():
             is_ended = await host.closed.wait_async(GRACE)

@@ -84,14 +84,22 @@ class LoopHost(Host):
     def is_lost(self) -> bool:
         """Tell whether the caller's loop has stopped.
 
-        What was posted to it runs when it runs again, if ever; a loop that was closed
-        has dropped it.
+        What was posted to it runs when it runs again, if ever.
         """
         loop = self.loop
         is_stopped = bool(self._own_thread is None and loop and not loop.is_running())
-        if is_stopped and loop and loop.is_closed() and not self.is_foreign():
-            self._finish()
         return is_stopped or super().is_lost()
+
+    def give_up(self, returned: Latch, pipeline: Hosted | None) -> None:
+        """Take back a lease here, whether or not the loop runs again."""
+        if self.is_foreign() or returned.is_set():
+            return
+        if pipeline is not None:
+            pipeline.release_workers()
+        if self._take_back(pipeline) or (self.loop and self.loop.is_closed()):
+            self._is_over = True
+            self._finish()
+        returned.set()
 
     def is_on_loop(self) -> bool:
         """Tell whether the calling thread runs the loop."""
@@ -170,6 +178,8 @@ class LoopHost(Host):
             self._return(pipeline, pipeline.ended)
 
     def _return(self, pipeline: Hosted | None, returned: Latch) -> None:
+        if returned.is_set():  # it was given up
+            return
         if self._take_back(pipeline):
             self._is_over = True
             self._wanted.set()
@@ -182,6 +192,7 @@ class LoopHost(Host):
         """Release what is left when the host task is gone, however it ended."""
         self._break(LoaderClosedError("the event loop of the loader has ended"))
         for pipeline in list(self._pipelines):
+            pipeline.release_workers()
             self._take_back(pipeline)
             pipeline.ended.set()
         self.cpu.stop(self.closed.set)

@@ -191,6 +191,14 @@ class Pipeline:
             self.maker.close()
             self.fail(LoaderClosedError("the iterator was closed"))
 
+    def release_workers(self) -> None:
+        """Release what this pipeline holds elsewhere; its loop has stopped."""
+        self._is_closing = True
+        if self.pool is not None:
+            self.pool.forget(self)
+        self.maker.close()
+        self.fail(LoaderClosedError("the event loop of the loader has ended"))
+
     def join(self) -> bool:
         """Wait, bounded, until the stage has ended and the pool's workers are gone."""
         is_gone = self.stage is None or self.stage.join()

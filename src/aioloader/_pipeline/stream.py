@@ -91,17 +91,17 @@ class _Stream(abc.ABC):
 
     async def _prepare(self, task: BatchTask, wanted: int) -> None:
         """Have the stream open, and at the first sample of ``task``."""
-        if self._source is None and not self._has_ended:
-            try:
+        try:
+            if self._source is None and not self._has_ended:
                 await self._resume(task, wanted)
-            except (Exception, asyncio.CancelledError) as error:
-                self._has_ended = True  # an error under every policy
-                self._noted(error, task)
-                raise
-            # Also a stream that had ended is opened: its dataset may have a state.
-            self._has_ended |= self._position.has_ended
-        owed, self._owed = self._owed, 0
-        self._position.read += await self._drop(owed)
+                # Also a stream that had ended is opened: its dataset may have a state.
+                self._has_ended |= self._position.has_ended
+            owed, self._owed = self._owed, 0
+            self._position.read += await self._drop(owed)
+        except (Exception, asyncio.CancelledError) as error:
+            self._has_ended = True  # an error under every policy
+            self._noted(error, task)
+            raise
 
     async def _resume(self, task: BatchTask, wanted: int) -> None:
         """Open the stream, and drop what was delivered before ``task``.
@@ -129,13 +129,17 @@ class _Stream(abc.ABC):
             self._maker.reseed(task)
 
     async def _drop(self, places: int) -> int:
-        """Read and drop samples, failed ones too; return how many places they had."""
+        """Read and drop samples, failed ones too; return how many places they had.
+
+        What ends a stream is raised: nothing was delivered after it.
+        """
         dropped = 0
         while dropped < places and not self._has_ended:
             assert self._source is not None
-            read = await self._source.read(places - dropped)
-            dropped += read.places
-            self._has_ended = read.has_ended
+            block, more, self._has_ended = await self._source.read(places - dropped)
+            dropped += more
+            if self._has_ended and len(block) and type(block[-1]) is Bad:
+                raise block[-1].error
         return dropped
 
     # -- the samples of a batch -----------------------------------------------------

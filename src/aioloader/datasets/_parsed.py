@@ -31,8 +31,8 @@ class ParsedShard:
     """Samples of one shard, in order.
 
     They are cut in threads, a block at a time. A position is where a block begins, and
-    how many samples were passed on since. What failed counts too: nobody is told of it
-    twice. A packed shard has no place to begin at but its start; what was read before
+    how many samples were passed on since. A failed sample counts too: it is reported
+    once. A packed shard has no place to begin at but its start; what was read before
     is read again, and dropped.
 
     Args:
@@ -55,7 +55,7 @@ class ParsedShard:
         self._block: list[Any] = []
         self._passed = 0
         self._cutting: asyncio.Task[tuple[int, list[Any]]] | None = None
-        # Whether there is more in the last piece, and no piece behind it.
+        # Whether there is more in the last piece, and no piece after it.
         self._has_rest = self._has_ended = False
         self.is_draining = source.is_draining
         self.begin = source.begin

@@ -33,7 +33,7 @@ class ShardedStream(Stream[Sample_co]):
     """A stream that is made of shards.
 
     Its samples come from ``interleave`` lanes that take turns. The shards, permuted
-    anew in each epoch if ``shuffle`` is set, are dealt to the lanes; each lane reads
+    anew in each epoch if ``shuffle`` is set, are spread over the lanes; each lane reads
     its shards one after the other. Readers (one for each rank and worker, if
     ``readers`` does not say otherwise) take whole lanes: nothing is read twice and
     nothing left out, whatever the counts; so there must be a shard for each. A state
@@ -164,7 +164,7 @@ class ByteStream(ShardedStream[Sample_co]):
     Args:
         addresses: Paths or URLs, one or many: with ``{000..127}`` and ``{a,b}`` spelled
             out, and ``*`` looked up. Names ending in ``.gz`` or ``.zst`` are unpacked.
-        make: Makes a parser, told a shard's address and its first byte.
+        make: Makes a parser from a shard's address and its first byte.
         store: What ``addresses`` are relative to: a URL, a directory or a store of
             obstore.
         requests: How requests that fail or stall are treated.

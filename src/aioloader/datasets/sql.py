@@ -222,7 +222,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         lookup = self._new_lookup()
         try:
             return await lookup.list_keys()
-        except Exception as exc:  # noqa: BLE001  (told without its traceback)
+        except Exception as exc:  # noqa: BLE001  (reported without its traceback)
             what = self._source.label
             failure = failure_of("list the keys of", what, self._address, exc)
         finally:
@@ -237,7 +237,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         for attempts, pause in enumerate(pauses(), 1):
             try:
                 return await self._lookups.here().lookup.find(keys)
-            except Exception as exc:  # noqa: BLE001  (told without its traceback)
+            except Exception as exc:  # noqa: BLE001  (reported without its traceback)
                 what = f"{len(keys)} rows of {self._source.label}"
                 failure = failure_of("read", what, self._address, exc)
                 may_pass = self._may_pass(exc)

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     StrPath: TypeAlias = str | os.PathLike[str]
 
 Sample_co = TypeVar("Sample_co", covariant=True)
-# Bound of a cache, in bytes, unless told.
+# Default bound of a cache, in bytes.
 CACHE_BYTES = 10 << 30
 
 
 class Stream(Dataset[Sample_co], OwnStream):
-    """A dataset for ``async for``; what its kinds and steps have in common.
+    """A dataset for ``async for``; the base of its kinds and steps.
 
     A loader reads it on its own loop, one block per batch; with ``fetch="workers"``
     each worker reads its share. All ranks read all of it, unless the loader's ``rank``

@@ -2,8 +2,8 @@
 
 The order is the files', then the batches', then the rows'. Of an object, a shard's
 batches are requested and no others. Record batches are decoded one at a time; memory
-holds at least one of them, however large it was written. Arrow has no checksums: what
-is damaged is told by its structure alone.
+holds at least one of them, however large it was written. Arrow has no checksums: damage
+is recognised by the structure alone.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Batches: TypeAlias = tuple[str, int, int]
 
 _MAGIC = b"ARROW1"
-# Length of the footer, and the magic number behind it.
+# Length of the footer, and the magic number after it.
 _END = 4 + len(_MAGIC)
 _CONTINUED = 0xFFFFFFFF
 # Small batches are read together, up to so many bytes.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 RowGroup: TypeAlias = tuple[str, int]
 
-# Length of the footer and the magic number behind it.
+# Length of the footer and the magic number after it.
 _END = 8
 _MAGIC = b"PAR1"
 # Rows of a batch, at most: enough to make its cost small.

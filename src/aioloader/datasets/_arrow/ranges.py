@@ -2,8 +2,8 @@
 
 What will be read is known before: a plan of ranges, in their order of use. Requests run
 ahead within a budget, on the event loop; pyarrow reads in a thread, which waits for
-what is not there yet. A range is let go when all of it was read. A read that nobody
-planned makes a request of its own: the plan is about time and memory, not about truth.
+bytes that are not there yet. A range is released when all of it was read. A read
+outside the plan makes its own request: the plan changes time and memory, not results.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class Range:
     Attributes:
         start: First byte.
         stop: One past the last byte.
-        wanted: How many of its bytes will be read; it is let go after so many.
+        wanted: How many of its bytes will be read; it is released after so many.
         body: The bytes, now or later.
         is_asked: Whether they were requested.
         is_passed: Whether all was read once.
@@ -56,7 +56,7 @@ def plan(spans: Iterable[Span], most: int) -> list[Range]:
     """Return the requests for ``spans`` of a file, in their order of use.
 
     The spans are read side by side, each from its beginning to its end, as columns are:
-    long ones are cut, and the n-th parts of all come before those behind them. Short
+    long ones are cut, and the n-th parts of all come before the next parts. Short
     ones that lie together are joined.
 
     Args:
@@ -104,7 +104,8 @@ class Ranges:
         plan: What will be read, in the order of use; no two overlap.
         budget: Bytes to hold at most; one range may exceed it.
         location: What is read, for errors; redacted.
-        in_order: Whether reads only go forward; then what is left out is let go too.
+        in_order: Whether reads only go forward; then ranges that are left out are
+            released too.
     """
 
     def __init__(

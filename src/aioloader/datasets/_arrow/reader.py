@@ -201,7 +201,7 @@ class Steps:
 def _warm(rows: Rows) -> None:
     """Make one row, so that what this looks up (time zones) is looked up in a thread.
 
-    What goes wrong with it will do so again where it can be told.
+    What fails here fails again where the error can be reported.
     """
     with contextlib.suppress(Exception):
         rows[0]

@@ -1,4 +1,4 @@
-"""The address of a database: what may be shown of it, and what drivers are told.
+"""The address of a database: what may be shown of it, and what drivers get.
 
 A password is in no repr, error or pickle: a pickle of a URL that has one is refused.
 The parts of a URL are taken apart here, for libpq shows what it cannot parse.

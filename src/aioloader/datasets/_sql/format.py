@@ -43,7 +43,7 @@ class SQLFormat:
 
     All ranges of an iteration show one snapshot. The key must be unique and not NULL,
     and should have an index. A state holds the keys where it was cut, and the last one
-    that was read of each range: what is behind that is then read as it is by then.
+    that was read of each range: rows after that key are read as they are by then.
     What reads ahead (windows of ``shuffle``, an async ``map``, ``readers`` in turns)
     goes back some rows and counts: exact if nothing was written among those.
 
@@ -108,7 +108,7 @@ class SQLFormat:
             spans = await session.begin(partitions)
         except ValueError as exc:
             raise ValueError(f"{self.label}: {exc}") from None
-        except Exception as exc:  # noqa: BLE001  (told without its traceback)
+        except Exception as exc:  # noqa: BLE001  (reported without its traceback)
             failure = failure_of("open", self._source.label, self._address, exc)
         else:
             spans += [Span(is_void=True)] * (known.get("count", 0) - len(spans))
@@ -128,7 +128,7 @@ class SQLFormat:
         return cuts
 
     def open(self, shard: SQLShard, position: "Position", budget: int) -> SQLReader:
-        """Return a reader of a range behind the key in ``position``."""
+        """Return a reader of a range after the key in ``position``."""
         last = position.get("key")
         return SQLReader(shard.session, shard.span, last, budget, self._deadline)
 

@@ -20,7 +20,7 @@ class Span:
 
     Attributes:
         start: The first key that may be in it; None: there is no bound.
-        stop: The first key behind it; None: there is no bound.
+        stop: The first key after it; None: there is no bound.
         is_void: Whether nothing is in it, whatever the bounds.
     """
 

@@ -25,7 +25,7 @@ Keys: TypeAlias = "np.ndarray[Any, Any] | list[Any]"
 
 # Keys that are decoded in one step of the event loop.
 _PAGE = 2000
-# A row of COPY's binary form with one int8, behind a header; two bytes end it.
+# A row of COPY's binary form with one int8, after a header; two bytes end it.
 _COPIED = np.dtype([("fields", ">i2"), ("length", ">i4"), ("key", ">i8")])
 _HEADER_BYTES, _TRAILER_BYTES = 19, 2
 
@@ -207,7 +207,7 @@ class PostgresLookup:
                 await opening.result().close()
 
     async def _open(self) -> "asyncpg.Pool":
-        """Return the pool; whoever comes first makes it, and all wait for it."""
+        """Return the pool; the first caller makes it, and all wait for it."""
         opening = self._pool
         if opening is None or (opening.done() and _has_failed(opening)):
             opening = self._pool = asyncio.ensure_future(self._make_pool())

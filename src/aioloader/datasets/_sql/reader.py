@@ -1,8 +1,8 @@
 """Rows of one range of keys, read ahead and in order, whatever the connection does.
 
 A batch is read in a connection's thread while the one before is consumed; the budget
-bounds what is held. A connection that is lost is made anew, and reading goes on behind
-the last key.
+bounds what is held. A lost connection is made anew, and reading resumes after the
+last key.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._sql.failures import failure_of, given_up, pauses, reason_of
 from aioloader.datasets._sql.keys import Key, Span, encoded
 from aioloader.datasets._stores.outlast import outlast
+from aioloader.datasets._streams.shards import NamesPositions, Position
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from aioloader.datasets._sql.address import Address
     from aioloader.datasets._sql.links import Batches, Connection, Link
     from aioloader.datasets._sql.source import Source
-    from aioloader.datasets._streams.shards import Position
 
 _LOG = logging.getLogger("aioloader")
 _SMALLEST, _LARGEST = 1 << 16, 1 << 22
@@ -79,7 +79,7 @@ class _Batch:
     taken: int = 0
 
 
-class SQLReader:
+class SQLReader(NamesPositions):
     """Read one range.
 
     Args:
@@ -144,14 +144,14 @@ class SQLReader:
             self._has_room.set()
         return batch.rows[start:stop]
 
-    def position(self) -> "Position":
+    def position(self) -> Position:
         """Return the key of the last row returned, if any."""
         if self._pulled is None:
             return {} if self._last is None else {"key": self._last}
         _, start, stop = self._pulled
-        return self.position_behind(stop - start)
+        return self.position_after(stop - start)
 
-    def position_behind(self, count: int) -> "Position":
+    def position_after(self, count: int) -> Position:
         """Return the key of the last of the first ``count`` rows of the last pull."""
         assert self._pulled is not None
         keys, start, _ = self._pulled
@@ -219,7 +219,7 @@ class SQLReader:
                 self._add(batch)
                 await self._wait_for_room()
             is_sound = True
-        except Exception as exc:  # noqa: BLE001  (told without its traceback)
+        except Exception as exc:  # noqa: BLE001  (reported without its traceback)
             may_pass = reason_of(session.address, exc).may_pass or (
                 link is not None and await session.is_lost(link)
             )
@@ -252,8 +252,8 @@ class SQLReader:
 
     def _what(self) -> str:
         source = self._session.source
-        behind = "" if self._last_read is None else f", behind {self._last_read!r}"
-        return f"{source.label} ({self._span.words(source.key)}{behind})"
+        after = "" if self._last_read is None else f", after {self._last_read!r}"
+        return f"{source.label} ({self._span.words(source.key)}{after})"
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def any_null(source: Source) -> str:
 def rising(source: Source, key_type: str, count: int, sign: str) -> str:
     """Return the question how many of ``count`` bounds do not rise.
 
-    They are parameters behind those of the query. An empty part with the key itself
+    They are parameters after those of the query. An empty part with the key itself
     brings in its collation.
     """
     first = len(source.parameters) + 1

@@ -2,8 +2,8 @@
 
 Each has a read transaction, begun before anything is read and seen to have begun with
 no commit in between. In WAL mode writers go on meanwhile; without it they wait until
-the iteration ends. Types are those that rows have: the driver tells them by the first
-rows of a batch, and here they are held to what the first rows of all told.
+the iteration ends. Types are those that rows have: the driver takes them from the
+first rows of a batch, and here they must be those of the very first rows.
 """
 
 import asyncio

@@ -146,7 +146,7 @@ def _affinity(declared: str) -> str:
 def _later_type(
     connection: Connection, source: Source, name: str, declared: str
 ) -> str:
-    """Return the type of a column's first value behind NULLs."""
+    """Return the type of a column's first value after NULLs."""
     there = f"WHERE {column(name)} IS NOT NULL LIMIT 1"
     sql = select(f"typeof({column(name)})", source.relation(), there)
     found = fetch(connection, sql, source.parameters)

@@ -3,7 +3,7 @@
 A file is read into one buffer, and what uses a piece can do so in the thread that has
 read it. An object comes by ranged requests, several in flight; the first ones smaller,
 so that samples come soon. No more than the budget is held. Every piece is checked
-against the size and version that the first one told.
+against the size and version that came with the first.
 """
 
 import asyncio
@@ -150,7 +150,7 @@ class ObjectBytes:
         await asyncio.gather(*pieces, return_exceptions=True)
 
     async def _next_chunk(self, chunks: AsyncIterator[Buffer]) -> Buffer:
-        """Return what comes next of the whole, behind the start."""
+        """Return the next part of the whole, after the start."""
         async for chunk in chunks:
             data = memoryview(chunk)[self._start :]
             self._start -= min(self._start, len(memoryview(chunk)))

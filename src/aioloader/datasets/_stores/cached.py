@@ -1,7 +1,7 @@
 """Ranged reads through a local cache: aligned blocks, kept by version.
 
-A block is read from the store once per machine, whoever asks for it and wherever a
-reader began. What a block is called tells the object's version, so that an object which
+A block is read from the store once per machine, for all processes and wherever a reader
+begins. The name of a block contains the object's version, so that an object that has
 changed is read anew; that costs one small request per object and reader.
 """
 
@@ -30,7 +30,7 @@ class CachedRanges:
         self._fetch = fetch
         self._cache = cache
         self._name = name
-        # Pieces overlap in blocks: each is read once, and let go of behind them.
+        # Pieces overlap in blocks: each is read once, and released after the last one.
         self._blocks: dict[int, asyncio.Task[Buffer]] = {}
         self._facts: asyncio.Task[Piece] | None = None
 

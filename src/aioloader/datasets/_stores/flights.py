@@ -16,7 +16,7 @@ from aioloader.datasets._stores.stores import import_obstore
 
 T = TypeVar("T")
 
-# How long obstore's threads may take to let go of a request that is over: in practice
+# How long obstore's threads may take to release a request that is over: in practice
 # 10 ms for 200 cancelled at once.
 _LET_GO_SECONDS = 1.0
 

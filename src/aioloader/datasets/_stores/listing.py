@@ -252,7 +252,7 @@ class _Walk:
             self.failure = failure
 
     def listing(self) -> Listing:
-        """Return all that came, and let go of it.
+        """Return all that came, and release it.
 
         Raises:
             ValueError: If nothing came.

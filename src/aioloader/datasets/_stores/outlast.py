@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def outlast(work: "asyncio.Future[Any]") -> Any:
-    """Return the result of ``work``; a cancellation comes behind its end."""
+    """Return the result of ``work``; a cancellation waits for its end."""
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
         try:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class ObjectReader:
     """Read the objects of one dataset on one event loop.
 
-    All methods belong to the loop's thread. ``tries`` is for who reads again;
-    ``errors`` are what ``read`` may raise beside ``ShortReadError``: exceptions of
-    obstore, not fit to be shown.
+    All methods belong to the loop's thread. ``tries`` counts attempts for callers that
+    read again; ``errors`` are what ``read`` may raise beside ``ShortReadError``:
+    exceptions of obstore, not fit to be shown.
     """
 
     def __init__(self, requests: Requests) -> None:

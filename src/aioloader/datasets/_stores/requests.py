@@ -1,6 +1,6 @@
 """Requests that may fail: tried again by cause, within a deadline, or sent twice.
 
-A stall is told by a timeout for each request, since a connection that hangs says
+A stall is recognised by a timeout for each request, since a connection that hangs says
 nothing. What waiting cannot mend (no such object, no permission) is raised at once.
 """
 

@@ -123,7 +123,7 @@ class StoreSource:
     def locate(self, key: str) -> str:
         """Return what may be shown of the address of ``key``."""
         if self.label.startswith("http"):
-            # Whoever passes a signed URL's tail as a key finds no signature in the log.
+            # The tail of a signed URL, passed as a key, puts no signature into the log.
             key = key.partition("?")[0]
         return f"{self.label.rstrip('/')}/{key}" if key else self.label
 

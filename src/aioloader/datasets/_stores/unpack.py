@@ -146,7 +146,7 @@ class Unpacked:
             return self._unpacker.take(_PIECE)
         except Exception as error:
             raise DatasetError(
-                f"{self._location!r} cannot be unpacked behind byte {self._given:,} of "
+                f"{self._location!r} cannot be unpacked after byte {self._given:,} of "
                 f"its contents: {error}; it is damaged",
                 location=self._location,
             ) from error
@@ -159,7 +159,7 @@ class Unpacked:
         self._has_ended = True
         if not self._unpacker.is_whole():
             raise TruncatedReadError(
-                f"{self._location!r} ends amid its packed data, behind byte "
+                f"{self._location!r} ends amid its packed data, after byte "
                 f"{self._given:,} of its contents",
                 location=self._location,
                 expected=self._given + 1,

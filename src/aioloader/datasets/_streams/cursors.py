@@ -21,7 +21,7 @@ class Cursor(Protocol):
     async def pull(self, limit: int) -> Block:
         """Return the next samples, from 1 to ``limit``; an empty block at the end.
 
-        A sample that failed is a ``Bad``, and the stream goes on behind it.
+        A sample that failed is a ``Bad``, and the stream goes on after it.
         """
 
     def state(self) -> State:
@@ -220,7 +220,7 @@ class Filtered:
             said = await asyncio.gather(*jobs)
         else:
             said = await asyncio.to_thread(self._ask, block)
-        # Whoever cannot be judged is passed on as the error that it gave.
+        # A sample for which the function failed is passed on as its error.
         return [
             answer if type(answer) is Bad else sample
             for sample, answer in zip(block, said, strict=True)
@@ -238,7 +238,7 @@ class Filtered:
 
 
 class Taken:
-    """The first samples; the stream behind them is not read."""
+    """The first samples; the stream after them is not read."""
 
     has_state = True
 

@@ -1,6 +1,6 @@
 """Several shards at once: lanes side by side, sample by sample, in a known order.
 
-The shards, permuted if wanted, are dealt to lanes as cards are; each lane reads its
+The shards, permuted if wanted, go to the lanes by round robin; each lane reads its
 shards one after the other, and the lanes take turns. Ranks and workers take whole
 lanes, so that with a fixed number of lanes the order does not depend on how many
 readers there are. A lane opens its next shard when all of the present one has been
@@ -12,7 +12,13 @@ from collections.abc import Sequence
 
 from aioloader._order.blocks import Bad, Block, cut, weave
 from aioloader.datasets._streams.cursors import State, skip
-from aioloader.datasets._streams.shards import Position, Shard, ShardFormat, ShardReader
+from aioloader.datasets._streams.shards import (
+    NamesPositions,
+    Position,
+    Shard,
+    ShardFormat,
+    ShardReader,
+)
 
 # Samples that a lane asks its reader for at once, at least: many share the cost.
 _SAMPLES = 256
@@ -88,9 +94,9 @@ class Lane:
         """
         if self._is_broken and self._taken:  # what is left of the shard is lost
             return {"shard": self._number + 1, "at": {}, "taken": 0}
-        behind = getattr(self._reader, "position_behind", None)
-        if behind is not None and self._taken:
-            return {"shard": self._number, "at": behind(self._taken), "taken": 0}
+        if isinstance(self._reader, NamesPositions) and self._taken:
+            position = self._reader.position_after(self._taken)
+            return {"shard": self._number, "at": position, "taken": 0}
         taken = self._skip or self._taken
         return {"shard": self._number, "at": self._position, "taken": taken}
 
@@ -208,8 +214,8 @@ class Interleaved:
         before, self._given = self._given, self._given + count
         lanes = len(self._weft)
         for place, lane in enumerate(self._weft):
-            behind = lanes - 1 - place
-            lane.pass_on((self._given + behind) // lanes - (before + behind) // lanes)
+            later = lanes - 1 - place
+            lane.pass_on((self._given + later) // lanes - (before + later) // lanes)
         self._turn += count
 
     def state(self) -> State:

@@ -107,7 +107,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
 
         If it ``fills``, there are from 1 to ``limit``, and an empty block is the end.
         If not, there may be fewer, and none. What failed is a ``Bad`` in a list, and
-        the stream goes on behind it. Who cancels this can only close.
+        the stream goes on after it. Once cancelled, it can only be closed.
 
         Raises:
             StopAsyncIteration: At the end, if it does not fill.
@@ -157,7 +157,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return Turns(deal, hosted, at)
 
     def state_dict(self) -> State:
-        """Return the position behind the last sample returned, ready for JSON.
+        """Return the position after the last sample returned, ready for JSON.
 
         It says how far all ranks in step have come, and where the readers are that this
         one reads; ``merge_states`` makes one of those of all ranks.

@@ -4,6 +4,7 @@ All that is common to tar files, tables and rows (order, interleaving, shuffling
 sharing among readers, state) is built on these three protocols alone.
 """
 
+import abc
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -59,6 +60,17 @@ class ShardReader(Protocol):
 
     async def aclose(self) -> None:
         """End what is under way, and wait for its end."""
+
+
+class NamesPositions(abc.ABC):
+    """A reader of aioloader's that can name the position after each of its samples.
+
+    Others name that of a block, from which samples are counted.
+    """
+
+    @abc.abstractmethod
+    def position_after(self, count: int) -> Position:
+        """Return the position after the first ``count`` samples of the last block."""
 
 
 class ShardFormat(Protocol):

@@ -42,7 +42,7 @@ class Alone:
         self._name = str(reader)
         self._cursor = cursor
         self._taken: int = known["taken"]
-        # Ranks that shared it had not read so far; who has ended is not behind.
+        # Ranks that shared it had not read so far; one that has ended lags no more.
         self._lag = 0 if known.get("ended") else at - self._taken
         self._has_ended = False
 
@@ -201,7 +201,7 @@ class Turns:
             left -= count
         if left and not any(map(len, parts)):
             return None
-        return join(parts)  # behind the end of all there are only holes
+        return join(parts)  # after the end of all there are only holes
 
     def _take(self, count: int) -> Block:
         """Take the next positions of what is woven."""

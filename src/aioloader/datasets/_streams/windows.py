@@ -58,7 +58,7 @@ class Shuffled:
         await self._upstream.aclose()
 
     async def _turn(self, number: int) -> None:
-        """Go on to a window, and begin to read the one behind it."""
+        """Go on to a window, and begin to read the one after it."""
         if self._next is None:
             self._next = asyncio.create_task(self._read())
         await asyncio.wait([self._next])  # a cancellation leaves it alone

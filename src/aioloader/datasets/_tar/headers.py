@@ -80,7 +80,7 @@ def is_sound(block: bytes) -> bool:
 
 @lru_cache(maxsize=16)
 def size_of_pax(block: bytes) -> int | None:
-    """Return the size of the records behind a PAX header, None if it is not sound.
+    """Return the size of the records after a PAX header, None if it is not sound.
 
     Some writers put the very same header before each member.
     """

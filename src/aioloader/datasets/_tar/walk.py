@@ -136,7 +136,7 @@ class TarParser:
                 return
 
     def _keep(self) -> None:
-        """Copy what is left of the piece, and let go of it."""
+        """Copy the rest of the piece, and release it."""
         view = self._view
         if self._pos < len(view):
             self._parts.append(bytes(view[self._pos :]))
@@ -214,7 +214,7 @@ class TarParser:
         return True
 
     def _expect_header(self, *, is_same_member: bool = False) -> None:
-        """Read a header next, of the member that the one before told of or another."""
+        """Read a header next, of the member that the last one announced, or another."""
         self._need, self._then = BLOCK_BYTES, TarParser._on_header
         self._at = self._base + self._pos
         if not is_same_member:
@@ -259,7 +259,7 @@ class TarParser:
 
     def _on_global(self, data: bytes) -> None:
         self._globals.update(read_pax(data))
-        # Unlike the others it may stand alone, behind the last member.
+        # Unlike the others it may stand alone, after the last member.
         self._end_extended(is_of_member=self._from != self._at)
 
     def _end_extended(self, *, is_of_member: bool = True) -> None:
