@@ -207,11 +207,13 @@ class Interrupter:
 
     def __init__(self, at: int) -> None:
         self.left = at
+        self.where = ""
 
     def __call__(self, frame: Any, event: str, argument: Any) -> None:
         if PACKAGE in frame.f_code.co_filename:
             self.left -= 1
             if self.left == -1:
+                self.where = frame.f_code.co_qualname
                 raise KeyboardInterrupt
 
 
@@ -256,7 +258,7 @@ def test_an_interrupt_anywhere_in_a_step(place: str) -> None:
         state = one.state_dict()
         one.close()
         rest = resumed(loader, state) if found != expected else []
-        assert found + rest == expected, (at, found, rest)
+        assert found + rest == expected, (interrupter.where, found, rest)
         if interrupter.left >= 0:
             return
     raise AssertionError("never ran to the end")

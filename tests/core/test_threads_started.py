@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from aioloader import DataLoader
 from beside import beside
-from core.kit import ASYNC_WAYS, PATIENCE, bounded, counted_starts, make
+from core.kit import ASYNC_WAYS, PATIENCE, WAYS, bounded, counted_starts, make
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
 from working import double_async, total_async
 
@@ -116,20 +116,32 @@ async def test_two_hundred_loaders_share_threads(plain: str) -> None:
 
 
 async def test_shared_threads_do_not_wait_for_each_other() -> None:
-    """Twelve plain transforms at once, each waiting for the last one: none starves.
-
-    Threads may be shared, but a transform that blocks holds up its own loader only.
-    """
-    barrier = threading.Barrier(12)
+    """Four requests' transforms each wait for the fourth's: none starves."""
+    barrier = threading.Barrier(4)
 
     def meet(sample: Any) -> Any:
         if sample[1] == 0:
             barrier.wait(PATIENCE)
         return sample
 
-    loaders = [make("caller", AsyncMap(8), transform=meet) for _ in range(12)]
+    loaders = [make("caller", AsyncMap(8), transform=meet) for _ in range(4)]
     found = await bounded(asyncio.gather(*map(collect, loaders)))
-    assert [labels(batches) for batches in found] == [EXPECTED[:2]] * 12
+    assert [labels(batches) for batches in found] == [EXPECTED[:2]] * 4
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_shared_threads_may_iterate_loaders(way: str) -> None:
+    """Plain code of many requests at once, each with plain code of its own within."""
+
+    def inner(_: Any) -> int:
+        loader = make(way, AsyncMap(), transform=double, timeout=PATIENCE)
+        if way == "for":
+            return len(list(loader))
+        return len(asyncio.run(collect(loader)))
+
+    loaders = [make("caller", AsyncMap(4), transform=inner) for _ in range(24)]
+    found = await bounded(asyncio.gather(*map(collect, loaders)))
+    assert [batch.tolist() for batches in found for batch in batches] == [[5] * 4] * 24
 
 
 # -- a private loop -----------------------------------------------------------------

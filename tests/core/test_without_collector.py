@@ -15,7 +15,7 @@ import anyio
 import pytest
 
 from aioloader import DataLoader
-from aioloader.testing import Resources
+from aioloader.testing import no_leaks
 from beside import beside
 from core.kit import ASYNC_WAYS, BY, WAYS, bounded, make, quiet, released
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, labels
@@ -326,36 +326,54 @@ async def test_a_step_is_a_coroutine(kind: Any, way: str) -> None:
     assert await anext(iterator, None) is None
 
 
+@pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-async def test_closing_releases_at_once(kind: Any, way: str) -> None:
-    """By each of the ways to close: nothing of it goes on in the background."""
-    for close in ("iterator", "loader", "async with"):
-        before, tasks = Resources.now(), asyncio.all_tasks()
-        loader = make(way, kind(4000))
-        async with contextlib.AsyncExitStack() as stack:
-            if close == "async with":
-                await stack.enter_async_context(loader)
-            iterator = aiter(loader)
-            await anext(iterator)
-            if close != "async with":
-                await (iterator if close == "iterator" else loader).aclose()
+async def test_a_step_holds_its_iterator(kind: Any, way: str, by: str) -> None:
+    """``await anext(aiter(loader))`` takes a first batch; then all is released."""
+    if by == "threads" and kind is SyncStream:
+        pytest.skip("as in process")
+    async with released():
+        loader = make(way, kind(24), **BY[by])
+        found = [await bounded(anext(aiter(loader)))]
+        found += [await bounded(aiter(loader).__anext__())]
+        found += [await bounded(asyncio.create_task(anext(aiter(loader))))]
+        assert labels(found) == EXPECTED[:1] * 3
+        await quiet()
+        assert "open=0" in repr(loader)
+
+
+async def close_by(how: str, loader: DataLoader[Any]) -> None:
+    """Take a batch, and close in one of three ways."""
+    async with contextlib.AsyncExitStack() as stack:
+        if how == "async with":
+            await stack.enter_async_context(loader)
+        iterator = aiter(loader)
+        await anext(iterator)
+        if how != "async with":
+            await (iterator if how == "iterator" else loader).aclose()
+
+
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["iterator", "loader", "async with"])
+async def test_aclose_releases(how: str, kind: Any, way: str) -> None:
+    """No task is left when it returns, and no thread that has anything to do."""
+    async with released():
+        tasks = asyncio.all_tasks()
+        await close_by(how, make(way, kind(4000)))
         assert asyncio.all_tasks() == tasks
-        assert Resources.now().threads <= before.threads
 
 
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("kind", MAPS)
-def test_close_releases_at_once(kind: Any, by: str) -> None:
-    """By ``close`` and ``with``, with workers too."""
-    for close in ("iterator", "loader", "with"):
-        before = Resources.now()
+@pytest.mark.parametrize("how", ["iterator", "loader", "with"])
+def test_close_releases(how: str, kind: Any, by: str) -> None:
+    """Nor is there after ``close``; worker processes have ended."""
+    with no_leaks():
         loader = make("for", kind(4000), **BY[by])
-        with loader if close == "with" else contextlib.nullcontext():
+        with loader if how == "with" else contextlib.nullcontext():
             iterator = iter(loader)
             next(iterator)
-            if close != "with":
-                (iterator if close == "iterator" else loader).close()
-        now = Resources.now()
-        assert now.threads <= before.threads
-        assert now.children <= before.children
+            if how != "with":
+                (iterator if how == "iterator" else loader).close()
