@@ -187,11 +187,12 @@ class SharedThread(CpuThread):
     def stop(self, then: Job) -> None:
         """Call ``then`` after the jobs posted so far, and take no more."""
         with self._lock:
+            is_running = self._is_used and not (self._is_stopped and self._is_idle())
             self._is_stopped = True
-            if self._is_used:
+            if is_running:
                 self._waiting.append(then)
                 self._queue()
-        if not self._is_used:
+        if not is_running:
             then()
 
     def join(self, timeout: float) -> None:
@@ -202,6 +203,9 @@ class SharedThread(CpuThread):
     def ident(self) -> int | None:
         """Return the identifier of the thread that runs a job just now."""
         return self._ident
+
+    def _is_idle(self) -> bool:
+        return not (self._is_queued or self._waiting)
 
     def _queue(self) -> None:
         if not self._is_queued:

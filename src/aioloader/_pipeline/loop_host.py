@@ -178,10 +178,10 @@ class LoopHost(Host):
             self._return(pipeline, pipeline.ended)
 
     def _return(self, pipeline: Hosted | None, returned: Latch) -> None:
-        if returned.is_set():  # it was given up
-            return
-        if self._take_back(pipeline):
+        is_given_up = returned.is_set()
+        if not is_given_up and self._take_back(pipeline):
             self._is_over = True
+        if self._is_over:
             self._wanted.set()
             self._wake.set()
             if self._opening is not None:
