@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import types
 from collections.abc import Awaitable, Iterable
 from typing import Any
 
@@ -77,6 +78,37 @@ def raisable(error: BaseException) -> Exception:
         return error
     stand_in.__cause__ = error
     return stand_in
+
+
+def holds_coroutines(samples: Any) -> bool:
+    """Tell whether a list of samples has a coroutine among them."""
+    return type(samples) is list and types.CoroutineType in map(type, samples)
+
+
+def close_coroutines(samples: Any) -> None:
+    """Close the coroutines among samples that are not awaited."""
+    if type(samples) is list:
+        for sample in samples:
+            if isinstance(sample, types.CoroutineType):
+                sample.close()
+
+
+def refuse_coroutines(values: Any, what: str) -> None:
+    """Raise a clear error when a plain function turns out to return coroutines.
+
+    Raises:
+        TypeError: Then; the coroutines are closed.
+    """
+    if isinstance(values, types.CoroutineType):
+        values = [values]
+    is_list = type(values) is list and values
+    if not is_list or not isinstance(values[0], types.CoroutineType):
+        return
+    close_coroutines(values)
+    raise TypeError(
+        f"the {what} is a plain function but returned a coroutine; declare it (or its "
+        "wrapper) `async def`, so that it runs on the loader's loop"
+    )
 
 
 class SideLoop:

@@ -28,7 +28,14 @@ from aioloader._order.failures import SKIP, Failure, FailurePolicy, noted
 from aioloader._order.indices import IndexBatch
 from aioloader._order.ranks import WHOLE, Part
 from aioloader._order.retry import Retry
-from aioloader._pipeline.awaiting import SideLoop, raisable, user_error
+from aioloader._pipeline.awaiting import (
+    SideLoop,
+    close_coroutines,
+    holds_coroutines,
+    raisable,
+    refuse_coroutines,
+    user_error,
+)
 from aioloader._pipeline.batch_task import BatchResult, BatchTask, shorten
 from aioloader._pipeline.keys import BatchSeeds, Keys
 from aioloader._transport.slots import Lender, SlotPool
@@ -183,17 +190,16 @@ class BatchMaker:
     def read(self, task: BatchTask, pause: Callable[[float], object]) -> None:
         """Read the samples of ``task``; ``pause`` sleeps between attempts."""
         self.policy.begin(len(task.indices))
-        if self.get_batch is not None:
-            self._read_batch(task, self.get_batch, pause)
-        else:
-            self._read_each(task, pause)
-        samples = task.samples
-        if holds_coroutines(samples):
+        try:
+            if self.get_batch is not None:
+                self._read_batch(task, self.get_batch, pause)
+            else:
+                self._read_each(task, pause)
+        except BaseException:
+            close_coroutines(task.samples)
+            raise
+        if holds_coroutines(task.samples):
             self._await_samples(task)
-        elif isinstance(samples, types.CoroutineType):
-            task.samples = self.side_loop.resolve([samples], 1)[0]
-            if isinstance(task.samples, Exception):
-                raise self.batch_error(task, task.samples)
 
     def apply(self, task: BatchTask) -> None:
         """Transform the samples of ``task`` in place."""
@@ -361,7 +367,12 @@ class BatchMaker:
         delays: Iterator[float] | None = None
         while True:
             try:
-                task.samples = self.checked(task, get_batch(task.indices))
+                samples = get_batch(task.indices)
+                if isinstance(samples, types.CoroutineType):
+                    samples = self.side_loop.resolve([samples], 1)[0]
+                    if isinstance(samples, Exception):
+                        raise samples
+                task.samples = self.checked(task, samples)
             except _OF_USER as error:
                 delays = delays or self.delays(error)
                 delay = next(delays, None) if self.may_retry(error) else None
@@ -466,29 +477,4 @@ def place_of(stage: str, epoch: int, batch: int, indices: Any) -> str:
     return (
         f"in stage {stage!r} of epoch {epoch}, batch {batch}, sample indices "
         f"{shorten(indices)}"
-    )
-
-
-def holds_coroutines(samples: Any) -> bool:
-    """Tell whether a list of samples has a coroutine among them."""
-    return type(samples) is list and types.CoroutineType in map(type, samples)
-
-
-def refuse_coroutines(values: Any, what: str) -> None:
-    """Raise a clear error when a plain function turns out to return coroutines.
-
-    Raises:
-        TypeError: Then; the coroutines are closed.
-    """
-    if isinstance(values, types.CoroutineType):
-        values = [values]
-    is_list = type(values) is list and values
-    if not is_list or not isinstance(values[0], types.CoroutineType):
-        return
-    for value in values:
-        if isinstance(value, types.CoroutineType):
-            value.close()
-    raise TypeError(
-        f"the {what} is a plain function but returned a coroutine; declare it (or its "
-        "wrapper) `async def`, so that it runs on the loader's loop"
     )

@@ -26,7 +26,7 @@ Job: TypeAlias = Callable[[], object]
 # How long the interpreter's exit waits for a thread to finish its job, in seconds.
 _EXIT_GRACE = 2.0
 # Threads for the plain code of all loaders on their callers' loops.
-_SHARED_THREADS = 4
+_SHARED_THREADS = 8
 
 _LOG = logging.getLogger("aioloader")
 
@@ -241,6 +241,7 @@ class _SharedThreads:
         self._lock = threading.RLock()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._users = self._threads = self._idle = 0
+        self._here = threading.local()
 
     def add_user(self) -> None:
         """Keep threads until ``remove_user``."""
@@ -276,7 +277,15 @@ class _SharedThreads:
                     daemon=True,
                 ).start()
 
+    def is_here(self) -> bool:
+        """Tell whether the calling thread is one of them.
+
+        What waits there for another of them might wait for ever.
+        """
+        return bool(getattr(self._here, "is_shared", False))
+
     def _run(self, jobs: "queue.SimpleQueue[Job | None]") -> None:
+        self._here.is_shared = True
         while (job := jobs.get()) is not None:
             job()
             del job
@@ -286,6 +295,7 @@ class _SharedThreads:
 
 
 _SHARED = _SharedThreads()
+is_shared_thread = _SHARED.is_here
 if hasattr(os, "register_at_fork"):  # a child has none of the threads
     os.register_at_fork(after_in_child=_SHARED.forget)
 

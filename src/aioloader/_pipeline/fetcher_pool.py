@@ -42,9 +42,7 @@ class FetcherPool:
         # All its tasks. They end by themselves: a callback for each costs a step.
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
-        self._fetch: Job = self._fetch_sample
-        if maker.reads_async and not is_async_function(maker.get):
-            self._fetch = self._fetch_wrapped
+        self._is_wrapped = maker.reads_async and not is_async_function(maker.get)
 
     def read(self, task: BatchTask) -> None:
         """Read the samples of ``task``; one by one, an async transform follows each."""
@@ -79,7 +77,8 @@ class FetcherPool:
 
     def _read_samples(self, task: BatchTask, *, first: bool = False) -> None:
         task.samples = [MISSING] * len(task.indices)
-        self._queue_jobs(task, self._fetch, len(task.indices), first=first)
+        fetch = self._fetch_wrapped if self._is_wrapped else self._fetch_sample
+        self._queue_jobs(task, fetch, len(task.indices), first=first)
 
     def _queue_jobs(
         self, task: BatchTask, job: Job, jobs: int, *, first: bool = False

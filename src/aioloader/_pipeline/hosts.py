@@ -7,6 +7,7 @@ import weakref
 from typing import Any, Literal, TypeAlias
 
 from aioloader._order.forks import fork_safe
+from aioloader._pipeline.cpu import is_shared_thread
 from aioloader._pipeline.host import (
     CallerHost,
     Host,
@@ -114,7 +115,7 @@ class Hosts:
         if place == "loop":
             return LoopHost(lifespan, None)
         # Where nothing belongs to a thread, the loaders of a service share a few.
-        shares = not lifespan and reads_on_loop(self._dataset)
+        shares = not (lifespan or is_shared_thread()) and reads_on_loop(self._dataset)
         return LoopHost(lifespan, place, shares_threads=shares)
 
 

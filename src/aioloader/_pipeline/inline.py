@@ -22,12 +22,13 @@ from aioloader._order.failures import Failure, noted
 from aioloader._order.indices import IndexBatch
 from aioloader._order.orders import StreamOrder
 from aioloader._order.ranks import WHOLE
-from aioloader._pipeline.awaiting import SideLoop, raisable
-from aioloader._pipeline.batch_maker import (
-    BatchMaker,
-    place_of,
+from aioloader._pipeline.awaiting import (
+    SideLoop,
+    close_coroutines,
+    raisable,
     refuse_coroutines,
 )
+from aioloader._pipeline.batch_maker import BatchMaker, place_of
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.host import CallerHost, Host
@@ -173,6 +174,7 @@ class PlainIterator(LocalIterator):
             if isinstance(batch, types.CoroutineType):
                 refuse_coroutines(batch, "collate_fn")
         except BaseException as error:
+            close_coroutines(samples)
             self._progress.fail(number, state)
             if isinstance(error, (Exception, asyncio.CancelledError)):
                 raise self._noted(stage, number, indices, len(samples), error)  # noqa: B904

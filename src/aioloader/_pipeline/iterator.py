@@ -79,17 +79,15 @@ class BatchIterator(Generic[Batch]):
     def __aiter__(self) -> "BatchIterator[Batch]":
         return self
 
+    # No frame that a traceback may hold, by itself or by ``f_back``, has the iterator.
     def __next__(self) -> Batch:
-        try:
-            batch: Batch = self._steps.next()
-        except BaseException:
-            del self  # this frame is part of the traceback
-            raise
+        steps = self._steps
+        del self
+        batch: Batch = steps.next()
         return batch  # nothing is called here: an interrupt would lose it
 
-    # A plain function, for no frame of it to stay with the coroutine.
     def __anext__(self) -> Coroutine[Any, Any, Batch]:
-        return self._steps.next_async()
+        return _step(self._steps, self)
 
     def close(self) -> None:
         """End the iteration and wait until all it held is released.
@@ -120,6 +118,15 @@ class BatchIterator(Generic[Batch]):
         """Tell whether it has begun, and is neither at its end nor closed."""
         source = self._steps.source
         return source is not None and not source.is_finished()
+
+
+async def _step(steps: "_Steps", iterator: BatchIterator[Batch]) -> Batch:
+    """Take a step; holds the iterator until its end, and no longer."""
+    try:
+        batch: Batch = await steps.next_async()
+        return batch
+    finally:
+        del iterator
 
 
 class _Steps:

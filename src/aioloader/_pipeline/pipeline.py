@@ -81,7 +81,7 @@ class Pipeline:
         # Workers that are processes have copies of the dataset, with own states.
         is_here = pool is None or not pool.reads or pool.pump is None
         self._keeps_state = maker.keeps_state and is_here
-        self._sink = sink or self._put
+        self._sink = sink
         self._concurrency = concurrency
         self.seconds_per_batch = 0.0  # of those that are made in the thread
         self._hop = 0.0  # when the batches to be handed over next were begun
@@ -95,28 +95,14 @@ class Pipeline:
         self._async_stream: AsyncStream | None = None
         # Plain code sees the context variables of its consumer.
         self._context = context_elsewhere()
-        self._start = self._first_step(
-            maker, bookmark.states.get(0), drop_last=drop_last
-        )
-        host.admit(self)
-
-    def _first_step(
-        self, maker: BatchMaker, resume: Any, *, drop_last: bool
-    ) -> Callable[[BatchTask], None]:
-        """Return what takes a request."""
+        resume = bookmark.states.get(0)
         if maker.kind is Kind.ITERABLE:
             self._stream = SyncStream(
                 maker, drop_last=drop_last, resume=resume, keys=maker.seeds()
             )
         elif maker.kind is Kind.ASYNC_ITERABLE:
             self._async_stream = AsyncStream(maker, drop_last=drop_last, resume=resume)
-        if self.reads_here and self._async_stream is not None:
-            return partial(self._on_loop, self._to_pull.put_nowait)
-        if self.reads_here and maker.reads_async:
-            return partial(self._on_loop, self._read_on_loop)
-        if self.reads_here:
-            return lambda task: self._in_thread(self._read_here, task)
-        return self._into_pool if self.pool is not None else self._go_on
+        host.admit(self)
 
     # -- for the consumer ---------------------------------------------------------
 
@@ -128,7 +114,16 @@ class Pipeline:
     def submit(self, task: BatchTask) -> None:
         """Take a request; its result will be put into ``ready``."""
         self.under_way[id(task)] = (task, time.monotonic())
-        self._start(task)
+        if self.reads_here and self._async_stream is not None:
+            self._on_loop(self._to_pull.put_nowait, task)
+        elif self.reads_here and self.maker.reads_async:
+            self._on_loop(self._read_on_loop, task)
+        elif self.reads_here:
+            self._in_thread(self._read_here, task)
+        elif self.pool is not None:
+            self._into_pool(task)
+        else:
+            self._go_on(task)
 
     def dismiss(self) -> None:
         """Begin to end; from any thread, and from finalizers. ``ended`` tells when."""
@@ -217,7 +212,7 @@ class Pipeline:
     def fail(self, error: BaseException) -> None:
         """Give up: every wait of the consumer ends with ``error``."""
         self.ready.fail(error)
-        if self._sink != self._put:
+        if self._sink is not None:
             for task, _ in list(self.under_way.values()):
                 self.deliver(task, BatchResult(error=error))
         self.under_way.clear()
@@ -401,7 +396,10 @@ class Pipeline:
                 result.state = task.state
             if self._keeps_state:
                 result = self.maker.leave(task, result)
-            self._sink(task, result)
+            if self._sink is None:
+                self._put(task, result)
+            else:
+                self._sink(task, result)
 
     def _put(self, task: BatchTask, result: BatchResult) -> None:
         more = bool(self._hop and self.under_way)

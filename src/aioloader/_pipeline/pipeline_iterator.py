@@ -315,16 +315,19 @@ class PipelineIterator:
                     break
                 number, result = item
                 self._account(number, result)
-                # Only now does it count as delivered: to issue requests runs the
-                # user's sampler, and Ctrl-C may come there.
-                result = self._noted(number, result)
                 self._is_finished = self._is_exhausted and not self._in_flight
                 if self._is_finished:
                     self._ready.finish()  # other consumers wait for what will not come
                 if result.error is not None:
+                    self._progress.fail(number, result.state)
                     self._raise(result)
-                if not result.is_end and not result.is_empty:
-                    self.counters.batches += 1
+                is_nothing = result.is_empty or result.is_end
+                is_delivered = not is_nothing and number not in self._dropped
+                self.counters.batches += is_delivered
+                # Nothing follows by which an interrupt could lose the batch: what
+                # comes before runs the user's sampler, for one.
+                self._note(number, result)
+                if is_delivered:
                     return result.batch
             return _NOTHING
 
@@ -351,22 +354,17 @@ class PipelineIterator:
             self.when_exhausted()
         self.counters.in_flight = len(self._in_flight)
 
-    def _noted(self, number: int, result: BatchResult) -> BatchResult:
-        """Note that a result was delivered; return what its consumer is to see."""
+    def _note(self, number: int, result: BatchResult) -> None:
+        """Note that a result was delivered."""
         progress = self._progress
-        if result.error is not None:
-            progress.fail(number, result.state)
-        elif result.is_end:
-            progress.end(number, result.state)
-        else:
-            progress.take(number, result.state)
         if self._turns is not None and result.has_ended:
             progress.end_reader(number)
         if result.dataset is not None:
             progress.leave(*result.dataset)
-        if number in self._dropped:
-            return BatchResult(is_empty=True, is_end=result.is_end)
-        return result
+        if result.is_end:
+            progress.end(number, result.state)
+        else:
+            progress.take(number, result.state)
 
     def _finish(self) -> None:
         """Note that the epoch is over, unless it was only closed."""

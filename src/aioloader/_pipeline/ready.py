@@ -35,16 +35,18 @@ class ReadyQueue:
         self._reorder: Reorder[BatchResult] = Reorder(
             in_order=in_order, start=start, without=without
         )
-        self._items: deque[tuple[int, BatchResult]] = deque()
+        items = self._items = deque[tuple[int, BatchResult]]()
         self._broken: BaseException | None = None
-        self._is_finished = False
+        ends = self._ends = list[None]()  # not empty: every wait ends
         self.naps = False  # whether the consumer wakes by itself before long
         self._pump = pump
-        self._waiters: Waiters
-        if pump is None:
-            self._waiters = Waiters(self._is_settled)
-        else:
-            self._waiters = PumpingWaiters(self._is_settled, pump)
+
+        def is_settled() -> bool:  # does not refer to the queue, which has the waiters
+            return bool(items or ends)
+
+        self._waiters = (
+            Waiters(is_settled) if pump is None else PumpingWaiters(is_settled, pump)
+        )
         self.wait = self._waiters.wait
         self.wait_async = self._waiters.wait_async
 
@@ -66,15 +68,13 @@ class ReadyQueue:
     def fail(self, error: BaseException) -> None:
         """Let every wait end with ``error`` once the items are gone."""
         self._broken = self._broken or error
+        self._ends.append(None)
         self._waiters.wake()
 
     def finish(self) -> None:
         """Let every wait end: there will be no more items."""
-        self._is_finished = True
+        self._ends.append(None)
         self._waiters.wake()
-
-    def _is_settled(self) -> bool:
-        return bool(self._items) or self._is_finished or self._broken is not None
 
     def pop_nowait(self) -> tuple[int, BatchResult] | None:
         """Take the next item, or None if there is none yet.

@@ -95,16 +95,17 @@ class Latch:
     """A one-way switch that threads and tasks can wait for."""
 
     def __init__(self) -> None:
-        self._is_set = False
-        self._waiters = Waiters(lambda: self._is_set)
+        # Not an attribute of its own: the waiters would refer back to it.
+        flag = self._flag = [False]
+        self._waiters = Waiters(lambda: flag[0])
 
     def is_set(self) -> bool:
         """Tell whether ``set`` was called."""
-        return self._is_set
+        return self._flag[0]
 
     def set(self) -> None:
         """Open for good, and wake all."""
-        self._is_set = True
+        self._flag[0] = True
         self._waiters.wake()
 
     def wait(self, timeout: float | None = None) -> bool:
