@@ -101,15 +101,14 @@ def first_of(samples: Any) -> Any:
     return samples[0]
 
 
-@pytest.mark.parametrize("plain", ["nothing", "transform", "collate_fn", "dataset"])
+@pytest.mark.parametrize("plain", ["nothing", "transform", "collate_fn"])
 async def test_two_hundred_loaders_share_threads(plain: str) -> None:
     """Plain code of the loaders on a caller's loop runs in a few threads."""
     before = threading.active_count()
     crowd = Crowd(200)
     functions: dict[str, Any] = {"transform": double, "collate_fn": first_of}
     options = {plain: functions[plain]} if plain in functions else {}
-    dataset: Any = SyncMap if plain == "dataset" else AsyncMap
-    loaders = [make("caller", dataset(), **options) for _ in range(200)]
+    loaders = [make("caller", AsyncMap(), **options) for _ in range(200)]
     await bounded(asyncio.gather(*map(crowd.join, loaders)))
     assert crowd.arrived == 200
     assert crowd.threads - before <= (0 if plain == "nothing" else 10)

@@ -18,7 +18,7 @@ from aioloader._order.failures import check_failure_options
 from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import check_lifespan
 from aioloader._workers.ray.workers import RayWorkers
-from aioloader.protocols import Kind, is_async_function
+from aioloader.protocols import Kind, is_async_function, reads_async
 
 Workers: TypeAlias = Literal["process", "thread"] | Executor | RayWorkers
 
@@ -55,6 +55,7 @@ def check(options: Options, shuffle: Any) -> None:
             raise TypeError(f"{name} must be callable, got {type(function).__name__!r}")
     _check_failures(options)
     _check_places(options)
+    _check_rng(options)
 
 
 def count_workers(num_workers: Any, workers: Any) -> Any:
@@ -98,6 +99,24 @@ def context_of(context: Any) -> Any:
             f"multiprocessing_context={context}"
         )
     return context
+
+
+def _check_rng(options: Options) -> None:
+    """Refuse seeds for batches in which only coroutines could draw.
+
+    In this process the coroutines of a batch run at the same time and share the global
+    generators: only plain code can be given its own.
+    """
+    dataset, functions = options.dataset, (options.transform, options.collate_fn)
+    is_asked = options.rng in {"batch", "sample"} and not options.num_workers
+    is_async = options.kind is Kind.ASYNC_ITERABLE or reads_async(dataset)
+    is_some_plain = any(one and not is_async_function(one) for one in functions)
+    if is_asked and is_async and not is_some_plain:
+        raise ValueError(
+            f"rng={options.rng!r} cannot seed what coroutines draw in this process: "
+            "use num_workers=1 or more, where they draw from "
+            "aioloader.get_worker_info().rng, or draw in a plain transform"
+        )
 
 
 def _check_numbers(options: Options) -> None:

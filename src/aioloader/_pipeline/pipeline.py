@@ -85,7 +85,7 @@ class Pipeline:
         self._concurrency = concurrency
         self.seconds_per_batch = 0.0  # of those that are made in the thread
         self._hop = 0.0  # when the batches to be handed over next were begun
-        self._is_closing = False
+        self._is_closing = self._is_dismissed = False
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closing = asyncio.Event()
         self._fetchers: FetcherPool | None = None
@@ -127,12 +127,13 @@ class Pipeline:
 
     def dismiss(self) -> None:
         """Begin to end; from any thread, and from finalizers. ``ended`` tells when."""
-        if not self._is_closing:
+        if not self._is_dismissed:
             self._is_closing = True
             self._bell.put(None)
             self.host.dismiss(self)
             if self.stage is not None:
                 self.stage.stop()
+            self._is_dismissed = True  # not before: an interrupt may come meanwhile
 
     def run_in_context(self, job: Callable[[], Any]) -> Any:
         """Run plain code with the consumer's context variables, in any thread."""

@@ -96,7 +96,7 @@ class ProcessPool:
         self._tally = tally
         self._lock = fork_safe(threading.RLock())  # a finalizer may come in between
         self._joining = fork_safe(threading.Lock())
-        self._is_over = False
+        self._is_over = self._is_ended = False
         self._error: BaseException | None = None  # that ended it, if nobody has seen it
         self._is_up = False  # whether a process of a worker runs
         self._collections = 0
@@ -356,15 +356,16 @@ class ProcessPool:
 
     def end(self) -> None:
         """Let the workers end, in the background; from any thread, and finalizers."""
-        if self._is_over:
+        if self._is_ended:
             return
         with self._lock:
-            if self._is_over:
+            if self._is_ended:
                 return
             self._is_over = True
             self._dispatcher.close()
             self._launcher.end()
             self._stack.close()
+            self._is_ended = True  # not before: an interrupt may come meanwhile
 
     def join(self) -> bool:
         """Wait until the workers are gone, bounded; tell whether they are."""
@@ -380,6 +381,6 @@ class ProcessPool:
 
     def _abandon(self) -> None:
         """Close a forked child's copies; the loader's process goes on."""
-        self._is_over = True
+        self._is_over = self._is_ended = True
         self._stack.close()
         self._launcher.close()
