@@ -61,6 +61,8 @@ async def test_a_cancelled_task_group(kind: Any, way: str, by: str) -> None:
             group.cancel_scope.cancel()
         await quiet()
         assert "open=0" in repr(loader)
+        if by == "processes" and kind in {AsyncMap, AsyncStream}:
+            await loader.aclose()  # which keeps its fork server until then
 
 
 class Never(AsyncMap):
@@ -341,6 +343,8 @@ async def test_a_step_holds_its_iterator(kind: Any, way: str, by: str) -> None:
         assert labels(found) == EXPECTED[:1] * 3
         await quiet()
         assert "open=0" in repr(loader)
+        if by == "processes" and kind in {AsyncMap, AsyncStream}:
+            await loader.aclose()  # which keeps its fork server until then
 
 
 async def close_by(how: str, loader: DataLoader[Any]) -> None:

@@ -9,15 +9,16 @@ import abc
 import asyncio
 import os
 import threading
-from typing import Protocol
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+import anyio
 
 from aioloader._observe.warnings import warn
 from aioloader._order.forks import fork_safe
 from aioloader._pipeline.cpu import CpuThread, Job, SharedThread, beside
 from aioloader._pipeline.lifespan import Lifespan
-from aioloader._pipeline.waiting import (
-    Latch,
-)
+from aioloader._pipeline.waiting import Latch
 from aioloader.errors import LoaderClosedError
 
 # How long a close waits for user code that does not return, in seconds.
@@ -350,9 +351,30 @@ async def wait_released_async(
 ) -> None:
     """Wait as ``wait_released`` does, without blocking the loop.
 
+    It waits to the end however often the calling task is cancelled meanwhile.
+
     Raises:
         BaseException: What the dataset or its iterator raised when it was closed.
     """
+    with anyio.CancelScope(shield=True):
+        await _shielded(_released(host, returned, pipeline))
+
+
+async def _shielded(waiting: Coroutine[Any, Any, None]) -> None:
+    """Await to the end; raise a cancellation of this task afterwards."""
+    task = asyncio.ensure_future(waiting)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()
+
+
+async def _released(host: Host, returned: Latch, pipeline: Hosted | None) -> None:
     if host.is_lost():
         host.give_up(returned, pipeline)
     else:

@@ -204,11 +204,12 @@ def length_check(loader: Any) -> Callable[[int], None] | None:
 
 
 def _abandon(pipeline: Pipeline) -> None:
+    if threading.main_thread().is_alive():
+        pipeline.abandon()
+        return
     if pipeline.ended.is_set():
         return
     pipeline.dismiss()
-    if threading.main_thread().is_alive():
-        return
     # The main thread is gone: the interpreter is exiting, and its threads must end
     # first, or requests in flight would run into a dismantled process.
     if not hasattr(sys, "last_value"):  # an uncaught exception may hold the iterator

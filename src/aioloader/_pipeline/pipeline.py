@@ -85,7 +85,7 @@ class Pipeline:
         self._concurrency = concurrency
         self.seconds_per_batch = 0.0  # of those that are made in the thread
         self._hop = 0.0  # when the batches to be handed over next were begun
-        self._is_closing = self._is_dismissed = False
+        self._is_closing = self._is_dismissed = self._is_abandoned = False
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closing = asyncio.Event()
         self._fetchers: FetcherPool | None = None
@@ -135,6 +135,15 @@ class Pipeline:
                 self.stage.stop()
             self._is_dismissed = True  # not before: an interrupt may come meanwhile
 
+    def abandon(self) -> None:
+        """Begin to end, and drop the workers: nobody will wait for them.
+
+        Frames of a traceback may hold this pipeline for long; its workers must not
+        wait for that.
+        """
+        self._is_abandoned = True
+        self.dismiss()
+
     def run_in_context(self, job: Callable[[], Any]) -> Any:
         """Run plain code with the consumer's context variables, in any thread."""
         return self._context.copy().run(job)
@@ -155,8 +164,7 @@ class Pipeline:
             self._is_closing = True
             if self._stream is not None:
                 self.host.cpu.post(self._close_stream)
-            if self.pool is not None:
-                self.pool.forget(self)  # its loop may have ended, and not its iterator
+            self._release_pool()  # its loop may have ended, and not its iterator
             self.maker.close()
             self.fail(LoaderClosedError("the iterator was closed"))
 
@@ -180,11 +188,11 @@ class Pipeline:
         ``main`` ends if it was begun.
         """
         self._closing.set()
-        if self.pool is not None:
-            self.pool.forget(self)
+        pool = self.pool
+        self._release_pool()
         if self.host.loop is None:
-            if self.host.lifespan and self.pool is not None and self.pool.reads:
-                self.pool.join()  # before the lifespan is left
+            if self.host.lifespan and pool is not None and pool.reads:
+                pool.join()  # before the lifespan is left
             self._close_stream()
             self.maker.close()
             self.fail(LoaderClosedError("the iterator was closed"))
@@ -192,10 +200,16 @@ class Pipeline:
     def release_workers(self) -> None:
         """Release what this pipeline holds elsewhere; its loop has stopped."""
         self._is_closing = True
-        if self.pool is not None:
-            self.pool.forget(self)
+        self._release_pool()
         self.maker.close()
         self.fail(LoaderClosedError("the event loop of the loader has ended"))
+
+    def _release_pool(self) -> None:
+        if self.pool is not None:
+            self.pool.forget(self)
+        if self._is_abandoned:
+            self.pool = None
+            self.ready.drop_pump()
 
     def join(self) -> bool:
         """Wait, bounded, until the stage has ended and the pool's workers are gone."""

@@ -69,10 +69,26 @@ class PumpingWaiters(Waiters):
             if any(descriptor == bell.fileno for descriptor, _ in ready):
                 return True
 
+    def drop_pump(self) -> None:
+        """Release the pump: nobody waits any more."""
+        self._pump = _Idle()
+        self._watches.clear()
+
     def _watching(self, loop: asyncio.AbstractEventLoop) -> "_Watch":
         for other in [other for other in self._watches if other.is_closed()]:
             del self._watches[other]
         return self._watches.setdefault(loop, _Watch(loop, self._pump))
+
+
+class _Idle:
+    """A pump that has nothing to do."""
+
+    def descriptors(self) -> Sequence[int]:
+        """Return nothing."""
+        return ()
+
+    def collect(self) -> None:
+        """Do nothing."""
 
 
 class _Watch:

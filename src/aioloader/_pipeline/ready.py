@@ -97,6 +97,11 @@ class ReadyQueue:
                 del error
         return None
 
+    def drop_pump(self) -> None:
+        """Release the pump; the consumer is gone."""
+        self._pump = None
+        self._waiters.drop_pump()
+
     def __len__(self) -> int:
         return len(self._items)
 

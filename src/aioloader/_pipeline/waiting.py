@@ -67,6 +67,9 @@ class Waiters:
             raise
         return True
 
+    def drop_pump(self) -> None:
+        """Release what a waiter would work, if anything."""
+
     def _watching(
         self,
         loop: asyncio.AbstractEventLoop,  # noqa: ARG002  (for those who watch)
