@@ -253,7 +253,8 @@ class Options:
         """What returns the order of an epoch: a new one, or the one that was saved."""
         if self.kind is Kind.MAP:
             return partial(order_of, self.sampler, self.batch_sampler, self.part)
-        return lambda _saved: StreamOrder(self.batch_size, self.part)
+        size, part = self.batch_size, self.part  # not self, which would keep itself
+        return lambda _saved: StreamOrder(size, part)
 
     def length(self, part: Part | None = None) -> int:
         """Return the number of batches of an epoch, for this rank.

@@ -72,6 +72,8 @@ class FetcherPool:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        self._queue.clear()  # its jobs refer to this pool
+        del self._done
 
     # -- the fetchers ---------------------------------------------------------------
 
@@ -122,30 +124,34 @@ class FetcherPool:
             await self._fetch_on(this)
         finally:
             self._tasks.discard(this)
+            del this  # its cancellation has this frame
 
     async def _fetch_on(self, this: "asyncio.Task[None]") -> None:
         """Do one job after the other, until there are none."""
         queue = self._queue
-        # User code may have swallowed the cancellation, which comes but once.
-        while not this.cancelling():
-            if not queue:
-                if len(self._idle) >= _RESERVE:
-                    self._fetching -= 1
+        try:
+            # User code may have swallowed the cancellation, which comes but once.
+            while not this.cancelling():
+                if not queue:
+                    if len(self._idle) >= _RESERVE:
+                        self._fetching -= 1
+                        return
+                    waiting = self._loop.create_future()
+                    self._idle.append(waiting)
+                    await waiting
+                    continue
+                task, job, jobs = queue[0]
+                position = task.cursor
+                task.cursor += 1
+                if task.result or task.cursor == jobs:
+                    queue.popleft()
+                if task.result:
+                    continue
+                rest = await self._do(task, position, job)
+                if rest is not None and not await self._give_way(rest):
                     return
-                waiting = self._loop.create_future()
-                self._idle.append(waiting)
-                await waiting
-                continue
-            task, job, jobs = queue[0]
-            position = task.cursor
-            task.cursor += 1
-            if task.result or task.cursor == jobs:
-                queue.popleft()
-            if task.result:
-                continue
-            rest = await self._do(task, position, job)
-            if rest is not None and not await self._give_way(rest):
-                return
+        finally:
+            del this  # its cancellation has this frame
 
     async def _do(
         self, task: BatchTask, position: int, job: Job

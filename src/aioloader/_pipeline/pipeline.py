@@ -262,18 +262,24 @@ class Pipeline:
     ) -> None:
         """Read the stream for one request after the other."""
         reader = asyncio.current_task()
-        # The user's iterator may have swallowed the cancellation, which comes but once.
-        while reader is not None and not reader.cancelling():
-            task = await self._to_pull.get()
-            try:
-                await stream.pull(task, stack)
-            except GeneratorExit:
-                raise
-            except BaseException as error:  # handed to the consumer
-                if isinstance(error, asyncio.CancelledError) and reader.cancelling():
+        assert reader is not None
+        try:
+            # The user's iterator may have swallowed the cancellation, which comes but
+            # once.
+            while not reader.cancelling():
+                task = await self._to_pull.get()
+                try:
+                    await stream.pull(task, stack)
+                except GeneratorExit:
                     raise
-                task.result = BatchResult(error=_of_user(error))
-            self._go_on(task)
+                except BaseException as error:  # handed to the consumer
+                    is_cancelled = isinstance(error, asyncio.CancelledError)
+                    if is_cancelled and reader.cancelling():
+                        raise
+                    task.result = BatchResult(error=_of_user(error))
+                self._go_on(task)
+        finally:
+            del reader  # its cancellation has this frame
 
     def _go_on(self, task: BatchTask) -> None:
         """Take the next step of a batch whose samples are there, from any thread."""
