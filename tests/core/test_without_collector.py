@@ -381,3 +381,4 @@ def test_close_releases(how: str, kind: Any, by: str) -> None:
             next(iterator)
             if how != "with":
                 (iterator if how == "iterator" else loader).close()
+        loader.close()  # it keeps its fork server until then

@@ -41,6 +41,10 @@ class Reorder(Generic[T]):
             self._next += 1
         return released
 
+    def clear(self) -> None:
+        """Drop the results that wait."""
+        self._early.clear()
+
     def held_back(self) -> int:
         """Return how many results wait for an earlier one."""
         return len(self._early)

@@ -130,6 +130,7 @@ class Pipeline:
         if not self._is_dismissed:
             self._is_closing = True
             self._bell.put(None)
+            self.ready.close()
             self.host.dismiss(self)
             if self.stage is not None:
                 self.stage.stop()
@@ -208,8 +209,12 @@ class Pipeline:
         if self.pool is not None:
             self.pool.forget(self)
         if self._is_abandoned:
-            self.pool = None
-            self.ready.drop_pump()
+            self.drop_pool()
+
+    def drop_pool(self) -> None:
+        """Drop the reference to workers that have ended, or that nobody joins."""
+        self.pool = None
+        self.ready.drop_pump()
 
     def join(self) -> bool:
         """Wait, bounded, until the stage has ended and the pool's workers are gone."""

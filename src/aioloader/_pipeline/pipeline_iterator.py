@@ -225,13 +225,22 @@ class PipelineIterator:
     def close(self) -> None:
         """End the pipeline and wait for it, at most ``GRACE`` seconds."""
         self.dismiss()
-        wait_released(self.pipeline.host, self.pipeline.ended, self.pipeline)
+        pipeline = self.pipeline
+        try:
+            wait_released(pipeline.host, pipeline.ended, pipeline)
+        finally:
+            if pipeline.ended.is_set():
+                pipeline.drop_pool()
 
     async def aclose(self) -> None:
         """End the pipeline and wait for it without blocking the loop."""
         self.dismiss()
         pipeline = self.pipeline
-        await wait_released_async(pipeline.host, pipeline.ended, pipeline)
+        try:
+            await wait_released_async(pipeline.host, pipeline.ended, pipeline)
+        finally:
+            if pipeline.ended.is_set():
+                pipeline.drop_pool()
 
     # -- requests out -------------------------------------------------------------
 

@@ -38,6 +38,7 @@ class ReadyQueue:
         items = self._items = deque[tuple[int, BatchResult]]()
         self._broken: BaseException | None = None
         ends = self._ends = list[None]()  # not empty: every wait ends
+        self._is_closed = False
         self.naps = False  # whether the consumer wakes by itself before long
         self._pump = pump
 
@@ -60,6 +61,8 @@ class ReadyQueue:
                 with the last of them, or by its own clock.
         """
         with self._waiters.lock:
+            if self._is_closed:
+                return
             self._items.extend(self._reorder.accept(number, result))
             is_quiet = more and self.naps
         if self._items and not is_quiet:
@@ -96,6 +99,13 @@ class ReadyQueue:
             finally:
                 del error
         return None
+
+    def close(self) -> None:
+        """Drop what is ready, and what is to come: it may hold workers' memory."""
+        with self._waiters.lock:
+            self._is_closed = True
+            self._items.clear()
+            self._reorder.clear()
 
     def drop_pump(self) -> None:
         """Release the pump; the consumer is gone."""
