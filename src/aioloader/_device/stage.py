@@ -5,7 +5,7 @@ stream waits for the copy, on the device. The host's memory of a batch is held u
 copy has ended, and no longer: at most two are held, the second while the first is
 copied, so that copies follow each other without a gap. The thread sleeps while nothing
 is asked for, and while the device is far behind the consumer: memory that the device
-still tasks on cannot be used again.
+still works on cannot be used again.
 """
 
 import contextlib

@@ -28,7 +28,7 @@ class Pump(Protocol):
 
 
 class PumpingWaiters(Waiters):
-    """Waiters that task the pump while they wait.
+    """Waiters that work the pump while they wait.
 
     Args:
         is_true: What is waited for.
@@ -47,13 +47,13 @@ class PumpingWaiters(Waiters):
             if not self._enter(wake):
                 return True
             try:
-                is_true = self._task_until(bell, timeout)
+                is_true = self._pump_until(bell, timeout)
             except BaseException:
                 self._leave(wake)
                 raise
             return not self._leave(wake) or is_true
 
-    def _task_until(self, bell: "_Bell", timeout: float | None) -> bool:
+    def _pump_until(self, bell: "_Bell", timeout: float | None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             left = None if until is None else max(0.0, until - time.monotonic()) * 1000
@@ -120,7 +120,7 @@ class _Watch:
             with contextlib.suppress(OSError):  # closed just now: there is nothing more
                 self._copies.append(os.dup(descriptor))
         for copy in self._copies:
-            self._loop.add_reader(copy, self._task)
+            self._loop.add_reader(copy, self._collect)
 
     def _unwatch(self) -> None:
         for copy in self._copies:
@@ -128,7 +128,7 @@ class _Watch:
             os.close(copy)
         self._watched, self._copies = [], []
 
-    def _task(self) -> None:
+    def _collect(self) -> None:
         before = self._watched
         self._pump.collect()
         if self._count and list(self._pump.descriptors()) != before:

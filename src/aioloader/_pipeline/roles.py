@@ -1,20 +1,20 @@
-"""What a run tasks with and does not make: a pool of workers, a stage behind it."""
+"""What a pipeline uses and does not make: a pool of workers, a stage after it."""
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pumping import Pump
 
-if TYPE_CHECKING:
-    from aioloader._pipeline.pipeline import Pipeline
+# A ``Pipeline``, which imports this module.
+Pipeline: TypeAlias = Any
 
 
 class Pool(Protocol):
-    """Workers that make the rest of a batch; each takes the next when it is free."""
+    """Workers that make batches, or the rest of those whose samples were read here."""
 
     @property
     def pump(self) -> Pump | None:
-        """What the consumer is to read while it waits, if anything."""
+        """What the consumer reads while it waits, or None."""
 
     @property
     def reads(self) -> bool:
@@ -22,25 +22,25 @@ class Pool(Protocol):
 
     @property
     def place(self) -> Literal["thread", "pool"]:
-        """Where the run lives then."""
+        """Which host the pipeline has then."""
 
-    def open(self, run: "Pipeline") -> None:
-        """Make ready for ``run``, or fail it; may take long. Again is harmless."""
+    def open(self, pipeline: Pipeline) -> None:
+        """Start for ``pipeline``, or fail it; may take long. Idempotent."""
 
     def wait_up(self) -> None:
-        """Wait until the time that passes is the user's, not that of a start."""
+        """Wait until workers run: their start is not the user's time."""
 
-    def submit(self, run: "Pipeline", task: BatchTask) -> None:
-        """Take a task; ``run.deliver`` will be called with what came of it."""
+    def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
+        """Take a task; calls ``pipeline.deliver`` with its result."""
 
-    def forget(self, run: "Pipeline") -> None:
-        """Drop what ``run`` still waits for; it has ended."""
+    def forget(self, pipeline: Pipeline) -> None:
+        """Drop what ``pipeline`` still waits for; it has ended. Idempotent."""
 
     def explain(self, task: BatchTask) -> str:
-        """Say who has ``task`` in hand, and where they are stuck; may take a second."""
+        """Describe which worker has ``task``, and where it is; may take a second."""
 
     def restart(self, task: BatchTask) -> bool:
-        """Replace the worker that has ``task`` in hand; tell whether that was done."""
+        """Replace the worker that has ``task``; tell whether that was done."""
 
     def join(self) -> bool:
         """Wait, bounded, until what ``forget`` released is gone; tell whether it is."""
