@@ -329,7 +329,7 @@ async def test_a_server_that_stays_away(postgresql: Database, running: Server) -
                 rows += await readers[1].pull(100)
         label = Address(postgresql.url).label
         text = str(caught.value)
-        where = f"(id >= 2000, behind {rows[-1]['id']}) of {label!r}: "
+        where = f"(id >= 2000, after {rows[-1]['id']}) of {label!r}: "
         assert text.startswith(f"cannot read table 't' {where}")
         assert caught.value.attempts > 1
         assert caught.value.location == label

@@ -362,8 +362,10 @@ class ProcessPool:
             if self._is_ended:
                 return
             self._is_over = True
-            self._dispatcher.close()
-            self._launcher.end()
+            with contextlib.suppress(OSError):  # closed before the interrupt
+                self._dispatcher.close()
+            with contextlib.suppress(OSError):
+                self._launcher.end()
             self._stack.close()
             self._is_ended = True  # not before: an interrupt may come meanwhile
 
