@@ -1,7 +1,7 @@
 """The calls on streams, events and device memory; nothing else makes them.
 
 One copy stream per loader. A copy is begun there and marked by an event; the consumer's
-own stream waits for the event, on the device, and the allocator is told that it uses
+own stream waits for the event, on the device, and the allocator records that it uses
 the memory. No call here waits, but ``Mark.synchronize``.
 """
 
@@ -101,12 +101,12 @@ class Accelerator:
         return context
 
     def is_locked(self, host: torch.Tensor) -> bool:
-        """Tell whether a tensor is in page-locked memory, whoever locked it."""
+        """Tell whether a tensor is in page-locked memory, whatever locked it."""
         return host.is_pinned()
 
     def staging(self, like: torch.Tensor) -> torch.Tensor:
         """Return page-locked memory from torch's own pool."""
-        # The pool is told of each copy that is begun from its memory.
+        # The pool is notified of each copy that begins from its memory.
         return torch.empty_like(like, device="cpu", pin_memory=True)
 
     def copy(self, host: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ class Moved:
         return batch
 
     def release(self) -> None:
-        """Block until the sources are not read any more, and let go of them."""
+        """Block until the sources are no longer read, and release them."""
         is_last = not self._late  # asked first: the consumer may add a mark meanwhile
         for mark in self._marks:
             mark.synchronize()

@@ -39,7 +39,7 @@ class Delivery(Protocol):
         """Return the batch; in the consumer's thread, once."""
 
     def release(self) -> None:
-        """Block until its host memory may be written to, and let go of it."""
+        """Block until its host memory may be written to, and release it."""
 
     def is_held(self) -> bool:
         """Tell whether ``release`` is to be called (again)."""
@@ -163,7 +163,7 @@ class Staged:
             self._wind_up()
 
     def _step(self) -> None:
-        """Move a batch, or let go of one that has arrived, or sleep."""
+        """Move a batch, or release one that has arrived, or sleep."""
         has_room = self._has_room()
         item = self._inner.pop_nowait() if has_room else None
         if item is not None:

@@ -1,10 +1,11 @@
-"""From requests to batches: the stages, where they run, and the hand-over.
+"""From requests to batches: how they are made, where, and the hand-over.
 
 ::
 
     consumer ─BatchTask─▶ Pipeline ─▶ FetcherPool ─▶ CpuThread ─▶ ReadyQueue ─▶ consumer
                                       event loop     plain code   ordered, bounded
 
-``source`` decides how an epoch is driven (inline, gathered, hosted), ``host`` owns the
-loop and the thread it is hosted on, ``maker`` holds the user's functions.
+``inline`` makes batches where ``next`` is called, ``pipeline_iterator`` is the
+consumer's side of a ``pipeline``; ``host`` and ``loop_host`` own the threads and loops;
+``batch_maker`` holds the user's functions.
 """

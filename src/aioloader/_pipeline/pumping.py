@@ -113,7 +113,7 @@ class _Watch:
 
     def _watch(self) -> None:
         self._watched = list(self._pump.descriptors())
-        # Copies: whoever closes the originals meanwhile does not pull them away from
+        # Copies: to close the originals meanwhile does not pull them away from
         # under the loop, where the same number might soon mean something else.
         self._copies = []
         for descriptor in self._watched:

@@ -66,7 +66,7 @@ class Lender(Protocol):
     """What a batch can be written into."""
 
     def lease(self, nbytes: int) -> Any:
-        """Return a writable buffer of ``nbytes``, owned by whoever holds it."""
+        """Return a writable buffer of ``nbytes``, owned by the code that holds it."""
         ...
 
 

@@ -1,6 +1,6 @@
 """The loader's side of its worker processes: requests out, results in, deaths handled.
 
-There is no thread: whoever waits for a batch reads the results that have arrived, sends
+There is no thread: a consumer that waits reads the results that have arrived, sends
 the requests that there is room for, and handles deaths. Workers continue by themselves
 meanwhile, because they take requests from a queue in the kernel.
 """

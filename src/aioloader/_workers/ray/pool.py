@@ -1,8 +1,8 @@
 """The loader's side of its Ray actors: requests out, answers in, deaths handled.
 
 All of it happens in one thread, to which others post: consumers that want a batch, Ray
-when it has an answer or reports a death, whoever ends the pool. So there are no locks
-and no polling. A batch is copied once, out of Ray's store, which is read-only.
+when it has an answer or reports a death, and the code that ends the pool. So there are
+no locks and no polling. A batch is copied once, out of Ray's store, which is read-only.
 """
 
 import contextlib
