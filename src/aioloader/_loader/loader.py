@@ -3,6 +3,7 @@
 It checks its arguments and hands over; it reads and schedules nothing itself.
 """
 
+import contextlib
 import copy
 import operator
 from collections.abc import Callable, Iterable
@@ -415,19 +416,30 @@ class DataLoader(TorchLoader[Batch]):
             await self.aclose()
 
     def close(self) -> None:
-        """End all iterations and release what they hold; wait for it, bounded."""
-        for iterator in list(self._live.open):
-            iterator.close()
-        self._live.forget_ahead()
-        self._live.hosts.release()
-        self._live.pools.close()
-        self._live.servers.close()
+        """End all iterations and release what they hold; wait for it, bounded.
+
+        All begin to end, then all are waited for; errors are raised afterwards.
+        """
+        live, iterators = self._live, list(self._live.open)
+        for iterator in iterators:
+            iterator.dismiss()
+        with contextlib.ExitStack() as stack:  # from its end, whatever is raised
+            stack.callback(live.servers.close)
+            stack.callback(live.pools.close)
+            stack.callback(live.hosts.release)
+            stack.callback(live.forget_ahead)
+            for iterator in iterators:
+                stack.callback(iterator.close)
 
     async def aclose(self) -> None:
         """End all iterations and release what they hold, without blocking the loop."""
-        for iterator in list(self._live.open):
-            await iterator.aclose()
-        self._live.forget_ahead()
-        await self._live.hosts.release_async()
-        await self._live.pools.aclose()
-        self._live.servers.close()
+        live, iterators = self._live, list(self._live.open)
+        for iterator in iterators:
+            iterator.dismiss()
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(live.servers.close)
+            stack.push_async_callback(live.pools.aclose)
+            stack.push_async_callback(live.hosts.release_async)
+            stack.callback(live.forget_ahead)
+            for iterator in iterators:
+                stack.push_async_callback(iterator.aclose)
