@@ -2,10 +2,13 @@
 
 import pytest
 
+_ON_ONE_LOOP = ("test_raised_stops", "test_without_collector", "test_policies")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave slow combinations that repeat others: processes beside uvloop."""
+    """Leave combinations that repeat others: uvloop, beside processes or the like."""
     for item in items:
-        is_ours = "tests/core/" in item.path.as_posix()
-        if is_ours and "processes" in item.name and "uvloop" in item.name:
+        path = item.path.as_posix()
+        is_repeated = "processes" in item.name or item.path.stem in _ON_ONE_LOOP
+        if "tests/core/" in path and "uvloop" in item.name and is_repeated:
             item.add_marker(pytest.mark.fuzz)
