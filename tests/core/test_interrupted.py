@@ -183,10 +183,13 @@ class Signals(Numbers):
         return index
 
 
-# Later ones may find the consumer between two steps, with a batch not yet noted.
-@pytest.mark.parametrize("at", [0])
+# Ahead of the consumer, a later one may come between two of its steps, when a batch was
+# returned and is not yet in its list.
+WAITS = [(IN_PROCESS, 0), (IN_PROCESS, 9), ({"prefetch_factor": 1}, 0)]
+
+
 @pytest.mark.parametrize("consumer", CONSUMERS)
-@pytest.mark.parametrize("options", [IN_PROCESS, {"prefetch_factor": 1}], ids=str)
+@pytest.mark.parametrize(("options", "at"), WAITS, ids=str)
 def test_an_interrupt_in_a_wait(options: Any, consumer: str, at: int) -> None:
     """The state is that of what the consumer has seen, and the rest follows."""
     way, consume = CONSUMERS[consumer]

@@ -7,7 +7,7 @@ import pytest
 
 from aioloader import DataLoader
 from core.kit import ASYNC_WAYS, BY, PATIENCE, Gated, bounded, make, quiet
-from samples import AsyncMap, collect
+from samples import AsyncMap, SyncMap, collect
 
 ENTERED = asyncio.Event  # one in each process, made where it is used
 MARKS: dict[str, asyncio.Event] = {}
@@ -160,3 +160,23 @@ async def test_the_window_of_few_batches_is_exact(way: str) -> None:
         dataset, batch_sampler=batches, prefetch_factor=3, loop="caller"
     )
     assert await ahead_of(loader, dataset) == 1 + 3 * 16
+
+
+class Counted(SyncMap):
+    """Counts what was read."""
+
+    read = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        return index
+
+
+def test_a_plain_for_with_a_timeout_reads_two_batches_ahead() -> None:
+    """Only a task, which hops to the thread, is worth more of them."""
+    dataset = Counted(500)
+    iterator = iter(DataLoader(dataset, batch_size=1, timeout=60))
+    for taken in range(1, 400):
+        next(iterator)
+        assert dataset.read <= taken + 2
+    iterator.close()

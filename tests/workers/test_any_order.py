@@ -152,3 +152,39 @@ def test_turns() -> None:
         turns.take(number, has_ended=True)
     assert turns.are_over()
     assert not turns.may_issue(6)
+
+
+class Failing(Gated):
+    """The second worker cannot give its first sample; it goes on with the next."""
+
+    def __iter__(self) -> Any:
+        return FailingCursor(self)
+
+
+class FailingCursor(Cursor):
+    """An iterator that has failed once, and goes on."""
+
+    def __next__(self) -> int:
+        number = super().__next__()
+        if number == 1:
+            raise KeyError("planted")
+        return number
+
+    state_dict: Any = None  # it is read again from the front
+
+
+def test_an_error_that_was_raised_is_not_raised_again() -> None:
+    """A batch that is made again, to get past it, has had its error."""
+    dataset = Failing(8)
+    options: Any = {"batch_size": 1, "num_workers": 2, "in_order": False}
+    loader = Loader(dataset, **options)
+    iterator = iter(loader)
+    with pytest.raises(KeyError, match="planted"):
+        next(iterator)
+    assert next(iterator).tolist() == [3]  # the first worker waits
+    state = loader.state_dict()
+    dataset.gate.set()
+    iterator.close()
+    again = Loader(dataset, **options)
+    again.load_state_dict(state)
+    assert sorted(batch.item() for batch in again) == [0, 2, 4, 5, 6, 7]

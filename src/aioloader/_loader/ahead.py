@@ -1,4 +1,4 @@
-"""The next epoch of persistent workers, begun while this one's last batches are used.
+"""The next epoch of persistent workers, started while this one's last batches are used.
 
 It is a guess: the next epoch comes, and before that the generator of its order is not
 used, no other epoch is chosen and no argument replaced. What is drawn for the guess is

@@ -78,8 +78,9 @@ class DataLoader(TorchLoader[Batch]):
         multiprocessing_context: Start method of workers.
         generator: Source of the shuffle order and of ``base_seed``.
         prefetch_factor: Batches requested and not yet taken, for each worker (or in
-            all, without workers: wider than torch), never more. ``None`` is 2, and for
-            async datasets ``ceil(concurrency / batch_size) + 3``.
+            all, without workers: wider than torch), never more. ``None`` is 2; for
+            ``async for`` over a plain dataset, those made in 2 ms besides; for async
+            datasets, those that keep ``concurrency`` samples in flight, and three.
         persistent_workers: Keep workers between epochs.
         pin_memory_device: Deprecated, as in torch.
         in_order: Deliver batches in the sampler's order, else as they complete.
@@ -317,7 +318,7 @@ class DataLoader(TorchLoader[Batch]):
         epoch = live.draw(options) if live.loaded is None else None
         seed = (live.loaded or {}).get("seed") if epoch is None else epoch.base_seed
         prepared = None
-        # Without them not before it is begun: one that is dropped unused is no epoch.
+        # Without them it starts with its first step: one dropped unused is no epoch.
         start = partial(live.start, options, epoch, is_async=is_async)
         if options.has_processes and options.starts_at_iter(is_async=is_async):
             epoch, prepared = live.prepare(options, epoch, is_async=is_async)

@@ -106,7 +106,7 @@ class Options:
 
     @cached_property
     def is_stateful(self) -> bool:
-        """Whether the dataset has a state of its own."""
+        """Whether the dataset has a state."""
         return is_stateful(self.dataset)
 
     @cached_property

@@ -40,7 +40,7 @@ class Runtime:
         loaded: A state for the next iteration, or None.
 
     Attributes:
-        epoch: The latest that was begun.
+        epoch: The latest that has started.
         open: The iterators that were made and not dropped.
     """
 
@@ -138,7 +138,7 @@ class Runtime:
             raise
 
     def begin(self, epoch: Epoch, source: Source) -> Source:
-        """Count an iteration that was prepared as begun."""
+        """Start an iteration that was prepared: its epoch counts from now on."""
         self.numbers.begin(epoch)
         self.epoch = epoch
         if self.loaded is epoch.saved:  # none was loaded meanwhile
@@ -193,7 +193,7 @@ class Runtime:
         self._ahead = Ahead(options, self.numbers, make)
 
     def forget_ahead(self) -> None:
-        """Drop the epoch that was begun ahead, if one was."""
+        """Drop the epoch that was started early, if one was."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.dismiss()

@@ -93,7 +93,8 @@ def make_source(
     )
     if side is not None:
         pipeline.stage = side.stage(pipeline.ready, epoch.number)
-    window = _window(options, pool, on_device=side.depth if side else 0)
+    on_device = side.depth if side else 0
+    window = _window(options, pool, on_device=on_device, is_async=is_async)
     patience = Patience(options.patience, restarts=options.on_timeout == "restart")
     epoch.reads_ahead = True  # what was read is no sign of what was delivered
     return PipelineIterator(pipeline, epoch, window, patience)
@@ -131,13 +132,16 @@ def _place(options: Options, pool: Pool | None, *, is_async: bool) -> Place:
     return asyncio.get_running_loop()
 
 
-def _window(options: Options, pool: Pool | None, *, on_device: int) -> Window:
+def _window(
+    options: Options, pool: Pool | None, *, on_device: int, is_async: bool
+) -> Window:
     """Return how many batches may be in flight.
 
     Args:
         options: The loader's.
         pool: What makes them, if that is not done here.
         on_device: Batches that wait on the device: they have left the pipeline.
+        is_async: Whether the consumer is a task.
     """
     if options.is_keyed and not options.num_workers:
         # Keyed generators are the process's own here, and the user's are put aside
@@ -147,8 +151,8 @@ def _window(options: Options, pool: Pool | None, *, on_device: int) -> Window:
     if options.prefetch_factor is not None:
         return Window(readers * options.prefetch_factor + on_device)
     if options.is_plain:
-        is_threaded = pool is None and not on_device
-        return Window(readers * 2 + on_device, per_hop=is_threaded)
+        hops = is_async and pool is None and not on_device
+        return Window(readers * 2 + on_device, per_hop=hops)
     # One batch is being collated, one is handed over, and one is late.
     spare = 3 * readers + on_device
     return Window(spare, samples=options.concurrency * readers)

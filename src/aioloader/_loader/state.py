@@ -135,7 +135,7 @@ def state_of(
     Args:
         options: The loader's.
         numbers: Which epoch is next.
-        epoch: The latest that was begun, if one was.
+        epoch: The latest that has started, if one has.
         drawn: That of an iterator which has not begun, if there is one.
         is_kept: Whether workers are there that the latest epoch has left.
     """

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable  # noqa: TC003  (an annotation of an attribute)
@@ -43,6 +44,11 @@ class Window:
     samples: int = 0
     is_lazy: bool = False
     per_hop: bool = False
+
+    def in_all(self, in_flight: int, samples: int) -> int:
+        """Return how many batches of the size of those in flight there may be."""
+        size = samples / in_flight if samples else 1
+        return self.batches + math.ceil(self.samples / size)
 
     def is_open(self, in_flight: int, samples: int, seconds: float) -> bool:
         """Tell whether another batch may be requested.
@@ -272,10 +278,13 @@ class PipelineIterator:
                 self._issue()
 
     def _may_issue(self, in_flight: int) -> bool:
-        if self._turns is not None and not self._turns.may_issue(self._window.batches):
-            return False
+        window = self._window
+        if self._turns is not None:
+            in_all = window.in_all(in_flight, self._samples)
+            if not self._turns.may_issue(in_all):
+                return False
         seconds = self.pipeline.seconds_per_batch
-        return self._window.is_open(in_flight, self._samples, seconds)
+        return window.is_open(in_flight, self._samples, seconds)
 
     def _issue(self) -> None:
         try:
@@ -327,15 +336,17 @@ class PipelineIterator:
                 self._is_finished = self._is_exhausted and not self._in_flight
                 if self._is_finished:
                     self._ready.finish()  # other consumers wait for what will not come
-                if result.error is not None:
-                    self._progress.fail(number, result.state)
-                    self._raise(result)
-                is_nothing = result.is_empty or result.is_end
-                is_delivered = not is_nothing and number not in self._dropped
+                is_wanted = number not in self._dropped
+                is_error = result.error is not None
+                is_delivered = is_wanted and not (
+                    is_error or result.is_empty or result.is_end
+                )
                 self.counters.batches += is_delivered
                 # Nothing follows by which an interrupt could lose the batch: what
                 # comes before runs the user's sampler, for one.
                 self._note(number, result)
+                if is_error and is_wanted:
+                    self._raise(result)
                 if is_delivered:
                     return result.batch
             return _NOTHING
@@ -366,14 +377,16 @@ class PipelineIterator:
     def _note(self, number: int, result: BatchResult) -> None:
         """Note that a result was delivered."""
         progress = self._progress
-        if self._turns is not None and result.has_ended:
-            progress.end_reader(number)
         if result.dataset is not None:
             progress.leave(*result.dataset)
-        if result.is_end:
+        if result.error is not None:
+            progress.fail(number, result.state)
+        elif result.is_end:
             progress.end(number, result.state)
         else:
             progress.take(number, result.state)
+        if self._turns is not None and result.has_ended:  # then there is no batch
+            progress.end_reader(number)
 
     def _finish(self) -> None:
         """Note that the epoch is over, unless it was only closed."""
