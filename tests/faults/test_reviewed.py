@@ -85,6 +85,34 @@ async def test_a_cancelled_first_step_of_a_long_permutation() -> None:
     assert torch.equal(torch.cat(found).sort().values, dataset.tensors[0])
 
 
+@pytest.mark.parametrize("consumers", [2, 3, 6])
+async def test_tasks_that_share_an_iterator_of_long_permutations(
+    consumers: int,
+) -> None:
+    """No task draws while the thread of another one does (so again at the end)."""
+    dataset = TensorDataset(torch.arange(1 << 18))
+    loader = DataLoader(
+        dataset, batch_size=1 << 16, shuffle=True, generator=torch.Generator()
+    )
+    for _ in range(10):
+        iterator = aiter(loader)
+        parts = await asyncio.gather(*(collect(iterator) for _ in range(consumers)))
+        found = torch.cat([batch[0] for part in parts for batch in part])
+        assert torch.equal(found.sort().values, dataset.tensors[0])
+
+
+async def test_a_plain_step_after_a_cancelled_one() -> None:
+    """It waits for the thread that draws, and takes what was drawn."""
+    dataset = TensorDataset(torch.arange(1 << 19))
+    iterator = iter(DataLoader(dataset, batch_size=1 << 17, shuffle=True))
+    task = asyncio.ensure_future(anext(iterator))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    found = torch.cat([batch[0] for batch in await asyncio.to_thread(list, iterator)])
+    assert torch.equal(found.sort().values, dataset.tensors[0])
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 async def test_the_exit_of_one_iterator_leaves_its_siblings_alone(loop: Any) -> None:
     """Its error is its own, and no group."""

@@ -8,7 +8,6 @@ async consumer is served in place.
 
 import abc
 import asyncio
-import itertools
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -90,10 +89,17 @@ class LocalIterator(abc.ABC):
         if now - self._breathed > _BREATH:
             await asyncio.sleep(0)
             self._breathed = time.monotonic()
+        # Another task may take a batch in each wait; from here on there is none.
+        while (drawing := self.undrawn()) is not None:
+            await drawing.ended.wait_async()
         try:
             return self.next()
         except StopIteration:
             raise StopAsyncIteration from None
+
+    def undrawn(self) -> "_Drawing | None":
+        """Return what draws the next request just now; None if ``next`` may."""
+        return None
 
     def close(self) -> None:
         """Release what the iteration holds."""
@@ -313,8 +319,7 @@ class GatherIterator(LocalIterator):
         super().__init__(epoch, epoch.requests(as_lists=False))
         self._tensors = tensors
         self._next = epoch.bookmark.done
-        self._drawn = -1  # the latest request that was drawn beside the loop
-        self._drawing: Latch | None = None
+        self._drawing: _Drawing | None = None
 
     def next(self) -> list[torch.Tensor]:
         """Return the next batch: a fresh tensor for each of the dataset's.
@@ -323,7 +328,10 @@ class GatherIterator(LocalIterator):
             StopIteration: At the end.
         """
         try:
-            number, _, chunk, _, _ = next(self._requests)
+            drawing, self._drawing = self._drawing, None
+            number, _, chunk, _, _ = (
+                next(self._requests) if drawing is None else drawing.result()
+            )
         except BaseException as error:
             self._end(is_over=isinstance(error, StopIteration))
             raise
@@ -340,31 +348,45 @@ class GatherIterator(LocalIterator):
         self._progress.take(number)
         return batch
 
-    async def next_async(self) -> Any:
-        """Return the next batch; a long permutation is drawn beside the loop.
+    def undrawn(self) -> "_Drawing | None":
+        """Return what draws the next request beside the loop, if that takes long."""
+        if self._drawing is None:
+            if self._is_closed or not self.epoch.draws_long(self._next):
+                return None
+            self._drawing = _Drawing(self._requests)
+        return None if self._drawing.ended.is_set() else self._drawing
 
-        Raises:
-            StopAsyncIteration: At the end.
-        """
-        number = self._next
-        if number != self._drawn and self.epoch.draws_long(number):
-            if self._drawing is None:
-                self._drawing = Latch()
-                thread = CpuThread("aioloader-once")
-                thread.post(self._draw)
-                thread.stop(self._drawing.set)
-            await self._drawing.wait_async()
-            self._drawing, self._drawn = None, number
-        return await super().next_async()
+    def close(self) -> None:
+        """Release what the iteration holds."""
+        super().close()
+        self._drawing = None
+
+
+class _Drawing:
+    """A request drawn in a thread; kept for another step if its own is cancelled."""
+
+    def __init__(self, requests: Iterator[IndexBatch]) -> None:
+        self.ended = Latch()
+        self._requests = requests
+        self._drawn: IndexBatch | None = None
+        self._error: BaseException | None = None
+        thread = CpuThread("aioloader-once")
+        thread.post(self._draw)
+        thread.stop(self.ended.set)
+
+    def result(self) -> IndexBatch:
+        """Return the request, or raise what drawing it raised; wait for it."""
+        self.ended.wait()
+        if self._drawn is None:
+            assert self._error is not None
+            raise self._error
+        return self._drawn
 
     def _draw(self) -> None:
-        """Draw a request, in a thread; it is kept if the consumer was cancelled."""
         try:
-            drawn = list(itertools.islice(self._requests, 1))
-        except BaseException as error:  # raised by the next step
-            self._requests = _raising(error)
-        else:
-            self._requests = itertools.chain(drawn, self._requests)
+            self._drawn = next(self._requests)
+        except BaseException as error:  # raised by the step
+            self._error = error
 
 
 def _copied(tensor: torch.Tensor, rows: range) -> torch.Tensor:
@@ -374,8 +396,3 @@ def _copied(tensor: torch.Tensor, rows: range) -> torch.Tensor:
         )
     part = tensor[rows.start : rows.stop : rows.step]
     return part.clone(memory_format=torch.contiguous_format)
-
-
-def _raising(error: BaseException) -> Iterator[IndexBatch]:
-    raise error
-    yield
