@@ -55,8 +55,13 @@ class TextDataset(_Lines):
     def __init__(
         self, addresses: "Addresses", *, encoding: str = "utf-8", **options: Any
     ) -> None:
-        codecs.lookup(encoding)  # a LookupError now, not at the first line
+        # A LookupError now, not at the first line.
+        self._encoding = codecs.lookup(encoding).name
         super().__init__(addresses, functools.partial(_text, encoding), **options)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a state is bound to; the encoding too."""
+        return {**super().describe(), "encoding": self._encoding}
 
 
 def _parser(
