@@ -159,6 +159,10 @@ class ParsedFormat:
         """Return how many there are, and a checksum of their names."""
         return summary_of(shards)
 
+    def describe(self) -> dict[str, Any]:
+        """Return nothing: the kind of stream says what its parser makes."""
+        return {}
+
     def open(self, shard: str, position: Position, budget: int) -> ShardReader:
         """Return a reader of one shard."""
         unpacker = unpacker_of(shard)

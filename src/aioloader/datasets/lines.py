@@ -55,10 +55,15 @@ class TextDataset(ByteStream[str]):
         max_sample_bytes: int = MAX_SAMPLE_BYTES,
         **options: Unpack[StreamOptions],
     ) -> None:
-        codecs.lookup(encoding)  # a LookupError now, not at the first line
+        # A LookupError now, not at the first line.
+        self._encoding = codecs.lookup(encoding).name
         decode = functools.partial(_text, encoding)
         make = functools.partial(_parser, decode, max_sample_bytes)
         super().__init__(addresses, make, **options)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a state is bound to; the encoding too."""
+        return {**super().describe(), "encoding": self._encoding}
 
 
 def _parser(

@@ -108,6 +108,17 @@ class ShardedStream(Stream[Sample_co]):
         ]
         return _Sharded(kind(opened, state), summary)
 
+    def describe(self) -> State:
+        """Return what the format says, and the order of shards and lanes."""
+        order = {"shuffle": self._shuffle, "seed": self._seed if self._shuffle else 0}
+        return {
+            "kind": type(self).__name__,
+            **self.made_by.describe(),
+            **order,
+            "interleave": self._interleave,
+            "deterministic": self._deterministic,
+        }
+
     async def _list(
         self, reading: Reading, known: Summary | None
     ) -> tuple[Sequence[Shard], Sequence[int], Summary]:

@@ -153,6 +153,10 @@ class TableFormat(ABC, Generic[SomeEnd]):
         """Return how many there are, and a checksum of their files' names."""
         return summary_of(address for address, *_ in shards)
 
+    def describe(self) -> dict[str, Any]:
+        """Return which columns are read, and what replaces NULLs in them."""
+        return self._wanted.describe()
+
     async def _shards_of(self, address: str) -> list[Part]:
         return [(address, *part) for part in self._parts_of(await self._end(address))]
 
