@@ -42,7 +42,7 @@ def sealed(addresses: Any) -> list[Address]:
     Raises:
         TypeError: If they are neither strings nor paths.
     """
-    if isinstance(addresses, (str, os.PathLike)):
+    if isinstance(addresses, (str, os.PathLike, Sealed)):
         addresses = [addresses]
     if isinstance(addresses, bytes) or not isinstance(addresses, Iterable):
         raise TypeError(
@@ -157,12 +157,15 @@ def shown_addresses(addresses: list[Address]) -> str:
 
 
 def braces(pattern: Address) -> Iterator[Address]:
-    """Spell out ``{a,b}`` and ``{000..127}``."""
+    r"""Spell out ``{a,b}`` and ``{000..127}``, as bash does; ``\{`` is a brace."""
     if "{" not in opened(pattern):
         return iter([pattern])
-    from braceexpand import braceexpand  # noqa: PLC0415  (only where there are any)
+    import braceexpand  # noqa: PLC0415  (only where there are any)
 
-    return map(_sealed, braceexpand(opened(pattern)))
+    try:
+        return map(_sealed, [*braceexpand.braceexpand(opened(pattern))])
+    except braceexpand.UnbalancedBracesError:
+        return iter([pattern])
 
 
 def pattern_of(address: Address) -> tuple[Address, str] | None:

@@ -245,9 +245,10 @@ def _globbed(pattern: str, folder: str) -> list[Any]:
     """Return the files that match, relative to ``folder``, as keys of a store are."""
     found = glob.glob(pattern, root_dir=folder or None, recursive=True)  # noqa: PTH207
     # As a store has it: no folders; a dangling link stays, and fails when it is read.
+    # Two segments ** find the same ones twice.
     return sorted(
         path
-        for path in found
+        for path in set(found)
         if not os.path.isdir(os.path.join(folder, path))  # noqa: PTH112, PTH118
     )
 

@@ -157,6 +157,16 @@ class StoreSource:
         key = redact_key(key)
         return f"{self.label.rstrip('/')}/{key}" if key else self.label
 
+    def web_root(self) -> str:
+        """Return what obstore puts before the keys that a web server lists.
+
+        They are relative to the host, unlike those it reads.
+        """
+        if not self.label.startswith(("http://", "https://")):
+            return ""
+        path = unquote(self.label.split("/", 3)[3]) if self.label.count("/") > 2 else ""
+        return f"{path.strip('/')}/" if path else ""
+
     def close(self) -> None:
         """Let go of a store that was made here, and of its idle connections."""
         self._made = None
