@@ -160,11 +160,11 @@ def braces(pattern: Address) -> Iterator[Address]:
     r"""Spell out ``{a,b}`` and ``{000..127}``, as bash does; ``\{`` is a brace."""
     if "{" not in opened(pattern):
         return iter([pattern])
-    import braceexpand  # noqa: PLC0415  (only where there are any)
+    from braceexpand import braceexpand  # noqa: PLC0415  (only where there are any)
 
     try:
-        return map(_sealed, [*braceexpand.braceexpand(opened(pattern))])
-    except braceexpand.UnbalancedBracesError:
+        return map(_sealed, [*braceexpand(opened(pattern))])
+    except ValueError:  # a brace without its other one is a character
         return iter([pattern])
 
 

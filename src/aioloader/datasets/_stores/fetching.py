@@ -163,12 +163,17 @@ class WholeObject:
         follow = self._here.flights.follow
         store = opened_for_read(self._source)
         stream, self._stream = self._stream, None  # kept only after a good read
+        failure: Exception
         try:
             if stream is None:
-                self._at = 0
                 result = await follow(obstore.get_async(store, self._key))
-                self._learn(version_of(result.meta))
+                version, self._at = version_of(result.meta), 0
+                self._version = self._version or version
                 stream = result.stream(min_chunk_size=_CHUNK)
+                del result
+                if not version.is_of(self._version):
+                    del stream  # a traceback would keep its connection
+                    raise RefusedError(changed(location, self._version, version))
             chunk = await follow(anext(stream, b""))
         except obstore_errors() as exc:
             failure = read_failure(location, exc, reason_of(exc))
@@ -183,13 +188,6 @@ class WholeObject:
         if isinstance(failure, DatasetError):
             self._failure = failure
         raise failure
-
-    def _learn(self, version: Version) -> None:
-        if self._version is None:
-            self._version = version
-        elif not version.is_of(self._version):
-            location = self._source.locate(self._key)
-            raise RefusedError(changed(location, self._version, version))
 
 
 def _same(location: str, version: Version, piece: Piece) -> Piece:
