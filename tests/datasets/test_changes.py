@@ -196,7 +196,7 @@ async def test_a_shard_that_shrank_before_it_is_resumed(
         server.replace(body(count))
         path.write_bytes(body(count))
         stream.load_state_dict(state)
-        with pytest.raises(DatasetError, match="changed since|written anew"):
+        with pytest.raises(DatasetError, match=r"changed since|written anew"):
             await rest_of(stream)
 
 

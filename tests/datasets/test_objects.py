@@ -33,7 +33,8 @@ LISTED = ["local", "memory", "s3"]
 async def test_missing_object(dataset: ObjectDataset) -> None:
     """Every store's way of saying so becomes one error, which names the key."""
     source = dataset._source
-    async with ObjectDataset(source._given or str(source._url), ["no/key"]) as missing:
+    store: Any = source._given or source._url
+    async with ObjectDataset(store, ["no/key"]) as missing:
         with pytest.raises(ObjectNotFoundError, match="no/key") as caught:
             await missing[0]
     assert isinstance(caught.value, FileNotFoundError)
@@ -156,7 +157,8 @@ async def test_prefix_is_whole_segments(s3: str) -> None:
 async def test_discover_is_the_listing_constructor(dataset: ObjectDataset) -> None:
     """It gives the same dataset, without blocking the loop."""
     source = dataset._source
-    async with await ObjectDataset.discover(source._given or str(source._url)) as found:
+    store: Any = source._given or source._url
+    async with await ObjectDataset.discover(store) as found:
         assert found.keys == dataset.keys
         assert memoryview(await found[5]) == memoryview(await dataset[5])
 

@@ -14,7 +14,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 from urllib.parse import quote, unquote
 
-from aioloader.datasets._stores.redact import Sealed, carries_secret, redact_url
+from aioloader.datasets._stores.redact import (
+    Sealed,
+    carries_secret,
+    redact_key,
+    redact_url,
+)
 
 Address: TypeAlias = str | Sealed[str]
 
@@ -176,17 +181,20 @@ def pattern_of(address: Address) -> tuple[Address, str] | None:
     Raises:
         ValueError: If a signed URL is one.
     """
-    url = opened(address)
-    root, path, _ = _split(url)
-    is_web = url[:4].lower() == "http"
+    root, path, _ = _split(opened(address))
+    is_web = root[:4].lower() == "http"
     if not has_signs(path) or (is_web and "*" not in path):
         return None
-    if is_web and "?" in url:
-        raise ValueError(
-            f"{shown_address(url)} has a '*' and a query: a signed URL names one "
-            "object; list the URLs, or pass a store and its credentials"
-        )
-    return _sealed(root), _decoded(path)
+    if is_web and "?" not in opened(address):
+        return _sealed(root), _decoded(path)
+    if not is_web and redact_key(path) == path:
+        return _sealed(root), _decoded(path)
+    del root, path  # the error's traceback shows variables
+    raise ValueError(
+        f"{shown_address(address)} has a query beside a pattern, or in a URL that is "
+        "not HTTP: list signed URLs one by one, as https://..., and write a ? in a "
+        "name as %3F"
+    )
 
 
 def local_pattern(address: str) -> str:

@@ -67,13 +67,9 @@ def redact_url(url: str) -> str:
     The user part of an ``abfs://container@account`` address is its container and stays.
     In a store that is not HTTP, names may have a ``#``; a ``?`` begins a query if there
     is a ``=`` after it.
-
-    Raises:
-        ValueError: If ``url`` cannot be parsed.
     """
     scheme, _, rest = url.partition("://")
     if _is_web(scheme):
-        urlsplit(url)  # refuses what is none
         rest = re.split("[?#]", rest, maxsplit=1)[0]
     netloc, slash, path = rest.partition("/")
     user, _, host = netloc.rpartition("@")

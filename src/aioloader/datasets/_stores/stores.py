@@ -42,6 +42,7 @@ from aioloader.errors import DatasetError
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+_OF_A_URL = "the URL's user, password or query"
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
@@ -110,9 +111,10 @@ class StoreSource:
     ) -> None:
         obstore = import_obstore()
         self._url: Address = ""
-        self._given: ObjectStore | None = None
+        self._given: ObjectStore | Sealed[ObjectStore] | None = None
         self._options = options
-        self._made: tuple[int, ObjectStore] | None = None
+        # The process that made it; sealed, for its repr shows a query.
+        self._made: tuple[int, Sealed[ObjectStore]] | None = None
         if isinstance(store, (str, os.PathLike, Sealed)):
             (self._url,) = sealed(store)
             self.label = _label_of_url(self._url)
@@ -131,8 +133,9 @@ class StoreSource:
                 f"them to {type(store).__name__}() where the store is made"
             )
         else:
-            self._given = store
             self.label = _label_of_store(store)
+            secret = ", ".join(_secrets_of(store))
+            self._given = Sealed(store, secret) if secret else store
 
     def open(self) -> "ObjectStore":
         """Return the store, made at the first call in this process.
@@ -144,12 +147,13 @@ class StoreSource:
         """
         _RUNTIME.claim()
         if self._given is not None:
-            return self._given
+            given = self._given
+            return given.value if isinstance(given, Sealed) else given
         # Threads may make two, or close meanwhile: then one goes with its request.
         made = self._made
         if made is None or made[0] != os.getpid():
-            made = self._made = os.getpid(), self._make()
-        return made[1]
+            made = self._made = os.getpid(), Sealed(self._make(), "")
+        return made[1].value
 
     def locate(self, key: str) -> str:
         """Return what may be shown of the address of ``key``."""
@@ -227,13 +231,19 @@ class StoreSource:
         self.__dict__.update(state)
 
     def _secrets(self) -> Iterator[str]:
-        given = self._given
-        url = opened(self._url) if given is None else getattr(given, "url", "")
-        if carries_secret(url):
-            yield "the URL's user, password or query"
+        if isinstance(self._given, Sealed):
+            yield self._given.what
+        if carries_secret(opened(self._url)):
+            yield _OF_A_URL
         yield from secret_options(revealed(self._options))
-        for name in ("config", "client_options"):
-            yield from secret_options(getattr(given, name, None) or {})
+
+
+def _secrets_of(store: "ObjectStore") -> Iterator[str]:
+    """Yield what is secret of a store that the caller made."""
+    if carries_secret(getattr(store, "url", "")):
+        yield _OF_A_URL
+    for name in ("config", "client_options"):
+        yield from secret_options(getattr(store, name, None) or {})
 
 
 def _label_of_url(address: Address) -> str:
