@@ -3,9 +3,25 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar, Unpack
+from os import PathLike
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Protocol,
+    Self,
+    SupportsIndex,
+    TypeAlias,
+    TypeVar,
+    Unpack,
+)
 
-from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
+from aioloader.datasets._options import (
+    OrderOptions,
+    StreamOptions,
+    check_at_least,
+    check_is,
+    names_options,
+)
 from aioloader.datasets._parsed import ParsedFormat
 from aioloader.datasets._stores.addresses import (
     Address,
@@ -15,12 +31,12 @@ from aioloader.datasets._stores.addresses import (
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._stores.requests import Requests
+from aioloader.datasets._stores.requests import Requests, policy_of
 from aioloader.datasets._streams.cursors import Cursor, State
 from aioloader.datasets._streams.interleave import AsTheyCome, Interleaved, Lane
 from aioloader.datasets._streams.iterators import Reading
 from aioloader.datasets._streams.shards import Parser, Shard, ShardFormat, Summary
-from aioloader.datasets.streams import CACHE_BYTES, Stream, check_at_least, keyed_order
+from aioloader.datasets.streams import CACHE_BYTES, Stream, keyed_order
 from aioloader.errors import StateMismatchError
 
 if TYPE_CHECKING:
@@ -75,6 +91,7 @@ class ShardedStream(Stream[Sample_co]):
         max_bytes: int = MAX_BYTES,
     ) -> None:
         super().__init__()
+        check_is(seed, SupportsIndex, "seed", "an integer")
         check_at_least(interleave, 1, "interleave")
         check_at_least(max_bytes, 1, "max_bytes")
         self.made_by = made_by
@@ -218,8 +235,11 @@ class StoredStream(ShardedStream[Sample_co]):
         **order: Unpack[OrderOptions],
     ) -> None:
         self._addresses = sealed(addresses)
-        kept = None if cache is None else CacheDir(cache, cache_bytes)
-        places = Places(store, hidden(store_options), requests or Requests(), kept)
+        if not self._addresses:
+            raise ValueError("no shards: the list of addresses is empty")
+        kept = _cache_of(cache, cache_bytes)
+        places = Places(store, hidden(store_options), policy_of(requests), kept)
+        places.check(self._addresses)
         super().__init__(made_by(self._addresses, places), **order)
 
     def cache(
@@ -232,6 +252,16 @@ class StoredStream(ShardedStream[Sample_co]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({shown_addresses(self._addresses)})"
+
+
+def _cache_of(
+    directory: "str | os.PathLike[str] | None", max_bytes: int
+) -> CacheDir | None:
+    check_at_least(max_bytes, 1, "cache_bytes")
+    if directory is None:
+        return None
+    check_is(directory, (str, PathLike), "cache", "a directory")
+    return CacheDir(directory, max_bytes)
 
 
 class ByteStream(StoredStream[Sample_co]):

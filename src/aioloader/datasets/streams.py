@@ -17,6 +17,7 @@ from aioloader._observe.warnings import warn
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.shares import Deal
 from aioloader._order.stream_states import check_version
+from aioloader.datasets._options import check_at_least
 from aioloader.datasets._streams.cursors import (
     Batched,
     Cursor,
@@ -263,12 +264,6 @@ class Stream(Dataset[Sample_co], OwnStream):
         if until not in {"all", "first"}:
             raise ValueError(f"until must be 'all' or 'first', got {until!r}")
         return _Mix(streams, weights, operator.index(seed), until)
-
-
-def check_at_least(value: int, least: int, name: str) -> None:
-    """Raise a ValueError if an argument is too small."""
-    if operator.index(value) < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 # -- streams made of streams ------------------------------------------------------
