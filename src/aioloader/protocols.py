@@ -92,6 +92,19 @@ class OwnStream(abc.ABC):
         """Return the part of one rank."""
 
     @abc.abstractmethod
+    def fitted(self, state: dict[str, Any], *, strict: bool = True) -> dict[str, Any]:
+        """Return a state as it can be loaded here.
+
+        Args:
+            state: The state of an iterator.
+            strict: Whether a state of another stream is an error; if not, a warning
+                says what of it is ignored.
+
+        Raises:
+            StateMismatchError: If it does not fit.
+        """
+
+    @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin the next iteration where ``state`` was taken from an iterator."""
 

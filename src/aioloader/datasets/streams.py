@@ -16,7 +16,6 @@ from torch.utils.data import Dataset, get_worker_info
 from aioloader._observe.warnings import warn
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.shares import Deal
-from aioloader._order.stream_states import check_version
 from aioloader.datasets._streams.cursors import (
     Batched,
     Cursor,
@@ -27,7 +26,7 @@ from aioloader.datasets._streams.cursors import (
     State,
     Taken,
 )
-from aioloader.datasets._streams.descriptions import name_of
+from aioloader.datasets._streams.descriptions import fitted, name_of
 from aioloader.datasets._streams.iterators import Reading, StreamIterator
 from aioloader.datasets._streams.mix import Mixed, Until
 from aioloader.datasets._streams.windows import Shuffled
@@ -127,18 +126,32 @@ class Stream(Dataset[Sample_co], OwnStream):
         clone.num_readers = operator.index(count)
         return clone
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: State, *, strict: bool = True) -> None:
         """Begin the next iteration where ``state_dict`` of an iterator was taken.
 
         It may have been taken on another number of ranks, if it is what
         ``merge_states`` made of the states of all. The number of readers is then that
-        of the state.
+        of the state. The data may have moved, but the chain of steps must be the same.
+
+        Args:
+            state: The state.
+            strict: Whether a state of another stream is an error. If not, the epoch is
+                loaded, the position in each source that is the same, and the state of
+                steps that are the same; a warning says what is ignored.
 
         Raises:
-            StateMismatchError: If it is of another version.
+            StateMismatchError: If it is of another version or stream; names what
+                differs.
         """
-        check_version(state)
-        self._loaded = state
+        self._loaded = self.fitted(state, strict=strict)
+
+    def fitted(self, state: State, *, strict: bool = True) -> State:
+        """Return a state as ``load_state_dict`` takes it; raise or warn as that does.
+
+        Raises:
+            StateMismatchError: If it is of another version or stream.
+        """
+        return fitted(state, self.describe(), strict=strict and "strict" not in state)
 
     def _clone(self) -> Self:
         clone = object.__new__(type(self))
@@ -324,8 +337,7 @@ class _Step(_Over):
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return the step's cursor over that of the stream before it."""
-        inner = state.get("up", {}) if self._making.has_state else state
-        upstream = await self.upstream.open(reading, inner)
+        upstream = await self.upstream.open(reading, state.get("up", {}))
         return self._making.make(upstream, state)
 
     def __repr__(self) -> str:

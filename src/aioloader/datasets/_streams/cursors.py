@@ -106,8 +106,11 @@ class Mapped:
     def __init__(self, upstream: Cursor, function: Callable[[Any], Any]) -> None:
         self._upstream = upstream
         self._function = function
-        self.state = upstream.state
         self.aclose = upstream.aclose
+
+    def state(self) -> State:
+        """Return where the next sample is."""
+        return {"up": self._upstream.state()}
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples, mapped."""
@@ -201,8 +204,11 @@ class Filtered:
         self._upstream = upstream
         self._function = function
         self._is_async = is_async
-        self.state = upstream.state
         self.aclose = upstream.aclose
+
+    def state(self) -> State:
+        """Return where the next sample is."""
+        return {"up": self._upstream.state()}
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples that pass."""

@@ -11,11 +11,13 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+from aioloader._observe.warnings import warn
 from aioloader._order.blocks import Bad, Block
 from aioloader._order.shares import Deal, Share
 from aioloader._order.stream_states import part_of, state_of
 from aioloader.datasets._streams.cursors import Cursor, State
 from aioloader.datasets._streams.turns import Alone, Hosted, Turns
+from aioloader.errors import StateMismatchError
 from aioloader.protocols import BlockIterator
 
 Sample_co = TypeVar("Sample_co", covariant=True)
@@ -44,6 +46,9 @@ class Opens(Protocol):
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return a cursor; ``state`` is what its ``state`` returned, or empty."""
 
+    def describe(self) -> State:
+        """Return what a state is bound to."""
+
 
 class StreamIterator(BlockIterator, Generic[Sample_co]):
     """One iteration; a loader pulls blocks, ``async for`` single samples.
@@ -67,12 +72,14 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
     ) -> None:
         self.fills = deal.is_alone
         self._stream = stream
+        self._description = stream.describe()
         self._epoch = epoch
         self._deal = deal
         if state is None:
             fresh = {str(reader): {"taken": 0, "state": {}} for reader in deal.hosted()}
-            state = state_of(epoch, deal.readers, 0, fresh)
-        self._state = part_of(state, deal)
+            state = state_of(self._description, epoch, deal.readers, 0, fresh)
+        self._is_strict = state.get("strict", True)
+        self._state = part_of({k: v for k, v in state.items() if k != "strict"}, deal)
         self._stack = AsyncExitStack()
         self._cursors: list[Cursor] = []
         self._course: Alone | Turns | None = None
@@ -149,12 +156,23 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             if self.fills or not known.get("ended"):
                 share = deal.share(reader)
                 reading = Reading(self._epoch, share, self._stack, listed)
-                cursor = await self._stream.open(reading, known["state"])
+                cursor = await self._cursor(reading, known["state"])
                 self._cursors.append(cursor)
             if self.fills and cursor is not None:
                 return Alone(reader, cursor, at, known)
             hosted.append(Hosted(cursor, known, wanted, deal.stride))
         return Turns(deal, hosted, at)
+
+    async def _cursor(self, reading: Reading, state: State) -> Cursor:
+        """Open one reader; at its beginning if its state may be ignored, and must."""
+        try:
+            return await self._stream.open(reading, state)
+        except StateMismatchError as error:
+            if self._is_strict:
+                raise
+            what = f"reader {reading.share.reader} begins the epoch anew"
+            warn(f"the state is ignored, and {what}: {error}")
+        return await self._stream.open(reading, {})
 
     def state_dict(self) -> State:
         """Return the position after the last sample returned, ready for JSON.
@@ -170,6 +188,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         if course is None:
             return self._state
         return state_of(
+            self._description,
             self._epoch,
             deal.readers,
             course.at * deal.ranks,
