@@ -4,7 +4,7 @@ import asyncio
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, Self
 
 from typing_extensions import Buffer
 
@@ -142,7 +142,7 @@ class ParsedFormat:
         self.places = places
         self._make = make
 
-    def cached(self, cache: CacheDir) -> "ParsedFormat":
+    def cached(self, cache: CacheDir) -> Self:
         """Return the same format, with shards read through a cache."""
         clone = copy.copy(self)
         clone.places = self.places.cached(cache)
