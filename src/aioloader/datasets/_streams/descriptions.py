@@ -60,12 +60,10 @@ def fitted(state: State, found: Description, *, strict: bool) -> State:
             f"the state was saved with functions of other names: {'; '.join(renamed)}; "
             "if they do something else, the samples are others"
         )
-    state = {**state, "stream": found}
-    if strict:
-        return state
     if errors:
         state = _moved(state, errors, state["stream"], found)
-    return {**state, "strict": False}
+    state = {**state, "stream": found}
+    return state if strict else {**state, "strict": False}
 
 
 def _moved(
