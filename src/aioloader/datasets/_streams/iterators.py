@@ -15,6 +15,7 @@ from aioloader._observe.warnings import warn
 from aioloader._order.blocks import Bad, Block
 from aioloader._order.shares import Deal, Share
 from aioloader._order.stream_states import part_of, state_of
+from aioloader.datasets._streams.agreement import Agreement, RankStore
 from aioloader.datasets._streams.cursors import Cursor, State
 from aioloader.datasets._streams.turns import Alone, Hosted, Turns
 from aioloader.errors import StateMismatchError
@@ -32,12 +33,14 @@ class Reading:
         share: What is read.
         stack: Closes what the iteration needs.
         listed: What all readers here have in common, by the identity of a source.
+        agreement: How ranks compare their lists of shards; None: they do not.
     """
 
     epoch: int
     share: Share
     stack: AsyncExitStack
-    listed: dict[int, Any] = field(default_factory=dict)
+    listed: dict[Any, Any] = field(default_factory=dict)
+    agreement: Agreement | None = None
 
 
 class Opens(Protocol):
@@ -62,13 +65,19 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         epoch: Number of the epoch.
         deal: Which positions of the order are read here.
         state: Where to begin, if not at the beginning.
+        store: Where ranks compare their lists of shards; None: nowhere.
 
     Raises:
         StateMismatchError: If ``state`` lacks what this rank reads.
     """
 
     def __init__(
-        self, stream: Opens, epoch: int, deal: Deal, state: State | None = None
+        self,
+        stream: Opens,
+        epoch: int,
+        deal: Deal,
+        state: State | None = None,
+        store: RankStore | None = None,
     ) -> None:
         self.fills = deal.is_alone
         self._stream = stream
@@ -80,6 +89,9 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             state = state_of(self._description, epoch, deal.readers, 0, fresh)
         self._is_strict = state.get("strict", True)
         self._state = part_of({k: v for k, v in state.items() if k != "strict"}, deal)
+        self._agreement: Agreement | None = None
+        if store is not None:
+            self._agreement = Agreement(store, deal.rank, deal.ranks, epoch)
         self._stack = AsyncExitStack()
         self._cursors: list[Cursor] = []
         self._course: Alone | Turns | None = None
@@ -147,7 +159,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
     async def _open(self) -> Alone | Turns:
         """Open what is read here, from where the state is."""
         deal, streams = self._deal, self._state["streams"]
-        listed: dict[int, Any] = {}
+        listed: dict[Any, Any] = {}
         at = -(-self._state["position"] // deal.ranks)
         hosted: list[Hosted] = []
         for reader, wanted in zip(deal.hosted(), deal.wanted(at), strict=True):
@@ -155,7 +167,9 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             cursor: Cursor | None = None
             if self.fills or not known.get("ended"):
                 share = deal.share(reader)
-                reading = Reading(self._epoch, share, self._stack, listed)
+                reading = Reading(
+                    self._epoch, share, self._stack, listed, self._agreement
+                )
                 cursor = await self._cursor(reading, known["state"])
                 self._cursors.append(cursor)
             if self.fills and cursor is not None:
