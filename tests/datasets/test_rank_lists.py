@@ -175,9 +175,10 @@ async def test_what_is_compared(tmp_path: Path) -> None:
         await anext(iterator)
         await iterator.aclose()
 
-    await begin(0, "a"), await begin(1, "b"), await begin(0, "b"), await begin(1, "a")
-    await begin(0, "a")
+    for rank, folder in ((0, "a"), (1, "b"), (0, "b"), (1, "a"), (0, "a")):
+        await begin(rank, folder)
     shards(tmp_path / "a", 4, 6)
     with pytest.raises(DatasetError, match=r"found 6 shards .* rank 0, before, 4 sh"):
         await begin(1, "a")
-    await begin(1, "a"), await begin(0, "a")
+    await begin(1, "a")
+    await begin(0, "a")
