@@ -69,6 +69,7 @@ class _Stream(abc.ABC):
         # Whether there was a sample that did not fail; those that did.
         self._has_good = self._position.read > 0
         self._lost: list[Exception] = []
+        self._real: int | None = None  # samples that are no padding, if that is known
 
     @abc.abstractmethod
     async def _open(self, task: BatchTask) -> BlockSource:
@@ -209,6 +210,8 @@ class _Stream(abc.ABC):
         if found < wanted and self._ranks > 1:
             self._share_tail(task, found)
         task.state = self._position.state(task.number, has_ended=self._has_ended)
+        if self._real is not None and self._maker.part.masks():
+            task.padding = min(found, max(0, self._position.read - self._real))
         if not isinstance(task.samples, list) and not self._takes_columns():
             task.samples = list(task.samples)
         if self._source is not None and not self._source.fills and not task.result:
@@ -251,7 +254,7 @@ class _Stream(abc.ABC):
     def _takes_columns(self) -> bool:
         maker = self._maker
         is_default = maker.batched and maker.collate_fn is default_collate
-        return is_default and maker.transform is None
+        return is_default and maker.transform is None and not maker.part.masks()
 
 
 class SyncStream(_Stream):
@@ -307,6 +310,7 @@ class AsyncStream(_Stream):
         iterator = await open_async(dataset, self._stack)
         self._position.load_iterator(iterator)
         if isinstance(iterator, BlockIterator):
+            self._real = iterator.real
             return OwnSource(iterator)
         return AsyncSource(iterator, len(task.indices))
 

@@ -10,9 +10,11 @@ holds what is read ahead (``max_bytes``) and, per reader, two windows of each
 import asyncio
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from aioloader._order.permutation import ShuffledIndices
+from aioloader._order.ranks import Tail
 from aioloader.datasets._streams.cursors import (
     Batched,
     Cursor,
@@ -27,6 +29,7 @@ from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterated import Iterated, check_at_least
 from aioloader.datasets._streams.iterators import Reading
 from aioloader.datasets._streams.mix import Mixed, Until
+from aioloader.datasets._streams.repeats import EpochPart, Repeated, epoch_of_pass
 from aioloader.datasets._streams.windows import Shuffled
 from aioloader.protocols import is_async_function
 
@@ -92,6 +95,27 @@ class Stream(Iterated[Sample_co]):
         """Return the stream without the first ``count`` samples of each reader."""
         check_at_least(count, 0, "count")
         return _Step(self, _Making(Skipped, count), "skip", count=count)
+
+    def repeat(self, times: int | None = None) -> "Stream[Sample_co]":
+        """Return the stream that begins again at its end, ``times`` times in all.
+
+        Each pass is shuffled differently. Without ``times`` it has no end.
+        """
+        if times is not None:
+            check_at_least(times, 1, "times")
+        return _Repeat(self, times)
+
+    def epoch_length(self, count: int) -> "Stream[Sample_co]":
+        """Return the stream with epochs of ``count`` samples, of all ranks together.
+
+        It begins again as often as is needed, so that ranks whose shards are uneven
+        have equal numbers of batches, and no one waits for another at the end. Where
+        ranks do not divide ``count``, the loader's ``tail`` says what becomes of the
+        last samples. Each epoch begins at the beginning: with ``shuffle`` it has other
+        samples, without it the same.
+        """
+        check_at_least(count, 1, "count")
+        return _EpochLength(self, count)
 
     def batch(self, size: int, *, drop_last: bool = False) -> "Stream[Any]":
         """Return the stream of lists of ``size`` samples (of ``Rows`` for tables)."""
@@ -178,6 +202,12 @@ class _Over(Stream[Any]):
         clone.upstream = self.upstream.cache(directory, max_bytes)
         return clone
 
+    def evened(self, tail: Tail) -> Self:
+        """Return the stream whose source is so."""
+        clone = self._clone()
+        clone.upstream = self.upstream.evened(tail)
+        return clone
+
 
 class _Step(_Over):
     """A stream made of another one by a step.
@@ -205,6 +235,10 @@ class _Step(_Over):
     def __repr__(self) -> str:
         return f"{self.upstream!r}.{self._kind}(...)"
 
+    def total(self) -> int | None:
+        """Return the length of an epoch, if it is known."""
+        return self.upstream.total() if self._kind == "map" else None
+
     def describe(self) -> State:
         """Return the step's parameters, and the stream before it."""
         upstream = self.upstream.describe()
@@ -230,6 +264,10 @@ class _Shuffle(_Over):
 
         return Shuffled(upstream, self._size, order, state)
 
+    def total(self) -> int | None:
+        """Return the length of an epoch, if it is known."""
+        return self.upstream.total()
+
     def describe(self) -> State:
         """Return size and seed, and the stream before it."""
         of = self.upstream.describe()
@@ -237,6 +275,71 @@ class _Shuffle(_Over):
 
     def __repr__(self) -> str:
         return f"{self.upstream!r}.shuffle({self._size})"
+
+
+class _Repeat(_Over):
+    """A stream that begins again."""
+
+    def __init__(self, upstream: Stream[Any], times: int | None) -> None:
+        super().__init__(upstream)
+        self._times = None if times is None else operator.index(times)
+
+    async def open(self, reading: Reading, state: State) -> Cursor:
+        """Return a cursor over one pass after the other."""
+
+        async def open_pass(number: int, up: State) -> Cursor:
+            epoch = epoch_of_pass(reading.epoch, number)
+            return await self.upstream.open(replace(reading, epoch=epoch), up)
+
+        cursor = await open_pass(state.get("pass", 0), state.get("up", {}))
+        return Repeated(cursor, open_pass, self._times, state)
+
+    def describe(self) -> State:
+        """Return how often, and what is repeated."""
+        of = self.upstream.describe()
+        return {"kind": "repeat", "times": self._times, "of": of}
+
+    def __repr__(self) -> str:
+        return f"{self.upstream!r}.repeat({self._times or ''})"
+
+
+class _EpochLength(_Over):
+    """A stream with epochs of a given length."""
+
+    _tail = "uneven"
+
+    def __init__(self, upstream: Stream[Any], count: int) -> None:
+        super().__init__(upstream.repeat())
+        self._count = operator.index(count)
+
+    async def open(self, reading: Reading, state: State) -> Cursor:
+        """Return a cursor over this reader's part of the epoch."""
+        upstream = await self.upstream.open(reading, state.get("up", {}))
+        share, count = reading.share, self._count
+        if self._tail == "drop":
+            count -= count % share.ranks
+        elif self._tail != "uneven":
+            count += -count % share.ranks
+        mine = count // share.readers + (share.reader < count % share.readers)
+        return EpochPart(upstream, mine, share, state)
+
+    def total(self) -> int:
+        """Return the length of an epoch."""
+        return self._count
+
+    def evened(self, tail: Tail) -> Self:
+        """Return the stream whose ranks have equal parts, unless that is "uneven"."""
+        made = self._clone()
+        vars(made)["_tail"] = tail
+        return made
+
+    def describe(self) -> State:
+        """Return the length, and what the epochs are made of."""
+        of = self.upstream.describe()
+        return {"kind": "epoch_length", "count": self._count, "of": of}
+
+    def __repr__(self) -> str:
+        return f"{self.upstream!r}.epoch_length({self._count})"
 
 
 class _Mix(Stream[Any]):

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from torch.utils.data import Dataset, get_worker_info
 
 from aioloader._observe.warnings import warn
+from aioloader._order.ranks import Tail
 from aioloader._order.shares import Deal
 from aioloader.datasets._streams.agreement import TIMEOUT, RankStore
 from aioloader.datasets._streams.cursors import Cursor, State
@@ -117,6 +118,22 @@ class Iterated(Dataset[Sample_co], OwnStream):
         clone = self._clone()
         clone.num_readers = operator.index(count)
         return clone
+
+    def total(self) -> int | None:
+        """Return how many samples an epoch of all ranks has, if that is known.
+
+        It is where ``epoch_length`` is the last step that changes their number.
+        """
+        return None
+
+    def evened(self, tail: Tail) -> Self:  # noqa: ARG002  (for those that know how)
+        """Return the stream whose ranks have equal parts of a known total.
+
+        Args:
+            tail: ``"drop"``: what is left over is dropped; ``"wrap"`` and ``"pad"``:
+                some ranks have one sample more; ``"uneven"``: nothing is done.
+        """
+        return self
 
     def load_state_dict(self, state: State, *, strict: bool = True) -> None:
         """Begin the next iteration where ``state_dict`` of an iterator was taken.

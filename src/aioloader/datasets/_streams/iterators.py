@@ -52,6 +52,9 @@ class Opens(Protocol):
     def describe(self) -> State:
         """Return what a state is bound to."""
 
+    def total(self) -> int | None:
+        """Return how many samples an epoch of all ranks has, if that is known."""
+
 
 class StreamIterator(BlockIterator, Generic[Sample_co]):
     """One iteration; a loader pulls blocks, ``async for`` single samples.
@@ -80,6 +83,8 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         store: RankStore | None = None,
     ) -> None:
         self.fills = deal.is_alone
+        total = stream.total()
+        self.real = None if total is None else deal.part(total)
         self._stream = stream
         self._description = stream.describe()
         self._epoch = epoch
