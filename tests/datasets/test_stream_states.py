@@ -90,11 +90,16 @@ async def test_a_state_is_small_and_of_the_samples_given() -> None:
     stream = numbers(1000)
     assert aiter(stream).state_dict()["position"] == 0
     _, state = await read(stream, 300)
+    # What was read ahead of the position is read again.
+    taken = state["streams"]["0"]["taken"]
+    assert taken <= 300
     assert state == {
         "version": 3,
         "stream": {"kind": "iterable", "function": "builtins.range"},
         "epoch": 1,
         "position": 300,
         "readers": 1,
-        "streams": {"0": {"taken": 300, "state": {"read": 300}}},
+        "streams": {"0": {"taken": taken, "state": {"read": taken}}},
     }
+    stream.load_state_dict(state)
+    assert (await read(stream))[0] == [*range(300, 1000)]

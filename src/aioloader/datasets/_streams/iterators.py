@@ -108,10 +108,29 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return self
 
     async def __anext__(self) -> Sample_co:
+        block = None if self._reading is not None or self._is_closed else self._taken()
+        if block is None:
+            block = await self._next()
+        sample = block[0]
+        if type(sample) is Bad:
+            raise sample.error
+        result: Sample_co = sample
+        return result
+
+    def _taken(self) -> Block | None:
+        """Return a block of one sample that is there already, without a wait."""
+        if self._course is not None:
+            while (block := self._course.take(1)) is not None:
+                if len(block):
+                    return block
+        return None
+
+    async def _next(self) -> Block:
+        """Return a block of one sample, read in a task of its own."""
         if self._reading is None and not self._is_closed:
             # If this step is cancelled, the state is that before it.
             self._state = self.state_dict()
-            self._reading = _begun(self._next())
+            self._reading = _begun(self._read(None))
         block: Block | None = None
         if self._reading is not None:
             if not self._reading.done():
@@ -120,11 +139,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             block = reading.result()
         if block is None:
             raise StopAsyncIteration
-        sample = block[0]
-        if type(sample) is Bad:
-            raise sample.error
-        result: Sample_co = sample
-        return result
+        return block
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples: what stands at the next ``limit`` positions.
@@ -136,26 +151,21 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         Raises:
             StopAsyncIteration: At the end, if it does not fill.
         """
-        block = await self._pull(limit)
+        block = await self._read(limit)
         if block is not None:
             return block
         if not self.fills:
             raise StopAsyncIteration
         return []
 
-    async def _next(self) -> Block | None:
-        """Return a block of one sample; None at the end."""
-        while (block := await self._pull(1)) is not None and not len(block):
-            pass
-        return block
-
-    async def _pull(self, limit: int) -> Block | None:
-        """Return the next block; None at the end."""
+    async def _read(self, limit: int | None) -> Block | None:
+        """Return the next block, or a block of one sample; None at the end."""
         if self._is_closed:
             return None
         if self._course is None:
             self._course = await self._open()
-        block = await self._course.pull(limit)
+        course = self._course
+        block = await (course.one() if limit is None else course.pull(limit))
         if block is None:
             self._state = self._now()
             await self._release()
