@@ -5,9 +5,9 @@ sharing among readers, state) is built on these three protocols alone.
 """
 
 import abc
-import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
+from hashlib import blake2b
 from typing import Any, Protocol, TypeAlias
 from urllib.parse import unquote
 
@@ -121,7 +121,7 @@ def summary_of(addresses: Iterable[str]) -> Summary:
         addresses: Of each shard, in order.
 
     Returns:
-        ``"count"``, and ``"names"``, a checksum.
+        ``"count"``, and ``"names"``, a digest.
     """
     plain = [_plain(address) for address in addresses]
     first, last = min(plain, default=""), max(plain, default="")
@@ -132,8 +132,8 @@ def summary_of(addresses: Iterable[str]) -> Summary:
     )
     start = first.rfind("/", 0, shared) + 1
     names = "\0".join(name[start:] for name in plain)
-    checksum = zlib.crc32(names.encode("utf-8", "surrogateescape"))
-    return {"count": len(plain), "names": f"{checksum:08x}"}
+    digest = blake2b(names.encode("utf-8", "surrogateescape"), digest_size=8)
+    return {"count": len(plain), "names": digest.hexdigest()}
 
 
 def _plain(address: str) -> str:
