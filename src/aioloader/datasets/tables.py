@@ -34,7 +34,7 @@ class _TableFiles(StoredStream[Row]):
         nulls: Mapping[str, Any] | None = None,
         **options: Unpack[StreamOptions],
     ) -> None:
-        made_by = partial(self._format, addresses, columns=columns, nulls=nulls)
+        made_by = partial(self._format, columns=columns, nulls=nulls)
         super().__init__(addresses, made_by, **options)
 
 

@@ -27,6 +27,7 @@ from typing import (
 from typing_extensions import Buffer
 
 from aioloader.datasets._arrow.wanted import Wanted
+from aioloader.datasets._stores.addresses import sealed, shown_addresses
 from aioloader.datasets._stores.bytes import file_failure
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._streams.shards import summary_of
@@ -50,7 +51,7 @@ _TAIL = 1 << 16
 class Opener(Protocol):
     """Where files lie."""
 
-    async def expand(self, patterns: str | Iterable[str]) -> list[str]:
+    async def expand(self, patterns: Any) -> list[Any]:
         """Return the addresses that ``patterns`` name, in order."""
 
     def label(self, address: str) -> str:
@@ -191,7 +192,7 @@ class TableFormat(ABC, Generic[SomeEnd]):
         return {**self.__dict__, "_kept": OrderedDict()}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._addresses!r})"
+        return f"{type(self).__name__}({shown_addresses(sealed(self._addresses))})"
 
 
 def _import(modules: Iterable[str]) -> None:

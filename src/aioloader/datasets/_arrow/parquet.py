@@ -23,6 +23,7 @@ from aioloader.datasets._arrow.files import (
 from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
 from aioloader.datasets._arrow.reader import Place, Source, TableReader
 from aioloader.datasets._arrow.wanted import Wanted, checked
+from aioloader.datasets._stores.bytes import check_size
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class ParquetFormat(TableFormat[Footer]):
         """Return a reader of one row group."""
         address, number = shard
         place = Place(self._opener.label(address), f"row group {number}")
-        opening = partial(self._open, address, number, place)
+        opening = partial(self._open, address, number, place, position.get("size"))
         return TableReader(opening, place, position.get("row", 0), budget)
 
     def _parts_of(self, end: Footer) -> Iterable[Part]:
@@ -115,9 +116,15 @@ class ParquetFormat(TableFormat[Footer]):
             kept -= size
 
     async def _open(
-        self, address: str, number: int, place: Place, window: int
+        self,
+        address: str,
+        number: int,
+        place: Place,
+        expected: int | None,
+        window: int,
     ) -> Source:
         footer = await self._end(address)
+        check_size(place.location, footer.size, expected, 0)
         if number >= footer.metadata.num_row_groups:
             text = f"{place.location!r} has {footer.metadata.num_row_groups} row groups"
             raise DatasetError(
@@ -138,7 +145,7 @@ class ParquetFormat(TableFormat[Footer]):
         file = partial(_file_of, path, ranges)
         buffer = _buffer_for(group, window)
         batches = partial(_batches, file, footer, number, group, buffer, self._wanted)
-        return Source(batches, self._wanted.fill, group.rows, ranges)
+        return Source(batches, self._wanted.fill, group.rows, ranges, footer.size)
 
 
 def _within(least: int, value: int, most: int) -> int:
