@@ -11,6 +11,7 @@ from aioloader.datasets._arrow.files import TableFormat
 from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._sql.format import SQLFormat
+from aioloader.datasets._sql.postgres_values import Infinity, Numeric
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.places import Places, shown_address
 from aioloader.datasets._stores.requests import Requests
@@ -124,6 +125,10 @@ class SQLDataset(ShardedStream[Row]):
         partitions: Into how many ranges the key is cut; or the keys to cut at, so that
             ranks and later runs have the same ranges whatever is written meanwhile.
         deadline: Seconds that a lost connection may take to come back.
+        numeric: What PostgreSQL's ``numeric`` and ``money`` are: ``"decimal"``, with
+            all digits, which has no tensor form; or ``"float"``, the nearest one.
+        infinity: What its infinite dates are: ``"error"``, a failed sample that names
+            the row's key, or ``"null"``.
         order: ``shuffle``, ``seed``, ``interleave``, ``deterministic`` and
             ``max_bytes`` of ``ShardedStream``.
 
@@ -142,6 +147,8 @@ class SQLDataset(ShardedStream[Row]):
         parameters: Sequence[Any] = (),
         partitions: int | Sequence[Any] = 8,
         deadline: float = 120.0,
+        numeric: Numeric = "decimal",
+        infinity: Infinity = "error",
         **order: Any,
     ) -> None:
         made_by = SQLFormat(
@@ -152,6 +159,8 @@ class SQLDataset(ShardedStream[Row]):
             parameters=parameters,
             partitions=partitions,
             deadline=deadline,
+            numeric=numeric,
+            infinity=infinity,
         )
         self._shown = repr(made_by)
         super().__init__(made_by, **order)
