@@ -1,4 +1,4 @@
-"""PostgreSQL's exact numbers and infinite dates: kept, or an error that names the row."""
+"""PostgreSQL's exact numbers and infinite dates: kept, or an error with the row."""
 
 import datetime as dt
 import decimal

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex, TypeAlias
 import numpy as np
 from torch.utils.data import Dataset
 
+from aioloader.datasets._options import names_options
 from aioloader.datasets._sql.address import Address
 from aioloader.datasets._sql.failures import failure_of, given_up, pauses, reason_of
 from aioloader.datasets._sql.format import SQLFormat
@@ -73,6 +74,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
     # Without this, `for x in dataset` would never end: IndexError comes when awaited.
     __iter__: ClassVar[None] = None
 
+    @names_options
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
         url: "str | asyncpg.Pool",
@@ -107,8 +109,18 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         self._keys: Keys = self._list() if keys is None else compact([list(keys)])
 
     @classmethod
-    async def discover(
-        cls, url: "str | asyncpg.Pool", table: str, *, key: str, **options: Any
+    @names_options
+    async def discover(  # noqa: PLR0913  (keywords, each of one thing)
+        cls,
+        url: "str | asyncpg.Pool",
+        table: str,
+        *,
+        key: str,
+        columns: Iterable[str] | None = None,
+        connections: int = 4,
+        deadline: float = 120.0,
+        numeric: Numeric = "decimal",
+        infinity: Infinity = "error",
     ) -> Self:
         """List a table without blocking the event loop, and return its dataset.
 
@@ -116,13 +128,27 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
             url: As for the class.
             table: As for the class.
             key: As for the class.
-            options: As for the class.
+            columns: As for the class.
+            connections: As for the class.
+            deadline: As for the class.
+            numeric: As for the class.
+            infinity: As for the class.
 
         Raises:
             ValueError: If an argument is wrong.
             DatasetError: If the keys cannot be listed.
         """
-        made = cls(url, table, key=key, keys=(), **options)
+        made = cls(
+            url,
+            table,
+            key=key,
+            columns=columns,
+            keys=(),
+            connections=connections,
+            deadline=deadline,
+            numeric=numeric,
+            infinity=infinity,
+        )
         made._keys = await made._list_here()
         return made
 

@@ -6,6 +6,7 @@ other's locks: who writes a file with ``sqlite3`` while it is read here should d
 another process.
 """
 
+import dataclasses
 import operator
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -126,6 +127,10 @@ class SQLFormat:
         starts = [shard.span.start for shard in shards]
         cuts = [start for start in starts if start is not None]
         return {"count": len(shards), "cuts": cuts}
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is selected; of values and of long queries a digest."""
+        return {**self._source.describe(), **dataclasses.asdict(self._values)}
 
     async def plan(self) -> list[Key]:
         """Return the keys to cut at, for ``partitions`` of other ranks."""
