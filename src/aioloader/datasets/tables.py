@@ -17,6 +17,8 @@ from aioloader.datasets._sql.postgres_values import Infinity, Numeric
 from aioloader.datasets.sharded import ShardedStream, StoredStream
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from aioloader.datasets.sharded import Addresses
 
 Row = dict[str, Any]
@@ -33,9 +35,18 @@ class _TableFiles(StoredStream[Row]):
         columns: Iterable[str] | None = None,
         *,
         nulls: Mapping[str, Any] | None = None,
+        schema: "pa.Schema | None" = None,
+        filters: Any = None,
         **options: Unpack[StreamOptions],
     ) -> None:
-        made_by = partial(self._format, addresses, columns=columns, nulls=nulls)
+        made_by = partial(
+            self._format,
+            addresses,
+            columns=columns,
+            nulls=nulls,
+            schema=schema,
+            filters=filters,
+        )
         super().__init__(addresses, made_by, **options)
 
 
@@ -43,14 +54,23 @@ class ParquetDataset(_TableFiles):
     """Stream rows from Parquet files; needs the extra ``arrow``.
 
     Its shards are row groups. Of an object, only the bytes of the wanted columns are
-    requested. A file that lacks a column of the first one, or has it in another type,
-    is an error that names both.
+    requested. The files are one table, as ``pyarrow.unify_schemas`` makes it of theirs:
+    they may differ in the order of columns, in the width of strings, lists and numbers,
+    and where all of a column is NULL. A column that is missing, a type that has nothing
+    in common with the others' and a value that would change are errors that name the
+    files.
 
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/{000..127}.parquet"``.
-        columns: Names of the columns to read; default: those of the first file.
+        columns: Names of the columns to read; default: those of ``schema``, or of the
+            first file.
         nulls: Column to the value that is read instead of NULL; elsewhere a NULL is
             ``None``, which cannot be collated.
+        schema: A ``pyarrow.Schema``, what columns are to be in all files; those that a
+            file lacks are NULL.
+        filters: The rows to read, as ``pyarrow.parquet`` has it: an expression or a
+            list such as ``[("year", ">", 2020)]``. Row groups are skipped by their
+            statistics; what remains is exact. ``nulls`` come later.
         options: ``store``, ``store_options``, ``shuffle``, ``interleave``, ``cache``
             and all others of ``StoredStream``.
 
@@ -71,6 +91,8 @@ class ArrowDataset(_TableFiles):
         addresses: As for ``ParquetDataset``.
         columns: As for ``ParquetDataset``.
         nulls: As for ``ParquetDataset``.
+        schema: As for ``ParquetDataset``.
+        filters: As for ``ParquetDataset``, but nothing is skipped.
         options: As for ``ParquetDataset``.
 
     Raises:

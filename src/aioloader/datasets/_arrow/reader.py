@@ -72,13 +72,13 @@ class Source:
 
     Attributes:
         batches: Begins to decode; called, and iterated, in threads.
-        fill: Replaces NULLs, of a batch that was checked.
+        rows_of: Makes the rows to deliver of a batch that was checked.
         rows: How many rows must come, if that is known.
         ranges: Where the bytes come from, if they are requested.
     """
 
     batches: "Callable[[], Iterator[pa.RecordBatch]]"
-    fill: "Callable[[pa.RecordBatch], pa.RecordBatch]"
+    rows_of: "Callable[[pa.RecordBatch], pa.RecordBatch]"
     rows: int | None = None
     ranges: "Ranges | None" = None
 
@@ -100,7 +100,8 @@ class Steps:
         self._place = place
         self._skip = skip
         self._nbytes = nbytes
-        self._row = 0
+        # Rows that were read, and rows that were made of them, for there are filters.
+        self._read = self._row = 0
         self._is_warm = False
         self._batches: Iterator[pa.RecordBatch] | None = None
 
@@ -131,25 +132,24 @@ class Steps:
             close()
 
     def _block(self, batch: "pa.RecordBatch") -> Block:
-        first, stop = self._row, self._row + batch.num_rows
-        drop = min(stop, max(first, self._skip)) - first
-        if drop:
-            batch = batch.slice(drop)
+        block: Block
         try:
             batch.validate(full=True)
         except ValueError as error:
             if _BAD_TEXT not in str(error):
                 raise
-            self._row = stop
-            return self._singly(batch, first + drop)
-        self._row = stop
-        rows = Rows(self._source.fill(batch))
-        if not self._is_warm:
-            self._is_warm = True
-            _warm(rows)
-        return rows
+            block = self._singly(batch)
+        else:
+            block = Rows(self._source.rows_of(batch))
+            if not self._is_warm and len(block):
+                self._is_warm = True
+                _warm(block)
+        self._read += batch.num_rows
+        drop = min(len(block), max(0, self._skip - self._row))
+        self._row += len(block)
+        return cut(block, drop) if drop else block
 
-    def _singly(self, batch: "pa.RecordBatch", first: int) -> list[Any]:
+    def _singly(self, batch: "pa.RecordBatch") -> list[Any]:
         """Return the rows of a batch in which some text is none, as ``Bad``."""
         samples: list[Any] = []
         for at in range(batch.num_rows):
@@ -157,16 +157,16 @@ class Steps:
             try:
                 row.validate(full=True)
             except ValueError as error:
-                samples.append(Bad(self._error(f"row {first + at:,}", error)))
+                samples.append(Bad(self._error(f"row {self._read + at:,}", error)))
             else:
-                samples.append(Rows(self._source.fill(row))[0])
+                samples += Rows(self._source.rows_of(row))
         return samples
 
     def _end(self) -> None:
         self.is_over = True
         expected, skip = self._source.rows, self._skip
-        if expected is not None and self._row != expected:
-            text = f"{self._place} has {self._row:,} of {expected:,} rows announced"
+        if expected is not None and self._read != expected:
+            text = f"{self._place} has {self._read:,} of {expected:,} rows announced"
             raise DatasetError(text, location=self._place.location)
         if skip > self._row:
             raise DatasetError(
@@ -186,7 +186,7 @@ class Steps:
         elif isinstance(error, OSError) and error.errno is not None:
             self.failure = file_failure(self._place.location, error)
         else:
-            self.failure = self._error(f"from row {self._row:,} on", error)
+            self.failure = self._error(f"from row {self._read:,} on", error)
         self.failure.__cause__ = None if self.failure is error else error
 
     def _error(self, where: str, cause: Exception) -> DatasetError:
