@@ -23,8 +23,7 @@ from typing import (
     TypeVar,
 )
 
-from typing_extensions import Buffer
-
+from aioloader.datasets._arrow.copies import Copies, Opener
 from aioloader.datasets._arrow.reader import Place, Source, TableReader
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._stores.bytes import file_failure
@@ -49,31 +48,6 @@ _TAIL = 1 << 16
 _SCHEMAS = 8
 # What ends the name of a shard in which no row is wanted.
 SKIPPED = "skipped"
-
-
-class Opener(Protocol):
-    """Where files lie."""
-
-    async def expand(self, patterns: str | Iterable[str]) -> list[str]:
-        """Return the addresses that ``patterns`` name, in order."""
-
-    def label(self, address: str) -> str:
-        """Return what may be shown of an address."""
-
-    def path(self, address: str) -> str | None:
-        """Return the path of a local file, or None."""
-
-    async def size(self, address: str) -> int:
-        """Return the length of a file that is not local, in bytes."""
-
-    async def read(self, address: str, start: int, stop: int) -> Buffer:
-        """Return bytes of such a file, as it was when its size was asked for."""
-
-    def cached(self, cache: CacheDir) -> Self:
-        """Return the same, read through a cache."""
-
-    async def aclose(self) -> None:
-        """Wait for requests in flight, and drop connections."""
 
 
 class Tail(NamedTuple):
@@ -123,7 +97,7 @@ class TableFormat(ABC, Generic[SomeEnd]):
     ) -> None:
         _import(self.modules)
         self._addresses = addresses
-        self._opener = opener
+        self._opener = Copies(opener)
         self._wanted = Wanted(**wanted)
         self._kept: OrderedDict[str, SomeEnd] = OrderedDict()
         self._schemas: deque[pa.Schema] = deque(maxlen=_SCHEMAS)
@@ -143,6 +117,7 @@ class TableFormat(ABC, Generic[SomeEnd]):
             DatasetError: If a file cannot be read, is of another kind, or lacks a
                 column.
         """
+        self._opener.enter()
         stack.push_async_callback(self._opener.aclose)
         addresses = await self._opener.expand(self._addresses)
         self._kept.clear()
@@ -276,7 +251,7 @@ def _import(modules: Iterable[str]) -> None:
         ) from exc
 
 
-async def read_tail(opener: Opener, address: str, least: int = _TAIL) -> Tail:
+async def read_tail(opener: Copies, address: str, least: int = _TAIL) -> Tail:
     """Return the last ``least`` bytes of a file, or all that it has.
 
     Raises:
@@ -291,7 +266,7 @@ async def read_tail(opener: Opener, address: str, least: int = _TAIL) -> Tail:
     return Tail(size, _checked(data, size - start, opener.label(address)))
 
 
-async def read_head(opener: Opener, address: str, stop: int) -> bytes:
+async def read_head(opener: Copies, address: str, stop: int) -> bytes:
     """Return the first ``stop`` bytes of a file, which has as many.
 
     Raises:
