@@ -14,13 +14,14 @@ import pyarrow as pa
 import torch
 from pyarrow import parquet as pq
 
+from aioloader.datasets._arrow.csv import CSVFormat
 from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._stores.bytes import FileBytes
 from aioloader.errors import DatasetError
 
-Format = ParquetFormat | ArrowFormat
+Format = ParquetFormat | ArrowFormat | CSVFormat
 
 
 class Local:

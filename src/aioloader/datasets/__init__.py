@@ -18,11 +18,17 @@ if TYPE_CHECKING:
     from aioloader.datasets.sharded import ShardedStream
     from aioloader.datasets.sql import SQLRows
     from aioloader.datasets.streams import Stream
-    from aioloader.datasets.tables import ArrowDataset, ParquetDataset, SQLDataset
+    from aioloader.datasets.tables import (
+        ArrowDataset,
+        CSVDataset,
+        ParquetDataset,
+        SQLDataset,
+    )
     from aioloader.datasets.tar import TarDataset
 
 _LATER = {
     "ArrowDataset": "aioloader.datasets.tables",
+    "CSVDataset": "aioloader.datasets.tables",
     "FileDataset": "aioloader.datasets.files",
     "JSONLinesDataset": "aioloader.datasets.lines",
     "ObjectDataset": "aioloader.datasets.objects",
@@ -40,6 +46,7 @@ _LATER = {
 
 __all__ = [
     "ArrowDataset",
+    "CSVDataset",
     "FileDataset",
     "JSONLinesDataset",
     "ObjectDataset",

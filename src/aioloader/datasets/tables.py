@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
+from aioloader.datasets._arrow.csv import CSVFormat
 from aioloader.datasets._arrow.files import TableFormat
 from aioloader.datasets._arrow.ipc import ArrowFormat
+from aioloader.datasets._arrow.lines import Dialect
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._options import OrderOptions, StreamOptions
 from aioloader.datasets._sql.format import SQLFormat
@@ -101,6 +103,75 @@ class ArrowDataset(_TableFiles):
     """
 
     _format = ArrowFormat
+
+
+class CSVDataset(StoredStream[Row]):
+    """Stream rows from CSV files; needs the extra ``arrow``.
+
+    Its shards are ranges of lines, or whole files that are packed or may have newlines
+    in values. A type that is not given is that of the first lines of all files; a line
+    that cannot be read is one failed sample, which names its offset.
+
+    Args:
+        addresses: Paths or URLs. Names that end in ``.gz``, ``.zst``, ``.bz2`` or
+            ``.lz4`` are unpacked.
+        columns: As for ``ParquetDataset``.
+        column_names: Names of the columns, for files whose first line has none.
+        column_types: Column to type: ``pyarrow.int8()``, or ``"int8"``.
+        schema: As for ``ParquetDataset``.
+        nulls: As for ``ParquetDataset``.
+        filters: As for ``ParquetDataset``, but nothing is skipped.
+        delimiter: What is between values; also for these see ``pyarrow.csv``.
+        quote_char: What is around values, or ``False``.
+        escape_char: What is before a character that is meant, or ``False``.
+        newlines_in_values: Whether quoted values may have newlines.
+        null_values: What is NULL; default: the empty value, ``NULL``, ``NaN`` and such.
+        strings_can_be_null: Whether that holds for text too.
+        options: As for ``ParquetDataset``.
+
+    Raises:
+        ImportError: If pyarrow is not installed.
+        ValueError: If an argument is wrong.
+    """
+
+    def __init__(  # noqa: PLR0913  (keywords, each of one thing)
+        self,
+        addresses: "Addresses",
+        columns: Iterable[str] | None = None,
+        *,
+        column_names: Sequence[str] | None = None,
+        column_types: Mapping[str, Any] | None = None,
+        schema: "pa.Schema | None" = None,
+        nulls: Mapping[str, Any] | None = None,
+        filters: Any = None,
+        delimiter: str = ",",
+        quote_char: str | bool = '"',
+        escape_char: str | bool = False,
+        newlines_in_values: bool = False,
+        null_values: Sequence[str] | None = None,
+        strings_can_be_null: bool = False,
+        **options: Unpack[StreamOptions],
+    ) -> None:
+        dialect = Dialect(
+            delimiter,
+            quote_char,
+            escape_char,
+            newlines_in_values,
+            null_values,
+            strings_can_be_null,
+        )
+        made_by = partial(
+            CSVFormat,
+            addresses,
+            dialect=dialect,
+            column_names=column_names,
+            column_types=column_types,
+            columns=columns,
+            nulls=nulls,
+            schema=schema,
+            filters=filters,
+        )
+        super().__init__(addresses, made_by, **options)
 
 
 class SQLDataset(ShardedStream[Row]):

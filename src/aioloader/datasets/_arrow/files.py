@@ -261,6 +261,8 @@ async def read_tail(opener: Copies, address: str, least: int = _TAIL) -> Tail:
     if path is not None:
         return await asyncio.to_thread(_read_local, path, -least, 0)
     size = await opener.size(address)
+    if not size:
+        return Tail(0, b"")
     start = max(0, size - least)
     data = bytes(memoryview(await opener.read(address, start, size)))
     return Tail(size, _checked(data, size - start, opener.label(address)))

@@ -71,13 +71,14 @@ class Source:
     """A shard that is open.
 
     Attributes:
-        batches: Begins to decode; called, and iterated, in threads.
+        batches: Begins to decode; called, and iterated, in threads. What cannot be read
+            alone is a ``Bad``.
         rows_of: Makes the rows to deliver of a batch that was checked.
         rows: How many rows must come, if that is known.
         ranges: Where the bytes come from, if they are requested.
     """
 
-    batches: "Callable[[], Iterator[pa.RecordBatch]]"
+    batches: "Callable[[], Iterator[pa.RecordBatch | Bad]]"
     rows_of: "Callable[[pa.RecordBatch], pa.RecordBatch]"
     rows: int | None = None
     ranges: "Ranges | None" = None
@@ -103,7 +104,7 @@ class Steps:
         # Rows that were read, and rows that were made of them, for there are filters.
         self._read = self._row = 0
         self._is_warm = False
-        self._batches: Iterator[pa.RecordBatch] | None = None
+        self._batches: Iterator[pa.RecordBatch | Bad] | None = None
 
     def step(self) -> list[Block]:
         """Return the next blocks; ``is_over`` or ``failure`` tell if there are more."""
@@ -119,7 +120,8 @@ class Steps:
                 elif len(block := self._block(batch)):
                     blocks.append(block)
                     # Of a damaged batch, pyarrow may crash when asked for its size.
-                    nbytes += batch.nbytes if type(block) is Rows else 0
+                    if type(block) is Rows and not isinstance(batch, Bad):
+                        nbytes += batch.nbytes
         except Exception as error:  # noqa: BLE001  (a decoder may raise anything)
             self._fail(error)
         return blocks
@@ -131,23 +133,30 @@ class Steps:
         if close is not None:
             close()
 
-    def _block(self, batch: "pa.RecordBatch") -> Block:
+    def _block(self, batch: "pa.RecordBatch | Bad") -> Block:
         block: Block
+        if isinstance(batch, Bad):
+            block, rows = [batch], 1
+        else:
+            block, rows = self._checked(batch), batch.num_rows
+        self._read += rows
+        drop = min(len(block), max(0, self._skip - self._row))
+        self._row += len(block)
+        return cut(block, drop) if drop else block
+
+    def _checked(self, batch: "pa.RecordBatch") -> Block:
+        """Return the rows of a batch that is sound; in a damaged one, some are not."""
         try:
             batch.validate(full=True)
         except ValueError as error:
             if _BAD_TEXT not in str(error):
                 raise
-            block = self._singly(batch)
-        else:
-            block = Rows(self._source.rows_of(batch))
-            if not self._is_warm and len(block):
-                self._is_warm = True
-                _warm(block)
-        self._read += batch.num_rows
-        drop = min(len(block), max(0, self._skip - self._row))
-        self._row += len(block)
-        return cut(block, drop) if drop else block
+            return self._singly(batch)
+        rows = Rows(self._source.rows_of(batch))
+        if not self._is_warm and len(rows):
+            self._is_warm = True
+            _warm(rows)
+        return rows
 
     def _singly(self, batch: "pa.RecordBatch") -> list[Any]:
         """Return the rows of a batch in which some text is none, as ``Bad``."""
