@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aioloader.datasets._stores.requests import Requests
+    from aioloader.datasets.arrow import from_arrow
     from aioloader.datasets.files import FileDataset
     from aioloader.datasets.iterables import from_async_iterable, from_iterable
     from aioloader.datasets.lines import JSONLinesDataset, TextDataset
@@ -40,6 +41,7 @@ _LATER = {
     "Stream": "aioloader.datasets.streams",
     "TarDataset": "aioloader.datasets.tar",
     "TextDataset": "aioloader.datasets.lines",
+    "from_arrow": "aioloader.datasets.arrow",
     "from_async_iterable": "aioloader.datasets.iterables",
     "from_iterable": "aioloader.datasets.iterables",
 }
@@ -58,6 +60,7 @@ __all__ = [
     "Stream",
     "TarDataset",
     "TextDataset",
+    "from_arrow",
     "from_async_iterable",
     "from_iterable",
 ]

@@ -76,12 +76,16 @@ class Source:
         rows_of: Makes the rows to deliver of a batch that was checked.
         rows: How many rows must come, if that is known.
         ranges: Where the bytes come from, if they are requested.
+        has_thread: Whether it has a thread of its own, for it may wait.
+        is_users: Whether errors are the user's, who made the source.
     """
 
     batches: "Callable[[], Iterator[pa.RecordBatch | Bad]]"
     rows_of: "Callable[[pa.RecordBatch], pa.RecordBatch]"
     rows: int | None = None
     ranges: "Ranges | None" = None
+    has_thread: bool = False
+    is_users: bool = False
 
 
 class Steps:
@@ -96,7 +100,7 @@ class Steps:
 
     def __init__(self, source: Source, place: Place, skip: int, nbytes: int) -> None:
         self.is_over = False
-        self.failure: DatasetError | None = None
+        self.failure: Exception | None = None
         self._source = source
         self._place = place
         self._skip = skip
@@ -187,6 +191,9 @@ class Steps:
     def _fail(self, error: Exception) -> None:
         """Keep the house error for what reading raised."""
         self.is_over = True
+        if self._source.is_users:
+            self.failure = error
+            return
         ranges = self._source.ranges
         if ranges is not None and ranges.failure is not None:
             error = ranges.failure
@@ -314,9 +321,10 @@ class TableReader:
             source = await self._opening(self._budget.window)
             self._steps = Steps(source, self._place, self._row, self._budget.step)
             self._ranges = source.ranges
-            if self._ranges is not None:
+            if self._ranges is not None or source.has_thread:
                 # A thread that waits for the network must not be one of the loop's.
                 self._pool = ThreadPoolExecutor(1, "aioloader-arrow")
+            if self._ranges is not None:
                 self._ranges.begin()
         loop = asyncio.get_running_loop()
         self._work = loop.run_in_executor(self._pool, self._steps.step)

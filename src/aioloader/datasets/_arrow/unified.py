@@ -96,6 +96,7 @@ class Table:
 
     def _add(self, field: "pa.Field", location: str, *, is_late: bool) -> None:
         name, known = field.name, self._types.get(field.name)
+        field = field.with_type(without_view(field.type))
         if known is None:
             self._types[name], self._origins[name] = field.type, location
             return
@@ -123,6 +124,15 @@ class Table:
         if given is not None and given.nullable and name not in schema.names:
             return None
         return field_of(schema, name, location)
+
+
+def without_view(kind: "pa.DataType") -> "pa.DataType":
+    """Return the type that views are read as: Arrow can do too little with them."""
+    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    return pa.large_binary() if pa.types.is_binary_view(kind) else kind
 
 
 def promoted(one: "pa.DataType", other: "pa.DataType") -> "pa.DataType | None":

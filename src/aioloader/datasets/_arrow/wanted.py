@@ -13,6 +13,7 @@ from aioloader.datasets._arrow.unified import (
     check_schema,
     described,
     field_of,
+    without_view,
 )
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Wanted:
         names = self._names or first.names
         read = list(names)
         if self.filters is not None:
-            among = first if self._given is None else _with_given(first, self._given)
+            among = _with_given(first, self._given)
             read += [name for name in self.filters.names(among) if name not in names]
         for name in [] if self._given else self._nulls:
             field_of(first, name, location)
@@ -155,12 +156,16 @@ def _check_names(kind: "pa.DataType") -> None:
         _check_names(field.type)
 
 
-def _with_given(first: "pa.Schema", given: "pa.Schema") -> "pa.Schema":
+def _with_given(first: "pa.Schema", given: "pa.Schema | None") -> "pa.Schema":
     """Return the columns of a file, with those that ``schema=`` has in its types."""
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
-    others = [field for field in first if field.name not in given.names]
-    return pa.schema([*given, *others])
+    known = [*given] if given is not None else []
+    names = {field.name for field in known}
+    others = [field for field in first if field.name not in names]
+    return pa.schema([
+        *known, *(field.with_type(without_view(field.type)) for field in others),
+    ])  # fmt: skip
 
 
 def _fill(column: "pa.Array", name: str, value: Any) -> "pa.Array":
