@@ -455,7 +455,8 @@ class Pipeline:
         self, task: BatchTask, result: BatchResult, failures: Sequence[Failure] = ()
     ) -> None:
         """Take what came of ``task`` in the pool, and what failed on the way."""
-        result.attempted = 0 if self.reads_here else len(task.indices)
+        is_counted = self.reads_here or result.is_end
+        result.attempted = 0 if is_counted else len(task.indices)
         result.failures = failures
         self.deliver(task, result)
 

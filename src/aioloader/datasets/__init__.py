@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aioloader.datasets._stores.requests import Requests
+    from aioloader.datasets.arrow import from_arrow
     from aioloader.datasets.files import FileDataset
     from aioloader.datasets.iterables import from_async_iterable, from_iterable
     from aioloader.datasets.lines import JSONLinesDataset, TextDataset
@@ -18,11 +19,17 @@ if TYPE_CHECKING:
     from aioloader.datasets.sharded import ShardedStream
     from aioloader.datasets.sql import SQLRows
     from aioloader.datasets.streams import Stream
-    from aioloader.datasets.tables import ArrowDataset, ParquetDataset, SQLDataset
+    from aioloader.datasets.tables import (
+        ArrowDataset,
+        CSVDataset,
+        ParquetDataset,
+        SQLDataset,
+    )
     from aioloader.datasets.tar import TarDataset
 
 _LATER = {
     "ArrowDataset": "aioloader.datasets.tables",
+    "CSVDataset": "aioloader.datasets.tables",
     "FileDataset": "aioloader.datasets.files",
     "JSONLinesDataset": "aioloader.datasets.lines",
     "ObjectDataset": "aioloader.datasets.objects",
@@ -34,12 +41,14 @@ _LATER = {
     "Stream": "aioloader.datasets.streams",
     "TarDataset": "aioloader.datasets.tar",
     "TextDataset": "aioloader.datasets.lines",
+    "from_arrow": "aioloader.datasets.arrow",
     "from_async_iterable": "aioloader.datasets.iterables",
     "from_iterable": "aioloader.datasets.iterables",
 }
 
 __all__ = [
     "ArrowDataset",
+    "CSVDataset",
     "FileDataset",
     "JSONLinesDataset",
     "ObjectDataset",
@@ -51,6 +60,7 @@ __all__ = [
     "Stream",
     "TarDataset",
     "TextDataset",
+    "from_arrow",
     "from_async_iterable",
     "from_iterable",
 ]

@@ -1,9 +1,12 @@
 """Streams of shards: order, lanes and shares, for every format alike."""
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from os import PathLike
+from pathlib import PurePath
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -26,6 +29,7 @@ from aioloader.datasets._parsed import ParsedFormat
 from aioloader.datasets._stores.addresses import (
     Address,
     sealed,
+    shown_address,
     shown_addresses,
 )
 from aioloader.datasets._stores.cache_dir import CacheDir
@@ -36,7 +40,7 @@ from aioloader.datasets._streams.cursors import Cursor, State
 from aioloader.datasets._streams.interleave import AsTheyCome, Interleaved, Lane
 from aioloader.datasets._streams.iterators import Reading
 from aioloader.datasets._streams.shards import Parser, Shard, ShardFormat, Summary
-from aioloader.datasets.streams import CACHE_BYTES, Stream, keyed_order
+from aioloader.datasets.streams import CACHE_BYTES, Stream, long_order
 from aioloader.errors import StateMismatchError
 
 if TYPE_CHECKING:
@@ -79,6 +83,9 @@ class ShardedStream(Stream[Sample_co]):
         ValueError: If ``interleave`` or ``max_bytes`` is below 1.
     """
 
+    # What tells streams of one description apart, on all ranks alike.
+    _place = ""
+
     @names_options
     def __init__(
         self,
@@ -117,9 +124,10 @@ class ShardedStream(Stream[Sample_co]):
             )
         known = state.get("shards")
         if id(self) not in reading.listed:
-            reading.listed[id(self)] = await self._list(reading, known)
-        shards, order, summary = reading.listed[id(self)]
+            reading.listed[id(self)] = await self._agreed(reading, known)
+        shards, summary = reading.listed[id(self)]
         self._check(summary, known, share.readers)
+        order = await self._order(reading, len(shards))
         lanes = min(max(self._interleave, share.readers), len(shards))
         mine = range(share.reader, lanes, share.readers)
         states = state.get("lanes") or [{} for _ in mine]
@@ -142,21 +150,52 @@ class ShardedStream(Stream[Sample_co]):
             "deterministic": self._deterministic,
         }
 
-    async def _list(
+    async def _agreed(
         self, reading: Reading, known: Summary | None
-    ) -> tuple[Sequence[Shard], Sequence[int], Summary]:
-        """Return all shards, their order, and what a state holds of them."""
-        shards = await self.made_by.shards(reading.stack, known)
+    ) -> tuple[Sequence[Shard], Summary]:
+        """Return the shards that all ranks have, and their summary.
+
+        Raises:
+            DatasetError: If other ranks have found others.
+        """
+        if reading.agreement is None:
+            return await self._list(reading.stack, known)
+        what = [self.describe(), self._place]
+        question = await reading.agreement.ask(what, repr(self))
+        for _ in range(2):
+            theirs = question.first and question.first["summary"]
+            async with AsyncExitStack() as stack:
+                shards, summary = await self._list(stack, known or theirs)
+                if await question.settle(summary):
+                    reading.stack.push_async_callback(stack.pop_all().aclose)
+                    return shards, summary
+            if theirs is not None:
+                break  # a format that can take over the others' cuts has done so
+        raise question.refuse(summary)
+
+    async def _list(
+        self, stack: AsyncExitStack, known: Summary | None
+    ) -> tuple[Sequence[Shard], Summary]:
+        """Return all shards, and what a state holds of them."""
+        shards = await self.made_by.shards(stack, known)
         # For many shards it takes a while, beside the loop then.
         summarise = self.made_by.summary
         is_long = len(shards) > _MANY
         summary = (
             await asyncio.to_thread(summarise, shards) if is_long else summarise(shards)
         )
-        order: Sequence[int] = range(len(shards))
-        if self._shuffle:
-            order = keyed_order(len(shards), self._seed, reading.epoch, 0)
-        return shards, order, summary
+        return shards, summary
+
+    async def _order(self, reading: Reading, count: int) -> Sequence[int]:
+        """Return the order of the shards; the same object for all readers here."""
+        if not self._shuffle:
+            return range(count)
+        place = id(self), reading.epoch
+        if place not in reading.listed:
+            order = await long_order(count, self._seed, reading.epoch, 0)
+            reading.listed[place] = order
+        found: Sequence[int] = reading.listed[place]
+        return found
 
     def _lane(self, shards: Sequence[Shard], budget: int, state: State) -> Lane:
         return Lane(self.made_by, shards, budget, state)
@@ -237,6 +276,7 @@ class StoredStream(ShardedStream[Sample_co]):
         self._addresses = sealed(addresses)
         if not self._addresses:
             raise ValueError("no shards: the list of addresses is empty")
+        self._place = _place_of(self._addresses, store)
         kept = _cache_of(cache, cache_bytes)
         places = Places(store, hidden(store_options), policy_of(requests), kept)
         places.check(self._addresses)
@@ -262,6 +302,14 @@ def _cache_of(
         return None
     check_is(directory, (str, PathLike), "cache", "a directory")
     return CacheDir(directory, max_bytes)
+
+
+def _place_of(addresses: "list[Address]", store: Any) -> str:
+    """Return where shards lie, as far as it is the same if some come or go."""
+    root = str(store) if isinstance(store, (str, PurePath)) else type(store).__name__
+    first = min(map(shown_address, addresses), default="")
+    folder, slash, name = first.rpartition("/")
+    return f"{shown_address(root)} {folder}{slash}{re.sub('[0-9]+', '', name)}"
 
 
 class ByteStream(StoredStream[Sample_co]):

@@ -148,7 +148,8 @@ class ArrowFormat(TableFormat[Layout]):
         file = partial(_file_of, path, ranges, layout)
         read = partial(_file_batches, numbers=numbers) if numbers else _stream_batches
         batches = partial(_batches, file, read, layout.schema, self._wanted)
-        return Source(batches, self._wanted.fill, None, ranges, layout.size)
+        rows_of = partial(self._wanted.rows_of, location=place.location)
+        return Source(batches, rows_of, None, ranges, layout.size)
 
 
 def _grouped(batches: list[Span]) -> list[tuple[int, int]]:
@@ -275,7 +276,7 @@ def _batches(
     """Decode record batches, in the thread that iterates."""
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
-    fields = [schema.get_field_index(name) for name in wanted.names()]
+    fields = [schema.get_field_index(name) for name in wanted.table.present(schema)]
     options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
     with contextlib.closing(make_file()) as file:
         for batch in read(file, options):

@@ -5,9 +5,9 @@ sharing among readers, state) is built on these three protocols alone.
 """
 
 import abc
-import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
+from hashlib import blake2b
 from typing import Any, Protocol, TypeAlias
 
 from typing_extensions import Buffer
@@ -133,7 +133,7 @@ def summary_of(addresses: Iterable[Address]) -> Summary:
         addresses: Of each shard, in order.
 
     Returns:
-        ``"count"``, and ``"names"``, a checksum.
+        ``"count"``, and ``"names"``, a digest.
     """
     plain = [name_of(address) for address in addresses]
     first, last = min(plain, default=""), max(plain, default="")
@@ -144,5 +144,5 @@ def summary_of(addresses: Iterable[Address]) -> Summary:
     )
     start = first.rfind("/", 0, shared) + 1
     names = "\0".join(name[start:] for name in plain)
-    checksum = zlib.crc32(names.encode("utf-8", "surrogateescape"))
-    return {"count": len(plain), "names": f"{checksum:08x}"}
+    digest = blake2b(names.encode("utf-8", "surrogateescape"), digest_size=8)
+    return {"count": len(plain), "names": digest.hexdigest()}
