@@ -263,9 +263,9 @@ async def test_names_that_obstore_cannot_read(tmp_path: Path) -> None:
         ("obstore.store", lambda: TextDataset("a", store="https://h"), "objects"),
         ("obstore.store", lambda: ObjectDataset("s3://b", []), "objects"),
         ("pyarrow", lambda: ParquetDataset("a"), "arrow"),
-        ("adbc_driver_sqlite", lambda: SQLDataset(ROWS, "t", key="k"), "sql"),
+        ("adbc_driver_sqlite.dbapi", lambda: SQLDataset(ROWS, "t", key="k"), "sql"),
         (
-            "adbc_driver_postgresql",
+            "adbc_driver_postgresql.dbapi",
             lambda: SQLDataset("postgresql://h/d", "t", key="k"),
             "sql",
         ),

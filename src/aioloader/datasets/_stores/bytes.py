@@ -23,6 +23,7 @@ from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
     ObjectPermissionError,
+    StateMismatchError,
     TruncatedReadError,
 )
 
@@ -291,7 +292,7 @@ def check_size(location: str, size: int, expected: int | None, start: int) -> No
         start: The first byte that is to be read.
 
     Raises:
-        DatasetError: If it is not.
+        StateMismatchError: If it is not.
     """
     if expected is not None and size != expected:
         what = f"it had {expected:,} bytes and has {size:,}"
@@ -299,10 +300,11 @@ def check_size(location: str, size: int, expected: int | None, start: int) -> No
         what = f"it is to be read from byte {start:,} on and has {size:,}"
     else:
         return
-    raise DatasetError(
+    raise StateMismatchError(
         f"{location!r} has changed since the state was saved: {what}; resume with the "
         "shards of then, or begin anew",
-        location=location,
+        expected=start if expected is None else expected,
+        found=size,
     )
 
 
