@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aioloader.datasets._stores.requests import Requests
+    from aioloader.datasets.decoders import Decoder
     from aioloader.datasets.files import FileDataset
     from aioloader.datasets.iterables import from_async_iterable, from_iterable
     from aioloader.datasets.lines import JSONLinesDataset, TextDataset
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _LATER = {
     "ArrowDataset": "aioloader.datasets.tables",
+    "Decoder": "aioloader.datasets.decoders",
     "FileDataset": "aioloader.datasets.files",
     "JSONLinesDataset": "aioloader.datasets.lines",
     "ObjectDataset": "aioloader.datasets.objects",
@@ -40,6 +42,7 @@ _LATER = {
 
 __all__ = [
     "ArrowDataset",
+    "Decoder",
     "FileDataset",
     "JSONLinesDataset",
     "ObjectDataset",

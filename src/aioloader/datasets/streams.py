@@ -27,9 +27,11 @@ from aioloader.datasets._streams.cursors import (
     State,
     Taken,
 )
+from aioloader.datasets._streams.decoded import Decoded
 from aioloader.datasets._streams.iterators import Reading, StreamIterator
 from aioloader.datasets._streams.mix import Mixed, Until
 from aioloader.datasets._streams.windows import Shuffled
+from aioloader.datasets.decoders import Decoder, Spec
 from aioloader.protocols import OwnStream, is_async_function
 
 if TYPE_CHECKING:
@@ -173,6 +175,21 @@ class Stream(Dataset[Sample_co], OwnStream):
         if is_async_function(function):
             return _Step(self, _Making(MappedAsync, function, concurrency), "map")
         return _Step(self, _Making(Mapped, function), "map")
+
+    def decode(self, *specs: Spec) -> "Stream[Any]":
+        """Return the stream with bytes decoded by extension, in threads.
+
+        ``decode("torch")`` makes tensors of pictures, and what it says of ``cls``,
+        ``json``, ``txt``... Samples that cannot be decoded fail, as in ``map``.
+
+        Args:
+            specs: As for ``Decoder``.
+
+        Raises:
+            ValueError: If a word is not known.
+            ImportError: If pictures are to be decoded, and Pillow is not installed.
+        """
+        return _Step(self, _Making(Decoded, Decoder(*specs)), "decode")
 
     def filter(self, function: Callable[[Any], Any]) -> "Stream[Sample_co]":
         """Return the stream of those samples for which ``function`` says yes."""
