@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from aioloader.datasets._decode.fields import DECODERS, is_buffer
 from aioloader.datasets._decode.pictures import EXTENSIONS, SPECS, Picture
+from aioloader.datasets._streams.descriptions import name_of
 from aioloader.errors import DecodeError
 
 ByExtension: TypeAlias = Mapping[str, "str | Callable[[bytes], Any]"]
@@ -141,20 +142,27 @@ class Decoder:
             return self._picture
         return DECODERS.get(last)
 
-    def describe(self) -> list[Any]:
-        """Return the words, extensions and names of functions, ready for JSON."""
-        return [
-            {name: _name_of(one) for name, one in spec.items()}
-            if isinstance(spec, Mapping)
-            else _name_of(spec)
-            for spec in self.specs
-        ]
+    def describe(self) -> dict[str, Any]:
+        """Return what is decoded to what, and the names of the user's functions."""
+        named = self._named.items()
+        functions = {
+            ext: name_of(one) for ext, one in named if not isinstance(one, Picture)
+        }
+        return {
+            "pictures": None if self._picture is None else self._picture.spec,
+            "extensions": {
+                ext: one.spec if isinstance(one, Picture) else "function"
+                for ext, one in sorted(named, key=lambda item: item[0])
+            },
+            "handlers": len(self._functions),
+            "function": [functions, *map(name_of, self._functions)],
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Decoder, self.specs
 
     def __repr__(self) -> str:
-        return f"Decoder({', '.join(map(repr, self.describe()))})"
+        return f"Decoder({', '.join(map(repr, self.specs))})"
 
 
 def extension_of(path: str) -> str:
@@ -168,13 +176,6 @@ def _place(extension: str, size: int, key: str, url: str) -> str:
     owner = f" of sample {key!r}" if key else ""
     where = f" in {url!r}" if url else ""
     return f"{what}{owner}{where} ({size:,} bytes)"
-
-
-def _name_of(spec: Any) -> str:
-    if isinstance(spec, str):
-        return spec
-    name = getattr(spec, "__qualname__", None) or type(spec).__qualname__
-    return f"{getattr(spec, '__module__', '')}.{name}"
 
 
 def _picture(spec: str) -> Picture:

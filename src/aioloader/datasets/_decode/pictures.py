@@ -48,11 +48,15 @@ class Picture:
     Args:
         spec: One of ``SPECS``.
 
+    Attributes:
+        spec: The same.
+
     Raises:
         ImportError: If Pillow is not installed.
     """
 
     def __init__(self, spec: str) -> None:
+        self.spec = spec
         self._kind, self._is_float, self._mode = SPECS[spec]
         pillow()
 
