@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from aioloader.datasets.files import FileDataset
     from aioloader.datasets.iterables import from_async_iterable, from_iterable
     from aioloader.datasets.lines import JSONLinesDataset, TextDataset
+    from aioloader.datasets.named import ClassFolders
     from aioloader.datasets.objects import ObjectDataset
     from aioloader.datasets.sharded import ShardedStream
     from aioloader.datasets.sql import SQLRows
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _LATER = {
     "ArrowDataset": "aioloader.datasets.tables",
+    "ClassFolders": "aioloader.datasets.named",
     "Decoder": "aioloader.datasets.decoders",
     "FileDataset": "aioloader.datasets.files",
     "JSONLinesDataset": "aioloader.datasets.lines",
@@ -42,6 +44,7 @@ _LATER = {
 
 __all__ = [
     "ArrowDataset",
+    "ClassFolders",
     "Decoder",
     "FileDataset",
     "JSONLinesDataset",

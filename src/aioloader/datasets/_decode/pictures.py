@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-# What torchvision's ImageFolder takes for pictures, and others that Pillow reads.
-EXTENSIONS = frozenset({
-    "bmp", "gif", "jfif", "jpe", "jpeg", "jpg", "pbm", "pgm", "png", "pnm", "ppm",
-    "tif", "tiff", "webp",
+# What torchvision's ImageFolder takes for pictures, and with what else Pillow reads.
+FOLDER_EXTENSIONS = frozenset({
+    "bmp", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp",
 })  # fmt: skip
+EXTENSIONS = FOLDER_EXTENSIONS | {"gif", "jfif", "jpe", "pbm", "pnm"}
 # Name: what is made, whether its values are floats from 0 to 1, and the colours.
 SPECS = {
     "l": ("numpy", True, "L"),
