@@ -228,7 +228,7 @@ def _labelled(
         label, slash, _ = name.removeprefix(start).partition("/")
         if not name.startswith(start) or not slash or not label:
             raise ValueError(
-                f"{name!r} lies in no class folder of {start or 'the root'!r}: move "
+                f"{name!r} lies in no class folder of {start or 'the dataset'}: move "
                 f"it, list what is in folders only ('*/**/*'), or give the folder that "
                 f"has the class folders as root"
             )
