@@ -127,7 +127,7 @@ def test_what_would_shift_labels(tree: Path) -> None:
     [
         ("**/*", "", r"'stray.png' lies in no class folder"),
         ("*/**/*", "cats", r"lies in no class folder of cats/"),
-        ("*.md", "", "none of 1 files has an extension of bmp, gif"),
+        ("*.md", "", "none of 1 files has an extension of bmp, jpeg"),
     ],
 )
 def test_what_is_in_no_class(tree: Path, pattern: str, root: str, words: str) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from aioloader.datasets.streams import Stream
     from aioloader.datasets.tables import ArrowDataset, ParquetDataset, SQLDataset
     from aioloader.datasets.tar import TarDataset
+    from aioloader.datasets.writers import ParquetWriter, TarWriter, write_parquet
 
 _LATER = {
     "ArrowDataset": "aioloader.datasets.tables",
@@ -31,15 +32,18 @@ _LATER = {
     "JSONLinesDataset": "aioloader.datasets.lines",
     "ObjectDataset": "aioloader.datasets.objects",
     "ParquetDataset": "aioloader.datasets.tables",
+    "ParquetWriter": "aioloader.datasets.writers",
     "Requests": "aioloader.datasets._stores.requests",
     "SQLDataset": "aioloader.datasets.tables",
     "SQLRows": "aioloader.datasets.sql",
     "ShardedStream": "aioloader.datasets.sharded",
     "Stream": "aioloader.datasets.streams",
     "TarDataset": "aioloader.datasets.tar",
+    "TarWriter": "aioloader.datasets.writers",
     "TextDataset": "aioloader.datasets.lines",
     "from_async_iterable": "aioloader.datasets.iterables",
     "from_iterable": "aioloader.datasets.iterables",
+    "write_parquet": "aioloader.datasets.writers",
 }
 
 __all__ = [
@@ -50,15 +54,18 @@ __all__ = [
     "JSONLinesDataset",
     "ObjectDataset",
     "ParquetDataset",
+    "ParquetWriter",
     "Requests",
     "SQLDataset",
     "SQLRows",
     "ShardedStream",
     "Stream",
     "TarDataset",
+    "TarWriter",
     "TextDataset",
     "from_async_iterable",
     "from_iterable",
+    "write_parquet",
 ]
 
 

@@ -156,9 +156,15 @@ def encode_picture(value: Any, extension: str) -> bytes:
 def _image_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
-        value = value[0] if value.shape[0] == 1 else value.transpose(1, 2, 0)
+        value = value.transpose(1, 2, 0) if value.ndim == 3 else value
     if not isinstance(value, np.ndarray):
         return value
+    if value.ndim == 3 and value.shape[2] == 1:
+        value = value[:, :, 0]
+    if not (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in {3, 4})):
+        raise ValueError(
+            f"pictures have 1, 3 or 4 colours, got the shape {value.shape} (H, W, C)"
+        )
     if value.dtype.kind == "f":
         low, high = float(value.min()), float(value.max())
         if not (low >= 0 and high <= 1):
