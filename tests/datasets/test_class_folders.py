@@ -12,10 +12,10 @@ from obstore.store import LocalStore
 
 from aioloader import DataLoader
 from aioloader.datasets import Decoder, FileDataset, ObjectDataset, named
+from aioloader.errors import DecodeError
 from datasets.pictures import TREE, write_tree
 
-# What torchvision 0.28 says of the tree: ``classes``, ``samples`` below the root, and
-# ``targets``. tests/compat asks it anew.
+# What torchvision 0.28 says of the tree: ``classes``, and ``samples`` below the root.
 CLASSES = ["cat", "cat-b", "dog"]
 SAMPLES = [
     ("cat/b.png", 0),
@@ -68,6 +68,20 @@ async def test_as_torchvision_has_them(folders: Any) -> None:
         await dataset[6]
 
 
+def test_what_torchvision_says(tree: Path) -> None:
+    """Where it is installed, and fits torch."""
+    try:
+        from torchvision.datasets import ImageFolder  # noqa: PLC0415
+    except (ImportError, RuntimeError):
+        pytest.skip("no torchvision for this torch")
+    theirs = ImageFolder(str(tree))
+    ours = FileDataset(f"{tree}/**/*").class_folders(str(tree))
+    assert ours.classes == theirs.classes
+    assert ours.class_to_idx == theirs.class_to_idx
+    assert ours.samples == theirs.samples
+    assert ours.targets == theirs.targets
+
+
 async def test_decoded(folders: Any) -> None:
     """The labels stay; the values are those of the file with that name."""
     dataset = folders[0].decode("torchrgb8")
@@ -94,6 +108,20 @@ def test_decoded_in_workers(tree: Path) -> None:
             ((images, labels),) = loader
         assert images.shape == (6, 3, 6, 6)
         assert labels.tolist() == [label for _, label in SAMPLES]
+
+
+def test_decoded_where_workers_read(tree: Path) -> None:
+    """With the dataset there; a damaged picture is skipped, and named if it is not."""
+    (tree / "dog" / "10.png").write_bytes(b"damaged")
+    dataset = FileDataset("**/*", root=tree).class_folders().decode("torch")
+    options: Any = {"batch_size": 5, "num_workers": 1, "fetch": "workers"}
+    loader: Any = DataLoader(dataset, on_error="skip", **options)
+    with loader:
+        batches = list(loader)
+    assert torch.cat([labels for _, labels in batches]).tolist() == [0, 0, 0, 1, 2]
+    loader = DataLoader(dataset, **options)
+    with loader, pytest.raises(DecodeError, match=r"'png' of sample 'dog/10\.png'"):
+        list(loader)
 
 
 def test_labels_of_another_set(tree: Path) -> None:

@@ -55,6 +55,7 @@ def test_class_folders(
     said = "6 samples in 2 shards: train-{000000..000001}.tar"
     assert capsys.readouterr().out.splitlines() == [
         said,
+        "sorted by class: --shuffle 0 would mix them for training",
         "left out: 3 files that are not bmp, jpeg, jpg, pgm, png, ppm, tif, tiff, webp",
     ]
     stream = TarDataset(f"{tmp_path}/out/train-*.tar")
@@ -71,6 +72,22 @@ def test_class_folders(
     packed(*arguments, "--shard-samples", 4)
     assert capsys.readouterr().out.startswith("6 samples (6 were there) in 2 shards")
     assert len(read(stream)) == 6
+
+
+def test_shuffled(tree: Path, tmp_path: Path) -> None:
+    """By a seed: another order, the same one in each run, which goes on with it."""
+    orders = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        packed(tree, tmp_path / name, "--class-folders", "--shuffle", seed)
+        samples = read(TarDataset(f"{tmp_path}/{name}/*.tar"))
+        orders.append([sample["__key__"] for sample in samples])
+        labels = {sample["__key__"]: int(sample["cls"]) for sample in samples}
+        assert labels["cat-b/1"] == 1
+        assert labels["dog/10"] == 2
+    assert orders[0] == orders[1] != sorted(orders[0])
+    assert orders[2] != orders[0]
+    assert sorted(orders[2]) == sorted(orders[0])
+    assert main(["pack", str(tree), f"{tmp_path}/a", "--class-folders"]) == 1
 
 
 def test_names_that_make_one_key(tmp_path: Path) -> None:
@@ -207,6 +224,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["pack", "{tree}", "{out}", "--glob", "*.png"], "no file matches '*.png'"),
     (["pack", "{tree}/cat", "{out}", "--class-folders"], "lies in no class folder"),
     (["pack", "x.jsonl", "{out}", "--class-folders"], "--class-folders is for dir"),
+    (["pack", "x.jsonl", "{out}", "--shuffle", "0"], "--shuffle is for directories"),
     (["index", "nowhere.tar"], "there is no file 'nowhere.tar'"),
 ]
 
@@ -300,7 +318,7 @@ def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) ->
     if command == ["pack"]:
         assert all(
             f"--{name}" in said
-            for name in ("format", "shard-size", "jobs", "class-folders", "name")
+            for name in ("format", "shard-size", "jobs", "class-folders", "shuffle")
         )
 
 

@@ -10,6 +10,7 @@ import tarfile
 import tracemalloc
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import obstore
@@ -228,6 +229,43 @@ async def test_a_store_that_refuses() -> None:
     with pytest.raises(DatasetError, match=r"cannot list 'http://127\.0\.0\.1:9"):
         async with TarWriter(store):
             pass
+
+
+@pytest.mark.parametrize("how", ["error", "cancelled"])
+async def test_an_upload_that_is_given_up(how: str, s3: str, s3_port: int) -> None:
+    """Leaves no parts in the store, which would be paid for; also if it is hurried."""
+
+    async def begin(begun: asyncio.Event) -> None:
+        async with TarWriter(f"{s3}/given-up") as writer:
+            for _ in range(3):
+                await writer.write({"bin": bytes(10 << 20)})
+            begun.set()
+            if how == "error":
+                raise ZeroDivisionError
+            await asyncio.Event().wait()
+
+    begun = asyncio.Event()
+    task = asyncio.create_task(begin(begun))
+    await begun.wait()
+    task.cancel()  # while it aborts, after an error
+    (error,) = await asyncio.gather(task, return_exceptions=True)
+    assert isinstance(error, ZeroDivisionError | asyncio.CancelledError)
+    assert b"given-up" not in await asyncio.to_thread(uploads_of, s3_port)
+    assert not await asyncio.to_thread(keys_of, "train/given-up", ".tar")
+
+
+def uploads_of(port: int) -> bytes:
+    """Return what the store says of uploads that are not completed."""
+    with urlopen(f"http://127.0.0.1:{port}/bucket?uploads") as answer:
+        body: bytes = answer.read()
+    return body
+
+
+def keys_of(prefix: str, ending: str) -> list[str]:
+    """Return what lies in the bucket."""
+    store = obstore.store.S3Store("bucket", client_options={"allow_http": True})
+    keys = [meta["path"] for page in obstore.list(store, prefix) for meta in page]
+    return [key for key in keys if key.endswith(ending)]
 
 
 async def test_two_writers_at_once(tmp_path: Path) -> None:

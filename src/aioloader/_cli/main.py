@@ -32,8 +32,8 @@ Run again after an interruption, the command goes on after the last whole shard.
 """
 _PACK_EXAMPLES = """\
 examples:
-  aioloader pack photos/train shards/train --class-folders --name train
-      then read with TarDataset("shards/train/train-*.tar").decode("torch")
+  aioloader pack photos/ shards/ --class-folders --shuffle 0 --name train
+      then read with TarDataset("shards/train-*.tar").decode("torch")
   aioloader pack captions/ s3://bucket/captions --shard-size 128MB --jobs 64
   aioloader pack 'logs-*.jsonl' tables/ --format parquet
 """
@@ -98,6 +98,13 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--class-folders",
         action="store_true",
         help="SRC has a folder of pictures for each class: labels by folder, sorted",
+    )
+    add(
+        "--shuffle",
+        type=int,
+        metavar="SEED",
+        help="permute the samples by this number, the same way in each run: shards "
+        "that are sorted by class train badly; for directories",
     )
     add("--glob", metavar="PATTERN", help="files of a directory; default: **/*")
     add(

@@ -23,7 +23,7 @@ from aioloader.datasets.files import FileDataset
 from aioloader.datasets.lines import JSONLinesDataset
 from aioloader.datasets.named import ClassFolders, Named
 from aioloader.datasets.objects import ObjectDataset
-from aioloader.datasets.streams import Stream
+from aioloader.datasets.streams import Stream, keyed_order
 from aioloader.datasets.tables import ParquetDataset
 from aioloader.datasets.tar import TarDataset
 
@@ -66,7 +66,7 @@ def find_source(options: argparse.Namespace) -> Source:
     src: str = options.src
     kind = _kind_of(src)
     if kind in _STREAMS:
-        _refuse(options, "class_folders", "glob")
+        _refuse(options, "class_folders", "glob", "shuffle")
         is_table = options.format == "parquet"
         return _Rows(_open_stream(_STREAMS[kind], options), src, is_table=is_table)
     dataset, root = _open_files(options, kind)
@@ -88,7 +88,8 @@ def _kind_of(src: str) -> str:
 
 def _refuse(options: argparse.Namespace, *names: str) -> None:
     for name in names:
-        if getattr(options, name):
+        value = getattr(options, name)
+        if value is not None and value is not False:
             raise UsageError(
                 f"--{name.replace('_', '-')} is for directories, not for {options.src}"
             )
@@ -172,6 +173,10 @@ class _Folder(Source):
     def __init__(
         self, read: _Read, options: argparse.Namespace, **metadata: Any
     ) -> None:
+        if options.shuffle is not None:
+            order = keyed_order(len(read), options.shuffle, 0, 0)
+            read.parts = [read.parts[at] for at in order]
+            read.fixed = [read.fixed[at] for at in order]
         digest = hashlib.sha256()
         for parts, fixed in zip(read.parts, read.fixed, strict=True):
             digest.update(repr((parts, fixed)).encode("utf-8", "surrogateescape"))
@@ -258,10 +263,12 @@ class _Labelled(_Folder):
             ]
         dataset = _Bytes(found)
         super().__init__(_Read(dataset, parts, fixed), options, classes=found.classes)
+        if options.shuffle is None and len(found.classes) > 1:
+            self.notes = ["sorted by class: --shuffle 0 would mix them for training"]
         left = len(found.dataset) - len(found)
         if left:
             shown = ", ".join(sorted(FOLDER_EXTENSIONS))
-            self.notes = [f"left out: {left:,} files that are not {shown}"]
+            self.notes += [f"left out: {left:,} files that are not {shown}"]
 
 
 class _Bytes(Named):

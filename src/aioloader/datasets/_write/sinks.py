@@ -6,6 +6,7 @@ parts, which nobody sees, and which a rule of the bucket should remove after som
 Memory holds the parts in flight.
 """
 
+import asyncio
 import contextlib
 import os
 from io import FileIO
@@ -15,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from aioloader.datasets._stores.failures import failure_of
 from aioloader.datasets._stores.flights import Flights
-from aioloader.datasets._stores.outlast import in_thread
+from aioloader.datasets._stores.outlast import in_thread, outlast
 from aioloader.datasets._stores.stores import (
     StoreSource,
     import_obstore,
@@ -282,5 +283,6 @@ class _ObjectUpload:
         if self._writer is None:
             return
         error = RuntimeError("aborted")
+        closing = self._writer.__aexit__(type(error), error, None)
         with contextlib.suppress(*obstore_errors()):
-            await self._writer.__aexit__(type(error), error, None)
+            await outlast(asyncio.ensure_future(closing))
