@@ -195,6 +195,26 @@ def test_errors_name_the_sample(name: str, data: bytes, words: str) -> None:
     assert raised.value.__cause__ is not None
 
 
+@pytest.mark.filterwarnings("ignore")
+@given(
+    st.sampled_from(["png", "json", "npy", "npz", "pth", "txt", "cls"]),
+    st.integers(0, 2000),
+    st.binary(max_size=8),
+)
+def test_damage_is_an_error_of_the_sample(name: str, at: int, junk: bytes) -> None:
+    """Whatever is wrong: a value, or the house error, and no other."""
+    body: Any = SAMPLE[name]
+    at %= len(body) + 1
+    damaged = body[:at] + junk + body[at + len(junk) // 2 :]
+    try:
+        Decoder("torch")({"__key__": "a", name: damaged})
+    except DecodeError as error:
+        text = str(error)
+    else:
+        return
+    assert f"{name!r} of sample 'a'" in text
+
+
 def test_errors_of_functions_stay() -> None:
     """With a note of the sample."""
     with pytest.raises(ZeroDivisionError) as raised:

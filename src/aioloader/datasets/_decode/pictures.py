@@ -75,11 +75,12 @@ class Picture:
         image = self._opened(data)
         if self._kind == "pil":
             return image
-        values = np.array(image)
+        values = np.asarray(image)  # read-only
         if self._kind == "numpy":
-            return values.astype(np.float32) / 255 if self._is_float else values
+            floats = self._is_float
+            return values.astype(np.float32) / 255 if floats else values.copy()
         planes = values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
-        return self._scaled(torch.from_numpy(np.ascontiguousarray(planes)))
+        return self._scaled(torch.from_numpy(planes.copy()))
 
     def _opened(self, data: bytes) -> Any:
         with pillow().open(io.BytesIO(data)) as image:
