@@ -217,7 +217,9 @@ async def test_a_disk_that_fails(tmp_path: Path) -> None:
                 await writer.write(sample)
     with pytest.raises(RuntimeError, match=r"is not open: .*open another one"):
         await writer.write(SAMPLES[0])
-    await write(folder)
+    async with writer:  # as well as another one
+        for sample in SAMPLES[writer.next_sample :]:
+            await writer.write(sample)
     assert await labels(folder) == list(range(COUNT))
 
 

@@ -65,6 +65,13 @@ def find_source(options: argparse.Namespace) -> Source:
     """
     src: str = options.src
     kind = _kind_of(src)
+    folder = src.rpartition("/")[0] or "."
+    is_inside = not kind and _lies_in(options.dst, src)
+    is_beside = _lies_in(options.dst, folder) and _lies_in(folder, options.dst)
+    if is_inside or (is_beside and kind == options.format):
+        raise UsageError(
+            f"DST {options.dst!r} lies where SRC is: another run would pack the shards"
+        )
     if kind in _STREAMS:
         _refuse(options, "class_folders", "glob", "shuffle")
         is_table = options.format == "parquet"
@@ -122,12 +129,12 @@ def _open_files(options: argparse.Namespace, kind: str) -> tuple[Named, str]:
             f"SRC must be a directory, a URL, a list of files (.txt) or shards "
             f"(.jsonl, .parquet, .tar), and there is no {src!r}"
         )
-    if "://" not in options.dst and _lies_in(options.dst, src):
-        raise UsageError(f"DST {options.dst!r} lies in SRC, and would be packed next")
     return FileDataset(options.glob or "**/*", root=path), ""
 
 
 def _lies_in(inner: str, outer: str) -> bool:
+    if "://" in inner or "://" in outer:
+        return f"{inner.rstrip('/')}/".startswith(f"{outer.rstrip('/')}/")
     return Path(inner).resolve().is_relative_to(Path(outer).resolve())
 
 

@@ -228,6 +228,8 @@ class ShardWriter(abc.ABC):
         except BaseException:
             await self._sink.aclose()
             raise
+        self._body = self._upload = None
+        self._sent = 0
         self.next_sample = self._manifest.num_samples
         self._is_open = True
         return self
