@@ -166,6 +166,8 @@ def test_samples_that_have_no_bytes() -> None:
     """Are refused: they would pass undecoded."""
     with pytest.raises(TypeError, match="got str"):
         Decoder("pil")("text")
+    with pytest.raises(TypeError, match="has no word for pictures"):
+        Decoder({"png": len})((b"1", 3))
 
 
 def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:

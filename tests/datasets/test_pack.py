@@ -216,6 +216,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["pack", "{tree}", "{tree}/out"], "lies where SRC is"),
     (["pack", "{tree}/*.tar", "{tree}"], "lies where SRC is"),
     (["pack", "s3://b/x", "s3://b/x/"], "lies where SRC is"),
+    (["pack", "http://u:KEY@h/x", "http://u:KEY@h/x/y"], "DST 'http://h/x/y' lies"),
     (["pack", "{tree}", "{out}", "--shard-size", "big"], "such as 64MB, got 'big'"),
     (["pack", "{tree}", "{out}", "--jobs", "0"], "must be at least 1, got '0'"),
     (["pack", "{tree}", "{out}", "--dst-option", "x"], "must be KEY=VALUE"),
@@ -247,6 +248,7 @@ def test_wrong_arguments(
     said = capsys.readouterr().err
     assert said.startswith("usage: aioloader")
     assert words in said.splitlines()[-1]
+    assert "KEY@" not in said
     assert not (tmp_path / "out").exists()
 
 

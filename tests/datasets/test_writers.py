@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tarfile
+import traceback
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,18 @@ def keys_of(prefix: str, ending: str) -> list[str]:
     return [key for key in keys if key.endswith(ending)]
 
 
+async def test_no_secret_is_shown(unused_port: int) -> None:
+    """Neither by the writer nor by its errors."""
+    url = f"http://user:CANARY@127.0.0.1:{unused_port}/x?sig=CANARY"
+    options = {"retry_config": {"max_retries": 0}}
+    writer = TarWriter(url, store_options=options)
+    assert f"127.0.0.1:{unused_port}/x" in repr(writer)
+    with pytest.raises(DatasetError) as raised:
+        await writer.__aenter__()
+    shown = "".join(traceback.format_exception(raised.value)) + repr(writer)
+    assert "CANARY" not in shown
+
+
 async def test_two_writers_at_once(tmp_path: Path) -> None:
     """The second one's shards are not overwritten in silence."""
     first = TarWriter(tmp_path, shard_samples=2)
@@ -322,9 +335,11 @@ async def test_what_samples_are_made_of(tmp_path: Path) -> None:
 
 async def test_names_beside_each_other(tmp_path: Path) -> None:
     """Ranks write to one folder under a name each, also if one begins the other."""
-    for name in ("train", "train-1", "train-1-000000.tar"):
-        async with TarWriter(tmp_path, name) as writer:
-            await writer.write({"cls": 1})
+    async with TarWriter(tmp_path, "train-1") as other:
+        await other.write({"bin": bytes(5 << 20)})  # begun, when the next is opened
+        for name in ("train", "train-1-000000.tar"):
+            async with TarWriter(tmp_path, name) as writer:
+                await writer.write({"cls": 1})
     for name in ("train", "train-1"):
         async with TarWriter(tmp_path, name) as writer:
             assert writer.next_sample == 1
@@ -338,6 +353,7 @@ async def test_names_beside_each_other(tmp_path: Path) -> None:
         ({"shard_samples": 0}, ValueError, "shard_samples must be at least 1"),
         ({"shard_size": 1}, TypeError, "did you mean 'shard_"),
         ({"store_options": {"region": "x"}}, TypeError, "no store_options are for it"),
+        ({"metadata": {"x": object()}}, TypeError, "not JSON serializable"),
         ({"destination": "gopher://x"}, ValueError, "no object store is known"),
         ({"destination": 7}, TypeError, "must be a URL, path or store"),
     ],
@@ -442,7 +458,7 @@ async def test_rows_of_any_kind(kind: str, tmp_path: Path) -> None:
 async def test_the_schema_stays(tmp_path: Path) -> None:
     """That of the first shard, also after a crash; what does not fit is refused."""
     await write_parquet([{"a": 1, "b": "x"}], tmp_path)
-    with pytest.raises(ValueError, match=r"column 'a' is of int64, .* 'z'"):
+    with pytest.raises(ValueError, match=r"column 'a' has not only int64: .*'z'"):
         await write_parquet([{}, {"a": "z"}], tmp_path)
     with pytest.raises(ValueError, match="row 1 has columns that the schema lacks: c"):
         await write_parquet([{}, {"c": 1}], tmp_path)
@@ -450,6 +466,8 @@ async def test_the_schema_stays(tmp_path: Path) -> None:
         await write_parquet([], tmp_path, schema=pa.schema({"a": pa.int8()}))
     with pytest.raises(TypeError, match="row 1 must be a dict of columns, got int"):
         await write_parquet([{}, 3], tmp_path)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="column 'x' has values of several types"):
+        await write_parquet([{"x": 1}, {"x": b""}], tmp_path / "new")
     await write_parquet([{}, {"b": "y"}], tmp_path)
     table = pq.read_table(tmp_path / "part-000001.parquet")
     assert table.to_pylist() == [{"a": None, "b": "y"}]

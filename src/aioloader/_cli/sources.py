@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from aioloader._cli.usage import UsageError
 from aioloader._loader.loader import DataLoader
 from aioloader.datasets._decode.pictures import FOLDER_EXTENSIONS
+from aioloader.datasets._stores.places import shown_address
 from aioloader.datasets.files import FileDataset
 from aioloader.datasets.lines import JSONLinesDataset
 from aioloader.datasets.named import ClassFolders, Named
@@ -70,7 +71,8 @@ def find_source(options: argparse.Namespace) -> Source:
     is_beside = _lies_in(options.dst, folder) and _lies_in(folder, options.dst)
     if is_inside or (is_beside and kind == options.format):
         raise UsageError(
-            f"DST {options.dst!r} lies where SRC is: another run would pack the shards"
+            f"DST {shown_address(options.dst)} lies where SRC is: another run would "
+            f"pack the shards"
         )
     if kind in _STREAMS:
         _refuse(options, "class_folders", "glob", "shuffle")
@@ -98,7 +100,8 @@ def _refuse(options: argparse.Namespace, *names: str) -> None:
         value = getattr(options, name)
         if value is not None and value is not False:
             raise UsageError(
-                f"--{name.replace('_', '-')} is for directories, not for {options.src}"
+                f"--{name.replace('_', '-')} is for directories, not for "
+                f"{shown_address(options.src)}"
             )
 
 

@@ -91,13 +91,22 @@ class Decoder:
                 for name, value in sample.items()
             }
         if is_buffer(sample):
-            return self.decode(sample, "")
+            return self._decode_picture(sample)
         if isinstance(sample, tuple) and sample and is_buffer(sample[0]):
-            return (self.decode(sample[0], ""), *sample[1:])
+            return (self._decode_picture(sample[0]), *sample[1:])
         raise TypeError(
             f"a Decoder takes dicts of bytes by extension, the bytes of a picture, or "
             f"a tuple that begins with them, got {type(sample).__name__}"
         )
+
+    def _decode_picture(self, data: Any) -> Any:
+        if self._picture is None:
+            raise TypeError(
+                f"bytes without an extension are decoded as a picture, and {self!r} "
+                f"has no word for pictures, such as 'torch'; or decode them where they "
+                f"have names, by the dataset's own `decode`"
+            )
+        return self.decode(data, "")
 
     def decode(self, data: Any, extension: str, key: str = "", url: str = "") -> Any:
         """Return what the bytes of one member stand for.

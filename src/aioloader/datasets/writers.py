@@ -8,6 +8,7 @@ whole shard. Memory holds some megabytes, and the parts of an upload in flight.
 import abc
 import asyncio
 import base64
+import json
 import re
 from collections.abc import (
     AsyncGenerator,
@@ -90,6 +91,7 @@ class ShardWriter(abc.ABC):
 
     Raises:
         ImportError: If a store is written to, and obstore is not installed.
+        TypeError: If ``metadata`` has no form in JSON.
         ValueError: If an argument is wrong.
     """
 
@@ -114,6 +116,7 @@ class ShardWriter(abc.ABC):
                 f"name must be made of letters, digits, dots, dashes and underscores, "
                 f"got {name!r}; folders belong to the destination"
             )
+        json.dumps(metadata)  # raises what is wrong with it
         self.next_sample = 0
         self._shard_bytes = shard_bytes
         self._shard_samples = shard_samples

@@ -193,13 +193,17 @@ class ParquetBody:
         rows, self._rows, self._pending = self._rows, [], 0
         if self.schema is None:
             names = dict.fromkeys(name for row in rows for name in row)
-            table = pa.table({n: [row.get(n) for row in rows] for n in names})
+            types: list[tuple[str, Any]] = [(name, None) for name in names]
+        else:
+            types = [(field.name, field.type) for field in self.schema]
+        columns = [
+            _column(pa, [row.get(name) for row in rows], name, kind)
+            for name, kind in types
+        ]
+        if self.schema is None:
+            table = pa.table(dict(zip(names, columns, strict=True)))
             self.schema = table.schema
         else:
-            columns = [
-                _column(pa, [row.get(field.name) for row in rows], field)
-                for field in self.schema
-            ]
             table = pa.Table.from_arrays(columns, schema=self.schema)
         if self._writer is None:
             self._writer = pq.ParquetWriter(
@@ -210,13 +214,13 @@ class ParquetBody:
         self._writer.write_table(table, row_group_size=len(rows))
 
 
-def _column(pa: Any, values: list[Any], field: Any) -> Any:
+def _column(pa: Any, values: list[Any], name: str, kind: Any) -> Any:
     try:
-        return pa.array(values, field.type)
-    except (pa.ArrowException, OverflowError, TypeError) as error:
+        return pa.array(values, kind)
+    except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+        what = "values of several types" if kind is None else f"not only {kind}"
         raise ValueError(
-            f"column {field.name!r} is of {field.type}, as in the first rows, and has "
-            f"other values later: {error}; pass a schema that fits all"
+            f"column {name!r} has {what}: {error}; pass a schema that fits all rows"
         ) from error
 
 

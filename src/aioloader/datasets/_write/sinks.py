@@ -9,6 +9,7 @@ Memory holds the parts in flight.
 import asyncio
 import contextlib
 import os
+import re
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -117,10 +118,13 @@ class FolderSink:
 
     def _open(self, name: str) -> dict[str, int]:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for left in self._folder.glob(f".{name}-*{_PARTIAL}"):
-            left.unlink(missing_ok=True)
+        # Not those of a writer whose name begins with this one's.
+        left = re.compile(rf"\.{re.escape(name)}-(\d+\.\w+|shards\.json)\{_PARTIAL}")
         with os.scandir(self._folder) as entries:
-            return {e.name: e.stat().st_size for e in entries if e.is_file()}
+            there = {e.name: e.stat().st_size for e in entries if e.is_file()}
+        for file in filter(left.fullmatch, there):
+            (self._folder / file).unlink(missing_ok=True)
+        return there
 
     async def read(self, file: str) -> bytes | None:
         """Return a small file, or None."""
