@@ -13,6 +13,7 @@ from obstore.store import LocalStore
 from aioloader import DataLoader
 from aioloader.datasets import Decoder, FileDataset, ObjectDataset, named
 from aioloader.errors import DecodeError
+from aioloader.testing import check_dataset
 from datasets.pictures import TREE, write_tree
 
 # What torchvision 0.28 says of the tree: ``classes``, and ``samples`` below the root.
@@ -122,6 +123,13 @@ def test_decoded_where_workers_read(tree: Path) -> None:
     loader = DataLoader(dataset, **options)
     with loader, pytest.raises(DecodeError, match=r"'png' of sample 'dog/10\.png'"):
         list(loader)
+
+
+def test_the_laws_hold(tree: Path) -> None:
+    """Those of every dataset, with and without labels."""
+    (tree / "dog" / "2.jpeg").rename(tree / "dog" / "2.png")
+    check_dataset(FileDataset("**/*.png", root=tree).decode("torch"))
+    check_dataset(FileDataset("**/*", root=tree).class_folders().decode("torch"))
 
 
 def test_labels_of_another_set(tree: Path) -> None:

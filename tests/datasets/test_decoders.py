@@ -22,6 +22,7 @@ from aioloader import DataLoader
 from aioloader.datasets import Decoder, FileDataset, TarDataset, decoders
 from aioloader.datasets._decode import fields, pictures
 from aioloader.errors import DecodeError
+from aioloader.testing import check_dataset
 from datasets.pictures import SIDE, encoded, pixels
 
 COLOURS = pixels(0, 3)
@@ -315,6 +316,13 @@ async def test_a_damaged_sample_is_skipped(tmp_path: Path) -> None:
     loader = DataLoader(stream, batch_size=4, on_error="skip")
     labels = [label async for batch in loader for label in batch["cls"].tolist()]
     assert labels == [0, 1, 2, 3, 4, 6, 7]
+
+
+def test_the_laws_hold(tmp_path: Path) -> None:
+    """Those of every stream, states and all."""
+    path = write(tmp_path / "a.tar")
+    stream = TarDataset([path, write(tmp_path / "b.tar")], interleave=2)
+    check_dataset(stream.shuffle(5).decode("torch"))
 
 
 def test_as_the_transform_of_workers(tmp_path: Path) -> None:
