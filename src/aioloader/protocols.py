@@ -13,12 +13,15 @@ import enum
 import functools
 import inspect
 import itertools
+import types
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import torch
 from torch.utils.data import ChainDataset, IterableDataset, Subset
+
+_FUNCTIONS = types.FunctionType, types.MethodType
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 
@@ -135,6 +138,8 @@ def is_async_function(function: object) -> bool:
     """Tell whether calling ``function`` gives a coroutine."""
     while isinstance(function, functools.partial):
         function = function.func
+    if function is None or isinstance(function, _FUNCTIONS):
+        return inspect.iscoroutinefunction(function)
     call = getattr(type(function), "__call__", None)  # noqa: B004  (its colour, not its presence)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 

@@ -125,6 +125,11 @@ class Pipeline:
         else:
             self._go_on(task)
 
+    def read_ahead(self) -> None:
+        """Read what follows the first batch: the consumer has asked for more."""
+        if self.reads_here and self.maker.reads_async and self.host.loop is not None:
+            call_threadsafe(self.host.loop, self._read_ahead)
+
     def dismiss(self) -> None:
         """Begin to end; from any thread, and from finalizers. ``ended`` tells when."""
         if not self._is_dismissed:
@@ -261,6 +266,10 @@ class Pipeline:
     def _read_on_loop(self, task: BatchTask) -> None:
         assert self._fetchers is not None
         self._fetchers.read(task)
+
+    def _read_ahead(self) -> None:
+        if self._fetchers is not None:
+            self._fetchers.read_ahead()
 
     async def _read_stream(
         self, stream: AsyncStream, stack: contextlib.AsyncExitStack
