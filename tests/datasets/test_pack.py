@@ -204,7 +204,7 @@ def test_killed_and_run_again(tree: Path, tmp_path: Path) -> None:
     samples = read(TarDataset(f"{tmp_path}/out/*.tar"))
     assert [int(sample["cls"]) for sample in samples] == [at for _, at in SAMPLES]
     assert samples[2]["png"] == content
-    assert len(list((tmp_path / "out").iterdir())) == 7
+    assert len(list((tmp_path / "out").iterdir())) == 13  # shards, indices, manifest
 
 
 WRONG: list[tuple[list[str], str]] = [
@@ -290,11 +290,11 @@ def test_index_calls_the_writer_of_indices(
     """For each tar; a damaged one is an error in one line."""
     seen: list[str] = []
 
-    def write_index(path: str) -> str:
+    def write_index(path: str) -> int:
         seen.append(path)
         if "bad" in path:
             raise DatasetError(f"{path!r} is damaged at byte 0")
-        return f"{path}.idx"
+        return 1234
 
     module = type(sys)("index")
     module.write_index = write_index  # type: ignore[attr-defined]
@@ -305,7 +305,7 @@ def test_index_calls_the_writer_of_indices(
     assert main(["index", *map(str, tars)]) == 1
     assert seen == list(map(str, tars))
     captured = capsys.readouterr()
-    assert captured.out == f"{tars[0]}: {tars[0]}.idx\n"
+    assert captured.out == f"{tars[0]}.idx: 1,234 samples\n"
     assert "is damaged at byte 0" in captured.err
 
 

@@ -178,7 +178,9 @@ async def test_nothing_is_seen_before_it_is_whole(tmp_path: Path) -> None:
     left = await asyncio.to_thread(os.listdir, tmp_path)
     assert sorted(left) == [
         "shard-000000.tar",
+        "shard-000000.tar.idx",
         "shard-000001.tar",
+        "shard-000001.tar.idx",
         "shard-shards.json",
     ]
 
@@ -393,6 +395,18 @@ async def test_the_same_samples_give_the_same_bytes(tmp_path: Path) -> None:
         for name in "ab"
     )
     assert one == other
+
+
+async def test_each_shard_has_its_index(tmp_path: Path) -> None:
+    """Where samples begin, and where the last one ends: 64-bit numbers."""
+    async with TarWriter(tmp_path) as writer:
+        for name in ("a", "b" * 200, "c"):  # the second has a long name
+            await writer.write({"__key__": name, "bin": bytes(600), "x": b""})
+    found = np.fromfile(tmp_path / "shard-000000.tar.idx", "<u8").tolist()
+    size = (tmp_path / "shard-000000.tar").stat().st_size
+    # Headers and bodies of 512 bytes: 4 a sample, and 2 more for each long name.
+    assert found == [512 * at for at in (0, 4, 12, 16)]
+    assert size == found[-1] + 1024
 
 
 # -- Parquet ----------------------------------------------------------------------

@@ -19,6 +19,6 @@ def run(options: argparse.Namespace) -> None:
             raise UsageError(f"there is no file {str(path)!r}")
     write_index = importlib.import_module("aioloader.datasets._tar.index").write_index
     for path in options.tars:
-        written = write_index(str(path))
+        count = write_index(str(path))
         if not options.quiet:
-            sys.stdout.write(f"{path}: {written}\n")
+            sys.stdout.write(f"{path}.idx: {count:,} samples\n")

@@ -38,10 +38,10 @@ examples:
   aioloader pack 'logs-*.jsonl' tables/ --format parquet
 """
 _INDEX = """\
-Write an index beside each tar, so that several readers can share one shard.
+Write an index beside each tar, X.tar.idx, so that several readers can share a shard.
 
-The index says where samples begin; TarDataset finds it under the tar's name with .idx
-added, or as its page says. Tars that are packed (.gz, .zst) cannot have one.
+It says where samples begin. Tars that `aioloader pack` has written have one already.
+Packed tars (.gz, .zst) cannot have one.
 """
 
 

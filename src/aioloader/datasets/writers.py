@@ -193,6 +193,10 @@ class ShardWriter(abc.ABC):
     async def _finish(self, body: Body) -> None:
         """Name the shard in the manifest, then let readers see it."""
         upload = await self._send(body, is_end=True)
+        index = body.index()
+        if index is not None:
+            file = self._manifest.shard(len(self._manifest.shards))
+            await self._sink.put(f"{file}.idx", index)
         count = self.next_sample - self._manifest.num_samples
         manifest = self._manifest.and_then(count, self._sent, self._schema())
         await self._save(manifest)
@@ -268,7 +272,8 @@ class TarWriter(ShardWriter):
     extensions of its members. Bytes and text are written as they are; what ``Decoder``
     makes of an extension is encoded: ``cls`` numbers, ``json``, ``npy``, ``pth``,
     ``jpg`` and ``png`` pictures of Pillow, NumPy and torch. The same samples give the
-    same bytes. All else is as for ``ShardWriter``.
+    same bytes. Beside each shard lies its index (``.tar.idx``), by which several
+    readers can share it. All else is as for ``ShardWriter``.
 
     Example:
         >>> import asyncio, tempfile

@@ -3,6 +3,8 @@
 A body holds what was not taken yet: some megabytes, and of tables a row group.
 """
 
+import array
+import sys
 import tarfile
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -49,12 +51,16 @@ class Body(Protocol):
     def take(self, *, is_end: bool = False) -> bytes:
         """Return the bytes that are ready; in a thread."""
 
+    def index(self) -> bytes | None:
+        """Return what tells readers where samples begin, if that lies beside."""
+
 
 class TarBody:
     """A tar archive in which readers find the samples, as WebDataset groups them."""
 
     def __init__(self) -> None:
         self.size = 0
+        self._starts = array.array("Q")
         self._parts: list[bytes] = []
         self._ready = 0
         self._key = ""
@@ -89,6 +95,7 @@ class TarBody:
     def append(self, encoded: tuple[str, bytes]) -> None:
         """Add a sample."""
         self._key, data = encoded
+        self._starts.append(self.size)
         self._parts.append(data)
         self.size += len(data)
         self._ready += len(data)
@@ -101,9 +108,20 @@ class TarBody:
         """Return what is ready; in the end two blocks of zeros too."""
         parts, self._parts, self._ready = self._parts, [], 0
         if is_end:
+            self._starts.append(self.size)
             parts.append(bytes(2 * _BLOCK))
             self.size += 2 * _BLOCK
         return b"".join(parts)
+
+    def index(self) -> bytes:
+        """Return where samples begin, and where the last one ends, as ``_tar.index``.
+
+        Once it is at its end.
+        """
+        starts = self._starts[:]
+        if sys.byteorder != "little":
+            starts.byteswap()
+        return starts.tobytes()
 
 
 def _check_name(key: Any, name: str) -> None:
@@ -185,6 +203,9 @@ class ParquetBody:
             self._writer.close()
         self.size = self._output.size
         return self._output.taken()
+
+    def index(self) -> None:
+        """Return nothing: row groups are in the footer."""
 
     def _write(self) -> None:
         import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
