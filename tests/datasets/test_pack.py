@@ -145,6 +145,19 @@ def test_a_list_of_files(tree: Path, tmp_path: Path) -> None:
     assert [row["path"] for row in rows] == ["dog/10.png", "cat/b.png"]
 
 
+def test_files_that_are_there_twice(
+    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Are no members of one sample; nor are those that readers take for the same."""
+    (tree / "list.txt").write_text("cat/b.png\ndog/10.png\ncat/b.png\n")
+    with pytest.raises(SystemExit):
+        main(["pack", str(tree / "list.txt"), str(tmp_path / "out")])
+    assert "the same member of 'cat/b': ['png', 'png']" in capsys.readouterr().err
+    (tree / "cat" / "b.PNG").write_bytes(b"")
+    assert main(["pack", str(tree), str(tmp_path / "out")]) == 1
+    assert "'cat/b' has two members of one name" in capsys.readouterr().err
+
+
 def test_rows_become_members_and_come_back(tmp_path: Path) -> None:
     """JSON lines, tables and tars, each to the other."""
     lines = [{"id": number, "text": f"ü{number}"} for number in range(5)]

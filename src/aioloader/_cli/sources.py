@@ -6,19 +6,21 @@ what it is made of, so that packing goes on only with the same.
 
 import abc
 import argparse
+import array
 import asyncio
 import hashlib
 import json
 import os
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.utils.data import Dataset
 
 from aioloader._cli.usage import UsageError
 from aioloader._loader.loader import DataLoader
 from aioloader.datasets._decode.pictures import FOLDER_EXTENSIONS
+from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.places import shown_address
 from aioloader.datasets.files import FileDataset
 from aioloader.datasets.lines import JSONLinesDataset
@@ -35,6 +37,8 @@ _STREAMS: dict[str, Any] = {
     "tar": TarDataset,
 }
 _PACKED = (".gz", ".zst")
+# What a sample has, and its files: column or extension to index.
+Plan: TypeAlias = tuple[dict[str, Any], dict[str, int]]
 
 
 class Source(abc.ABC):
@@ -78,10 +82,11 @@ def find_source(options: argparse.Namespace) -> Source:
         _refuse(options, "class_folders", "glob", "shuffle")
         is_table = options.format == "parquet"
         return _Rows(_open_stream(_STREAMS[kind], options), src, is_table=is_table)
-    dataset, root = _open_files(options, kind)
+    dataset = _open_files(options, kind)
     if options.class_folders:
-        return _Labelled(dataset.class_folders(root), options)
-    return _Files(dataset, options)
+        return _Labelled(dataset.class_folders(), options)
+    kind_of_files = _FileMembers if options.format == "tar" else _FileRows
+    return kind_of_files(dataset, options)
 
 
 def _kind_of(src: str) -> str:
@@ -114,25 +119,25 @@ def _open_stream(kind: Any, options: argparse.Namespace) -> Stream[Any]:
     return stream
 
 
-def _open_files(options: argparse.Namespace, kind: str) -> tuple[Named, str]:
-    """Return the files of SRC, and the folder that class folders would be in."""
+def _open_files(options: argparse.Namespace, kind: str) -> Named:
+    """Return the files of SRC."""
     src: str = options.src
     if "://" in src:
         _refuse(options, "glob")
-        return ObjectDataset(src, store_options=dict(options.src_option)), ""
+        return ObjectDataset(src, store_options=dict(options.src_option))
     if options.src_option:
         raise UsageError(f"--src-option is for stores, and {src!r} is none")
     path = Path(src)
     if kind == "txt" and path.is_file():
         _refuse(options, "glob")
         lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-        return FileDataset(list(filter(None, lines)), root=path.parent), ""
+        return FileDataset(list(filter(None, lines)), root=path.parent)
     if not path.is_dir():
         raise UsageError(
             f"SRC must be a directory, a URL, a list of files (.txt) or shards "
             f"(.jsonl, .parquet, .tar), and there is no {src!r}"
         )
-    return FileDataset(options.glob or "**/*", root=path), ""
+    return FileDataset(options.glob or "**/*", root=path)
 
 
 def _lies_in(inner: str, outer: str) -> bool:
@@ -144,72 +149,55 @@ def _lies_in(inner: str, outer: str) -> bool:
 # -- files ------------------------------------------------------------------------
 
 
-class _Read(Dataset[Any]):
-    """Samples that are made of one or more files each.
-
-    Args:
-        dataset: The files.
-        parts: Of each sample: index and column of its files.
-        fixed: Of each sample: what it has besides.
-    """
-
-    def __init__(
-        self,
-        dataset: Named,
-        parts: list[list[tuple[int, str]]],
-        fixed: list[dict[str, Any]],
-    ) -> None:
-        self.dataset, self.parts, self.fixed = dataset, parts, fixed
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    async def __getitem__(self, number: int) -> dict[str, Any]:
-        parts = self.parts[number]
-        data = await asyncio.gather(*(self.dataset[index] for index, _ in parts))
-        names = (name for _, name in parts)
-        return {**self.fixed[number], **dict(zip(names, data, strict=True))}
-
-
-class _Folder(Source):
+class _Folder(Source, Dataset[Any]):
     """Files of a directory, a store or a list, several read at a time.
 
     Args:
-        read: The samples.
+        dataset: The files.
+        count: How many samples there are.
         options: The arguments.
         metadata: What the samples are made of, besides the names of the files.
     """
 
     def __init__(
-        self, read: _Read, options: argparse.Namespace, **metadata: Any
+        self, dataset: Named, count: int, options: argparse.Namespace, **metadata: Any
     ) -> None:
+        self._dataset, self._jobs = dataset, options.jobs
+        self._order: Sequence[int] = range(count)
         if options.shuffle is not None:
-            order = keyed_order(len(read), options.shuffle, 0, 0)
-            read.parts = [read.parts[at] for at in order]
-            read.fixed = [read.fixed[at] for at in order]
+            self._order = keyed_order(count, options.shuffle, 0, 0)
         digest = hashlib.sha256()
-        for parts, fixed in zip(read.parts, read.fixed, strict=True):
-            digest.update(repr((parts, fixed)).encode("utf-8", "surrogateescape"))
-        super().__init__(
-            {
-                "kind": "files",
-                "count": len(read),
-                "digest": digest.hexdigest()[:16],
-                **metadata,
-            }
-        )
-        self.count = len(read)
-        self._read, self._jobs = read, options.jobs
+        for number in self._order:
+            digest.update(repr(self.plan(number)).encode("utf-8", "surrogateescape"))
+        content = {"count": count, "digest": digest.hexdigest()[:16]}
+        super().__init__({"kind": "files", **content, **metadata})
+        self.count = count
+
+    @abc.abstractmethod
+    def plan(self, number: int) -> Plan:
+        """Return what a sample is made of."""
+
+    async def __getitem__(self, number: int) -> dict[str, Any]:
+        sample, parts = self.plan(self._order[number])
+        data = await asyncio.gather(*(self._dataset[at] for at in parts.values()))
+        return {**sample, **dict(zip(parts, data, strict=True))}
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def lifespan(self) -> Any:
+        """Return that of the files."""
+        return self._dataset.lifespan()
 
     async def samples(self, first: int) -> AsyncGenerator[dict[str, Any], None]:
         """Read the samples, in their order."""
         loader: Any = DataLoader(
-            self._read,
+            self,
             batch_size=None,
-            sampler=range(first, len(self._read)),
+            sampler=range(first, len(self)),
             collate_fn=_same,
             concurrency=self._jobs,
-            lifespan=_lifespan,
+            lifespan=_Folder.lifespan,
         )
         try:
             async for sample in loader:
@@ -222,57 +210,63 @@ def _same(sample: Any) -> Any:
     return sample
 
 
-def _lifespan(read: _Read) -> Any:
-    return read.dataset.lifespan()
-
-
-class _Files(_Folder):
-    """Files by their names: for tars grouped to samples as readers group members."""
+class _FileRows(_Folder):
+    """A row for each file."""
 
     def __init__(self, dataset: Named, options: argparse.Namespace) -> None:
-        if options.format == "parquet":
-            parts = [[(at, "bytes")] for at in range(len(dataset))]
-            fixed: list[dict[str, Any]] = [{"path": name} for name in dataset.names]
-            super().__init__(_Read(dataset, parts, fixed), options)
-            return
-        groups: dict[str, list[tuple[int, str]]] = {}
-        bare = 0
+        self._names = dataset.names
+        super().__init__(dataset, len(self._names), options)
+
+    def plan(self, number: int) -> Plan:
+        """Return path and file."""
+        return {"path": self._names[number]}, {"bytes": number}
+
+
+class _FileMembers(_Folder):
+    """Files whose names are alike up to the first dot: the members of a sample."""
+
+    def __init__(self, dataset: Named, options: argparse.Namespace) -> None:
+        found = []
         for at, name in enumerate(dataset.names):
             folder, slash, base = name.rpartition("/")
-            stem, dot, extension = base.partition(".")
-            if stem and dot and extension:
-                key = f"{folder}{slash}{stem}".lstrip("/")
-                groups.setdefault(key, []).append((at, extension))
-            else:
-                bare += 1
-        if not groups:
+            stem, _, extension = base.partition(".")
+            if stem and extension:
+                found.append((f"{folder}{slash}{stem}".lstrip("/"), extension, at))
+        if not found:
             raise UsageError(f"no file in {options.src!r} has a name with an extension")
-        keys = sorted(groups)
-        fixed = [{"__key__": key} for key in keys]
-        super().__init__(_Read(dataset, [groups[k] for k in keys], fixed), options)
+        found.sort()
+        self._extensions = NameTable(extension for _, extension, _ in found)
+        self._files = array.array("Q", (at for *_, at in found))
+        groups = {key: start for start, (key, *_) in reversed([*enumerate(found)])}
+        self._keys = NameTable(reversed(groups))
+        self._starts = array.array("Q", [*reversed(groups.values()), len(found)])
+        super().__init__(dataset, len(groups), options)
+        bare = len(dataset.names) - len(found)
         if bare:
             self.notes = [f"left out: {bare:,} files without an extension"]
 
+    def plan(self, number: int) -> Plan:
+        """Return key and members."""
+        members = range(self._starts[number], self._starts[number + 1])
+        parts = {self._extensions[at]: self._files[at] for at in members}
+        if len(parts) < len(members):
+            twice = [self._extensions[at] for at in members]
+            raise ValueError(
+                f"two files are the same member of {self._keys[number]!r}: {twice}"
+            )
+        return {"__key__": self._keys[number]}, parts
+
 
 class _Labelled(_Folder):
-    """Pictures with the number of their folder."""
+    """Pictures with the number of their folder, as members or as rows."""
 
     def __init__(self, found: ClassFolders, options: argparse.Namespace) -> None:
-        samples = found.samples
-        if options.format == "parquet":
-            parts = [[(at, "bytes")] for at in range(len(samples))]
-            fixed = [{"path": name, "label": label} for name, label in samples]
-        else:
-            extensions = (name.rpartition(".")[2].lower() for name, _ in samples)
-            parts = [[(at, extension)] for at, extension in enumerate(extensions)]
-            keys = _unlike(name for name, _ in samples)
-            labels = (label for _, label in samples)
-            fixed = [
-                {"__key__": k, "cls": label}
-                for k, label in zip(keys, labels, strict=True)
-            ]
-        dataset = _Bytes(found)
-        super().__init__(_Read(dataset, parts, fixed), options, classes=found.classes)
+        self._names, self._labels = found.names, found.targets
+        self._keys: NameTable | None = None
+        if options.format == "tar":
+            self._keys = NameTable(_unlike(found.names))
+        files = _Pictures(found)
+        super().__init__(files, len(found), options, classes=found.classes)
         if options.shuffle is None and len(found.classes) > 1:
             self.notes = ["sorted by class: --shuffle 0 would mix them for training"]
         left = len(found.dataset) - len(found)
@@ -280,15 +274,23 @@ class _Labelled(_Folder):
             shown = ", ".join(sorted(FOLDER_EXTENSIONS))
             self.notes += [f"left out: {left:,} files that are not {shown}"]
 
+    def plan(self, number: int) -> Plan:
+        """Return key or path, label and file."""
+        name, label = self._names[number], self._labels[number]
+        if self._keys is None:
+            return {"path": name, "label": label}, {"bytes": number}
+        extension = name.rpartition(".")[2].lower()
+        return {"__key__": self._keys[number], "cls": label}, {extension: number}
 
-class _Bytes(Named):
+
+class _Pictures(Named):
     """The samples of class folders without their labels."""
 
     def __init__(self, folders: ClassFolders) -> None:
         self._folders = folders
 
     @property
-    def names(self) -> Any:
+    def names(self) -> NameTable:
         """The names by index."""
         return self._folders.names
 
@@ -301,18 +303,24 @@ class _Bytes(Named):
         return self._folders.lifespan()
 
 
-def _unlike(names: Iterable[str]) -> list[str]:
-    """Return a key for each name: without ending and dots, and no two alike."""
-    keys: dict[str, None] = {}
+def _unlike(names: Iterable[str]) -> Iterator[str]:
+    """Yield a key for each name: without ending and dots, and no two alike.
+
+    Names of one folder come one after the other.
+    """
+    keys: set[str] = set()
+    last = ""
     for name in names:
         folder, slash, base = name.lstrip("/").rpartition("/")
+        if folder != last:
+            keys, last = set(), folder
         stem = base.rpartition(".")[0].replace(".", "_")
-        key, number = f"{folder}{slash}{stem}", 1
+        key, number = stem, 1
         while key in keys:
             number += 1
-            key = f"{folder}{slash}{stem}-{number}"
-        keys[key] = None
-    return list(keys)
+            key = f"{stem}-{number}"
+        keys.add(key)
+        yield f"{folder}{slash}{key}"
 
 
 # -- shards of other formats ------------------------------------------------------
