@@ -322,6 +322,23 @@ def test_index_calls_the_writer_of_indices(
     assert "is damaged at byte 0" in captured.err
 
 
+def test_an_index_by_either_way(tree: Path, tmp_path: Path) -> None:
+    """The one that is packed is the one that is made; several readers share a tar."""
+    pytest.importorskip("aioloader.datasets._tar.index")
+    packed(tree, tmp_path / "out", "--class-folders")
+    tar = tmp_path / "out" / "shard-000000.tar"
+    one = Path(f"{tar}.idx").read_bytes()
+    Path(f"{tar}.idx").unlink()
+    assert main(["index", str(tar)]) == 0
+    assert Path(f"{tar}.idx").read_bytes() == one
+    parts = [read(TarDataset(str(tar)).shard(rank, 2)) for rank in range(2)]
+    keys = [sorted(sample["__key__"] for sample in part) for part in parts]
+    assert all(keys)
+    assert sorted(keys[0] + keys[1]) == sorted(
+        name.rpartition(".")[0].replace(".", "_") for name, _ in SAMPLES
+    )
+
+
 @pytest.mark.parametrize("command", [[], ["pack"], ["index"]])
 def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """What the command does, each option, an example."""

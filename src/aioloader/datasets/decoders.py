@@ -168,7 +168,7 @@ class Decoder:
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Decoder, self.specs
+        return type(self), self.specs
 
     def __repr__(self) -> str:
         return f"Decoder({', '.join(map(repr, self.specs))})"
