@@ -21,7 +21,7 @@ from aioloader.datasets._streams.shards import (
     Summary,
     summary_of,
 )
-from aioloader.errors import StateMismatchError
+from aioloader.errors import ShardChangedError
 
 # A parser of one shard: its label, and the offset of the first byte it will get.
 MakeParser = Callable[[str, int], Parser]
@@ -80,11 +80,10 @@ class ParsedShard(KnowsSize):
             if start < self._passed:
                 return self._block[start : self._passed]
         if self._skip:
-            raise StateMismatchError(
+            raise ShardChangedError(
                 f"{self._location!r} ends {self._skip:,} samples before the place that "
                 "the state names; it has changed since",
-                expected=self._skip,
-                found=0,
+                location=self._location,
             )
         return []
 

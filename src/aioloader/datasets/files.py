@@ -23,17 +23,17 @@ from aioloader.datasets._stores.addresses import shown_address
 from aioloader.datasets._stores.failures import ShortReadError, truncated
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.per_loop import PerLoop
+from aioloader.datasets.named import Named
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
     ObjectPermissionError,
 )
-from aioloader.protocols import HasLifespan
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
 
-class FileDataset(Dataset[Coroutine[Any, Any, bytes]], HasLifespan):
+class FileDataset(Dataset[Coroutine[Any, Any, bytes]], Named):
     """Read whole files, many at a time, by ``async def __getitem__``.
 
     Several event loops may read one dataset at once; it may be pickled. As an async
@@ -74,8 +74,10 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], HasLifespan):
         check_is(root, (str, os.PathLike, type(None)), "root", "a directory")
         check_is(paths, (str, os.PathLike, Iterable), "paths", "a pattern or paths")
         self.root = None if root is None else os.fspath(root)
+        self._pattern = ""
         if isinstance(paths, (str, bytes, os.PathLike)):
-            self._paths = NameTable(_expand(os.fsdecode(paths), self.root))
+            self._pattern = os.fsdecode(paths)
+            self._paths = NameTable(_expand(self._pattern, self.root))
         else:
             self._paths = NameTable(map(_fspath, paths))
         self._batchers = PerLoop(partial(ReadBatcher, num_threads))
@@ -101,6 +103,23 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], HasLifespan):
     def paths(self) -> NameTable:
         """The paths by index, relative to ``root`` if they were given so."""
         return self._paths
+
+    @property
+    def names(self) -> NameTable:
+        """The same, under the name that all datasets of named bytes have."""
+        return self._paths
+
+    def folders(self, root: str) -> list[str]:
+        """Return the folders in ``root`` that the pattern goes through; this blocks.
+
+        Of a list of paths there are none.
+        """
+        start = f"{root.rstrip('/')}/" if root else ""
+        below = self._pattern.removeprefix(start).partition("/")[0]
+        if not self._pattern.startswith(start) or below not in {"*", "**"}:
+            return []
+        with os.scandir(self._locate(root) or ".") as entries:
+            return [e.name for e in entries if e.is_dir() and e.name[0] != "."]
 
     def __len__(self) -> int:
         return len(self._paths)

@@ -23,7 +23,7 @@ from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
     ObjectPermissionError,
-    StateMismatchError,
+    ShardChangedError,
     TruncatedReadError,
 )
 
@@ -292,7 +292,7 @@ def check_size(location: str, size: int, expected: int | None, start: int) -> No
         start: The first byte that is to be read.
 
     Raises:
-        StateMismatchError: If it is not.
+        ShardChangedError: If it is not.
     """
     if expected is not None and size != expected:
         what = f"it had {expected:,} bytes and has {size:,}"
@@ -300,11 +300,10 @@ def check_size(location: str, size: int, expected: int | None, start: int) -> No
         what = f"it is to be read from byte {start:,} on and has {size:,}"
     else:
         return
-    raise StateMismatchError(
+    raise ShardChangedError(
         f"{location!r} has changed since the state was saved: {what}; resume with the "
         "shards of then, or begin anew",
-        expected=start if expected is None else expected,
-        found=size,
+        location=location,
     )
 
 

@@ -20,7 +20,7 @@ from aioloader.datasets._streams.shards import (
     ShardFormat,
     ShardReader,
 )
-from aioloader.errors import StateMismatchError
+from aioloader.errors import ShardChangedError
 
 # Samples that a lane asks its reader for at once, at least: many share the cost.
 _SAMPLES = 256
@@ -53,7 +53,7 @@ class Lane:
         self._block: Block = []
         self._taken = 0
         self._is_broken = False
-        self._mismatch: StateMismatchError | None = None
+        self._mismatch: ShardChangedError | None = None
         self._has_columns = False
         self._reader: ShardReader | None = None
         self._next: ShardReader | None = None
@@ -124,8 +124,8 @@ class Lane:
             least = _ROWS if self._has_columns else _SAMPLES
             self._block = await reader.pull(max(limit, least))
             self._has_columns = not isinstance(self._block, list)
-        except StateMismatchError as error:
-            # To go on would leave out what the state does not know.
+        except ShardChangedError as error:
+            # Nothing follows the place of the state, whoever pulls again.
             self._mismatch = error
             raise
         except Exception as error:  # noqa: BLE001  (the loader's policy decides)
@@ -141,11 +141,9 @@ class Lane:
     async def _drop(self, reader: ShardReader) -> None:
         """Drop the samples that were passed on before the state was saved."""
         if missing := await skip(reader, self._skip):
-            raise StateMismatchError(
+            raise ShardChangedError(
                 f"shard {self._number} of its lane ends {missing:,} samples before the "
-                "place that the state names; it has changed since",
-                expected=self._skip,
-                found=self._skip - missing,
+                "place that the state names; it has changed since"
             )
 
     def _open_next(self) -> None:
