@@ -15,13 +15,16 @@ from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 from aioloader import DataLoader
 from aioloader.datasets import (
     ArrowDataset,
+    CSVDataset,
     JSONLinesDataset,
     ObjectDataset,
     ParquetDataset,
+    ParquetWriter,
     Requests,
     SQLDataset,
     SQLRows,
     TarDataset,
+    TarWriter,
     TextDataset,
 )
 from datasets.test_secrets import GOOGLE, KEY, MARKER, S3_KEYS, everything_said
@@ -29,7 +32,14 @@ from datasets.test_secrets import GOOGLE, KEY, MARKER, S3_KEYS, everything_said
 if TYPE_CHECKING:
     from datasets.conftest import Loopback
 
-STREAMS = [TarDataset, JSONLinesDataset, TextDataset, ParquetDataset, ArrowDataset]
+STREAMS = [
+    TarDataset,
+    JSONLinesDataset,
+    TextDataset,
+    ParquetDataset,
+    ArrowDataset,
+    CSVDataset,
+]
 ENCODED = "".join(f"%{ord(char):02X}" for char in MARKER)
 FORMS = (MARKER, ENCODED, KEY, base64.b64encode(f"me:{MARKER}".encode()).decode())
 # Addresses that hold a secret themselves.
@@ -114,7 +124,7 @@ def check(made: Any) -> None:
         steps += [made.shuffle(8), made.map(repr).batch(2), made.mix(made)]
         steps += [made.shard(0, 2), made.made_by, made.describe()]
         json.dumps(made.describe())
-    if not hasattr(made, "keys"):
+    if not hasattr(made, "keys") and not hasattr(made, "shards"):
         steps.append(DataLoader(made))
     for one in steps:
         for text in (str(one), repr(one), reprlib.repr(one), *dumped(one)):
@@ -148,6 +158,8 @@ def test_store_options(url: str, options: dict[str, Any]) -> None:
     check(TarDataset(f"{url}/a.tar", store_options=options))
     check(ParquetDataset("a.parquet", store=url, store_options=options))
     check(ObjectDataset(url, ["k"], store_options=options))
+    check(TarWriter(url, store_options=options))
+    check(ParquetWriter(url, store_options=options))
 
 
 @pytest.mark.parametrize("make", STORES, ids=range(len(STORES)))

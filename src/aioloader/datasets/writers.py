@@ -30,6 +30,7 @@ from typing import (
 )
 
 from aioloader.datasets._options import check_at_least, names_options
+from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._write.bodies import Body, ParquetBody, TarBody
 from aioloader.datasets._write.manifest import Manifest
@@ -119,7 +120,7 @@ class ShardWriter(abc.ABC):
         self.next_sample = 0
         self._shard_bytes = shard_bytes
         self._shard_samples = shard_samples
-        self._sink = make_sink(destination, store_options or {})
+        self._sink = make_sink(destination, hidden(store_options))
         self._manifest = Manifest(name, self.ending, dict(metadata or {}))
         self._saved: bytes | None = None
         self._body: Body | None = None

@@ -208,8 +208,9 @@ class Places:
         location = source.locate(key)
         fetch: Fetch = functools.partial(here.fetch, source, key)
         whole = functools.partial(WholeObject, here, source, key)
-        if self.kept_in is None:
+        if self._keeps_nothing(source):
             return ObjectBytes(fetch, whole, location, start, budget, size)
+        assert self.kept_in is not None
         cached = CachedRanges(fetch, self.kept_in, self._full(address))
         found = ObjectBytes(cached.fetch, whole, location, start, budget, size)
         return Closing(found, cached.aclose)
@@ -233,7 +234,7 @@ class Places:
         source, key = self._source_of(address)
         here = self._per_loop.here()
         fetch: Fetch = functools.partial(here.fetch, source, key)
-        if self.kept_in is not None:
+        if self.kept_in is not None and not self._keeps_nothing(source):
             fetch = CachedRanges(fetch, self.kept_in, self._full(address)).fetch
         piece = await fetch(start, stop, here.versions.get(address))
         return piece.data
@@ -243,6 +244,10 @@ class Places:
         clone = copy.copy(self)
         clone.kept_in = cache
         return clone
+
+    def _keeps_nothing(self, source: StoreSource) -> bool:
+        """Tell whether there is no cache; stores in memory all have one name."""
+        return self.kept_in is None or source.label == "memory://"
 
     def _full(self, address: Address) -> str:
         """Return what names an object among all of them; never shown."""

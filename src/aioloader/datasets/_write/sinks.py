@@ -25,9 +25,9 @@ from aioloader.datasets._stores.stores import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from obstore.store import ObjectStore
+
+    from aioloader.datasets._stores.options import Options
 
 # Parts of an upload: S3 allows 10,000 of them, which makes 80 GB.
 _PART_BYTES, _PARTS = 8 << 20, 4
@@ -74,7 +74,7 @@ class Sink(Protocol):
 
 
 def make_sink(
-    destination: "str | os.PathLike[str] | ObjectStore", options: "Mapping[str, Any]"
+    destination: "str | os.PathLike[str] | ObjectStore", options: "Options"
 ) -> Sink:
     """Return the sink of an address, or of a store of obstore.
 
