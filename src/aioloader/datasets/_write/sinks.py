@@ -134,9 +134,7 @@ class FolderSink:
 
     async def put(self, file: str, data: bytes) -> None:
         """Write a small file, and put it in the place of the old one."""
-        upload = self.begin(file)
-        await upload.write(data)
-        await upload.complete()
+        await in_thread(self.begin(file).put, data)
 
     def begin(self, file: str) -> "_FileUpload":
         """Begin to write a shard."""
@@ -153,6 +151,15 @@ class _FileUpload:
         self._folder, self._path = folder, folder / file
         self._partial = folder / f".{file}{_PARTIAL}"
         self._file: FileIO | None = None
+
+    def put(self, data: bytes) -> None:
+        """Write all of it, in the calling thread."""
+        try:
+            self._write(data)
+            self._complete()
+        except BaseException:
+            self._abort()
+            raise
 
     async def write(self, data: bytes) -> None:
         """Add bytes, in a thread."""
