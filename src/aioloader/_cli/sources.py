@@ -20,8 +20,8 @@ from torch.utils.data import Dataset
 from aioloader._cli.usage import UsageError
 from aioloader._loader.loader import DataLoader
 from aioloader.datasets._decode.pictures import FOLDER_EXTENSIONS
+from aioloader.datasets._stores.addresses import shown_address
 from aioloader.datasets._stores.names import NameTable
-from aioloader.datasets._stores.places import shown_address
 from aioloader.datasets.files import FileDataset
 from aioloader.datasets.lines import JSONLinesDataset
 from aioloader.datasets.named import ClassFolders, Named

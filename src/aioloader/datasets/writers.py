@@ -30,11 +30,12 @@ from typing import (
 )
 
 from aioloader.datasets._options import names_options
+from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.outlast import in_thread
+from aioloader.datasets._streams.iterated import check_at_least
 from aioloader.datasets._write.bodies import Body, ParquetBody, TarBody
 from aioloader.datasets._write.manifest import Manifest
 from aioloader.datasets._write.sinks import Upload, make_sink
-from aioloader.datasets.streams import check_at_least
 from aioloader.errors import StateMismatchError
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class ShardWriter(abc.ABC):
         self.next_sample = 0
         self._shard_bytes = shard_bytes
         self._shard_samples = shard_samples
-        self._sink = make_sink(destination, store_options or {})
+        self._sink = make_sink(destination, hidden(store_options))
         self._manifest = Manifest(name, self.ending, dict(metadata or {}))
         self._saved: bytes | None = None
         self._body: Body | None = None
