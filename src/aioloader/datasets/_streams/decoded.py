@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aioloader._order.blocks import Bad, Block
-from aioloader.datasets._streams.cursors import Cursor, bad
+from aioloader.datasets._streams.cursors import Cursor, State, bad
 
 # What is decoded beside others; smaller shares cost more for threads than they gain.
 _SHARE = 4
@@ -26,8 +26,11 @@ class Decoded:
     def __init__(self, upstream: Cursor, function: Callable[[Any], Any]) -> None:
         self._upstream = upstream
         self._function = function
-        self.state = upstream.state
         self.aclose = upstream.aclose
+
+    def state(self) -> State:
+        """Return where the next sample is."""
+        return {"up": self._upstream.state()}
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples, decoded."""
