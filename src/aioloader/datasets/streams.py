@@ -187,6 +187,10 @@ class Stream(Iterated[Sample_co]):
 # -- streams made of streams ------------------------------------------------------
 
 
+# Steps that pass on as many samples as they get.
+_ONE_TO_ONE = {"decode", "map"}
+
+
 class _Making:
     """A step to be: its cursor and that one's arguments; it can be pickled."""
 
@@ -256,7 +260,7 @@ class _Step(_Over):
 
     def total(self) -> int | None:
         """Return the length of an epoch, if it is known."""
-        return self.upstream.total() if self._kind == "map" else None
+        return self.upstream.total() if self._kind in _ONE_TO_ONE else None
 
     def describe(self) -> State:
         """Return the step's parameters, and the stream before it."""
