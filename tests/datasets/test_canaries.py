@@ -152,6 +152,14 @@ def test_addresses(url: str) -> None:
     check(ObjectDataset(url, ["k"]))
 
 
+@pytest.mark.parametrize("url", URLS, ids=range(len(URLS)))
+def test_writers(url: str) -> None:
+    """Of what they write to."""
+    writer = TarWriter(url)
+    assert has_canary([*dumped(writer)]) is None
+    assert has_canary(pickled(writer)) is None
+
+
 @pytest.mark.parametrize(("url", "options"), OPTIONS, ids=range(len(OPTIONS)))
 def test_store_options(url: str, options: dict[str, Any]) -> None:
     """With a store, and with the addresses themselves."""

@@ -255,9 +255,11 @@ class ShardWriter(abc.ABC):
                     await self._finish(self._body)
         finally:
             self._is_open = False
-            if self._upload is not None:
-                await self._upload.abort()
-            await self._sink.aclose()
+            try:
+                if self._upload is not None:
+                    await self._upload.abort()
+            finally:
+                await self._sink.aclose()
 
     def __repr__(self) -> str:
         count = len(self._manifest.shards)
