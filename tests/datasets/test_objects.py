@@ -271,7 +271,7 @@ def test_refuses_wrong_options(options: dict[str, Any], words: str) -> None:
         ("gs://b", {"regoin": "x"}, "does not know the option 'regoin'"),
         ("az://b", {"account_name": "a", "sas": "x"}, "does not know the option 'sas'"),
         ("az://b", {"use_emulator": "maybe"}, "refuses the value .* 'use_emulator'"),
-        ("/", {"region": "x"}, "is local, and takes no store_options, got region"),
+        ("/", {"region": "x"}, "is local, and takes no store_options: region"),
         ("file:///", {"region": "x"}, "is local, and takes no store_options"),
     ],
 )

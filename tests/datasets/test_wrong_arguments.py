@@ -90,12 +90,12 @@ WRONG: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "local options": (
         lambda: TarDataset("/a.tar", store_options={"region": "x"}),
         ValueError,
-        "'/a.tar' is local, and takes no store_options, got region",
+        "'/a.tar' is local, and takes no store_options: region",
     ),
     "options of a folder": (
         lambda: TarDataset("a.tar", store="/", store_options={"region": "x"}),
         ValueError,
-        "'/' is local, and takes no store_options, got region",
+        "'/' is local, and takes no store_options: region",
     ),
     "option": (
         lambda: TarDataset("s3://b/a.tar", store_options={"regoin": "x"}),

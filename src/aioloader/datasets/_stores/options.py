@@ -97,7 +97,7 @@ def check_no_options(path: str, options: Options) -> None:
         ValueError: If there are some.
     """
     if names := ", ".join(revealed(options)):
-        raise ValueError(f"{path!r} is local, and takes no store_options, got {names}")
+        raise ValueError(f"{path!r} is local, and takes no store_options: {names}")
 
 
 def unknown_option(path: str, known: Iterable[str] | None = None) -> str:
