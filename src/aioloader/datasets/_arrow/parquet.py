@@ -44,6 +44,8 @@ _ROWS = 16_384
 _BATCH = 1 << 20
 # Footers kept, in bytes: row groups of one file are mostly read one after the other.
 _KEPT = 64 << 20
+# Columns that are looked up sooner than a thread is asked.
+_FEW = 64
 _LEAST_REQUEST, _MOST_REQUEST = 1 << 16, 8 << 20
 _LEAST_BUFFER, _MOST_BUFFER = 1 << 14, 1 << 20
 
@@ -135,7 +137,10 @@ class ParquetFormat(TableFormat[Footer]):
                 location=place.location,
             )
         names = self._wanted.table.present(footer.schema)
-        group = await asyncio.to_thread(_group_of, footer, number, names, place)
+        if footer.is_sound and len(footer.leaves or names) <= _FEW:
+            group = _group_of(footer, number, names, place)
+        else:
+            group = await asyncio.to_thread(_group_of, footer, number, names, place)
         ranges, path = None, self._opener.path(address)
         if path is None:
             ranges = Ranges(

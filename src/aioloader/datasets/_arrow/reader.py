@@ -159,7 +159,8 @@ class Steps:
         rows = Rows(self._source.rows_of(batch))
         if not self._is_warm and len(rows):
             self._is_warm = True
-            _warm(rows)
+            if not rows.is_numeric:
+                _warm(rows)
         return rows
 
     def _singly(self, batch: "pa.RecordBatch") -> list[Any]:
