@@ -8,6 +8,7 @@ raise an error again in another process::
 
     LoaderError
     ├── DatasetError                     .location .attempts
+    │   ├── DecodeError(ValueError)       bytes that are not what their name says
     │   ├── ObjectNotFoundError(FileNotFoundError)
     │   ├── ObjectPermissionError(PermissionError)
     │   └── TruncatedReadError(EOFError)  .expected .received
@@ -51,6 +52,10 @@ class DatasetError(LoaderError):
         super().__init__(message)
         self.location = location
         self.attempts = attempts
+
+
+class DecodeError(DatasetError, ValueError):
+    """Say that the bytes of a sample are not what their extension says."""
 
 
 class ObjectNotFoundError(DatasetError, FileNotFoundError):

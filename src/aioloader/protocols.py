@@ -57,9 +57,11 @@ class BlockIterator(HasLifespan):
     Attributes:
         fills: Whether a batch may be filled by several blocks. If not, one block is one
             batch: the samples at its positions, of which some may be empty.
+        real: How many samples of an epoch are no padding; None: all.
     """
 
     fills: bool
+    real: int | None
 
     @abc.abstractmethod
     async def pull(self, limit: int) -> Any:
@@ -93,6 +95,27 @@ class OwnStream(abc.ABC):
     @abc.abstractmethod
     def shard(self, rank: int, world_size: int) -> "OwnStream":
         """Return the part of one rank."""
+
+    @abc.abstractmethod
+    def total(self) -> int | None:
+        """Return how many samples an epoch of all ranks has, if that is known."""
+
+    @abc.abstractmethod
+    def evened(self, tail: Any) -> "OwnStream":
+        """Return the stream whose ranks have equal parts of a known total."""
+
+    @abc.abstractmethod
+    def fitted(self, state: dict[str, Any], *, strict: bool = True) -> dict[str, Any]:
+        """Return a state as it can be loaded here.
+
+        Args:
+            state: The state of an iterator.
+            strict: Whether a state of another stream is an error; if not, a warning
+                says what of it is ignored.
+
+        Raises:
+            StateMismatchError: If it does not fit.
+        """
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:

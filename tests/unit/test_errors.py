@@ -10,6 +10,7 @@ from aioloader import errors
 EXAMPLES = [
     errors.LoaderError("m"),
     errors.DatasetError("m", location="s3://b/k", attempts=3),
+    errors.DecodeError("m", location="s3://b/k"),
     errors.ObjectNotFoundError("m", location="s3://b/k"),
     errors.ObjectPermissionError("m", location="s3://b/k"),
     errors.TruncatedReadError("m", location="s3://b/k", expected=9, received=4),
@@ -53,6 +54,7 @@ def test_every_class_is_shown() -> None:
 @pytest.mark.parametrize(
     ("error", "builtin"),
     [
+        (errors.DecodeError, ValueError),
         (errors.ObjectNotFoundError, FileNotFoundError),
         (errors.ObjectPermissionError, PermissionError),
         (errors.TruncatedReadError, EOFError),

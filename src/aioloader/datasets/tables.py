@@ -43,7 +43,6 @@ class _TableFiles(StoredStream[Row]):
     ) -> None:
         made_by = partial(
             self._format,
-            addresses,
             columns=columns,
             nulls=nulls,
             schema=schema,

@@ -26,6 +26,7 @@ from typing import (
 from aioloader.datasets._arrow.copies import Copies, Opener
 from aioloader.datasets._arrow.reader import Place, Source, TableReader
 from aioloader.datasets._arrow.wanted import Wanted
+from aioloader.datasets._stores.addresses import sealed, shown_addresses
 from aioloader.datasets._stores.bytes import file_failure
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._streams.shards import summary_of
@@ -216,7 +217,7 @@ class TableFormat(ABC, Generic[SomeEnd]):
         return {**self.__dict__, "_kept": OrderedDict(), "_schemas": schemas}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._addresses!r})"
+        return f"{type(self).__name__}({shown_addresses(sealed(self._addresses))})"
 
 
 class _File(NamedTuple):

@@ -24,6 +24,7 @@ from aioloader.datasets._arrow.filters import Filters
 from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
 from aioloader.datasets._arrow.reader import Place, Source, TableReader
 from aioloader.datasets._arrow.wanted import Wanted, checked
+from aioloader.datasets._stores.bytes import check_size
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class ParquetFormat(TableFormat[Footer]):
         place = Place(self._opener.label(address), f"row group {number}")
         if skipped:
             return self._void(place)
-        opening = partial(self._open, address, number, place)
+        opening = partial(self._open, address, number, place, position.get("size"))
         return TableReader(opening, place, position.get("row", 0), budget)
 
     def _parts_of(self, end: Footer) -> Iterable[Part]:
@@ -127,9 +128,15 @@ class ParquetFormat(TableFormat[Footer]):
             kept -= size
 
     async def _open(
-        self, address: str, number: int, place: Place, window: int
+        self,
+        address: str,
+        number: int,
+        place: Place,
+        expected: int | None,
+        window: int,
     ) -> Source:
         footer = await self._end(address)
+        check_size(place.location, footer.size, expected, 0)
         if number >= footer.metadata.num_row_groups:
             text = f"{place.location!r} has {footer.metadata.num_row_groups} row groups"
             raise DatasetError(
@@ -154,7 +161,7 @@ class ParquetFormat(TableFormat[Footer]):
         buffer = _buffer_for(group, window)
         batches = partial(_batches, file, footer, number, group, buffer, self._wanted)
         rows_of = partial(self._wanted.rows_of, location=place.location)
-        return Source(batches, rows_of, group.rows, ranges)
+        return Source(batches, rows_of, group.rows, ranges, footer.size)
 
 
 def _within(least: int, value: int, most: int) -> int:

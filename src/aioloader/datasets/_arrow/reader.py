@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from aioloader._order.blocks import Bad, Block, cut
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._stores.bytes import file_failure
+from aioloader.datasets._streams.shards import KnowsSize
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Source:
         rows_of: Makes the rows to deliver of a batch that was checked.
         rows: How many rows must come, if that is known.
         ranges: Where the bytes come from, if they are requested.
+        size: Length of the file, in bytes.
         has_thread: Whether it has a thread of its own, for it may wait.
         is_users: Whether errors are the user's, who made the source.
     """
@@ -84,6 +86,7 @@ class Source:
     rows_of: "Callable[[pa.RecordBatch], pa.RecordBatch]"
     rows: int | None = None
     ranges: "Ranges | None" = None
+    size: int | None = None
     has_thread: bool = False
     is_users: bool = False
 
@@ -224,7 +227,7 @@ def _warm(rows: Rows) -> None:
         rows[0]
 
 
-class TableReader:
+class TableReader(KnowsSize):
     """A shard's rows, in order.
 
     Args:
@@ -250,6 +253,7 @@ class TableReader:
         self._is_closed = False
         self._ranges: Ranges | None = None
         self._steps: Steps | None = None
+        self._size: int | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._work: asyncio.Future[list[Block]] | None = None
         self._next: asyncio.Task[list[Block]] | None = None
@@ -282,6 +286,11 @@ class TableReader:
             self._blocks.popleft()
             self._taken = 0
         return part
+
+    @property
+    def size(self) -> int | None:
+        """Length of the file, in bytes; None before it is open."""
+        return self._size
 
     def position(self) -> "Position":
         """Return the number of the next row."""
@@ -321,7 +330,7 @@ class TableReader:
         if self._steps is None:
             source = await self._opening(self._budget.window)
             self._steps = Steps(source, self._place, self._row, self._budget.step)
-            self._ranges = source.ranges
+            self._ranges, self._size = source.ranges, source.size
             if self._ranges is not None or source.has_thread:
                 # A thread that waits for the network must not be one of the loop's.
                 self._pool = ThreadPoolExecutor(1, "aioloader-arrow")
