@@ -87,6 +87,10 @@ class TruncatedReadError(DatasetError, EOFError):
         self.received = received
 
 
+class ShardChangedError(DatasetError):
+    """Say that a shard is not what it was when a state was saved: it cannot go on."""
+
+
 class WorkerError(LoaderError, RuntimeError):
     """Say that a worker failed, or that what it raised could not be brought here.
 

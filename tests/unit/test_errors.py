@@ -13,6 +13,7 @@ EXAMPLES = [
     errors.DecodeError("m", location="s3://b/k"),
     errors.ObjectNotFoundError("m", location="s3://b/k"),
     errors.ObjectPermissionError("m", location="s3://b/k"),
+    errors.ShardChangedError("m", location="s3://b/k"),
     errors.TruncatedReadError("m", location="s3://b/k", expected=9, received=4),
     errors.BatchTimeoutError("m", timeout=1.5, batch=7),
     errors.FailureBudgetError("m", failures=3, attempted=10),

@@ -152,7 +152,7 @@ class _Ray(_Streamed):
                 "readers (ranks x workers): each reads its own; pass all that "
                 f"dataset.streaming_split({share.readers}) returns"
             )
-        if "read" in state:  # not a beginning: what is left of a block counts too
+        if "read" in state:  # also of a block that was begun
             raise StateMismatchError(
                 f"{self!r} cannot go on after row {state['read']:,}, or some rows "
                 "later: Ray Data gives rows in another order each time; load a state of "
