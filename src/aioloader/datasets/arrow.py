@@ -155,8 +155,8 @@ class _Ray(_Streamed):
         if "read" in state:  # also of a block that was begun
             raise StateMismatchError(
                 f"{self!r} cannot go on after row {state['read']:,}, or some rows "
-                "later: Ray Data gives rows in another order each time; load a state of "
-                "the end of an epoch, or write its rows to Parquet files and stream "
+                "later: Ray Data gives rows in another order each time; load a state "
+                "of the end of an epoch, or write its rows to Parquet files and stream "
                 "those",
                 expected=0,
                 found=state["read"],

@@ -200,17 +200,15 @@ class Rows(Sequence[dict[str, Any]]):
     @property
     def is_quick(self) -> bool:
         """Whether ``collate`` takes a fraction of a millisecond: few numbers, whole."""
-        if len(self.parts) > 1:
+        if len(self.names) * len(self.parts) > _FEW:
             return False
-        ((columns, _, start, stop),) = self.parts
-        if len(columns) > _FEW:
-            return False
-        row_bytes = 0
-        for column in columns:
-            if type(column) is not Numbers or not column.is_whole:
-                return False
-            row_bytes += column.values.strides[0]
-        return row_bytes * (stop - start) <= _QUICK
+        nbytes = 0
+        for columns, _, start, stop in self.parts:
+            for column in columns:
+                if type(column) is not Numbers or not column.is_whole:
+                    return False
+                nbytes += column.values.strides[0] * (stop - start)
+        return nbytes <= _QUICK
 
     def _column(self, place: int) -> list[Column]:
         return [part.columns[place].cut(part.start, part.stop) for part in self.parts]
