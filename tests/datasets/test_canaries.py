@@ -15,6 +15,7 @@ from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 from aioloader import DataLoader
 from aioloader.datasets import (
     ArrowDataset,
+    CSVDataset,
     JSONLinesDataset,
     ObjectDataset,
     ParquetDataset,
@@ -22,6 +23,7 @@ from aioloader.datasets import (
     SQLDataset,
     SQLRows,
     TarDataset,
+    TarWriter,
     TextDataset,
 )
 from datasets.test_secrets import GOOGLE, KEY, MARKER, S3_KEYS, everything_said
@@ -29,7 +31,9 @@ from datasets.test_secrets import GOOGLE, KEY, MARKER, S3_KEYS, everything_said
 if TYPE_CHECKING:
     from datasets.conftest import Loopback
 
-STREAMS = [TarDataset, JSONLinesDataset, TextDataset, ParquetDataset, ArrowDataset]
+STREAMS = [
+    TarDataset, JSONLinesDataset, TextDataset, ParquetDataset, ArrowDataset, CSVDataset,
+]  # fmt: skip
 ENCODED = "".join(f"%{ord(char):02X}" for char in MARKER)
 FORMS = (MARKER, ENCODED, KEY, base64.b64encode(f"me:{MARKER}".encode()).decode())
 # Addresses that hold a secret themselves.
@@ -140,6 +144,14 @@ def test_addresses(url: str) -> None:
         check(make([url, url]))
     check(TextDataset("a.txt", store=url.partition("*")[0]))
     check(ObjectDataset(url, ["k"]))
+
+
+@pytest.mark.parametrize("url", URLS, ids=range(len(URLS)))
+def test_writers(url: str) -> None:
+    """Of what they write to."""
+    writer = TarWriter(url)
+    assert has_canary([*dumped(writer)]) is None
+    assert has_canary(pickled(writer)) is None
 
 
 @pytest.mark.parametrize(("url", "options"), OPTIONS, ids=range(len(OPTIONS)))
