@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from aioloader._order.permutation import ShuffledIndices, keyed_order
 from aioloader._order.ranks import Tail
+from aioloader.datasets._options import check_at_least
 from aioloader.datasets._streams.cursors import (
     Batched,
     Cursor,
@@ -26,7 +27,7 @@ from aioloader.datasets._streams.cursors import (
 )
 from aioloader.datasets._streams.decoded import Decoded
 from aioloader.datasets._streams.descriptions import name_of
-from aioloader.datasets._streams.iterated import Iterated, check_at_least
+from aioloader.datasets._streams.iterated import Iterated
 from aioloader.datasets._streams.iterators import Reading
 from aioloader.datasets._streams.mix import Mixed, Until
 from aioloader.datasets._streams.repeats import EpochPart, Repeated, epoch_of_pass

@@ -29,10 +29,9 @@ from typing import (
     Unpack,
 )
 
-from aioloader.datasets._options import names_options
+from aioloader.datasets._options import check_at_least, names_options
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.outlast import in_thread
-from aioloader.datasets._streams.iterated import check_at_least
 from aioloader.datasets._write.bodies import Body, ParquetBody, TarBody
 from aioloader.datasets._write.manifest import Manifest
 from aioloader.datasets._write.sinks import Upload, make_sink
