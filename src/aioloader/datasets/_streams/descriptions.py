@@ -82,7 +82,7 @@ def _counts(one: State) -> bool:
     found = [one["state"]]
     while found:
         state = found.pop()
-        taken, up = state.get("taken", 0), state.get("up", {})
+        taken, up = state.get("taken", 0), state.get("up") or []
         if max(taken) if isinstance(taken, list) else taken:
             return True
         found += up if isinstance(up, list) else [up]
