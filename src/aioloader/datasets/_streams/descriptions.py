@@ -85,7 +85,7 @@ def _counts(one: State) -> bool:
         taken, up = state.get("taken", 0), state.get("up", {})
         if max(taken) if isinstance(taken, list) else taken:
             return True
-        found += up if isinstance(up, list) else [up]
+        found += up if isinstance(up, list) else [up] if up else []
     return False
 
 
