@@ -90,6 +90,7 @@ def make_source(
         drop_last=options.drop_last,
         bookmark=epoch.bookmark,
         pool=pool,
+        head_start=options.prefetch_factor is None,
     )
     if side is not None:
         pipeline.stage = side.stage(pipeline.ready, epoch.number)

@@ -5,6 +5,7 @@ sample, of whatever batch. A task per sample would cost ten times as much as a p
 """
 
 import asyncio
+import contextvars
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
@@ -34,10 +35,15 @@ class FetcherPool:
             but a few end when there is none.
         maker: The user's functions.
         done: Called with a batch whose samples are all there, or that has a result.
+        head_start: Whether other batches are read a moment later than the first one.
     """
 
-    def __init__(self, size: int, maker: BatchMaker, done: Done) -> None:
+    def __init__(
+        self, size: int, maker: BatchMaker, done: Done, *, head_start: bool
+    ) -> None:
         self._loop = asyncio.get_running_loop()
+        # Not that of who hands a batch over, which may be another library's.
+        self._context = contextvars.copy_context()
         self._size = size
         self._maker = maker
         self._done = done
@@ -48,7 +54,7 @@ class FetcherPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         # What follows the first batch, until that is read too.
-        self._held: deque[BatchTask] | None = deque()
+        self._held: deque[BatchTask] | None = deque() if head_start else None
         self._timer: asyncio.Handle | None = None
         self._is_wrapped = maker.reads_async and not is_async_function(maker.get)
 
@@ -65,7 +71,7 @@ class FetcherPool:
     def read_ahead(self) -> None:
         """Read what follows the first batch, from now on."""
         if self._held is not None and self._timer is not None:
-            self._timer.cancel()
+            self._stop_timer()
             held, self._held = self._held, None
             for task in held:
                 self._read(task)
@@ -75,6 +81,11 @@ class FetcherPool:
             self._timer = self._loop.call_soon(self._wait, turns - 1)
         else:
             self.read_ahead()
+
+    def _stop_timer(self) -> None:
+        timer, self._timer = self._timer, None  # it refers to this pool
+        if timer is not None:
+            timer.cancel()
 
     def _read(self, task: BatchTask) -> None:
         """Read samples; one by one, an async transform follows each."""
@@ -97,14 +108,14 @@ class FetcherPool:
     async def aclose(self) -> None:
         """Cancel the tasks, and wait until they have ended."""
         self._is_closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timer()
         tasks = [task for task in self._tasks if not task.done()]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        self._queue.clear()  # its jobs refer to this pool
+        self._tasks.clear()  # cancelled ones refer to this pool, as jobs do
+        self._queue.clear()
         del self._done
 
     # -- the fetchers ---------------------------------------------------------------
@@ -146,7 +157,8 @@ class FetcherPool:
         tasks = self._tasks
         if len(tasks) > 2 * self._size:
             self._tasks = tasks = {task for task in tasks if not task.done()}
-        tasks.add(self._loop.create_task(coroutine, name=name))
+        context = self._context.copy()
+        tasks.add(self._loop.create_task(coroutine, name=name, context=context))
 
     async def _run(self) -> None:
         """Do one job after the other, until there are none."""

@@ -47,6 +47,7 @@ class Pipeline:
         pool: What makes batches, or the rest of them after they were read here; None
             if all of that is done here.
         sink: Takes the results instead of ``ready``.
+        head_start: Whether other batches are read a moment later than the first one.
     """
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
@@ -60,6 +61,7 @@ class Pipeline:
         bookmark: Bookmark = BEGINNING,
         pool: Pool | None = None,
         sink: Callable[[BatchTask, BatchResult], None] | None = None,
+        head_start: bool = False,
     ) -> None:
         self.bookmark = bookmark
         # Of a stream, what was delivered before is made again, to get past it.
@@ -83,6 +85,7 @@ class Pipeline:
         self._keeps_state = maker.keeps_state and is_here
         self._sink = sink
         self._concurrency = concurrency
+        self._head_start = head_start
         self.seconds_per_batch = 0.0  # of those that are made in the thread
         self._hop = 0.0  # when the batches to be handed over next were begun
         self._is_closing = self._is_dismissed = self._is_abandoned = False
@@ -127,7 +130,7 @@ class Pipeline:
 
     def read_ahead(self) -> None:
         """Read what follows the first batch: the consumer has asked for more."""
-        if self.reads_here and self.maker.reads_async and self.host.loop is not None:
+        if self._head_start and self.reads_here and self.host.loop is not None:
             call_threadsafe(self.host.loop, self._read_ahead)
 
     def dismiss(self) -> None:
@@ -175,7 +178,12 @@ class Pipeline:
             self.fail(LoaderClosedError("the iterator was closed"))
 
     async def _host(self, stack: contextlib.AsyncExitStack) -> None:
-        fetchers = FetcherPool(self._concurrency, self.maker, self._next_step)
+        fetchers = FetcherPool(
+            self._concurrency,
+            self.maker,
+            self._next_step,
+            head_start=self._head_start,
+        )
         try:
             self._fetchers = fetchers
             if self._async_stream is not None:

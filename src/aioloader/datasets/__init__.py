@@ -11,48 +11,71 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aioloader.datasets._stores.requests import Requests
+    from aioloader.datasets.arrow import from_arrow
+    from aioloader.datasets.decoders import Decoder
     from aioloader.datasets.files import FileDataset
     from aioloader.datasets.iterables import from_async_iterable, from_iterable
     from aioloader.datasets.lines import JSONLinesDataset, TextDataset
+    from aioloader.datasets.named import ClassFolders
     from aioloader.datasets.objects import ObjectDataset
     from aioloader.datasets.sharded import ShardedStream
     from aioloader.datasets.sql import SQLRows
     from aioloader.datasets.streams import Stream
-    from aioloader.datasets.tables import ArrowDataset, ParquetDataset, SQLDataset
+    from aioloader.datasets.tables import (
+        ArrowDataset,
+        CSVDataset,
+        ParquetDataset,
+        SQLDataset,
+    )
     from aioloader.datasets.tar import TarDataset
+    from aioloader.datasets.writers import ParquetWriter, TarWriter, write_parquet
 
 _LATER = {
     "ArrowDataset": "aioloader.datasets.tables",
+    "CSVDataset": "aioloader.datasets.tables",
+    "ClassFolders": "aioloader.datasets.named",
+    "Decoder": "aioloader.datasets.decoders",
     "FileDataset": "aioloader.datasets.files",
     "JSONLinesDataset": "aioloader.datasets.lines",
     "ObjectDataset": "aioloader.datasets.objects",
     "ParquetDataset": "aioloader.datasets.tables",
+    "ParquetWriter": "aioloader.datasets.writers",
     "Requests": "aioloader.datasets._stores.requests",
     "SQLDataset": "aioloader.datasets.tables",
     "SQLRows": "aioloader.datasets.sql",
     "ShardedStream": "aioloader.datasets.sharded",
     "Stream": "aioloader.datasets.streams",
     "TarDataset": "aioloader.datasets.tar",
+    "TarWriter": "aioloader.datasets.writers",
     "TextDataset": "aioloader.datasets.lines",
+    "from_arrow": "aioloader.datasets.arrow",
     "from_async_iterable": "aioloader.datasets.iterables",
     "from_iterable": "aioloader.datasets.iterables",
+    "write_parquet": "aioloader.datasets.writers",
 }
 
 __all__ = [
     "ArrowDataset",
+    "CSVDataset",
+    "ClassFolders",
+    "Decoder",
     "FileDataset",
     "JSONLinesDataset",
     "ObjectDataset",
     "ParquetDataset",
+    "ParquetWriter",
     "Requests",
     "SQLDataset",
     "SQLRows",
     "ShardedStream",
     "Stream",
     "TarDataset",
+    "TarWriter",
     "TextDataset",
+    "from_arrow",
     "from_async_iterable",
     "from_iterable",
+    "write_parquet",
 ]
 
 

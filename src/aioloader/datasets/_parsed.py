@@ -14,12 +14,14 @@ from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import Unpacked, unpacker_of
 from aioloader.datasets._streams.shards import (
+    KnowsSize,
     Parser,
     Position,
     ShardReader,
     Summary,
     summary_of,
 )
+from aioloader.errors import ShardChangedError
 
 # A parser of one shard: its label, and the offset of the first byte it will get.
 MakeParser = Callable[[str, int], Parser]
@@ -27,7 +29,7 @@ MakeParser = Callable[[str, int], Parser]
 _AT_ONCE = 1024
 
 
-class ParsedShard:
+class ParsedShard(KnowsSize):
     """Samples of one shard, in order.
 
     They are cut in threads, a block at a time. A position is where a block begins, and
@@ -40,12 +42,20 @@ class ParsedShard:
         parser: Cuts them.
         skip: Samples to drop first.
         is_packed: Whether positions count from the shard's start.
+        location: What is read, for errors; redacted.
     """
 
     def __init__(
-        self, source: Bytes, parser: Parser, *, skip: int, is_packed: bool
+        self,
+        source: Bytes,
+        parser: Parser,
+        *,
+        skip: int,
+        is_packed: bool,
+        location: str,
     ) -> None:
         self._source = source
+        self._location = location
         self._parser = parser
         self._skip = skip
         self._is_packed = is_packed
@@ -69,7 +79,18 @@ class ParsedShard:
             self._passed = min(start + limit, len(self._block))
             if start < self._passed:
                 return self._block[start : self._passed]
+        if self._skip:
+            raise ShardChangedError(
+                f"{self._location!r} ends {self._skip:,} samples before the place that "
+                "the state names; it has changed since",
+                location=self._location,
+            )
         return []
+
+    @property
+    def size(self) -> int | None:
+        """Length of the shard as it is stored, in bytes."""
+        return self._source.size
 
     def position(self) -> Position:
         """Return where the next sample is."""
@@ -150,12 +171,12 @@ class ParsedFormat:
 
     async def shards(
         self, stack: AsyncExitStack, _known: Summary | None = None
-    ) -> list[str]:
+    ) -> list[Any]:
         """Return the addresses, in order."""
         stack.push_async_callback(self.places.aclose)
         return await self.places.expand(self._addresses)
 
-    def summary(self, shards: Sequence[str]) -> Summary:
+    def summary(self, shards: Sequence[Any]) -> Summary:
         """Return how many there are, and a checksum of their names."""
         return summary_of(shards)
 
@@ -163,12 +184,12 @@ class ParsedFormat:
         """Return nothing: the kind of stream says what its parser makes."""
         return {}
 
-    def open(self, shard: str, position: Position, budget: int) -> ShardReader:
+    def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
         """Return a reader of one shard."""
-        unpacker = unpacker_of(shard)
+        unpacker = unpacker_of(self.places.name(shard))
         label = self.places.label(shard)
         start = 0 if unpacker else position.get("byte", 0)
-        source = self.places.open(shard, start, budget)
+        source = self.places.open(shard, start, budget, position.get("size"))
         if unpacker is not None:
             source = Unpacked(source, unpacker, label)
         return ParsedShard(
@@ -176,4 +197,5 @@ class ParsedFormat:
             self._make(label, start),
             skip=position.get("sample", 0),
             is_packed=unpacker is not None,
+            location=label,
         )

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from itertools import chain
@@ -17,8 +17,15 @@ from aioloader._order.permutation import (
 )
 from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
 from aioloader.datasets._parsed import ParsedFormat
+from aioloader.datasets._stores.addresses import (
+    Address,
+    sealed,
+    shown_address,
+    shown_addresses,
+)
 from aioloader.datasets._stores.cache_dir import CacheDir
-from aioloader.datasets._stores.places import Places, shown_address
+from aioloader.datasets._stores.options import hidden
+from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests
 from aioloader.datasets._streams.cursors import Ahead, Cursor, State
 from aioloader.datasets._streams.interleave import AsTheyCome, Interleaved, Lane
@@ -260,7 +267,7 @@ class StoredStream(ShardedStream[Sample_co]):
     Args:
         addresses: Paths or URLs, one or many: with ``{000..127}`` and ``{a,b}`` spelled
             out, and ``*`` looked up.
-        made_by: Makes the format of the shards from where they lie.
+        made_by: Makes the format of the shards from their addresses and where they lie.
         store: What ``addresses`` are relative to: a URL, a directory or a store of
             obstore.
         store_options: Options of the store that a URL names, such as
@@ -277,7 +284,7 @@ class StoredStream(ShardedStream[Sample_co]):
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
         addresses: "Addresses",
-        made_by: "Callable[[Places], StoredFormat]",
+        made_by: Callable[[list[Address], Places], StoredFormat],
         *,
         store: "str | os.PathLike[str] | ObjectStore | None" = None,
         store_options: Mapping[str, Any] | None = None,
@@ -286,11 +293,11 @@ class StoredStream(ShardedStream[Sample_co]):
         cache_bytes: int = CACHE_BYTES,
         **order: Unpack[OrderOptions],
     ) -> None:
+        self._addresses = sealed(addresses)
         kept = None if cache is None else CacheDir(cache, cache_bytes)
-        places = Places(store, store_options or {}, requests or Requests(), kept)
-        self._addresses = addresses
-        self._place = _place_of(addresses, store)
-        super().__init__(made_by(places), **order)
+        self._place = _place_of(self._addresses, store)
+        places = Places(store, hidden(store_options), requests or Requests(), kept)
+        super().__init__(made_by(self._addresses, places), **order)
 
     def cache(
         self, directory: "str | os.PathLike[str]", max_bytes: int = CACHE_BYTES
@@ -301,25 +308,15 @@ class StoredStream(ShardedStream[Sample_co]):
         return clone
 
     def __repr__(self) -> str:
-        addresses = self._addresses
-        if isinstance(addresses, str) or not isinstance(addresses, Sized):
-            shown = shown_address(str(addresses))
-        else:
-            shown = f"<{len(addresses)} addresses>"
-        return f"{type(self).__name__}({shown})"
+        return f"{type(self).__name__}({shown_addresses(self._addresses)})"
 
 
-def _place_of(addresses: Any, store: Any) -> str:
+def _place_of(addresses: "list[Address]", store: Any) -> str:
     """Return where shards lie, as far as it is the same if some come or go."""
     root = str(store) if isinstance(store, (str, PurePath)) else type(store).__name__
-    if not isinstance(addresses, (str, PurePath)):
-        addresses = min(map(str, addresses), default="") if _is_list(addresses) else ""
-    folder, slash, name = shown_address(str(addresses)).rpartition("/")
+    first = min(map(shown_address, addresses), default="")
+    folder, slash, name = first.rpartition("/")
     return f"{shown_address(root)} {folder}{slash}{re.sub('[0-9]+', '', name)}"
-
-
-def _is_list(addresses: Any) -> bool:
-    return isinstance(addresses, (list, tuple))
 
 
 class ByteStream(StoredStream[Sample_co]):
@@ -338,5 +335,4 @@ class ByteStream(StoredStream[Sample_co]):
         make: Callable[[str, int], Parser],
         **options: Unpack[StreamOptions],
     ) -> None:
-        made_by = partial(ParsedFormat, addresses, make=make)
-        super().__init__(addresses, made_by, **options)
+        super().__init__(addresses, partial(ParsedFormat, make=make), **options)

@@ -87,13 +87,14 @@ class Trail:
         return {"up": self._blocks[0][0], "taken": self._taken}
 
 
-async def skip(cursor: Pulls, count: int) -> None:
-    """Pull ``count`` samples and forget them."""
+async def skip(cursor: Pulls, count: int) -> int:
+    """Pull ``count`` samples and forget them; return how many were missing."""
     while count > 0:
         block = await cursor.pull(count)
         if not len(block):
-            return
+            break
         count -= len(block)
+    return count
 
 
 async def guarded(

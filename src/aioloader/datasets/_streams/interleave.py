@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from aioloader._order.blocks import Bad, Block, cut, weave
 from aioloader.datasets._streams.cursors import State, skip
 from aioloader.datasets._streams.shards import (
+    KnowsSize,
     NamesPositions,
     Position,
     Shard,
     ShardFormat,
     ShardReader,
 )
+from aioloader.errors import ShardChangedError
 
 # Samples that a lane asks its reader for at once, at least: many share the cost.
 _SAMPLES = 256
@@ -98,7 +100,10 @@ class Lane:
             position = self._reader.position_after(self._taken)
             return {"shard": self._number, "at": position, "taken": 0}
         taken = self._skip or self._taken
-        return {"shard": self._number, "at": self._position, "taken": taken}
+        position = self._position
+        if isinstance(self._reader, KnowsSize) and (size := self._reader.size):
+            position = {**position, "size": size}
+        return {"shard": self._number, "at": position, "taken": taken}
 
     async def aclose(self) -> None:
         """Close what is open."""
@@ -110,12 +115,14 @@ class Lane:
 
     async def _pull(self, reader: ShardReader, limit: int) -> None:
         try:
-            await skip(reader, self._skip)
+            await self._drop(reader)
             self._skip = self._taken = 0
             self._block, self._position = [], reader.position()
             least = _ROWS if self._has_columns else _SAMPLES
             self._block = await reader.pull(max(limit, least))
             self._has_columns = not isinstance(self._block, list)
+        except ShardChangedError:  # nothing follows the place of the state
+            raise
         except Exception as error:  # noqa: BLE001  (the loader's policy decides)
             # The rest of the shard is lost.
             self._skip = self._taken = 0
@@ -125,6 +132,14 @@ class Lane:
             await self._turn()
         elif reader.is_draining():
             self._open_next()
+
+    async def _drop(self, reader: ShardReader) -> None:
+        """Drop the samples that were passed on before the state was saved."""
+        if missing := await skip(reader, self._skip):
+            raise ShardChangedError(
+                f"shard {self._number} of its lane ends {missing:,} samples before the "
+                "place that the state names; it has changed since"
+            )
 
     def _open_next(self) -> None:
         """Let the next shard be read ahead; it has the rest of the budget soon."""

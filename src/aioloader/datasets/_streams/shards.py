@@ -9,12 +9,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from hashlib import blake2b
 from typing import Any, Protocol, TypeAlias
-from urllib.parse import unquote
 
 from typing_extensions import Buffer
 
 from aioloader._order.blocks import Block
-from aioloader.datasets._stores.redact import redact_url
+from aioloader.datasets._stores.addresses import Address, name_of
 
 Shard: TypeAlias = Any
 Position: TypeAlias = dict[str, Any]
@@ -77,6 +76,19 @@ class NamesPositions(abc.ABC):
         """Return the position after the first ``count`` samples of the last block."""
 
 
+class KnowsSize(abc.ABC):
+    """A reader that knows how long its shard is: a state then holds that too.
+
+    ``open`` gets it back as ``"size"`` of the position, to see whether the shard is
+    still as long.
+    """
+
+    @property
+    @abc.abstractmethod
+    def size(self) -> int | None:
+        """Length of the whole shard, in bytes; None before it is known."""
+
+
 class ShardFormat(Protocol):
     """How the shards of one dataset are listed and opened."""
 
@@ -115,7 +127,7 @@ class ShardFormat(Protocol):
         """
 
 
-def summary_of(addresses: Iterable[str]) -> Summary:
+def summary_of(addresses: Iterable[Address]) -> Summary:
     """Return the summary of shards that have addresses: how many, and which.
 
     They may be moved together: a name counts from the last directory that all are in,
@@ -127,7 +139,7 @@ def summary_of(addresses: Iterable[str]) -> Summary:
     Returns:
         ``"count"``, and ``"names"``, a digest.
     """
-    plain = [_plain(address) for address in addresses]
+    plain = [name_of(address) for address in addresses]
     # In parts: a thread gives other threads their turn meanwhile.
     parts = [plain[start : start + _PART] for start in range(0, len(plain), _PART)]
     first, last = min(map(min, parts), default=""), max(map(max, parts), default="")
@@ -142,7 +154,3 @@ def summary_of(addresses: Iterable[str]) -> Summary:
         names = "".join(f"{name[start:]}\0" for name in part)
         digest.update(names.encode("utf-8", "surrogateescape"))
     return {"count": len(plain), "names": digest.hexdigest()}
-
-
-def _plain(address: str) -> str:
-    return unquote(redact_url(address)) if "://" in address else address
