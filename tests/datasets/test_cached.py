@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from obstore.store import MemoryStore
 
 from aioloader import DataLoader
-from aioloader.datasets import TarDataset, from_iterable
+from aioloader.datasets import TarDataset, TextDataset, from_iterable
 from aioloader.testing import Faults, ObjectServer
 from beside import beside
 from datasets.shards import NAMES, name_of, names, read
@@ -96,3 +97,12 @@ def test_what_has_no_shards_has_no_cache(tmp_path: Path) -> None:
     """It is told at once."""
     with pytest.raises(TypeError, match="no shards that could be cached"):
         from_iterable([1]).map(abs).cache(tmp_path)
+
+
+async def test_stores_in_memory_are_not_mixed_up(tmp_path: Path) -> None:
+    """They all have the same name, and count their versions from zero."""
+    for text in (b"one", b"two"):
+        store = MemoryStore()
+        store.put("a.txt", text)
+        stream = TextDataset("a.txt", store=store, cache=tmp_path)
+        assert (await read(stream))[0] == [text.decode()]

@@ -271,8 +271,8 @@ def test_refuses_wrong_options(options: dict[str, Any], words: str) -> None:
         ("gs://b", {"regoin": "x"}, "does not know the option 'regoin'"),
         ("az://b", {"account_name": "a", "sas": "x"}, "does not know the option 'sas'"),
         ("az://b", {"use_emulator": "maybe"}, "refuses the value .* 'use_emulator'"),
-        ("/", {"region": "x"}, "is a directory, which takes no store_options: region"),
-        ("file:///", {"region": "x"}, "is a directory, which takes no store_options"),
+        ("/", {"region": "x"}, "is local, and takes no store_options, got region"),
+        ("file:///", {"region": "x"}, "is local, and takes no store_options"),
     ],
 )
 def test_options_that_a_store_does_not_take(
@@ -286,7 +286,7 @@ def test_options_that_a_store_does_not_take(
 def test_needs_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the extra, the error says how to get it."""
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(ImportError, match=r"pip install aioloader\[objects\]"):
+    with pytest.raises(ImportError, match=r"pip install 'aioloader\[objects\]'"):
         ObjectDataset("memory:///", ["k"])
 
 

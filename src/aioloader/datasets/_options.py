@@ -7,8 +7,16 @@ the keywords one by one hold the defaults. A test sees that both name the same.
 import difflib
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ParamSpec,
+    SupportsIndex,
+    TypedDict,
+    TypeVar,
+)
 
 from aioloader.datasets._stores.requests import Requests
 
@@ -51,6 +59,28 @@ class StoreOptions(TypedDict, total=False):
 
 class StreamOptions(StoreOptions, OrderOptions, total=False):
     """Keywords of every stream whose shards lie in a store or on disk."""
+
+
+def check_at_least(value: int, least: int, name: str) -> None:
+    """See that an argument is an integer, and large enough.
+
+    Raises:
+        TypeError: If it is no integer.
+        ValueError: If it is less than ``least``.
+    """
+    check_is(value, SupportsIndex, name, "an integer")
+    if operator.index(value) < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_is(value: object, kind: Any, name: str, words: str) -> None:
+    """See that an argument is of a kind.
+
+    Raises:
+        TypeError: If it is not; the message has ``words`` for the kind.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {words}, got {type(value).__name__}")
 
 
 def names_options(function: Callable[P, T]) -> Callable[P, T]:

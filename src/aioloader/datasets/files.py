@@ -9,6 +9,7 @@ in chunks: a cached file of 100 KB, 64 in flight, takes 11 us of the event loop,
 import asyncio
 import glob
 import os
+import re
 from collections.abc import Coroutine, Iterable
 from functools import partial
 from types import TracebackType
@@ -17,7 +18,8 @@ from typing import Any, ClassVar, Self, SupportsIndex, TypeAlias
 from torch.utils.data import Dataset
 
 from aioloader.datasets._batcher import ReadBatcher
-from aioloader.datasets._options import names_options
+from aioloader.datasets._options import check_at_least, check_is, names_options
+from aioloader.datasets._stores.addresses import shown_address
 from aioloader.datasets._stores.failures import ShortReadError, truncated
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.per_loop import PerLoop
@@ -68,15 +70,16 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], Named):
         root: StrPath | None = None,
         num_threads: int = 4,
     ) -> None:
-        if num_threads < 1:
-            raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+        check_at_least(num_threads, 1, "num_threads")
+        check_is(root, (str, os.PathLike, type(None)), "root", "a directory")
+        check_is(paths, (str, os.PathLike, Iterable), "paths", "a pattern or paths")
         self.root = None if root is None else os.fspath(root)
         self._pattern = ""
-        if isinstance(paths, (str, os.PathLike)):
-            self._pattern = os.fspath(paths)
-            self._paths = NameTable(_expand(os.fspath(paths), self.root))
+        if isinstance(paths, (str, bytes, os.PathLike)):
+            self._pattern = os.fsdecode(paths)
+            self._paths = NameTable(_expand(self._pattern, self.root))
         else:
-            self._paths = NameTable(os.fspath(path) for path in paths)
+            self._paths = NameTable(map(_fspath, paths))
         self._batchers = PerLoop(partial(ReadBatcher, num_threads))
 
     @classmethod
@@ -168,6 +171,11 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], Named):
         return f"FileDataset({self._paths!r}{root})"
 
 
+def _fspath(path: StrPath) -> str:
+    check_is(path, (str, bytes, os.PathLike), "each of paths", "a path")
+    return os.fsdecode(path)
+
+
 def _expand(pattern: str, root: str | None) -> list[str]:
     """Return the files that match ``pattern``, sorted by code point.
 
@@ -182,6 +190,11 @@ def _expand(pattern: str, root: str | None) -> list[str]:
     if not files:
         where = f" in {root!r}" if root is not None else ""
         also = f" ({len(found)} directories do)" if found else ""
+        if re.match("[a-z0-9]+://", pattern):
+            raise ValueError(
+                f"{shown_address(pattern)} is a URL, and FileDataset reads files: use "
+                "ObjectDataset, or TarDataset and the like for shards"
+            )
         raise ValueError(
             f"no file matches {pattern!r}{where}{also}; a directory needs a pattern "
             f"such as 'dir/**/*', and names with [ ] * ? go in a list"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Unpack
 
 from aioloader.datasets._lines import SKIP, LineParser
-from aioloader.datasets._options import StreamOptions
+from aioloader.datasets._options import StreamOptions, check_at_least
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class JSONLinesDataset(ByteStream[Any]):
         max_sample_bytes: int = MAX_SAMPLE_BYTES,
         **options: Unpack[StreamOptions],
     ) -> None:
+        check_at_least(max_sample_bytes, 1, "max_sample_bytes")
         make = functools.partial(_parser, _json, max_sample_bytes)
         super().__init__(addresses, make, **options)
 
@@ -58,6 +59,7 @@ class TextDataset(ByteStream[str]):
         # A LookupError now, not at the first line.
         self._encoding = codecs.lookup(encoding).name
         decode = functools.partial(_text, encoding)
+        check_at_least(max_sample_bytes, 1, "max_sample_bytes")
         make = functools.partial(_parser, decode, max_sample_bytes)
         super().__init__(addresses, make, **options)
 

@@ -6,8 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from itertools import chain
+from os import PathLike
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar, Unpack
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Protocol,
+    Self,
+    SupportsIndex,
+    TypeAlias,
+    TypeVar,
+    Unpack,
+)
 
 from aioloader._order.permutation import (
     ShuffledIndices,
@@ -15,7 +25,13 @@ from aioloader._order.permutation import (
     keyed_order,
     paced,
 )
-from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
+from aioloader.datasets._options import (
+    OrderOptions,
+    StreamOptions,
+    check_at_least,
+    check_is,
+    names_options,
+)
 from aioloader.datasets._parsed import ParsedFormat
 from aioloader.datasets._stores.addresses import (
     Address,
@@ -26,10 +42,9 @@ from aioloader.datasets._stores.addresses import (
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._stores.requests import Requests
+from aioloader.datasets._stores.requests import Requests, policy_of
 from aioloader.datasets._streams.cursors import Ahead, Cursor, State
 from aioloader.datasets._streams.interleave import AsTheyCome, Interleaved, Lane
-from aioloader.datasets._streams.iterated import check_at_least
 from aioloader.datasets._streams.iterators import Reading
 from aioloader.datasets._streams.shards import Parser, Shard, ShardFormat, Summary
 from aioloader.datasets.streams import CACHE_BYTES, Stream
@@ -90,6 +105,7 @@ class ShardedStream(Stream[Sample_co]):
         max_bytes: int = MAX_BYTES,
     ) -> None:
         super().__init__()
+        check_is(seed, SupportsIndex, "seed", "an integer")
         check_at_least(interleave, 1, "interleave")
         check_at_least(max_bytes, 1, "max_bytes")
         self.made_by = made_by
@@ -294,9 +310,12 @@ class StoredStream(ShardedStream[Sample_co]):
         **order: Unpack[OrderOptions],
     ) -> None:
         self._addresses = sealed(addresses)
-        kept = None if cache is None else CacheDir(cache, cache_bytes)
+        if not self._addresses:
+            raise ValueError("no shards: the list of addresses is empty")
         self._place = _place_of(self._addresses, store)
-        places = Places(store, hidden(store_options), requests or Requests(), kept)
+        kept = _cache_of(cache, cache_bytes)
+        places = Places(store, hidden(store_options), policy_of(requests), kept)
+        places.check(self._addresses)
         super().__init__(made_by(self._addresses, places), **order)
 
     def cache(
@@ -309,6 +328,16 @@ class StoredStream(ShardedStream[Sample_co]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({shown_addresses(self._addresses)})"
+
+
+def _cache_of(
+    directory: "str | os.PathLike[str] | None", max_bytes: int
+) -> CacheDir | None:
+    check_at_least(max_bytes, 1, "cache_bytes")
+    if directory is None:
+        return None
+    check_is(directory, (str, PathLike), "cache", "a directory")
+    return CacheDir(directory, max_bytes)
 
 
 def _place_of(addresses: "list[Address]", store: Any) -> str:

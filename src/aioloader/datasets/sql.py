@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex, TypeAlias
 import numpy as np
 from torch.utils.data import Dataset
 
-from aioloader.datasets._options import names_options
+from aioloader.datasets._options import check_at_least, names_options
 from aioloader.datasets._sql.address import Address
 from aioloader.datasets._sql.failures import failure_of, given_up, pauses, reason_of
 from aioloader.datasets._sql.format import SQLFormat
@@ -90,13 +90,15 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
     ) -> None:
         if isinstance(columns, str):
             raise TypeError(f"columns must be a list of names, got {columns!r}")
-        if connections < 1:
-            raise ValueError(f"connections must be at least 1, got {connections}")
+        check_at_least(connections, 1, "connections")
         wanted = None if columns is None else tuple(columns)
         self._source = Source(table, key, wanted)
         if self._source.is_query:
             raise ValueError("table must be a table: give a query a name by a view")
         self._pool = None if isinstance(url, str) else url
+        if self._pool is not None and not hasattr(url, "acquire"):
+            kind = type(url).__name__
+            raise TypeError(f"url must be a URL or a pool of asyncpg, got {kind}")
         self._address = Address(url if isinstance(url, str) else "postgresql:///")
         if self._pool is not None:
             self._address.label = "asyncpg.Pool"

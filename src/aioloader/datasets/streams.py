@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from aioloader._order.permutation import ShuffledIndices, keyed_order
 from aioloader._order.ranks import Tail
+from aioloader.datasets._options import check_at_least
 from aioloader.datasets._streams.cursors import (
     Ahead,
     Batched,
@@ -27,7 +28,7 @@ from aioloader.datasets._streams.cursors import (
 )
 from aioloader.datasets._streams.decoded import Decoded
 from aioloader.datasets._streams.descriptions import name_of
-from aioloader.datasets._streams.iterated import Iterated, check_at_least
+from aioloader.datasets._streams.iterated import Iterated
 from aioloader.datasets._streams.iterators import Reading
 from aioloader.datasets._streams.mix import Mixed, Until
 from aioloader.datasets._streams.repeats import EpochPart, Repeated, epoch_of_pass
@@ -188,6 +189,10 @@ class Stream(Iterated[Sample_co]):
 # -- streams made of streams ------------------------------------------------------
 
 
+# Steps that pass on as many samples as they get.
+_ONE_TO_ONE = {"decode", "map"}
+
+
 class _Making:
     """A step to be: its cursor and that one's arguments; it can be pickled."""
 
@@ -257,7 +262,7 @@ class _Step(_Over):
 
     def total(self) -> int | None:
         """Return the length of an epoch, if it is known."""
-        return self.upstream.total() if self._kind in {"map", "decode"} else None
+        return self.upstream.total() if self._kind in _ONE_TO_ONE else None
 
     def describe(self) -> State:
         """Return the step's parameters, and the stream before it."""

@@ -161,7 +161,6 @@ class CSVDataset(StoredStream[Row]):
         )
         made_by = partial(
             CSVFormat,
-            addresses,
             dialect=dialect,
             column_names=column_names,
             column_types=column_types,

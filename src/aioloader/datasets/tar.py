@@ -3,7 +3,7 @@
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
-from aioloader.datasets._options import StreamOptions
+from aioloader.datasets._options import StreamOptions, check_at_least
 from aioloader.datasets._tar.walk import TarParser
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
 
@@ -49,6 +49,7 @@ class TarDataset(ByteStream[dict[str, Any]]):
         max_sample_bytes: int = MAX_SAMPLE_BYTES,
         **options: Unpack[StreamOptions],
     ) -> None:
+        check_at_least(max_sample_bytes, 1, "max_sample_bytes")
         super().__init__(addresses, partial(_parser, max_sample_bytes), **options)
 
 

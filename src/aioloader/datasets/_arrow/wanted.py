@@ -41,9 +41,14 @@ class Wanted:
         schema: "pa.Schema | None" = None,
         filters: Any = None,
     ) -> None:
-        if isinstance(columns, str):
+        if isinstance(columns, str) or not isinstance(columns, Iterable | None):
             raise TypeError(f"columns must be a list of names, got {columns!r}")
         names = None if columns is None else list(columns)
+        if not all(isinstance(name, str) for name in names or ()):
+            raise TypeError(f"columns must be a list of names, got {names}")
+        if not isinstance(nulls, Mapping | None):
+            kind = type(nulls).__name__
+            raise TypeError(f"nulls must be a dict of column to value, got {kind}")
         if names is not None and (not names or len(set(names)) < len(names)):
             raise ValueError(f"columns must be names, each of them once, got {names}")
         if schema is not None:

@@ -51,6 +51,11 @@ class Address:
     """
 
     def __init__(self, url: str) -> None:
+        if not isinstance(url, str):
+            kind = type(url).__name__
+            raise TypeError(
+                f"url must be sqlite:///path or postgresql://host/name, got {kind}"
+            )
         scheme, separator, rest = url.partition("://")
         if not separator or scheme not in {"sqlite", "postgresql", "postgres"}:
             shown = f"{scheme}://..." if separator and scheme.isalnum() else "no scheme"

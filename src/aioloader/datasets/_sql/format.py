@@ -89,6 +89,9 @@ class SQLFormat:
             raise TypeError(f"columns must be a list of names, got {columns!r}")
         if deadline < 0:
             raise ValueError(f"deadline must not be negative, got {deadline}")
+        if isinstance(parameters, (str, bytes)) or not isinstance(parameters, Iterable):
+            kind = type(parameters).__name__
+            raise TypeError(f"parameters must be a list of values, got {kind}")
         wanted = None if columns is None else tuple(columns)
         self._address = Address(url)
         self._source = Source(query, key, wanted, tuple(parameters))
@@ -171,6 +174,11 @@ def _checked(partitions: Any) -> int | list[Key]:
         ValueError: If there is to be no range.
     """
     if not hasattr(partitions, "__index__"):
+        if isinstance(partitions, (str, bytes)) or not isinstance(partitions, Iterable):
+            kind = type(partitions).__name__
+            raise TypeError(
+                f"partitions must be a number or a list of keys, got {kind}"
+            )
         return [encoded(bound) for bound in partitions]
     if operator.index(partitions) < 1:
         raise ValueError(f"partitions must be at least 1, got {partitions}")

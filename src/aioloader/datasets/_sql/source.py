@@ -34,6 +34,10 @@ class Source:
     parameters: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
+        for name, value in {"query": self.text, "key": self.key}.items():
+            if not isinstance(value, str):
+                kind = type(value).__name__
+                raise TypeError(f"{name} must be a string, got {kind}")
         if self.parameters and not self.is_query:
             raise ValueError("parameters are for a query, and this is a table")
         if self.columns is not None and not self.columns:

@@ -26,6 +26,8 @@ _KIND = re.compile(r"\bkind: ([A-Z]\w*)|\b(TimedOut|BadScheme|MissingContentLeng
 _OS_ERROR = re.compile(r"\bOs \{\s*code: (\d+)")
 _RETRIES = re.compile(r"\bretries: (\d+)")
 _S3_CODE = re.compile(r"<Code>([A-Za-z]{1,40})</Code>")
+# Where virtual machines ask for credentials: AWS and Azure, Google.
+_METADATA = re.compile(r"/latest/api/token|/metadata/identity|computeMetadata|IMDS")
 _OPTION = re.compile(
     r"(?:Invalid|Configuration) key: '?(\w+)|"
     r"(\w+ must be specified|Store does not accept [a-z ]+|Missing\w+)"
@@ -57,6 +59,9 @@ class Reason:
         attempts: How often the request was sent.
         is_cut_short: Whether the body ended before its announced length.
         is_out_of_range: Whether the object ends before the range that was asked for.
+        is_bad_key: Whether obstore has no way to name the object.
+        is_unauthorised: Whether there are no credentials: the machine's own were asked
+            for, as in a cloud.
     """
 
     text: str
@@ -65,6 +70,8 @@ class Reason:
     attempts: int
     is_cut_short: bool
     is_out_of_range: bool
+    is_bad_key: bool
+    is_unauthorised: bool
 
 
 def reason_of(exc: Exception) -> Reason:
@@ -76,7 +83,8 @@ def reason_of(exc: Exception) -> Reason:
         int(match[1]) if (match := pattern.search(dump)) else 0
         for pattern in (_STATUS, _OS_ERROR, _RETRIES)
     )
-    said = [type(exc).__name__]
+    name = type(exc).__name__
+    said = [name]
     if status:
         said += [_phrase(status), *_S3_CODE.findall(text)[:1]]
     elif code:
@@ -87,8 +95,18 @@ def reason_of(exc: Exception) -> Reason:
     # Where a server cannot send the rest, the second is all that is said of the first.
     is_cut_short = "UnexpectedEof" in dump or "RangeNotSupported" in dump
     is_out_of_range = status == _RANGE_NOT_SATISFIABLE or "StartTooLarge" in dump
-    text = ", ".join(said)
-    return Reason(text, status, code, retries + 1, is_cut_short, is_out_of_range)
+    is_bad_key = name == "InvalidPathError" or "Could not parse path" in text
+    has_asked = bool(_METADATA.search(text))
+    return Reason(
+        ", ".join(said),
+        status,
+        code,
+        retries + 1,
+        is_cut_short,
+        is_out_of_range,
+        is_bad_key,
+        has_asked,
+    )
 
 
 def _phrase(status: int) -> str:
@@ -109,10 +127,26 @@ def failure_of(verb: str, location: str, exc: Exception) -> DatasetError:
     text = f"cannot {verb} {location!r}: {reason.text}"
     if reason.attempts > 1:
         text += f", after {reason.attempts} attempts"
-    if kind is ObjectPermissionError and not reason.code:
+    if reason.is_bad_key:
+        text += (
+            "; a key has no empty segment, '.', '..' or control character, and is "
+            "UTF-8: rename such objects"
+        )
+    elif reason.is_unauthorised:
+        text += (
+            "; there are no credentials: set the environment variables, or pass "
+            "store_options with keys, a credential_provider or skip_signature=True"
+        )
+    elif kind is ObjectPermissionError and not reason.code:
         text += "; check the credentials (environment, credential_provider) and grants"
     elif kind is DatasetError and verb == "list" and location.startswith("http"):
-        text += "; plain HTTP has no listing (but for WebDAV), so pass keys="
+        text += (
+            "; plain HTTP has no listing (but for WebDAV), so pass keys= or list URLs"
+        )
+    elif "Connect" in reason.text:
+        text += "; check the host, the network and certificates (client_options)"
+    elif "MissingContentLength" in reason.text:
+        text += "; the server does not say how long it is, which obstore needs"
     return kind(text, location=location, attempts=reason.attempts)
 
 

@@ -95,7 +95,7 @@ class LoopRequests:
         options: dict[str, Any] = {"range": (start, stop)}
         if version is not None and version.strong:
             options["if_match"] = version.strong
-        store = opened_for_read(source)
+        store = await opened_for_read(source)
         try:
             result = await self.flights.follow(
                 obstore.get_async(store, key, options=options)
@@ -161,7 +161,7 @@ class WholeObject:
         """Return the next chunk of this response, or the first of a new one."""
         obstore, location = import_obstore(), self._source.locate(self._key)
         follow = self._here.flights.follow
-        store = opened_for_read(self._source)
+        store = await opened_for_read(self._source)
         stream, self._stream = self._stream, None  # kept only after a good read
         failure: Exception
         try:
@@ -201,14 +201,14 @@ def _same(location: str, version: Version, piece: Piece) -> Piece:
     return piece
 
 
-def opened_for_read(source: StoreSource) -> Any:
+async def opened_for_read(source: StoreSource) -> Any:
     """Return the store.
 
     Raises:
         RefusedError: If it cannot be opened: another try would not help.
     """
     try:
-        return source.open()
+        return await source.opened()
     except (ValueError, DatasetError) as error:
         failure = RefusedError(error)
     raise failure

@@ -11,6 +11,8 @@ from typing import Any, SupportsIndex, overload
 import numpy as np
 import numpy.typing as npt
 
+from aioloader.datasets._stores.redact import redact_key
+
 # Names of files may hold bytes that are not UTF-8; they come back as they came.
 _CODEC = "utf-8", "surrogateescape"
 
@@ -27,7 +29,11 @@ class NameTable(Sequence[str]):
     __slots__ = ("_blob", "_bytes", "_ends", "_offsets")
 
     def __init__(self, names: Iterable[str]) -> None:
-        encoded = [name.encode(*_CODEC) for name in names]
+        try:
+            encoded = [name.encode(*_CODEC) for name in names]
+        except AttributeError as exc:
+            kind = type(exc.obj).__name__
+            raise TypeError(f"names must be strings, got one of type {kind}") from None
         ends = np.zeros(len(encoded) + 1, np.int64)
         np.cumsum([len(name) for name in encoded], out=ends[1:])
         self._adopt(np.frombuffer(b"".join(encoded), np.uint8), ends)
@@ -87,7 +93,9 @@ class NameTable(Sequence[str]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        shown = [repr(name) for name in self[:3]] + ["..."] * (len(self) > 3)
+        shown = [repr(redact_key(name)) for name in self[:3]] + ["..."] * (
+            len(self) > 3
+        )
         return f"<{len(self):,} names: {', '.join(shown) or 'none'}>"
 
     def __getstate__(self) -> tuple[Any, ...]:

@@ -90,16 +90,14 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise OptionError(unknown_option(f"{path}.{unknown[0]}", known))
 
 
-def check_no_options(directory: str, options: Options) -> None:
-    """See that a directory is given no options.
+def check_no_options(path: str, options: Options) -> None:
+    """See that local files are given no options.
 
     Raises:
         ValueError: If there are some.
     """
     if names := ", ".join(revealed(options)):
-        raise ValueError(
-            f"{directory!r} is a directory, which takes no store_options: {names}"
-        )
+        raise ValueError(f"{path!r} is local, and takes no store_options, got {names}")
 
 
 def unknown_option(path: str, known: Iterable[str] | None = None) -> str:

@@ -11,6 +11,7 @@ import functools
 import glob
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from typing_extensions import Buffer
@@ -42,7 +43,7 @@ from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.cached import CachedRanges
 from aioloader.datasets._stores.fetching import LoopRequests, WholeObject
 from aioloader.datasets._stores.listing import list_async
-from aioloader.datasets._stores.options import Options
+from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.requests import Requests
 from aioloader.datasets._stores.stores import (
@@ -80,12 +81,33 @@ class Places:
         if store is not None:
             if isinstance(store, (str, os.PathLike)) and is_local(os.fspath(store)):
                 self._folder = path_of(os.fspath(store))
+                check_no_options(self._folder, options)
             else:
                 self._base = StoreSource(store, options)
         self._sources: dict[Address, StoreSource] = {}
         self._per_loop: PerLoop[LoopRequests] = PerLoop(
             functools.partial(LoopRequests, requests)
         )
+
+    def check(self, addresses: list[Address]) -> None:
+        """See that the first address can be one, and that the store takes its options.
+
+        Raises:
+            ImportError: If obstore is needed, and not installed.
+            ValueError: If it is of no known kind, or options are wrong.
+        """
+        if self._base is not None:
+            return
+        remote = (one for one in addresses if not is_local(one))
+        first = next(remote, None) if self._options else addresses[0]
+        if first is None:
+            check_no_options(opened(addresses[0]), self._options)
+        elif is_local(first):
+            path_of(opened(first))
+        else:
+            if "{" in opened(split(first)[0]):
+                first = next(braces(first))
+            self._source_of(first)
 
     # -- addresses ----------------------------------------------------------------
 
@@ -130,10 +152,11 @@ class Places:
             root, pattern = searched
             found = await self._match(self._source(root), root, pattern)
         if not found:
-            raise ValueError(
-                f"no shard matches {self.label(address)!r}; names that contain * ? [ "
-                "are written as glob.escape() does it"
-            )
+            label = self.label(address)
+            hint = "names that contain * ? [ are written as glob.escape() does it"
+            if self.path(address) and not await asyncio.to_thread(_has_folder, label):
+                hint = f"there is no directory {folder_of(label)!r}"
+            raise ValueError(f"no shard matches {label!r}; {hint}")
         return found
 
     async def _match(
@@ -185,8 +208,9 @@ class Places:
         location = source.locate(key)
         fetch: Fetch = functools.partial(here.fetch, source, key)
         whole = functools.partial(WholeObject, here, source, key)
-        if self.kept_in is None:
+        if self._keeps_nothing(source):
             return ObjectBytes(fetch, whole, location, start, budget, size)
+        assert self.kept_in is not None
         cached = CachedRanges(fetch, self.kept_in, self._full(address))
         found = ObjectBytes(cached.fetch, whole, location, start, budget, size)
         return Closing(found, cached.aclose)
@@ -210,7 +234,7 @@ class Places:
         source, key = self._source_of(address)
         here = self._per_loop.here()
         fetch: Fetch = functools.partial(here.fetch, source, key)
-        if self.kept_in is not None:
+        if self.kept_in is not None and not self._keeps_nothing(source):
             fetch = CachedRanges(fetch, self.kept_in, self._full(address)).fetch
         piece = await fetch(start, stop, here.versions.get(address))
         return piece.data
@@ -220,6 +244,10 @@ class Places:
         clone = copy.copy(self)
         clone.kept_in = cache
         return clone
+
+    def _keeps_nothing(self, source: StoreSource) -> bool:
+        """Tell whether there is no cache; stores in memory all have one name."""
+        return self.kept_in is None or source.label == "memory://"
 
     def _full(self, address: Address) -> str:
         """Return what names an object among all of them; never shown."""
@@ -251,6 +279,10 @@ def _globbed(pattern: str, folder: str) -> list[Any]:
         for path in set(found)
         if not os.path.isdir(os.path.join(folder, path))  # noqa: PTH112, PTH118
     )
+
+
+def _has_folder(pattern: str) -> bool:
+    return not has_signs(pattern) or Path(folder_of(pattern) or ".").is_dir()
 
 
 def _matching(keys: Iterable[str], pattern: str, root: Address | None) -> list[Address]:

@@ -51,6 +51,10 @@ class Requests:
     hedge: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("timeout", "deadline", "base_delay", "max_delay"):
+            if not isinstance(value := getattr(self, name), int | float):
+                kind = type(value).__name__
+                raise TypeError(f"{name} must be a number of seconds, got {kind}")
         if self.timeout <= 0 or self.deadline <= 0:
             raise ValueError(
                 f"timeout and deadline must be above 0, got {self.timeout} and "
@@ -61,6 +65,20 @@ class Requests:
                 f"delays must not be negative, got base_delay={self.base_delay}, "
                 f"max_delay={self.max_delay}"
             )
+
+
+def policy_of(requests: Requests | None) -> Requests:
+    """Return how requests are to be treated.
+
+    Raises:
+        TypeError: If that is no ``Requests``.
+    """
+    if not isinstance(requests, Requests | None):
+        raise TypeError(
+            "requests must be aioloader.datasets.Requests(timeout=..., deadline=...), "
+            f"got {type(requests).__name__}"
+        )
+    return requests or Requests()
 
 
 class RefusedError(Exception):
@@ -110,16 +128,21 @@ class Tries:
         sent, error = 0, failed
         for number in itertools.count():
             if error is None:
-                result = await self._tried(attempt, location, until - loop.time())
+                left = until - loop.time()
+                result = await self._tried(attempt, location, left)
                 if not isinstance(result, DatasetError):
                     return result
-                error = result
+                # What was cut short by the deadline says less than what was before.
+                error = failed if failed and left < policy.timeout else result
+            failed = error
             sent += error.attempts
             bound = min(policy.max_delay, policy.base_delay * 2.0**number)
             delay = self._rng.uniform(0.0, bound)
             if loop.time() + delay >= until:
                 raise _given_up(error, sent, policy.deadline)
             await asyncio.sleep(delay)
+            if loop.time() >= until:
+                raise _given_up(error, sent, policy.deadline)
             error = None
         raise AssertionError
 
@@ -190,7 +213,10 @@ def read_failure(location: str, exc: Exception, reason: Reason) -> Exception:
     if type(exc).__name__ == "PreconditionError" or reason.status == _CHANGED:
         text = f"{location!r} has changed while it was read; write shards anew instead"
         return RefusedError(DatasetError(text, location=location))
+    # What is wrong with the call is as wrong at the next try.
+    wrong = (ValueError, TypeError, NotImplementedError)
     is_final = isinstance(failure, (FileNotFoundError, PermissionError))
+    is_final |= isinstance(exc, wrong) or reason.is_bad_key
     if is_final or reason.status in _FINAL:
         return RefusedError(failure)
     return failure

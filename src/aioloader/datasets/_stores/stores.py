@@ -4,6 +4,7 @@ The store of a URL is made by the process that uses it, at its first read, and i
 pickled; a pickle holds the URL and the options, and is refused if those hold secrets.
 """
 
+import asyncio
 import base64
 import contextlib
 import os
@@ -56,7 +57,7 @@ def import_obstore() -> ModuleType:
         import obstore.store  # noqa: PLC0415  (an optional dependency)
     except ImportError as exc:
         raise ImportError(
-            "ObjectDataset needs obstore: pip install aioloader[objects]"
+            "object stores and HTTP need obstore: pip install 'aioloader[objects]'"
         ) from exc
     return obstore
 
@@ -155,6 +156,13 @@ class StoreSource:
             made = self._made = os.getpid(), Sealed(self._make(), "")
         return made[1].value
 
+    async def opened(self) -> "ObjectStore":
+        """Return the store as ``open`` does; to make it reads files, in a thread."""
+        is_made = self._made is not None and self._made[0] == os.getpid()
+        if is_made or self._given is not None:
+            return self.open()
+        return await asyncio.to_thread(self.open)
+
     def locate(self, key: str) -> str:
         """Return what may be shown of the address of ``key``."""
         # The tail of a signed URL, passed as a key, puts no signature into the log.
@@ -183,7 +191,7 @@ class StoreSource:
                 the dataset is read.
         """
         with contextlib.suppress(DatasetError):
-            self._make()
+            self._made = os.getpid(), Sealed(self._make(), "")
 
     def _make(self) -> "ObjectStore":
         stores = import_obstore().store

@@ -53,6 +53,7 @@ class Lane:
         self._block: Block = []
         self._taken = 0
         self._is_broken = False
+        self._mismatch: ShardChangedError | None = None
         self._has_columns = False
         self._reader: ShardReader | None = None
         self._next: ShardReader | None = None
@@ -79,6 +80,8 @@ class Lane:
     async def fill(self, limit: int) -> bool:
         """Get about ``limit`` samples if none is ready; tell whether there are any."""
         while not self.ready():
+            if self._mismatch is not None:
+                raise self._mismatch
             if self._is_broken:
                 await self._turn()
             if self._reader is None:
@@ -121,7 +124,9 @@ class Lane:
             least = _ROWS if self._has_columns else _SAMPLES
             self._block = await reader.pull(max(limit, least))
             self._has_columns = not isinstance(self._block, list)
-        except ShardChangedError:  # nothing follows the place of the state
+        except ShardChangedError as error:
+            # Nothing follows the place of the state, whoever pulls again.
+            self._mismatch = error
             raise
         except Exception as error:  # noqa: BLE001  (the loader's policy decides)
             # The rest of the shard is lost.

@@ -8,6 +8,7 @@ from torch.utils.data import Dataset, get_worker_info
 from aioloader._observe.warnings import warn
 from aioloader._order.ranks import Tail
 from aioloader._order.shares import Deal
+from aioloader.datasets._options import check_at_least
 from aioloader.datasets._streams.agreement import TIMEOUT, RankStore
 from aioloader.datasets._streams.cursors import Ahead, Cursor, State
 from aioloader.datasets._streams.descriptions import fitted
@@ -195,9 +196,3 @@ class Iterated(Dataset[Sample_co], OwnStream):
         they differ, that is a warning only.
         """
         return {"kind": type(self).__name__}
-
-
-def check_at_least(value: int, least: int, name: str) -> None:
-    """Raise a ValueError if an argument is too small."""
-    if operator.index(value) < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
