@@ -9,6 +9,7 @@ looked at. torch's is not run at 1e9: the list alone would take some 36 GB.
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 from harness import Contender, Figures, Limit, Metric, Options, Question, Target, main
 from meter import peak_megabytes
 from resume import BATCH, Numbers, ours, ours_with_torchs_sampler
+from shuffle_quality import measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,3 +77,5 @@ QUESTION = Question(
 
 if __name__ == "__main__":
     main(QUESTION)
+    if "--contender" not in sys.argv:  # how good it is: of shards, beside others
+        measure()

@@ -33,13 +33,8 @@ if TYPE_CHECKING:
     from datasets.conftest import Loopback
 
 STREAMS = [
-    TarDataset,
-    JSONLinesDataset,
-    TextDataset,
-    ParquetDataset,
-    ArrowDataset,
-    CSVDataset,
-]
+    TarDataset, JSONLinesDataset, TextDataset, ParquetDataset, ArrowDataset, CSVDataset,
+]  # fmt: skip
 ENCODED = "".join(f"%{ord(char):02X}" for char in MARKER)
 FORMS = (MARKER, ENCODED, KEY, base64.b64encode(f"me:{MARKER}".encode()).decode())
 # Addresses that hold a secret themselves.

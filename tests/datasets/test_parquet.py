@@ -4,6 +4,7 @@ import asyncio
 import gc
 import pickle
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
 
+from aioloader import DataLoader
 from aioloader.datasets import ParquetDataset
 from aioloader.datasets._arrow import parquet
 from aioloader.datasets._arrow.ipc import ArrowFormat
@@ -357,3 +359,15 @@ async def test_pickles(numbered: str) -> None:
         {"text": f"{n}"} for n in range(40, 50)
     ]
     assert repr(copy) == f"ParquetFormat({numbered!r})"
+
+
+@pytest.mark.parametrize(("columns", "is_quick"), [(["n"], True), (None, False)])
+async def test_few_numbers_are_collated_on_the_loop(
+    columns: Any, is_quick: bool, numbered: str
+) -> None:
+    """A hop to a thread would cost more; text takes it."""
+    loader: Any = DataLoader(ParquetDataset(numbered, columns), 8)
+    names: set[str] = set()
+    async for _ in loader:
+        names |= {thread.name for thread in threading.enumerate()}
+    assert ("aioloader-cpu" not in names) is is_quick

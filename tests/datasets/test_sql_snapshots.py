@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import adbc_driver_postgresql.dbapi
 import pytest
 import torch
 
@@ -294,3 +295,24 @@ async def test_batches_of_a_loader(database: Database, num_workers: int) -> None
     batches = [batch async for batch in loader]
     found = torch.cat([batch["id"] for batch in batches])
     assert sorted(found.tolist()) == [*range(500)]
+
+
+async def test_one_driver_for_all_connections(
+    postgresql: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PostgreSQL's reads all types when it is loaded: once, for all ranges."""
+    postgresql.fill("t", 100)
+    loaded: list[Any] = []
+    driver = adbc_driver_postgresql.dbapi
+    connect = driver.connect
+
+    def counted(*args: Any, **options: Any) -> Any:
+        loaded.append(args)
+        return connect(*args, **options)
+
+    monkeypatch.setattr(driver, "connect", counted)
+    made = SQLFormat(postgresql.url, "t", key="id", partitions=4)
+    async with opened(made) as readers:
+        rows = [len(await reader.pull(9)) for reader in readers]
+    assert rows == [9] * 4
+    assert len(loaded) == 1

@@ -255,11 +255,14 @@ class BatchMaker:
     def is_quick(self, task: BatchTask) -> bool:
         """Tell whether what is left of ``task`` takes a fraction of a millisecond.
 
-        That is known of torch's own rules and few small samples: such a batch is
-        collated on the event loop, where a hop to a thread would cost more.
+        That is known of torch's own rules and few small samples, and of columns that
+        say so: such a batch is collated on the event loop, where a hop to a thread
+        would cost more.
         """
-        is_plain = self.transform is None and type(task.samples) is list
-        return is_plain and collates_quickly(self.collate_fn, task.samples)
+        samples = task.samples
+        if self.transform is not None or type(samples) is not list:
+            return getattr(samples, "is_quick", False) and self.transform is None
+        return collates_quickly(self.collate_fn, samples)
 
     def made(self, task: BatchTask, batch: Any) -> BatchResult:
         """Return the result of a batch, with a mask of its padding if that is asked."""

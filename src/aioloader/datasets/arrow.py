@@ -152,11 +152,12 @@ class _Ray(_Streamed):
                 "readers (ranks x workers): each reads its own; pass all that "
                 f"dataset.streaming_split({share.readers}) returns"
             )
-        if state.get("read"):
+        if "read" in state:  # also of a block that was begun
             raise StateMismatchError(
-                f"{self!r} cannot go on after row {state['read']:,}: Ray Data gives "
-                "rows in another order each time; load a state of the end of an epoch, "
-                "or write its rows to Parquet files and stream those",
+                f"{self!r} cannot go on after row {state['read']:,}, or some rows "
+                "later: Ray Data gives rows in another order each time; load a state "
+                "of the end of an epoch, or write its rows to Parquet files and stream "
+                "those",
                 expected=0,
                 found=state["read"],
             )

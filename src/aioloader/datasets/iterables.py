@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 from aioloader._order.blocks import Bad, Repeated, failed, read_block, read_block_async
 from aioloader._order.shares import Share
-from aioloader.datasets._streams.cursors import Cursor, State
+from aioloader.datasets._streams.cursors import Ahead, Cursor, State
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterators import Reading
 from aioloader.datasets.streams import Stream
@@ -79,9 +79,9 @@ class _Iterable(Stream[Any]):
         cursor: Cursor = self._cursor(self._source, reading.share, state.get("read", 0))
         return cursor
 
-    def may_read_ahead(self) -> bool:
-        """Tell whether all samples are there: an iterator may wait for each."""
-        return isinstance(self._source, Sequence)
+    def ahead(self) -> Ahead:
+        """Return how far it may be read ahead: an iterator may wait for each sample."""
+        return Ahead.FREE if isinstance(self._source, Sequence) else Ahead.QUICK
 
     def describe(self) -> State:
         """Return the name of what is iterated."""

@@ -43,7 +43,7 @@ from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests, policy_of
-from aioloader.datasets._streams.cursors import Cursor, State
+from aioloader.datasets._streams.cursors import Ahead, Cursor, State
 from aioloader.datasets._streams.interleave import AsTheyCome, Interleaved, Lane
 from aioloader.datasets._streams.iterators import Reading
 from aioloader.datasets._streams.shards import Parser, Shard, ShardFormat, Summary
@@ -146,9 +146,10 @@ class ShardedStream(Stream[Sample_co]):
         ]
         return _Sharded(kind(opened, state), summary)
 
-    def may_read_ahead(self) -> bool:
-        """Tell whether lanes have the same order when they are read again."""
-        return self._deterministic
+    def ahead(self) -> Ahead:
+        """Return how far it may be read ahead: not if it may be others later."""
+        changes = getattr(self.made_by, "changes", False)
+        return Ahead.FREE if self._deterministic and not changes else Ahead.NEVER
 
     def describe(self) -> State:
         """Return what the format says, and the order of shards and lanes."""
@@ -261,6 +262,7 @@ class _Sharded:
         self._lanes = lanes
         self._summary = summary
         self.pull = lanes.pull
+        self.take = lanes.take
         self.aclose = lanes.aclose
 
     def state(self) -> State:

@@ -16,6 +16,7 @@ from aioloader._order.permutation import ShuffledIndices, keyed_order
 from aioloader._order.ranks import Tail
 from aioloader.datasets._options import check_at_least
 from aioloader.datasets._streams.cursors import (
+    Ahead,
     Batched,
     Cursor,
     Filtered,
@@ -222,9 +223,9 @@ class _Over(Stream[Any]):
         clone.upstream = self.upstream.cache(directory, max_bytes)
         return clone
 
-    def may_read_ahead(self) -> bool:
-        """Tell whether its source may."""
-        return self.upstream.may_read_ahead()
+    def ahead(self) -> Ahead:
+        """Return how far its source may be read ahead."""
+        return self.upstream.ahead()
 
     def evened(self, tail: Tail) -> Self:
         """Return the stream whose source is so."""
@@ -392,7 +393,9 @@ class _Mix(Stream[Any]):
             for stream, one in zip(self.streams, inner, strict=True)
         ]
         key = (self._seed, reading.epoch, reading.share.reader)
-        return Mixed(cursors, self._weights, key, self._until, state)
+        return Mixed(
+            cursors, self._weights, key, state, until=self._until, ahead=self.ahead()
+        )
 
     def describe(self) -> State:
         """Return how the streams are mixed, and what each is."""
@@ -410,9 +413,9 @@ class _Mix(Stream[Any]):
         clone.streams = [one.cache(directory, max_bytes) for one in self.streams]
         return clone
 
-    def may_read_ahead(self) -> bool:
-        """Tell whether all its sources may."""
-        return all(one.may_read_ahead() for one in self.streams)
+    def ahead(self) -> Ahead:
+        """Return how far all its sources may be read ahead."""
+        return min(stream.ahead() for stream in self.streams)
 
     def __repr__(self) -> str:
         first, *others = map(repr, self.streams)

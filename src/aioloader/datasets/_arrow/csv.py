@@ -8,8 +8,10 @@ read it again from its beginning.
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aioloader.datasets._arrow.copies import Opener
@@ -18,6 +20,7 @@ from aioloader.datasets._arrow.lines import BLOCK, BOM, Dialect, Range, batches,
 from aioloader.datasets._arrow.ranges import RangeFile, Ranges, plan
 from aioloader.datasets._arrow.reader import Place, Source, TableReader
 from aioloader.datasets._arrow.wanted import checked
+from aioloader.datasets._stores.bytes import check_size, file_failure
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -109,8 +112,22 @@ class CSVFormat(TableFormat[Head]):
         address, start, stop = shard
         unit = f"the lines from byte {start:,} on" if start or stop else ""
         place = Place(self._opener.label(address), unit)
-        opening = partial(self._open, address, start, stop, place)
+        expected = position.get("size")
+        opening = partial(self._open, address, (start, stop), place, expected)
         return TableReader(opening, place, position.get("row", 0), budget)
+
+    def _cut(self, shard: Part, count: int) -> list[Part]:
+        address, start, stop = shard
+        head = self._kept.get(address)
+        if head is None or head.is_whole:
+            raise ValueError(
+                f"{self._opener.label(address)!r} is packed, or may have newlines in "
+                "values, so that it is one shard and cannot be cut for more readers; "
+                "write more files, or plain ones"
+            )
+        end = stop or head.size
+        edges = [start + (end - start) * at // count for at in range(count)]
+        return [(address, *pair) for pair in pairwise([*edges, stop])]
 
     def _parts_of(self, end: Head) -> Iterable[Part]:
         if end.is_whole:
@@ -124,7 +141,7 @@ class CSVFormat(TableFormat[Head]):
             self._kept.popitem(last=False)
 
     async def _read_end(self, address: str, location: str) -> Head:
-        packing = _packing(address)
+        packing = _packing(location)
         size = (await read_tail(self._opener, address, 1)).size
         least = _PACKED_HEAD if packing else _LEAST_HEAD
         while True:
@@ -194,10 +211,21 @@ class CSVFormat(TableFormat[Head]):
         raise DatasetError(text, location=location)
 
     async def _open(
-        self, address: str, start: int, stop: int, place: Place, window: int
+        self,
+        address: str,
+        edges: tuple[int, int],
+        place: Place,
+        expected: int | None,
+        window: int,
     ) -> Source:
         head = await self._end(address)
-        path, ranges, packing = self._opener.path(address), None, _packing(address)
+        check_size(place.location, head.size, expected, 0)
+        start, stop = edges
+        path, ranges, packing = (
+            self._opener.path(address),
+            None,
+            _packing(place.location),
+        )
         span = Range(start or head.start, stop or None, is_first=not start)
         if path is None:
             most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
@@ -213,7 +241,7 @@ class CSVFormat(TableFormat[Head]):
         lines = _Lines(path, ranges, packing, span)
         found = partial(self._batches, lines, head, place)
         rows_of = partial(self._wanted.rows_of, location=place.location)
-        return Source(found, rows_of, None, ranges)
+        return Source(found, rows_of, None, ranges, head.size)
 
     def _batches(
         self, lines: "_Lines", head: Head, place: Place
@@ -225,9 +253,29 @@ class CSVFormat(TableFormat[Head]):
         known = {one.name: one.type for one in table.schema}
         types = {name: known[name] for name in present}
         parse = partial(dialect.parse, names=names, types=types, include=present)
+        if lines.path is not None:
+            _check_unchanged(lines.path, head.size, location)
         with lines.opened() as read:
             for at, data in blocks(read, lines.span, dialect, location):
                 yield from batches(data, at, parse, dialect, location)
+
+
+def _check_unchanged(path: str, size: int, location: str) -> None:
+    """See that a file is as long as when it was looked at.
+
+    Raises:
+        DatasetError: If it is not.
+    """
+    try:
+        found = os.stat(path).st_size  # noqa: PTH116
+    except OSError as error:
+        raise file_failure(path, error) from error
+    if found != size:
+        raise DatasetError(
+            f"{location!r} has changed while it was read: it had {size:,} bytes and "
+            f"has {found:,}; write files under another name and rename them",
+            location=location,
+        )
 
 
 class _Lines(NamedTuple):
@@ -261,8 +309,8 @@ class _Lines(NamedTuple):
             yield file.read
 
 
-def _packing(address: str) -> str | None:
-    ending = address.partition("?")[0].rpartition(".")[2].lower()
+def _packing(location: str) -> str | None:
+    ending = location.partition("?")[0].rpartition(".")[2].lower()
     return _PACKED.get(ending)
 
 

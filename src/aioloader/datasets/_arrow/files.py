@@ -24,7 +24,7 @@ from typing import (
 )
 
 from aioloader.datasets._arrow.copies import Copies, Opener
-from aioloader.datasets._arrow.reader import Place, Source, TableReader
+from aioloader.datasets._arrow.reader import Place, Source, TableReader, shares
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._stores.addresses import sealed, shown_addresses
 from aioloader.datasets._stores.bytes import file_failure
@@ -155,6 +155,27 @@ class TableFormat(ABC, Generic[SomeEnd]):
     def describe(self) -> dict[str, Any]:
         """Return which columns are read, and what replaces NULLs in them."""
         return self._wanted.describe()
+
+    async def cut(self, shards: Sequence[Part], count: int) -> list[Part]:
+        """Return ``count`` shards that have the same rows in the same order.
+
+        Raises:
+            ValueError: If a file cannot be cut.
+        """
+        whole = [shard for shard in shards if shard[-1] != SKIPPED]
+        void = [shard for shard in shards if shard[-1] == SKIPPED]
+        if not whole:
+            return (void * count)[:count]
+        found: list[Part] = []
+        for shard, parts in zip(
+            whole, shares(count - len(void), len(whole)), strict=True
+        ):
+            found += self._cut(shard, parts) if parts > 1 else [shard]
+        return found + void
+
+    def _cut(self, shard: Part, count: int) -> list[Part]:
+        """Return a shard in parts: the reader of each decodes what is before it too."""
+        return [(*shard, number, count) for number in range(count)]
 
     async def _look(self, address: str) -> "_File":
         """Return what is to be known of a file before it is read."""

@@ -11,6 +11,7 @@ import contextlib
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aioloader.datasets._arrow.files import (
@@ -20,7 +21,7 @@ from aioloader.datasets._arrow.files import (
     read_tail,
 )
 from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
-from aioloader.datasets._arrow.reader import Place, Source, TableReader
+from aioloader.datasets._arrow.reader import Place, Slice, Source, TableReader, shares
 from aioloader.datasets._arrow.wanted import Wanted, checked
 from aioloader.datasets._stores.bytes import check_size
 from aioloader.errors import DatasetError
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
 # An address, and which of its record batches: from the first to before the last. Of a
 # stream it is not known how many there are: (0, 0).
-Batches: TypeAlias = tuple[str, int, int]
+# Then perhaps which part of its one record batch, of how many.
+Batches: TypeAlias = tuple[Any, ...]
 
 _MAGIC = b"ARROW1"
 # Length of the footer, and the magic number after it.
@@ -69,12 +71,30 @@ class ArrowFormat(TableFormat[Layout]):
 
     def open(self, shard: Batches, position: "Position", budget: int) -> TableReader:
         """Return a reader of some record batches."""
-        address, first, stop = shard
+        address, first, stop, *part = shard
         unit = f"record batches {first} to {stop - 1}" if stop else ""
-        place = Place(self._opener.label(address), unit)
+        place = Place(self._opener.label(address), unit, Slice(*part))
         expected = position.get("size")
         opening = partial(self._open, address, range(first, stop), place, expected)
         return TableReader(opening, place, position.get("row", 0), budget)
+
+    def _cut(self, shard: Part, count: int) -> list[Part]:
+        address, first, stop = shard
+        if not stop:
+            raise ValueError(
+                f"{self._opener.label(address)!r} is a stream, which is one shard and "
+                "cannot be cut for more readers; write it as an Arrow file"
+            )
+        if count <= stop - first:
+            edges = [first]
+            for share in shares(stop - first, count):
+                edges.append(edges[-1] + share)
+            return [(address, *pair) for pair in pairwise(edges)]
+        return [
+            (address, number, number + 1, part, parts)
+            for number, parts in enumerate(shares(count, stop - first), first)
+            for part in range(parts)
+        ]
 
     def _parts_of(self, end: Layout) -> Iterable[Part]:
         return _grouped(end.batches) if end.footer else [(0, 0)]
@@ -146,7 +166,11 @@ class ArrowFormat(TableFormat[Layout]):
                 in_order=True,
             )
         file = partial(_file_of, path, ranges, layout)
-        read = partial(_file_batches, numbers=numbers) if numbers else _stream_batches
+        read = (
+            partial(_file_batches, numbers=numbers, part=place.part)
+            if numbers
+            else _stream_batches
+        )
         batches = partial(_batches, file, read, layout.schema, self._wanted)
         rows_of = partial(self._wanted.rows_of, location=place.location)
         return Source(batches, rows_of, None, ranges, layout.size)
@@ -284,13 +308,15 @@ def _batches(
 
 
 def _file_batches(
-    file: Any, options: Any, *, numbers: range
+    file: Any, options: Any, *, numbers: range, part: Slice
 ) -> "Iterator[pa.RecordBatch]":
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
     with pa.ipc.open_file(file, options=options) as reader:
         for number in numbers:
-            yield reader.get_batch(number)
+            batch = reader.get_batch(number)
+            first, stop = part.bounds(batch.num_rows)
+            yield batch.slice(first, stop - first) if part.parts > 1 else batch
 
 
 def _stream_batches(file: Any, options: Any) -> "Iterator[pa.RecordBatch]":

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aioloader._order.blocks import Block
-from aioloader.datasets._arrow.reader import Place, Source, TableReader
+from aioloader.datasets._arrow.reader import Place, Slice, Source, TableReader
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._streams.cursors import State
 from aioloader.datasets._streams.shards import summary_of
@@ -51,6 +51,10 @@ class MemoryFormat:
         rows = self._table.num_rows
         starts = range(0, max(1, rows), _SHARD)
         return [(start, min(start + _SHARD, rows)) for start in starts]
+
+    async def cut(self, _shards: Sequence[Range], count: int) -> list[Range]:
+        """Return ``count`` ranges of nearly the same length."""
+        return [Slice(n, count).bounds(self._table.num_rows) for n in range(count)]
 
     def summary(self, shards: Sequence[Range]) -> "Summary":
         """Return how many there are, and how many rows."""

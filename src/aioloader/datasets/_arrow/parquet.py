@@ -9,12 +9,13 @@ verified where they were written.
 import asyncio
 import contextlib
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aioloader.datasets._arrow.files import (
+    SKIPPED,
     Part,
     TableFormat,
     Tail,
@@ -22,7 +23,7 @@ from aioloader.datasets._arrow.files import (
 )
 from aioloader.datasets._arrow.filters import Filters
 from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
-from aioloader.datasets._arrow.reader import Place, Source, TableReader
+from aioloader.datasets._arrow.reader import Place, Slice, Source, TableReader, between
 from aioloader.datasets._arrow.wanted import Wanted, checked
 from aioloader.datasets._stores.bytes import check_size
 from aioloader.errors import DatasetError
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 
     from aioloader.datasets._streams.shards import Position
 
-# An address and a number; and a word if no row of it is wanted.
-RowGroup: TypeAlias = tuple[str, int] | tuple[str, int, str]
+# An address and a number; and a word if no row of it is wanted, or which part of it is
+# meant, of how many.
+RowGroup: TypeAlias = tuple[Any, ...]
 
 # Length of the footer and the magic number after it.
 _END = 8
@@ -45,6 +47,8 @@ _ROWS = 16_384
 _BATCH = 1 << 20
 # Footers kept, in bytes: row groups of one file are mostly read one after the other.
 _KEPT = 64 << 20
+# Columns that are looked up sooner than a thread is asked.
+_FEW = 64
 _LEAST_REQUEST, _MOST_REQUEST = 1 << 16, 8 << 20
 _LEAST_BUFFER, _MOST_BUFFER = 1 << 14, 1 << 20
 
@@ -95,10 +99,11 @@ class ParquetFormat(TableFormat[Footer]):
 
     def open(self, shard: RowGroup, position: "Position", budget: int) -> TableReader:
         """Return a reader of one row group."""
-        address, number, *skipped = shard
-        place = Place(self._opener.label(address), f"row group {number}")
-        if skipped:
-            return self._void(place)
+        address, number, *more = shard
+        label, unit = self._opener.label(address), f"row group {number}"
+        if more == [SKIPPED]:
+            return self._void(Place(label, unit))
+        place = Place(label, unit, Slice(*more))
         opening = partial(self._open, address, number, place, position.get("size"))
         return TableReader(opening, place, position.get("row", 0), budget)
 
@@ -142,7 +147,10 @@ class ParquetFormat(TableFormat[Footer]):
                 location=place.location,
             )
         names = self._wanted.table.present(footer.schema)
-        group = await asyncio.to_thread(_group_of, footer, number, names, place)
+        if footer.is_sound and len(footer.leaves or names) <= _FEW:
+            group = _group_of(footer, number, names, place)
+        else:
+            group = await asyncio.to_thread(_group_of, footer, number, names, place)
         ranges, path = None, self._opener.path(address)
         if path is None:
             ranges = Ranges(
@@ -154,9 +162,12 @@ class ParquetFormat(TableFormat[Footer]):
             )
         file = partial(_file_of, path, ranges)
         buffer = _buffer_for(group, window)
-        batches = partial(_batches, file, footer, number, group, buffer, self._wanted)
+        first, stop = place.part.bounds(group.rows)
+        batches = partial(
+            _between, first, stop, file, footer, number, group, buffer, self._wanted
+        )
         rows_of = partial(self._wanted.rows_of, location=place.location)
-        return Source(batches, rows_of, group.rows, ranges, footer.size)
+        return Source(batches, rows_of, stop - first, ranges, footer.size)
 
 
 def _within(least: int, value: int, most: int) -> int:
@@ -296,6 +307,17 @@ def _file_of(path: str | None, ranges: Ranges | None) -> Any:
     return pa.PythonFile(RangeFile(ranges.size, ranges.read), mode="r")
 
 
+def _between(
+    first: int, stop: int, make_file: Callable[[], Any], *args: Any
+) -> "Iterator[pa.RecordBatch]":
+    """Decode some rows of a row group, and those before them."""
+    group: Group = args[2]
+    batches = _batches(make_file, *args)
+    if (first, stop) == (0, group.rows):
+        return batches  # all: what comes beyond is an error
+    return between(batches, first, stop)
+
+
 def _batches(
     make_file: Callable[[], Any],
     footer: Footer,
@@ -303,7 +325,7 @@ def _batches(
     group: Group,
     buffer_size: int,
     wanted: Wanted,
-) -> "Iterator[pa.RecordBatch]":
+) -> "Generator[pa.RecordBatch, None, None]":
     """Decode a row group, in the thread that iterates."""
     from pyarrow import parquet as pq  # noqa: PLC0415  (an optional dependency)
 

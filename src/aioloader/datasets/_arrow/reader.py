@@ -9,7 +9,7 @@ a ``Bad``, and what is damaged otherwise ends the shard with an error.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,17 +51,38 @@ class Budget(NamedTuple):
         return cls(step, max(0, nbytes - 2 * step))
 
 
+class Slice(NamedTuple):
+    """One of several parts of equal numbers of rows, in order.
+
+    Attributes:
+        number: Which.
+        parts: How many there are.
+    """
+
+    number: int = 0
+    parts: int = 1
+
+    def bounds(self, rows: int) -> tuple[int, int]:
+        """Return the first of its rows, and one past the last, of so many."""
+        return rows * self.number // self.parts, rows * (self.number + 1) // self.parts
+
+
+_WHOLE = Slice()
+
+
 @dataclass(frozen=True)
 class Place:
-    """What is read, for errors.
+    """What is read, also for errors.
 
     Attributes:
         location: The file, redacted.
         unit: Which part of it, such as ``"row group 3"``; empty: all.
+        part: Which rows of that.
     """
 
     location: str
     unit: str
+    part: Slice = _WHOLE
 
     def __str__(self) -> str:
         return f"{self.unit} of {self.location!r}" if self.unit else repr(self.location)
@@ -89,6 +110,26 @@ class Source:
     size: int | None = None
     has_thread: bool = False
     is_users: bool = False
+
+
+def between(
+    batches: "Generator[pa.RecordBatch, None, None]", first: int, stop: int
+) -> "Iterator[pa.RecordBatch]":
+    """Yield the rows from one to before another; those after are not decoded."""
+    row = 0
+    with contextlib.closing(batches):
+        for batch in batches:
+            begin, end = max(first - row, 0), min(stop - row, batch.num_rows)
+            row += batch.num_rows
+            if begin < end:
+                yield batch.slice(begin, end - begin)
+            if row >= stop:
+                return
+
+
+def shares(count: int, among: int) -> list[int]:
+    """Return how many of ``count`` each of ``among`` gets: nearly the same."""
+    return [count * (at + 1) // among - count * at // among for at in range(among)]
 
 
 class Steps:
@@ -162,7 +203,8 @@ class Steps:
         rows = Rows(self._source.rows_of(batch))
         if not self._is_warm and len(rows):
             self._is_warm = True
-            _warm(rows)
+            if not rows.is_numeric:
+                _warm(rows)
         return rows
 
     def _singly(self, batch: "pa.RecordBatch") -> list[Any]:

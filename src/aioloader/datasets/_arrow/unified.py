@@ -5,6 +5,7 @@ lists and numbers, and where all of a column is NULL. No value is changed on the
 what does not fit is an error, and so are types that have no common one.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,9 @@ from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+# Schemas of the last files, which others mostly equal.
+_SEEN = 8
 
 
 class Table:
@@ -29,7 +33,7 @@ class Table:
             self._given = {field.name: field for field in given if field.name in names}
         self._types = {name: field.type for name, field in self._given.items()}
         self._origins: dict[str, str] = {}  # of types that were found
-        self._seen: list[pa.Schema] = []
+        self._seen: deque[pa.Schema] = deque(maxlen=_SEEN)
         self._schema: pa.Schema | None = None
 
     @property

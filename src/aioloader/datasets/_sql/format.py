@@ -69,6 +69,9 @@ class SQLFormat:
         ValueError: If an argument is wrong.
     """
 
+    # A shard may have other rows when it is read again.
+    changes = True
+
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
         url: str,

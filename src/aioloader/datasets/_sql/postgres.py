@@ -96,7 +96,7 @@ class Postgres:
             if self._leader is None:
                 raise RuntimeError("the iteration is over")
             snapshot = self._snapshot
-            link = Link(self.address)
+            link = Link(self.address, like=self._leader)
             try:
                 await link.open()
                 if await link.run(_follow, snapshot):

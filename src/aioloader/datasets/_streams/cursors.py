@@ -6,6 +6,7 @@ before it; a step that reads ahead keeps a ``Trail`` of where it has been.
 """
 
 import asyncio
+import enum
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeAlias
@@ -29,6 +30,18 @@ class Cursor(Protocol):
 
     async def aclose(self) -> None:
         """End what is under way, and wait for its end."""
+
+
+class Ahead(enum.IntEnum):
+    """How far a stream may be read ahead of what is passed on.
+
+    ``NEVER``: it may be other samples when they are read again. ``QUICK``: as far as
+    samples come quickly, for each may have to be waited for. ``FREE``: any block.
+    """
+
+    NEVER = 0
+    QUICK = 1
+    FREE = 2
 
 
 class Pulls(Protocol):

@@ -82,10 +82,10 @@ def _counts(one: State) -> bool:
     found = [one["state"]]
     while found:
         state = found.pop()
-        taken, up = state.get("taken", 0), state.get("up", {})
+        taken, up = state.get("taken", 0), state.get("up") or []
         if max(taken) if isinstance(taken, list) else taken:
             return True
-        found += up if isinstance(up, list) else [up]
+        found += up if isinstance(up, list) else [up] if up else []
     return False
 
 
@@ -95,8 +95,12 @@ def _moved(
     """Leave out what does not fit, and warn."""
     lost: dict[str, None] = {}
     streams = {}
+    rounds, more = divmod(state["position"], state["readers"])
     for reader, one in state["streams"].items():
-        streams[reader] = {**one, "state": _carried(one["state"], saved, found, lost)}
+        inner = _carried(one["state"], saved, found, lost)
+        # What was passed on since is given again: it cannot be told in another chain.
+        given = rounds + (int(reader) < more)
+        streams[reader] = {**one, "state": inner, "taken": given}
     warn(
         f"the state is of another stream: {'; '.join(errors)}; what fits is loaded, "
         f"and this is ignored: {'; '.join(lost) or 'nothing'}"

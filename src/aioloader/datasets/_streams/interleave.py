@@ -200,7 +200,13 @@ class Interleaved:
         if self._given >= len(self._woven):
             await self._fill(limit)
             await self._weave(limit)
+        return self.take(limit) or []
+
+    def take(self, limit: int) -> Block | None:
+        """Return the next samples if they are there; None if they must be read."""
         part = cut(self._woven, self._given, self._given + limit)
+        if not len(part):
+            return None
         self._pass(len(part))
         return part
 

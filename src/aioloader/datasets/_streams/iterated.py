@@ -10,7 +10,7 @@ from aioloader._order.ranks import Tail
 from aioloader._order.shares import Deal
 from aioloader.datasets._options import check_at_least
 from aioloader.datasets._streams.agreement import TIMEOUT, RankStore
-from aioloader.datasets._streams.cursors import Cursor, State
+from aioloader.datasets._streams.cursors import Ahead, Cursor, State
 from aioloader.datasets._streams.descriptions import fitted
 from aioloader.datasets._streams.iterators import Reading, StreamIterator
 from aioloader.protocols import OwnStream
@@ -120,13 +120,9 @@ class Iterated(Dataset[Sample_co], OwnStream):
         clone.num_readers = operator.index(count)
         return clone
 
-    def may_read_ahead(self) -> bool:
-        """Tell whether a block of samples may be read to give the first of them.
-
-        Not where they come in another order when they are read again, and not where a
-        sample that is there would wait for one that is not.
-        """
-        return True
+    def ahead(self) -> Ahead:
+        """Return how far it may be read ahead of what is passed on."""
+        return Ahead.FREE
 
     def total(self) -> int | None:
         """Return how many samples an epoch of all ranks has, if that is known.

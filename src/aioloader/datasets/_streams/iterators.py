@@ -16,7 +16,7 @@ from aioloader._order.blocks import Bad, Block
 from aioloader._order.shares import Deal, Share
 from aioloader._order.stream_states import part_of, state_of
 from aioloader.datasets._streams.agreement import Agreement, RankStore
-from aioloader.datasets._streams.cursors import Cursor, State
+from aioloader.datasets._streams.cursors import Ahead, Cursor, State
 from aioloader.datasets._streams.turns import Alone, Hosted, Turns
 from aioloader.errors import StateMismatchError
 from aioloader.protocols import BlockIterator
@@ -54,8 +54,8 @@ class Opens(Protocol):
     def describe(self) -> State:
         """Return what a state is bound to."""
 
-    def may_read_ahead(self) -> bool:
-        """Tell whether a block of samples may be read to give the first of them."""
+    def ahead(self) -> Ahead:
+        """Return how far it may be read ahead of what is passed on."""
 
     def total(self) -> int | None:
         """Return how many samples an epoch of all ranks has, if that is known."""
@@ -193,7 +193,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
                 cursor = await self._cursor(reading, known["state"])
                 self._cursors.append(cursor)
             if self.fills and cursor is not None:
-                ahead = _AHEAD if self._stream.may_read_ahead() else 1
+                ahead = _AHEAD if self._stream.ahead() is Ahead.FREE else 1
                 return Alone(reader, cursor, at, known, ahead=ahead)
             hosted.append(Hosted(cursor, known, wanted, deal.stride))
         return Turns(deal, hosted, at)

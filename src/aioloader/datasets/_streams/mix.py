@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aioloader._order.blocks import Block, cut, join, pick
-from aioloader.datasets._streams.cursors import Cursor, State, Trail, skip
+from aioloader.datasets._streams.cursors import Ahead, Cursor, State, Trail, skip
 
 Until: TypeAlias = Literal["all", "first"]
 Numbers: TypeAlias = npt.NDArray[np.int64]
@@ -82,8 +82,9 @@ class Mixed:
         cursors: What is read; owned.
         weights: Probability of each, not normalised.
         key: Words that the draws depend on.
-        until: When it is over.
         state: Where to begin: how many were drawn, and which streams have ended.
+        until: When it is over.
+        ahead: How far they may be read ahead.
     """
 
     def __init__(
@@ -91,14 +92,17 @@ class Mixed:
         cursors: Sequence[Cursor],
         weights: Sequence[float],
         key: Sequence[int],
-        until: Until,
         state: State,
+        *,
+        until: Until,
+        ahead: Ahead,
     ) -> None:
         taken = state.get("taken") or [0] * len(cursors)
         self._parts = [_Part(*pair) for pair in zip(cursors, taken, strict=True)]
         self._weights = np.asarray(weights, np.float64)
         self._key = [word & 0xFFFFFFFFFFFFFFFF for word in key]
         self._until = until
+        self._ahead = ahead
         self._ask = 0
         self._drawn: int = state.get("drawn", 0)
         self._ended: set[int] = set(state.get("ended", ()))
@@ -138,7 +142,8 @@ class Mixed:
             if len(choices):
                 await self._put_in_order(choices)
                 is_quick = time.perf_counter() - began < _QUICK
-                self._ask = min(2 * most, _SAMPLES) if is_quick else 0
+                may_grow = is_quick and self._ahead is not Ahead.NEVER
+                self._ask = min(2 * most, _SAMPLES) if may_grow else 0
                 return
             # The next one is drawn of a stream that has ended.
             self._ended.add(int(self._draw(1)[0]))
@@ -150,8 +155,10 @@ class Mixed:
         counts = np.bincount(choices, minlength=len(self._parts)).tolist()
         length = len(choices)
         for at, (part, count) in enumerate(zip(self._parts, counts, strict=True)):
-            if part.ready() < count and not part.has_ended:
+            while part.ready() < count and not part.has_ended:
                 await part.fill(count - part.ready())
+                if self._ahead is not Ahead.NEVER:
+                    break  # what the others give too much can be read again
             if part.ready() < count:
                 places = np.flatnonzero(choices == at)
                 length = min(length, int(places[part.ready()]))

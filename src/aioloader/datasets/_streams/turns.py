@@ -48,6 +48,10 @@ class Alone:
         self.at = at
         self._name = str(reader)
         self._cursor = cursor
+        # What a cursor has there can be taken one by one, with exact states.
+        self._take_there = getattr(cursor, "take", None)
+        if self._take_there is not None:
+            ahead = 1
         self._taken: int = known["taken"]
         # Ranks that shared it had not read so far; one that has ended lags no more.
         self._lag = 0 if known.get("ended") else at - self._taken
@@ -65,7 +69,12 @@ class Alone:
     def take(self, limit: int) -> Block | None:
         """Return samples that were read ahead; None if there are none."""
         if self._given >= len(self._ahead):
-            return None
+            block = (
+                self._take_there(limit) if self._take_there and not self._lag else None
+            )
+            self.at += len(block or ())
+            self._taken += len(block or ())
+            return block
         block = cut(self._ahead, self._given, self._given + limit)
         self._given += len(block)
         self.at += len(block)

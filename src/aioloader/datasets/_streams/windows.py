@@ -8,12 +8,15 @@ saved is where the window began and how much of it was passed on.
 import asyncio
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 from aioloader._order.blocks import Block, cut, join, pick
 from aioloader._order.permutation import ShuffledIndices, is_quick, paced
 from aioloader.datasets._streams.cursors import Cursor, State
 
 Order = Callable[[int, int], ShuffledIndices]
+# Samples of a window that are pulled at once, at most; more would hold others up.
+_PULL = 1 << 13
 
 
 class Shuffled:
@@ -76,7 +79,7 @@ class Shuffled:
         parts: list[Block] = []
         found = 0
         while found < self._size:
-            block = await self._upstream.pull(self._size - found)
+            block = await self._upstream.pull(min(self._size - found, _PULL))
             if not len(block):
                 break
             parts.append(block)
@@ -87,7 +90,10 @@ class Shuffled:
         return start, await asyncio.to_thread(self._permuted, parts, number, found)
 
     def _permuted(self, parts: list[Block], number: int, length: int) -> Block:
-        whole, order = join(parts), paced(self._order(number, length))
-        if not isinstance(whole, list):
-            return pick(whole, [*chain.from_iterable(order)])
+        order = paced(self._order(number, length))
+        if not any(isinstance(part, list) for part in parts):
+            return pick(join(parts), [*chain.from_iterable(order)])
+        whole: list[Any] = []
+        for part in parts:
+            whole += part
         return [sample for places in order for sample in pick(whole, places)]

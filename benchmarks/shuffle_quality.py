@@ -1,0 +1,132 @@
+"""Shuffle quality: how well are samples of shards mixed, for what is held in memory?
+
+64 tars of 500 samples, read by one reader in batches of 64. Settings are chosen so that
+as many samples are held: our two windows of half the size, WebDataset's one buffer, and
+Mosaic's block (whose shards lie on its local disk); what is read ahead of each open
+shard comes on top (ours: ``max_bytes`` in all). Distinct shards in a batch: all random
+would be 40.6. Correlation of the places in the dataset of samples that are one sample,
+and one batch, apart in the epoch: all random would be 0. Mosaic's orders are made by
+its own functions; where it is not installed, it is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import io
+import sys
+import tarfile
+import tempfile
+import types
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aioloader.datasets import TarDataset
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SHARDS, LENGTH, BATCH = 64, 500, 64
+HELD = (1_000, 4_000)
+
+
+def write(folder: Path) -> list[str]:
+    """Write the shards; keys are the places of samples in the dataset."""
+    for shard in range(SHARDS):
+        with tarfile.open(folder / f"{shard:03}.tar", "w") as tar:
+            for place in range(shard * LENGTH, (shard + 1) * LENGTH):
+                member = tarfile.TarInfo(f"{place:06}.bin")
+                member.size = 4
+                tar.addfile(member, io.BytesIO(b"data"))
+    return sorted(map(str, folder.glob("*.tar")))
+
+
+def of_ours(stream: Any) -> list[int]:
+    async def read() -> list[int]:
+        return [int(sample["__key__"]) async for sample in stream]
+
+    return asyncio.run(read())
+
+
+def of_webdataset(paths: list[str], held: int) -> list[int]:
+    import webdataset as wds  # noqa: PLC0415  (a peer, which may be missing)
+
+    dataset = wds.WebDataset(paths, shardshuffle=SHARDS, seed=0, empty_check=False)
+    return [int(s["__key__"]) for s in dataset.shuffle(held, initial=held, seed=0)]
+
+
+def of_mosaic(algorithm: str, held: int) -> list[int]:
+    """Return the order of one canonical node with one worker."""
+    roots = [Path(path) / "streaming" for path in sys.path]
+    root = next((path for path in roots if (path / "base" / "shuffle").is_dir()), None)
+    if root is None:
+        raise ModuleNotFoundError("No module named 'streaming'")
+    for name, path in (("streaming", root), ("streaming.base", root / "base")):
+        # Its package imports all it can read; the orders need numpy alone.
+        package = types.ModuleType(name)
+        package.__path__ = [str(path)]
+        sys.modules.setdefault(name, package)
+    module = importlib.import_module(f"streaming.base.shuffle.{algorithm}")
+    sizes = np.full(SHARDS, LENGTH)
+    options = {} if algorithm == "py1s" else {"block_size": held}
+    order = getattr(module, f"get_shuffle_{algorithm}")(sizes, 1, 0, 0, **options)
+    return list(order.tolist())
+
+
+def contenders(paths: list[str]) -> Iterator[tuple[str, int, Any]]:
+    """Yield the name of each setting, what it holds, and what gives its order."""
+
+    def tar(**options: Any) -> TarDataset:
+        return TarDataset(paths, seed=1, **options)
+
+    yield "aioloader in order", 0, lambda: of_ours(tar())
+    yield (
+        "aioloader interleave=8",
+        0,
+        lambda: of_ours(tar(shuffle=True, interleave=8)),
+    )
+    for held in HELD:
+        for lanes in (1, 8, 32):
+            name = f"aioloader interleave={lanes}, .shuffle({held // 2})"
+            stream = tar(shuffle=True, interleave=lanes).shuffle(held // 2)
+            yield name, held, partial(of_ours, stream)
+        name = f"webdataset shardshuffle, .shuffle({held})"
+        yield name, held, partial(of_webdataset, paths, held)
+        for algorithm in ("py1e", "py1br"):
+            name = f"mosaic {algorithm}, block {held}"
+            yield name, held, partial(of_mosaic, algorithm, held)
+
+
+def figures(places: list[int]) -> tuple[float, float, float]:
+    """Return distinct shards per batch, and correlations over a sample and a batch."""
+    found = np.asarray(places)
+    assert sorted(places) == list(range(SHARDS * LENGTH))
+    whole = len(found) // BATCH * BATCH
+    batches = (found[:whole] // LENGTH).reshape(-1, BATCH)
+    distinct = float(np.mean([len(np.unique(batch)) for batch in batches]))
+    return distinct, _correlation(found, 1), _correlation(found, BATCH)
+
+
+def _correlation(found: Any, distance: int) -> float:
+    return float(np.corrcoef(found[:-distance], found[distance:])[0, 1])
+
+
+def measure() -> None:
+    """Print a row for each setting."""
+    title = f"{'setting':58} {'held':>6} {'shards per batch':>17}"
+    print(f"{title} {'corr. 1':>8} {f'corr. {BATCH}':>9}")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, held, order in contenders(write(Path(folder))):
+            try:
+                distinct, near, far = figures(order())
+            except ModuleNotFoundError as error:
+                print(f"{name:58} {held:6,} {error}")
+                continue
+            print(f"{name:58} {held:6,} {distinct:17.1f} {near:8.3f} {far:9.3f}")
+
+
+if __name__ == "__main__":
+    measure()
