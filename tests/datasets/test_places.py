@@ -274,10 +274,10 @@ async def test_a_thread_that_reads_is_waited_for(tmp_path: Path) -> None:
     file = FileBytes(str(tmp_path / "a"), 0, 1 << 20)
     entered, release = threading.Event(), threading.Event()
 
-    def use(piece: Any) -> bytes:
+    def use(read: Any) -> bytes:
         entered.set()
         release.wait()
-        return bytes(piece)
+        return bytes(read())
 
     task = asyncio.create_task(file.use(use))
     await asyncio.to_thread(entered.wait)
@@ -288,7 +288,7 @@ async def test_a_thread_that_reads_is_waited_for(tmp_path: Path) -> None:
     release.set()
     await asyncio.wait([task])
     assert (was_done, task.cancelled()) == (False, True)
-    assert await file.use(bytes) == b""
+    assert await file.read() == b""
     await file.aclose()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -20,6 +21,7 @@ from aioloader.datasets._streams.shards import (
     Summary,
     summary_of,
 )
+from aioloader.errors import DatasetError
 
 # A parser of one shard: its label, and the offset of the first byte it will get.
 MakeParser = Callable[[str, int], Parser]
@@ -57,6 +59,7 @@ class ParsedShard:
         self._cutting: asyncio.Task[tuple[int, list[Any]]] | None = None
         # Whether there is more in the last piece, and no piece after it.
         self._has_rest = self._has_ended = False
+        self._failure: DatasetError | None = None
         self.is_draining = source.is_draining
         self.begin = source.begin
 
@@ -94,6 +97,8 @@ class ParsedShard:
             await asyncio.wait([self._cutting])  # a cancellation leaves it alone
             cutting, self._cutting = self._cutting, None
             byte, block = cutting.result()
+            if self._has_rest or not self._has_ended:  # the next one meanwhile
+                self._cutting = asyncio.create_task(self._cut())
             if block:
                 if self._is_packed:
                     self._before += len(self._block)
@@ -105,25 +110,45 @@ class ParsedShard:
 
     async def _cut(self) -> tuple[int, list[Any]]:
         """Return where the next block begins, and the block."""
+        if self._failure is not None:
+            raise self._failure
         if self._has_rest:
-            return await in_thread(self._take)
+            return await in_thread(self._take, _AT_ONCE)
         if isinstance(self._source, FileBytes):
-            return await self._source.use(self._feed)
-        return await in_thread(self._feed, await self._source.read())
+            feed = functools.partial(self._feed_pieces, self._source.at_once)
+            return await self._source.use(feed)
+        return await in_thread(self._feed, await self._source.read(), _AT_ONCE)
 
-    def _feed(self, piece: Buffer) -> tuple[int, list[Any]]:
+    def _feed_pieces(
+        self, length: int, read: Callable[[], Buffer]
+    ) -> tuple[int, list[Any]]:
+        """Cut one block from several pieces."""
+        begin, block = self._parser.offset, list[Any]()
+        while length > 0 and not (self._has_rest or self._has_ended):
+            try:
+                piece = read()
+            except DatasetError as error:
+                if not block:
+                    raise
+                self._failure = error  # told after the samples before it
+                break
+            length -= len(memoryview(piece))
+            block += self._feed(piece, _AT_ONCE - len(block))[1]
+        return begin, block
+
+    def _feed(self, piece: Buffer, limit: int) -> tuple[int, list[Any]]:
         if memoryview(piece):
             self._parser.feed(piece)
         else:
             self._parser.end()
             self._has_ended = True
-        return self._take()
+        return self._take(limit)
 
-    def _take(self) -> tuple[int, list[Any]]:
+    def _take(self, limit: int) -> tuple[int, list[Any]]:
         parser = self._parser
         byte = parser.offset
-        block = parser.take(_AT_ONCE)
-        self._has_rest = len(block) == _AT_ONCE
+        block = parser.take(limit)
+        self._has_rest = len(block) == limit
         self._has_ended = self._has_ended or parser.is_over
         return byte, block
 

@@ -30,8 +30,9 @@ T = TypeVar("T")
 
 _LARGEST = 8 << 20
 _SMALLEST = 1 << 16
-# Small enough for the cache, large enough for a hop to a thread.
-_FILE_PIECE = 1 << 22
+# A piece of a file is small enough for one core's cache, where it is cut; several make
+# a hop to a thread worth its while.
+_FILE_PIECE, _FILE_PIECES = 1 << 19, 1 << 22
 # Pieces in flight per object, but fewer before they are smaller than that.
 _AHEAD, _WORTHWHILE = 16, 1 << 20
 
@@ -217,6 +218,9 @@ class Closing:
 class FileBytes:
     """A file's bytes, opened by ``aiofiles`` and read into one buffer.
 
+    Attributes:
+        at_once: Bytes that are best read in one hop to a thread.
+
     Args:
         path: The file.
         start: First byte.
@@ -227,7 +231,8 @@ class FileBytes:
         self._path = path
         self._at = start
         # Besides the buffer there is what is made of it.
-        self._length = max(_SMALLEST, min(_FILE_PIECE, budget // 2))
+        self.at_once = max(_SMALLEST, min(_FILE_PIECES, budget // 2))
+        self._length = min(_FILE_PIECE, self.at_once)
         self._buffer = memoryview(b"")
         self._file: Any = None
         self._facts: tuple[int, int] = 0, 0
@@ -237,19 +242,20 @@ class FileBytes:
 
     async def read(self) -> Buffer:
         """Return the next piece."""
-        return await self.use(_same)
+        return await self.use(_next)
 
-    async def use(self, function: Callable[[Buffer], T]) -> T:
-        """Return what ``function`` makes of the next piece, in the same thread.
+    async def use(self, function: Callable[[Callable[[], Buffer]], T]) -> T:
+        """Return what ``function`` makes of the next pieces, in the same thread.
 
-        One hop is cheaper than two, and the piece is in that core's cache.
+        It is called with what reads a piece, which is valid until the next one is read.
+        One hop is cheaper than one per piece, and pieces are in that core's cache.
         """
         if self._file is None:
             try:
                 await outlast(asyncio.create_task(self._open()))
             except OSError as error:
                 raise file_failure(self._path, error) from error
-        return await in_thread(self._use, function)
+        return await in_thread(function, self._next)
 
     def is_draining(self) -> bool:
         """Tell whether the end is near."""
@@ -273,12 +279,12 @@ class FileBytes:
         facts = os.fstat(self._file.fileno())
         return facts.st_size, facts.st_mtime_ns
 
-    def _use(self, function: Callable[[Buffer], T]) -> T:
+    def _next(self) -> Buffer:
         try:
             length = self._fill()
         except OSError as error:
             raise file_failure(self._path, error) from error
-        return function(self._buffer[:length])
+        return self._buffer[:length]
 
     def _fill(self) -> int:
         """Read one piece; hold the file against what it was at the beginning."""
@@ -286,7 +292,7 @@ class FileBytes:
         if not self._buffer:
             # Not mapped: once the C library has freed a block of this size, it keeps as
             # much for samples, which else cost up to a page fault for every 4 KB.
-            self._buffer = np.empty(wanted, np.uint8).data
+            self._buffer = np.empty(min(_FILE_PIECES, self._facts[0]), np.uint8).data
         length = self._read_into(self._buffer[:wanted]) if wanted else 0
         self._at += length
         if length < wanted or not wanted:
@@ -315,8 +321,8 @@ class FileBytes:
             )
 
 
-def _same(piece: Buffer) -> Buffer:
-    return piece
+def _next(read: Callable[[], Buffer]) -> Buffer:
+    return read()
 
 
 def file_failure(path: str, cause: OSError) -> DatasetError:
