@@ -43,7 +43,7 @@ def ours(urls: list[str], *, budget: int = BUDGET) -> Iterable[Sequence[bytes]]:
         urls,
         interleave=INTERLEAVE,
         max_bytes=budget * MB,
-        client_options={"allow_http": True},
+        store_options={"client_options": {"allow_http": True}},
     )
     return (batch["bin"] for batch in aioloader.DataLoader(dataset, BATCH))
 

@@ -44,11 +44,11 @@ def decode(sample: dict[str, Any]) -> tuple[torch.Tensor, int]:
     return torch.from_numpy(pixels)[None] / 255, int(sample["cls"])
 
 
-def train(epochs: int, **access: Any) -> float:
+def train(epochs: int, access: dict[str, Any]) -> float:
     """Train on all shards, print a line per epoch, and return the last accuracy."""
     torch.manual_seed(0)
     addresses = f"s3://{BUCKET}/train-{{000..{SHARDS - 1:03d}}}.tar"
-    shards = TarDataset(addresses, shuffle=True, interleave=4, **access)
+    shards = TarDataset(addresses, store_options=access, shuffle=True, interleave=4)
     loader: Any = DataLoader(
         shards.shuffle(512),
         batch_size=64,
@@ -85,7 +85,7 @@ def main() -> None:
         endpoint = arguments.endpoint or stack.enter_context(bucket(BUCKET))
         access: dict[str, Any] = {"endpoint": endpoint, "region": "us-east-1"}
         write_shards(S3Store(BUCKET, client_options={"allow_http": True}, **access))
-        train(arguments.epochs, **access)
+        train(arguments.epochs, access)
 
 
 if __name__ == "__main__":

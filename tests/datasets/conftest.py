@@ -204,8 +204,8 @@ async def serve(loopback: Loopback) -> AsyncIterator[Callable[..., ObjectDataset
         if options.pop("s3", False):
             options |= {"endpoint": url, "region": "us-east-1"}
             url = "s3://bucket"
-        quick = {"retry_config": QUICK, "requests": ONCE}
-        made.append(ObjectDataset(url, keys, **{**quick, **options}))
+        options = {"retry_config": QUICK, **options}
+        made.append(ObjectDataset(url, keys, store_options=options, requests=ONCE))
         return made[-1]
 
     yield make

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -42,6 +42,10 @@ class Local:
     async def expand(self, patterns: str | Iterable[str]) -> list[str]:
         """Return the addresses."""
         return [patterns] if isinstance(patterns, str) else list(patterns)
+
+    def cached(self, _cache: object) -> Self:
+        """Return the same: there is no cache."""
+        return self
 
     def label(self, address: str) -> str:
         """Return what may be shown."""

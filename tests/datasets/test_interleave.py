@@ -76,6 +76,10 @@ class Memory:
         """Return the samples themselves."""
         return self.made
 
+    def describe(self) -> dict[str, Any]:
+        """Return nothing: there is nothing to choose."""
+        return {}
+
     def summary(self, shards: Any) -> dict[str, Any]:
         """Return their number."""
         return {"count": len(shards)}

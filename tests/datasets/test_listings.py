@@ -76,12 +76,14 @@ async def test_many_keys(tmp_path: Path) -> None:
     with serve(many(20_000), shards(tmp_path)) as server:
         bucket, config = f"s3://{server.bucket}", options(server)
         async with await ObjectDataset.discover(
-            bucket, prefix="train", **config
+            bucket, prefix="train", store_options=config
         ) as some:
             assert list(some.keys) == sorted(many(20_000))
             assert len(await some[-1]) == many(20_000)[some.keys[-1]]
-        assert await beside(lambda: ObjectDataset(bucket, prefix="train", **config))
-        assert await names(TarDataset(f"{bucket}/*.tar", **config)) == NAMES
+        assert await beside(
+            lambda: ObjectDataset(bucket, prefix="train", store_options=config)
+        )
+        assert await names(TarDataset(f"{bucket}/*.tar", store_options=config)) == NAMES
         assert server.counts("").requests == 20 + 20 + 21
 
 
@@ -104,9 +106,9 @@ async def test_goes_on_after_faults(fault: str, blocking: bool) -> None:
         server.faults = Faults(seed=1, **share)
         bucket, config = f"s3://{server.bucket}", options(server)
         if blocking:
-            found = await beside(lambda: ObjectDataset(bucket, **config))
+            found = await beside(lambda: ObjectDataset(bucket, store_options=config))
         else:
-            found = await ObjectDataset.discover(bucket, **config)
+            found = await ObjectDataset.discover(bucket, store_options=config)
         assert list(found.keys) == sorted(many(10_000))
         assert server.injected()[fault] > 3
         assert server.counts("").requests < 20 + 3 * server.injected()[fault]
@@ -114,13 +116,15 @@ async def test_goes_on_after_faults(fault: str, blocking: bool) -> None:
 
 async def test_a_dead_store(unused_port: int) -> None:
     """A listing is given up after the deadline, with the number of its requests."""
-    config: dict[str, Any] = {"retry_config": {"max_retries": 0}, "region": "x"}
     stream = TarDataset(
         "s3://bucket/a/*.tar",
-        endpoint=f"http://127.0.0.1:{unused_port}",
+        store_options={
+            "endpoint": f"http://127.0.0.1:{unused_port}",
+            "region": "x",
+            "retry_config": {"max_retries": 0},
+            "skip_signature": True,
+        },
         requests=Requests(deadline=1.0, base_delay=0.01),
-        skip_signature=True,
-        **config,
     )
     words = r"cannot list 's3://bucket/a': .*refused.*; given up after 1(\.0)? s, \d+ a"
     with pytest.raises(DatasetError, match=words) as caught:
@@ -131,7 +135,9 @@ async def test_a_dead_store(unused_port: int) -> None:
 async def test_http_is_asked_once(loopback: "Loopback", quick: Any) -> None:
     """A web server that knows no listing is told from one that fails at once."""
     with pytest.raises(DatasetError, match=r"503 .* pass keys="):
-        await ObjectDataset.discover(loopback.url("503"), retry_config=quick)
+        await ObjectDataset.discover(
+            loopback.url("503"), store_options={"retry_config": quick}
+        )
     assert len(loopback.heads) == 2  # by obstore
 
 
@@ -141,7 +147,7 @@ async def test_cancelled_amid_the_pages() -> None:
         server.max_keys = 10
         config = options(server)
         task = asyncio.ensure_future(
-            ObjectDataset.discover(f"s3://{server.bucket}", **config)
+            ObjectDataset.discover(f"s3://{server.bucket}", store_options=config)
         )
         await beside(lambda: server.wait_for(lambda: server.counts().requests > 150))
         server.faults = Faults(hangs=1)
@@ -164,9 +170,9 @@ def peak():
 
 async def main(url, options):
     # what every listing takes: imports, threads, connections
-    await ObjectDataset.discover(url, prefix="train/000", **options)
+    await ObjectDataset.discover(url, prefix="train/000", store_options=options)
     before = peak()
-    async with await ObjectDataset.discover(url, **options) as found:
+    async with await ObjectDataset.discover(url, store_options=options) as found:
         grown, checksum = peak() - before, 0
         for key in found.keys:
             checksum = zlib.crc32(key.encode(), checksum)

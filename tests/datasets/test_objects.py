@@ -70,7 +70,9 @@ async def test_nobody_listens(unused_port: int, quick: Any) -> None:
     url = f"http://127.0.0.1:{unused_port}"
     once = Requests(deadline=1e-6)
     with pytest.raises(DatasetError, match="Connection refused, after 2 attempts"):
-        await ObjectDataset(url, ["x"], retry_config=quick, requests=once)[0]
+        await ObjectDataset(
+            url, ["x"], store_options={"retry_config": quick}, requests=once
+        )[0]
 
 
 async def test_forbidden_local_object(forbidden: Path) -> None:
@@ -173,7 +175,9 @@ async def test_cancelled_discover_leaves_nothing(
 async def test_http_has_no_listing(loopback: "Loopback", quick: Any) -> None:
     """The message says what to pass instead."""
     with pytest.raises(DatasetError, match="pass keys="):
-        await ObjectDataset.discover(loopback.url("405"), retry_config=quick)
+        await ObjectDataset.discover(
+            loopback.url("405"), store_options={"retry_config": quick}
+        )
 
 
 async def test_listing_of_a_missing_bucket(s3: str) -> None:
@@ -204,7 +208,12 @@ def test_missing_directory(tmp_path: Path) -> None:
     [
         ("ftp://host/x", {}, ValueError, "no object store is known .* 'ftp://host/x'"),
         (7, {}, TypeError, "store must be a URL, path or store of obstore, got int"),
-        (MemoryStore(), {"region": "x"}, TypeError, "region: options of a store go to"),
+        (
+            MemoryStore(),
+            {"store_options": {"region": "x"}},
+            TypeError,
+            "region: options of a store go to",
+        ),
         (
             "s3://b",
             {"keys": "one"},
@@ -240,7 +249,7 @@ def test_refuses_wrong_arguments(
 async def test_refuses_wrong_options(options: dict[str, Any], words: str) -> None:
     """The store is made at the first read, and that says which option is wrong."""
     with pytest.raises(ValueError, match=words):
-        await ObjectDataset("s3://b", ["k"], **options)[0]
+        await ObjectDataset("s3://b", ["k"], store_options=options)[0]
 
 
 def test_needs_obstore(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SECRET = "MARKER7secret"
 # obstore's own retries off, so that those of the dataset are seen.
-AT_ONCE: dict[str, Any] = {"retry_config": {"max_retries": 0}}
+AT_ONCE: dict[str, Any] = {"store_options": {"retry_config": {"max_retries": 0}}}
 QUICK = Requests(timeout=0.5, deadline=20, base_delay=0.001)
 
 
@@ -59,11 +59,11 @@ async def test_every_way_to_name_a_store(kind: str, tmp_path: Path) -> None:
     """URLs with braces, listings of a bucket, a store that was made before."""
     objects = shards(tmp_path)
     with ObjectServer(objects) as server:
-        s3: dict[str, Any] = {"endpoint": server.url, "skip_signature": True}
+        s3 = {"endpoint": server.url, "region": "x", "skip_signature": True}
         if kind == "http":
             stream = TarDataset(f"{server.url}/{{0..7}}.tar")
         elif kind == "s3":
-            stream = TarDataset(f"s3://{server.bucket}/*.tar", region="x", **s3)
+            stream = TarDataset(f"s3://{server.bucket}/*.tar", store_options=s3)
         elif kind == "options":
             stream = TarDataset("{0..7}.tar", store=server.url)
         else:
@@ -82,9 +82,9 @@ async def test_https(tmp_path: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
     with ObjectServer(shards(tmp_path), ssl_context=context) as server:
-        trusting = {"allow_invalid_certificates": True}
+        trusting = {"client_options": {"allow_invalid_certificates": True}}
         address = f"{server.url}/{{0..7}}.tar"
-        stream = TarDataset(address, client_options=trusting)
+        stream = TarDataset(address, store_options=trusting)
         assert await names(stream) == NAMES
         stranger = TarDataset(
             f"{server.url}/0.tar", requests=Requests(deadline=0.1), **AT_ONCE
@@ -295,7 +295,8 @@ async def test_a_thread_that_reads_is_waited_for(tmp_path: Path) -> None:
 def test_credentials_are_never_shown() -> None:
     """Not in a repr, and not in a pickle, which is refused."""
     stream = TarDataset(
-        "s3://bucket/{0..3}.tar", aws_secret_access_key=SECRET, aws_access_key_id="me"
+        "s3://bucket/{0..3}.tar",
+        store_options={"aws_secret_access_key": SECRET, "aws_access_key_id": "me"},
     )
     signed = TarDataset(f"https://host/a.tar?signature={SECRET}")
     for one in (stream, signed):

@@ -280,6 +280,9 @@ async def test_memory_is_shared_by_the_readers_of_a_rank() -> None:
         async def shards(self, _stack: Any, _known: Any = None, /) -> list[int]:
             return [*range(24)]
 
+        def describe(self) -> dict[str, Any]:
+            return {}
+
         def summary(self, shards: Any) -> dict[str, Any]:
             return {"count": len(shards)}
 

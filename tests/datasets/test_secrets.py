@@ -131,7 +131,7 @@ async def test_listing_errors_tell_no_secret(loopback: "Loopback") -> None:
 async def test_refused_options_tell_no_secret(url: str, options: Any) -> None:
     """obstore quotes values that it cannot parse; the house does not."""
     with pytest.raises(ValueError, match=r"store|open") as caught:
-        await ObjectDataset(url, ["k"], **options)[0]
+        await ObjectDataset(url, ["k"], store_options=options)[0]
     assert MARKER not in str(caught.value)
     assert caught.value.__context__ is None
 
@@ -169,7 +169,7 @@ def test_secrets_are_not_pickled(
     store: Any, options: dict[str, Any], named: str
 ) -> None:
     """Pickling is refused; the message names the option and the ways out."""
-    dataset = ObjectDataset(store, ["k"], **options)
+    dataset = ObjectDataset(store, ["k"], store_options=options)
     with pytest.raises(pickle.PicklingError, match="environment variables") as caught:
         pickle.dumps(dataset)
     assert named in str(caught.value)
@@ -193,8 +193,10 @@ def test_secrets_are_not_pickled(
 )
 def test_harmless_options_are_pickled(store: Any, options: dict[str, Any]) -> None:
     """What names a place, a file or a switch travels."""
-    copy = pickle.loads(pickle.dumps(ObjectDataset(store, ["k"], **options)))
-    assert repr(copy) == repr(ObjectDataset(store, ["k"], **options))
+    copy = pickle.loads(
+        pickle.dumps(ObjectDataset(store, ["k"], store_options=options))
+    )
+    assert repr(copy) == repr(ObjectDataset(store, ["k"], store_options=options))
 
 
 async def test_credentials_of_the_environment_stay_there(s3: str) -> None:

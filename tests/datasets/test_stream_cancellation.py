@@ -191,7 +191,7 @@ async def test_of_a_store(steps: Callable[[Any], Any], tmp_path: Path) -> None:
             "{0..7}.tar",
             store=served.url,
             requests=QUICK,
-            retry_config={"max_retries": 0},
+            store_options={"retry_config": {"max_retries": 0}},
             interleave=3,
         )
         await check(lambda: steps(stream))

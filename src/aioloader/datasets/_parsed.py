@@ -5,7 +5,7 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, Self
 
 from typing_extensions import Buffer
 
@@ -167,7 +167,7 @@ class ParsedFormat:
         self.places = places
         self._make = make
 
-    def cached(self, cache: CacheDir) -> "ParsedFormat":
+    def cached(self, cache: CacheDir) -> Self:
         """Return the same format, with shards read through a cache."""
         clone = copy.copy(self)
         clone.places = self.places.cached(cache)
@@ -183,6 +183,10 @@ class ParsedFormat:
     def summary(self, shards: Sequence[str]) -> Summary:
         """Return how many there are, and a checksum of their names."""
         return summary_of(shards)
+
+    def describe(self) -> dict[str, Any]:
+        """Return nothing: the kind of stream says what its parser makes."""
+        return {}
 
     def open(self, shard: str, position: Position, budget: int) -> ShardReader:
         """Return a reader of one shard."""

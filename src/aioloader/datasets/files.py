@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self, SupportsIndex, TypeAlias
 from torch.utils.data import Dataset
 
 from aioloader.datasets._batcher import ReadBatcher
+from aioloader.datasets._options import names_options
 from aioloader.datasets._stores.failures import ShortReadError, truncated
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.per_loop import PerLoop
@@ -59,6 +60,7 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], HasLifespan):
     # Without this, `for x in dataset` would never end: IndexError comes when awaited.
     __iter__: ClassVar[None] = None
 
+    @names_options
     def __init__(
         self,
         paths: StrPath | Iterable[StrPath],
@@ -76,17 +78,21 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], HasLifespan):
         self._batchers = PerLoop(partial(ReadBatcher, num_threads))
 
     @classmethod
-    async def discover(cls, pattern: StrPath, **options: Any) -> Self:
+    @names_options
+    async def discover(
+        cls, pattern: StrPath, *, root: StrPath | None = None, num_threads: int = 4
+    ) -> Self:
         """Look up a pattern without blocking the event loop, and return its dataset.
 
         Args:
             pattern: As ``paths`` of the class.
-            options: ``root`` and ``num_threads``, as for the class.
+            root: As for the class.
+            num_threads: As for the class.
 
         Raises:
             ValueError: If nothing matches, or ``num_threads`` is below 1.
         """
-        return await asyncio.to_thread(cls, pattern, **options)
+        return await asyncio.to_thread(cls, pattern, root=root, num_threads=num_threads)
 
     @property
     def paths(self) -> NameTable:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from aioloader._order.blocks import Bad, failed, read_block, read_block_async
 from aioloader._order.shares import Share
 from aioloader.datasets._streams.cursors import Cursor, State
+from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterators import Reading
 from aioloader.datasets.streams import Stream
 
@@ -70,6 +71,10 @@ class _Iterable(Stream[Any]):
         """Return a cursor over this reader's samples."""
         cursor: Cursor = self._cursor(self._source, reading.share, state.get("read", 0))
         return cursor
+
+    def describe(self) -> State:
+        """Return the name of what is iterated."""
+        return {"kind": "iterable", "function": name_of(self._source)}
 
     def __repr__(self) -> str:
         name = getattr(self._source, "__qualname__", type(self._source).__qualname__)

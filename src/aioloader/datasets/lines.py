@@ -4,31 +4,17 @@ import codecs
 import functools
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from aioloader.datasets._lines import SKIP, LineParser
+from aioloader.datasets._options import StreamOptions
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
 
 if TYPE_CHECKING:
     from aioloader.datasets.sharded import Addresses
 
 
-class _Lines(ByteStream[Any]):
-    """What both datasets share."""
-
-    def __init__(
-        self,
-        addresses: "Addresses",
-        decode: Callable[[bytes], Any],
-        *,
-        max_sample_bytes: int = MAX_SAMPLE_BYTES,
-        **options: Any,
-    ) -> None:
-        make = functools.partial(_parser, decode, max_sample_bytes)
-        super().__init__(addresses, make, **options)
-
-
-class JSONLinesDataset(_Lines):
+class JSONLinesDataset(ByteStream[Any]):
     """Stream samples from files with one JSON value per line.
 
     Empty lines are left out. A line that is no JSON is one failed sample; the error
@@ -36,27 +22,48 @@ class JSONLinesDataset(_Lines):
 
     Args:
         addresses: Paths or URLs, such as ``"https://host/{0..9}.jsonl.zst"``.
+        max_sample_bytes: As for ``TarDataset``.
         options: As for ``TarDataset``.
     """
 
-    def __init__(self, addresses: "Addresses", **options: Any) -> None:
-        super().__init__(addresses, _json, **options)
+    def __init__(
+        self,
+        addresses: "Addresses",
+        *,
+        max_sample_bytes: int = MAX_SAMPLE_BYTES,
+        **options: Unpack[StreamOptions],
+    ) -> None:
+        make = functools.partial(_parser, _json, max_sample_bytes)
+        super().__init__(addresses, make, **options)
 
 
-class TextDataset(_Lines):
+class TextDataset(ByteStream[str]):
     """Stream lines of text, without their ends.
 
     Args:
         addresses: Paths or URLs.
         encoding: Of the text. A line that is not in it is one failed sample.
+        max_sample_bytes: As for ``TarDataset``.
         options: As for ``TarDataset``.
     """
 
     def __init__(
-        self, addresses: "Addresses", *, encoding: str = "utf-8", **options: Any
+        self,
+        addresses: "Addresses",
+        *,
+        encoding: str = "utf-8",
+        max_sample_bytes: int = MAX_SAMPLE_BYTES,
+        **options: Unpack[StreamOptions],
     ) -> None:
-        codecs.lookup(encoding)  # a LookupError now, not at the first line
-        super().__init__(addresses, functools.partial(_text, encoding), **options)
+        # A LookupError now, not at the first line.
+        self._encoding = codecs.lookup(encoding).name
+        decode = functools.partial(_text, encoding)
+        make = functools.partial(_parser, decode, max_sample_bytes)
+        super().__init__(addresses, make, **options)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a state is bound to; the encoding too."""
+        return {**super().describe(), "encoding": self._encoding}
 
 
 def _parser(

@@ -6,13 +6,14 @@ listing, one ranged request does what else takes two steps: for 100 KB over loop
 HTTP that saves a quarter to a third of the CPU (119 to 90 us; 20 to 15 on the loop).
 """
 
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex
 
 from torch.utils.data import Dataset
 
+from aioloader.datasets._options import names_options
 from aioloader.datasets._stores.failures import ShortReadError, reason_of, truncated
 from aioloader.datasets._stores.listing import Listing, list_async, list_blocking
 from aioloader.datasets._stores.names import NameTable
@@ -46,10 +47,11 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], HasLifespan):
         keys: Keys relative to ``store``. Default: list them now, which blocks; on an
             event loop use ``await ObjectDataset.discover(...)``.
         prefix: Whole path segments that listed keys start with.
+        store_options: Options of the store that a URL names, such as ``{"region":
+            "eu-west-1"}``: those that ``obstore.store.from_url`` takes.
         requests: How reads that failed are tried again. The first try is the store's
             own, with its retries and its timeout (of 30 s); so is it with ``hedge``
             off.
-        config: Options of ``obstore.store.from_url``: ``client_options``, ``region``...
 
     Raises:
         ImportError: If obstore is not installed.
@@ -67,14 +69,15 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], HasLifespan):
     # Without this, `for x in dataset` would never end: IndexError comes when awaited.
     __iter__: ClassVar[None] = None
 
+    @names_options
     def __init__(
         self,
         store: "str | os.PathLike[str] | ObjectStore",
         keys: Iterable[str] | None = None,
         *,
         prefix: str = "",
+        store_options: Mapping[str, Any] | None = None,
         requests: Requests | None = None,
-        **config: Any,
     ) -> None:
         if isinstance(keys, str):
             raise TypeError(
@@ -82,7 +85,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], HasLifespan):
             )
         if keys is not None and prefix:
             raise ValueError("prefix is for listing: pass keys or prefix, not both")
-        self._source = StoreSource(store, config)
+        self._source = StoreSource(store, store_options or {})
         self._requests = requests or Requests()
         self._readers = PerLoop(partial(ObjectReader, self._requests))
         self._sizes: npt.NDArray[np.int64] | None = None
@@ -95,32 +98,33 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], HasLifespan):
             self._keys = NameTable(keys)
 
     @classmethod
+    @names_options
     async def discover(
         cls,
         store: "str | os.PathLike[str] | ObjectStore",
         *,
         prefix: str = "",
+        store_options: Mapping[str, Any] | None = None,
         requests: Requests | None = None,
-        **config: Any,
     ) -> Self:
         """List a store without blocking the event loop, and return its dataset.
 
         Args:
             store: As for the class.
             prefix: As for the class.
+            store_options: As for the class.
             requests: As for the class.
-            config: As for the class.
 
         Raises:
             ValueError: If nothing is listed, or an argument is wrong.
             DatasetError: If listing fails.
         """
-        source = StoreSource(store, config)
+        source = StoreSource(store, store_options or {})
         try:
             listing = await list_async(source, prefix, requests or Requests())
         finally:
             source.close()
-        return cls(store, listing, requests=requests, **config)
+        return cls(store, listing, store_options=store_options, requests=requests)
 
     @property
     def keys(self) -> NameTable:

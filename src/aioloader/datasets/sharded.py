@@ -1,9 +1,11 @@
 """Streams of shards: order, lanes and shares, for every format alike."""
 
 import asyncio
-from collections.abc import Callable, Sequence, Sized
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence, Sized
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar, Unpack
 
+from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
 from aioloader.datasets._parsed import ParsedFormat
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.places import Places, shown_address
@@ -55,6 +57,7 @@ class ShardedStream(Stream[Sample_co]):
         ValueError: If ``interleave`` or ``max_bytes`` is below 1.
     """
 
+    @names_options
     def __init__(
         self,
         made_by: ShardFormat,
@@ -104,6 +107,17 @@ class ShardedStream(Stream[Sample_co]):
             for lane, one in zip(mine, states, strict=True)
         ]
         return _Sharded(kind(opened, state), summary)
+
+    def describe(self) -> State:
+        """Return what the format says, and the order of shards and lanes."""
+        order = {"shuffle": self._shuffle, "seed": self._seed if self._shuffle else 0}
+        return {
+            "kind": type(self).__name__,
+            **self.made_by.describe(),
+            **order,
+            "interleave": self._interleave,
+            "deterministic": self._deterministic,
+        }
 
     async def _list(
         self, reading: Reading, known: Summary | None
@@ -158,55 +172,49 @@ class _Sharded:
         return {"shards": self._summary, **self._lanes.state()}
 
 
-class ByteStream(ShardedStream[Sample_co]):
-    """A stream of shards that are bytes, on disk, in a store or on the web.
+class StoredFormat(ShardFormat, Protocol):
+    """A format of shards that lie in a store."""
+
+    def cached(self, cache: CacheDir) -> Self:
+        """Return the same format, with shards read through a cache."""
+
+
+class StoredStream(ShardedStream[Sample_co]):
+    """A stream of shards that lie on disk, in a store or on the web.
 
     Args:
         addresses: Paths or URLs, one or many: with ``{000..127}`` and ``{a,b}`` spelled
-            out, and ``*`` looked up. Names ending in ``.gz`` or ``.zst`` are unpacked.
-        make: Makes a parser from a shard's address and its first byte.
+            out, and ``*`` looked up.
+        made_by: Makes the format of the shards from where they lie.
         store: What ``addresses`` are relative to: a URL, a directory or a store of
             obstore.
+        store_options: Options of the store that a URL names, such as
+            ``{"region": "eu-west-1", "client_options": {"timeout": "60s"}}``; those
+            that ``obstore.store.from_url`` takes.
         requests: How requests that fail or stall are treated.
         cache: A directory where what is read from a store is kept.
         cache_bytes: Bound of that, in bytes; the least recently used goes first.
-        shuffle: As for ``ShardedStream``.
-        seed: As for ``ShardedStream``.
-        interleave: As for ``ShardedStream``.
-        deterministic: As for ``ShardedStream``.
-        max_bytes: As for ``ShardedStream``.
-        config: Options of ``obstore.store.from_url``.
+        order: As for ``ShardedStream``.
     """
 
-    made_by: ParsedFormat
+    made_by: StoredFormat
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
         addresses: "Addresses",
-        make: Callable[[str, int], Parser],
+        made_by: "Callable[[Places], StoredFormat]",
         *,
         store: "str | os.PathLike[str] | ObjectStore | None" = None,
+        store_options: Mapping[str, Any] | None = None,
         requests: Requests | None = None,
         cache: "str | os.PathLike[str] | None" = None,
         cache_bytes: int = CACHE_BYTES,
-        shuffle: bool = False,
-        seed: int = 0,
-        interleave: int = 1,
-        deterministic: bool = True,
-        max_bytes: int = MAX_BYTES,
-        **config: Any,
+        **order: Unpack[OrderOptions],
     ) -> None:
         kept = None if cache is None else CacheDir(cache, cache_bytes)
-        places = Places(store, config, requests or Requests(), kept)
+        places = Places(store, store_options or {}, requests or Requests(), kept)
         self._addresses = addresses
-        super().__init__(
-            ParsedFormat(addresses, places, make),
-            shuffle=shuffle,
-            seed=seed,
-            interleave=interleave,
-            deterministic=deterministic,
-            max_bytes=max_bytes,
-        )
+        super().__init__(made_by(places), **order)
 
     def cache(
         self, directory: "str | os.PathLike[str]", max_bytes: int = CACHE_BYTES
@@ -223,3 +231,23 @@ class ByteStream(ShardedStream[Sample_co]):
         else:
             shown = f"<{len(addresses)} addresses>"
         return f"{type(self).__name__}({shown})"
+
+
+class ByteStream(StoredStream[Sample_co]):
+    """A stream of shards that are cut by a parser.
+
+    Args:
+        addresses: As for ``StoredStream``. Names ending in ``.gz`` or ``.zst`` are
+            unpacked.
+        make: Makes a parser from a shard's address and its first byte.
+        options: As for ``StoredStream``.
+    """
+
+    def __init__(
+        self,
+        addresses: "Addresses",
+        make: Callable[[str, int], Parser],
+        **options: Unpack[StreamOptions],
+    ) -> None:
+        made_by = partial(ParsedFormat, addresses, make=make)
+        super().__init__(addresses, made_by, **options)

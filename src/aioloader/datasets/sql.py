@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex, TypeAlias
 import numpy as np
 from torch.utils.data import Dataset
 
+from aioloader.datasets._options import names_options
 from aioloader.datasets._sql.address import Address
 from aioloader.datasets._sql.failures import failure_of, given_up, pauses, reason_of
 from aioloader.datasets._sql.format import SQLFormat
@@ -71,6 +72,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
     # Without this, `for x in dataset` would never end: IndexError comes when awaited.
     __iter__: ClassVar[None] = None
 
+    @names_options
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
         url: "str | asyncpg.Pool",
@@ -102,8 +104,16 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         self._keys: Keys = self._list() if keys is None else compact([list(keys)])
 
     @classmethod
+    @names_options
     async def discover(
-        cls, url: "str | asyncpg.Pool", table: str, *, key: str, **options: Any
+        cls,
+        url: "str | asyncpg.Pool",
+        table: str,
+        *,
+        key: str,
+        columns: Iterable[str] | None = None,
+        connections: int = 4,
+        deadline: float = 120.0,
     ) -> Self:
         """List a table without blocking the event loop, and return its dataset.
 
@@ -111,13 +121,23 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
             url: As for the class.
             table: As for the class.
             key: As for the class.
-            options: As for the class.
+            columns: As for the class.
+            connections: As for the class.
+            deadline: As for the class.
 
         Raises:
             ValueError: If an argument is wrong.
             DatasetError: If the keys cannot be listed.
         """
-        made = cls(url, table, key=key, keys=(), **options)
+        made = cls(
+            url,
+            table,
+            key=key,
+            columns=columns,
+            keys=(),
+            connections=connections,
+            deadline=deadline,
+        )
         made._keys = await made._list_here()
         return made
 

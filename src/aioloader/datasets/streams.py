@@ -27,6 +27,7 @@ from aioloader.datasets._streams.cursors import (
     State,
     Taken,
 )
+from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterators import Reading, StreamIterator
 from aioloader.datasets._streams.mix import Mixed, Until
 from aioloader.datasets._streams.windows import Shuffled
@@ -158,6 +159,17 @@ class Stream(Dataset[Sample_co], OwnStream):
         """Return a cursor; ``state`` is what its ``state`` returned, or empty."""
         raise NotImplementedError
 
+    def describe(self) -> State:
+        """Return what a state is bound to, ready for JSON.
+
+        That is what determines the samples and their order, but for the names of the
+        shards, which the state itself holds: ``"kind"``, parameters, and ``"of"``, the
+        same of the stream before it. Not: where the data lies, credentials, caches and
+        what is read ahead. Under ``"function"`` are names of the user's functions: if
+        they differ, that is a warning only.
+        """
+        return {"kind": type(self).__name__}
+
     # -- steps --------------------------------------------------------------------
 
     def map(
@@ -170,14 +182,17 @@ class Stream(Dataset[Sample_co], OwnStream):
         loader's ``transform``.
         """
         check_at_least(concurrency, 1, "concurrency")
-        if is_async_function(function):
-            return _Step(self, _Making(MappedAsync, function, concurrency), "map")
-        return _Step(self, _Making(Mapped, function), "map")
+        is_async = is_async_function(function)
+        making = _Making(Mapped, function)
+        if is_async:
+            making = _Making(MappedAsync, function, concurrency)
+        named = name_of(function)
+        return _Step(self, making, "map", function=named, is_async=is_async)
 
     def filter(self, function: Callable[[Any], Any]) -> "Stream[Sample_co]":
         """Return the stream of those samples for which ``function`` says yes."""
         making = _Making(Filtered, function, is_async=is_async_function(function))
-        return _Step(self, making, "filter")
+        return _Step(self, making, "filter", function=name_of(function))
 
     def shuffle(self, size: int, *, seed: int = 0) -> "Stream[Sample_co]":
         """Return the stream with each window of ``size`` samples permuted.
@@ -191,17 +206,18 @@ class Stream(Dataset[Sample_co], OwnStream):
     def take(self, count: int) -> "Stream[Sample_co]":
         """Return the stream of the first ``count`` samples of each reader."""
         check_at_least(count, 0, "count")
-        return _Step(self, _Making(Taken, count), "take")
+        return _Step(self, _Making(Taken, count), "take", count=count)
 
     def skip(self, count: int) -> "Stream[Sample_co]":
         """Return the stream without the first ``count`` samples of each reader."""
         check_at_least(count, 0, "count")
-        return _Step(self, _Making(Skipped, count), "skip")
+        return _Step(self, _Making(Skipped, count), "skip", count=count)
 
     def batch(self, size: int, *, drop_last: bool = False) -> "Stream[Any]":
         """Return the stream of lists of ``size`` samples (of ``Rows`` for tables)."""
         check_at_least(size, 1, "size")
-        return _Step(self, _Making(Batched, size, drop_last=drop_last), "batch")
+        making = _Making(Batched, size, drop_last=drop_last)
+        return _Step(self, making, "batch", size=size, drop_last=drop_last)
 
     def cache(
         self,
@@ -239,7 +255,7 @@ class Stream(Dataset[Sample_co], OwnStream):
             ValueError: If there is not one positive weight for each stream.
         """
         streams = (self, *others)
-        weights = [1.0] * len(streams) if weights is None else list(weights)
+        weights = [float(one) for one in weights or [1.0] * len(streams)]
         if len(weights) != len(streams) or min(weights) <= 0:
             raise ValueError(
                 f"weights must be {len(streams)} positive numbers, got {weights}"
@@ -289,12 +305,22 @@ class _Over(Stream[Any]):
 
 
 class _Step(_Over):
-    """A stream made of another one by a step."""
+    """A stream made of another one by a step.
 
-    def __init__(self, upstream: Stream[Any], making: _Making, name: str) -> None:
+    Args:
+        upstream: The other one.
+        making: Makes the cursor.
+        kind: Name of the step.
+        parameters: Those of ``describe``.
+    """
+
+    def __init__(
+        self, upstream: Stream[Any], making: _Making, kind: str, **parameters: Any
+    ) -> None:
         super().__init__(upstream)
         self._making = making
-        self._name = name
+        self._kind = kind
+        self._parameters = parameters
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return the step's cursor over that of the stream before it."""
@@ -303,7 +329,12 @@ class _Step(_Over):
         return self._making.make(upstream, state)
 
     def __repr__(self) -> str:
-        return f"{self.upstream!r}.{self._name}(...)"
+        return f"{self.upstream!r}.{self._kind}(...)"
+
+    def describe(self) -> State:
+        """Return the step's parameters, and the stream before it."""
+        upstream = self.upstream.describe()
+        return {"kind": self._kind, **self._parameters, "of": upstream}
 
 
 class _Shuffle(_Over):
@@ -324,6 +355,11 @@ class _Shuffle(_Over):
             return keyed_order(length, self._seed, reading.epoch, place)
 
         return Shuffled(upstream, self._size, order, state)
+
+    def describe(self) -> State:
+        """Return size and seed, and the stream before it."""
+        of = self.upstream.describe()
+        return {"kind": "shuffle", "size": self._size, "seed": self._seed, "of": of}
 
     def __repr__(self) -> str:
         return f"{self.upstream!r}.shuffle({self._size})"
@@ -355,6 +391,16 @@ class _Mix(Stream[Any]):
         ]
         key = (self._seed, reading.epoch, reading.share.reader)
         return Mixed(cursors, self._weights, key, self._until, state)
+
+    def describe(self) -> State:
+        """Return how the streams are mixed, and what each is."""
+        return {
+            "kind": "mix",
+            "streams": [stream.describe() for stream in self.streams],
+            "weights": self._weights,
+            "seed": self._seed,
+            "until": self._until,
+        }
 
     def cache(self, directory: "StrPath", max_bytes: int = CACHE_BYTES) -> Self:
         """Return the stream with all of its sources cached."""

@@ -5,63 +5,37 @@ makes rows: each batch is cut out of the columns, and becomes one tensor per col
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from aioloader.datasets._arrow.files import TableFormat
 from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.parquet import ParquetFormat
+from aioloader.datasets._options import OrderOptions, StreamOptions
 from aioloader.datasets._sql.format import SQLFormat
-from aioloader.datasets._stores.cache_dir import CacheDir
-from aioloader.datasets._stores.places import Places, shown_address
-from aioloader.datasets._stores.requests import Requests
-from aioloader.datasets.sharded import MAX_BYTES, ShardedStream
-from aioloader.datasets.streams import CACHE_BYTES
+from aioloader.datasets.sharded import ShardedStream, StoredStream
 
 if TYPE_CHECKING:
-    import os
-
-    from obstore.store import ObjectStore
+    from aioloader.datasets.sharded import Addresses
 
 Row = dict[str, Any]
 
 
-class _TableFiles(ShardedStream[Row]):
+class _TableFiles(StoredStream[Row]):
     """What both kinds of files share."""
 
     _format: ClassVar[type[TableFormat[Any]]]
 
-    def __init__(  # noqa: PLR0913  (keywords, each of one thing)
+    def __init__(
         self,
-        addresses: str | Iterable[str],
+        addresses: "Addresses",
         columns: Iterable[str] | None = None,
         *,
         nulls: Mapping[str, Any] | None = None,
-        store: "str | os.PathLike[str] | ObjectStore | None" = None,
-        requests: Requests | None = None,
-        cache: "str | os.PathLike[str] | None" = None,
-        cache_bytes: int = CACHE_BYTES,
-        shuffle: bool = False,
-        seed: int = 0,
-        interleave: int = 1,
-        deterministic: bool = True,
-        max_bytes: int = MAX_BYTES,
-        **config: Any,
+        **options: Unpack[StreamOptions],
     ) -> None:
-        kept = None if cache is None else CacheDir(cache, cache_bytes)
-        places = Places(store, config, requests or Requests(), kept)
-        is_one = isinstance(addresses, str)
-        self._shown = shown_address(str(addresses)) if is_one else "<addresses>"
-        super().__init__(
-            self._format(addresses, places, columns=columns, nulls=nulls),
-            shuffle=shuffle,
-            seed=seed,
-            interleave=interleave,
-            deterministic=deterministic,
-            max_bytes=max_bytes,
-        )
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._shown})"
+        made_by = partial(self._format, addresses, columns=columns, nulls=nulls)
+        super().__init__(addresses, made_by, **options)
 
 
 class ParquetDataset(_TableFiles):
@@ -76,8 +50,8 @@ class ParquetDataset(_TableFiles):
         columns: Names of the columns to read; default: those of the first file.
         nulls: Column to the value that is read instead of NULL; elsewhere a NULL is
             ``None``, which cannot be collated.
-        options: ``store``, ``shuffle``, ``interleave``, ``cache`` and all others of
-            ``ByteStream``.
+        options: ``store``, ``store_options``, ``shuffle``, ``interleave``, ``cache``
+            and all others of ``StoredStream``.
 
     Raises:
         ImportError: If pyarrow is not installed.
@@ -142,7 +116,7 @@ class SQLDataset(ShardedStream[Row]):
         parameters: Sequence[Any] = (),
         partitions: int | Sequence[Any] = 8,
         deadline: float = 120.0,
-        **order: Any,
+        **order: Unpack[OrderOptions],
     ) -> None:
         made_by = SQLFormat(
             url,

@@ -1,8 +1,9 @@
 """Tar shards, read as WebDataset reads them: members of one key make a sample."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
+from aioloader.datasets._options import StreamOptions
 from aioloader.datasets._tar.walk import TarParser
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
 
@@ -21,8 +22,8 @@ class TarDataset(ByteStream[dict[str, Any]]):
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/train-{000..127}.tar"``.
         max_sample_bytes: Larger samples fail, and are not held in memory.
-        options: ``store``, ``shuffle``, ``seed``, ``interleave``, ``cache`` and all
-            others of ``ByteStream``.
+        options: ``store``, ``store_options``, ``shuffle``, ``interleave``, ``cache``
+            and all others of ``StoredStream``.
 
     Raises:
         ValueError: If an argument is wrong.
@@ -46,7 +47,7 @@ class TarDataset(ByteStream[dict[str, Any]]):
         addresses: "Addresses",
         *,
         max_sample_bytes: int = MAX_SAMPLE_BYTES,
-        **options: Any,
+        **options: Unpack[StreamOptions],
     ) -> None:
         super().__init__(addresses, partial(_parser, max_sample_bytes), **options)
 

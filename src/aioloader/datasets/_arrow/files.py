@@ -4,6 +4,7 @@ Shards are in the order of the files. Ends of files are read many at a time.
 """
 
 import asyncio
+import copy
 import importlib
 import os
 from abc import ABC, abstractmethod
@@ -18,6 +19,7 @@ from typing import (
     Generic,
     NamedTuple,
     Protocol,
+    Self,
     TypeAlias,
     TypeVar,
 )
@@ -26,6 +28,7 @@ from typing_extensions import Buffer
 
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._stores.bytes import file_failure
+from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._streams.shards import summary_of
 from aioloader.errors import TruncatedReadError
 
@@ -61,6 +64,9 @@ class Opener(Protocol):
 
     async def read(self, address: str, start: int, stop: int) -> Buffer:
         """Return bytes of such a file, as it was when its size was asked for."""
+
+    def cached(self, cache: CacheDir) -> Self:
+        """Return the same, read through a cache."""
 
     async def aclose(self) -> None:
         """Wait for requests in flight, and drop connections."""
@@ -108,7 +114,7 @@ class TableFormat(ABC, Generic[SomeEnd]):
 
     def __init__(
         self,
-        addresses: str | Iterable[str],
+        addresses: Any,
         opener: Opener,
         *,
         columns: Iterable[str] | None = None,
@@ -119,6 +125,12 @@ class TableFormat(ABC, Generic[SomeEnd]):
         self._opener = opener
         self._wanted = Wanted(columns, nulls)
         self._kept: OrderedDict[str, SomeEnd] = OrderedDict()
+
+    def cached(self, cache: CacheDir) -> Self:
+        """Return the same format, with files read through a cache."""
+        clone = copy.copy(self)
+        clone._opener = self._opener.cached(cache)  # noqa: SLF001
+        return clone
 
     async def shards(
         self, stack: AsyncExitStack, _known: "Summary | None" = None
@@ -140,6 +152,10 @@ class TableFormat(ABC, Generic[SomeEnd]):
     def summary(self, shards: Sequence[Part]) -> "Summary":
         """Return how many there are, and a checksum of their files' names."""
         return summary_of(address for address, *_ in shards)
+
+    def describe(self) -> dict[str, Any]:
+        """Return which columns are read, and what replaces NULLs in them."""
+        return self._wanted.describe()
 
     async def _shards_of(self, address: str) -> list[Part]:
         return [(address, *part) for part in self._parts_of(await self._end(address))]

@@ -45,6 +45,11 @@ class Wanted:
         names: list[str] = self._schema.names
         return names
 
+    def describe(self) -> dict[str, Any]:
+        """Return what was asked for, ready for JSON."""
+        nulls = {name: repr(value) for name, value in sorted(self._nulls.items())}
+        return {"columns": self._names, "nulls": nulls}
+
     def check(self, schema: "pa.Schema", location: str) -> None:
         """Compare the columns of a file with those of the first one that was checked.
 

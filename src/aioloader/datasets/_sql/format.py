@@ -121,6 +121,10 @@ class SQLFormat:
         cuts = [start for start in starts if start is not None]
         return {"count": len(shards), "cuts": cuts}
 
+    def describe(self) -> dict[str, Any]:
+        """Return what is selected; of values and of long queries a digest."""
+        return self._source.describe()
+
     async def plan(self) -> list[Key]:
         """Return the keys to cut at, for ``partitions`` of other ranks."""
         async with AsyncExitStack() as stack:

@@ -6,6 +6,7 @@ Names are quoted, never trusted; a query is the user's own text and is put in br
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 _QUERY = re.compile(
@@ -54,6 +55,16 @@ class Source:
         shown = " ".join(self.text.split())
         shown = shown if len(shown) < 80 else f"{shown[:77]}..."
         return f"query {shown!r}" if self.is_query else f"table {shown!r}"
+
+    def describe(self) -> dict[str, Any]:
+        """Return what determines the rows, ready for JSON; of values a digest."""
+        words = repr((self.text, self.parameters)).encode("utf-8", "surrogatepass")
+        return {
+            "query": self.label,
+            "digest": blake2b(words, digest_size=8).hexdigest(),
+            "key": self.key,
+            "columns": None if self.columns is None else list(self.columns),
+        }
 
     def table(self) -> str:
         """Return the quoted name; empty for a query.

@@ -12,7 +12,7 @@ import glob
 import os
 import re
 from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote, urlsplit
 
 from typing_extensions import Buffer
@@ -186,7 +186,7 @@ class Places:
         piece = await fetch(start, stop, here.versions.get(address))
         return piece.data
 
-    def cached(self, cache: CacheDir) -> "Places":
+    def cached(self, cache: CacheDir) -> Self:
         """Return the same places, read through a cache."""
         clone = copy.copy(self)
         clone.kept_in = cache

@@ -94,6 +94,13 @@ class ShardFormat(Protocol):
         their number, is in it.
         """
 
+    def describe(self) -> dict[str, Any]:
+        """Return what determines the samples of a shard, ready for JSON.
+
+        Columns, say, or an encoding: a state is refused where they differ. Not: where
+        the shards lie, and what is secret.
+        """
+
     def open(self, shard: Shard, position: Position, budget: int) -> ShardReader:
         """Return a reader of ``shard`` from ``position`` on (``{}``: its beginning).
 

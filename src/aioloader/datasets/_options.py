@@ -1,0 +1,97 @@
+"""Keywords that many datasets share, and the error for those that none of them knows.
+
+The typed dictionaries are for type checkers and editors; the constructors that take
+the keywords one by one hold the defaults. A test sees that both name the same.
+"""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar
+
+from aioloader.datasets._stores.requests import Requests
+
+if TYPE_CHECKING:
+    import os
+
+    from obstore.store import ObjectStore
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# How names of store options begin, of those that people pass where they do not belong.
+_OF_STORES = (
+    "access_key", "account_", "allow_http", "aws_", "azure_", "bucket", "client_",
+    "config", "container_", "credential", "default_region", "endpoint", "gcs_",
+    "google_", "region", "retry_config", "s3_", "sas_", "secret_", "session_token",
+    "skip_signature", "storage_options", "token", "virtual_hosted",
+)  # fmt: skip
+
+
+class OrderOptions(TypedDict, total=False):
+    """Keywords of every ``ShardedStream``."""
+
+    shuffle: bool
+    seed: int
+    interleave: int
+    deterministic: bool
+    max_bytes: int
+
+
+class StoreOptions(TypedDict, total=False):
+    """Keywords of what reads from a store through a cache."""
+
+    store: "str | os.PathLike[str] | ObjectStore | None"
+    store_options: Mapping[str, Any] | None
+    requests: Requests | None
+    cache: "str | os.PathLike[str] | None"
+    cache_bytes: int
+
+
+class StreamOptions(StoreOptions, OrderOptions, total=False):
+    """Keywords of every stream whose shards lie in a store or on disk."""
+
+
+def names_options(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function refuse options it does not know, and name the nearest one.
+
+    A constructor that others pass keywords on to also names theirs.
+    """
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **options: P.kwargs) -> T:
+        for name in options:
+            if name not in known:
+                raise _unknown(function, args[0], name)
+        return function(*args, **options)
+
+    known = frozenset(inspect.signature(function).parameters)
+    return checked
+
+
+def _unknown(function: Callable[..., Any], first: object, name: str) -> TypeError:
+    """Return the error for an option that ``function(first, ...)`` does not know."""
+    label, constructors = function.__qualname__, [function]
+    if function.__name__ == "__init__":
+        label = type(first).__name__
+        constructors = [
+            vars(kind).get("__init__", kind) for kind in type(first).__mro__
+        ]
+    known = {option for one in constructors for option in _keywords(one)}
+    nearest = difflib.get_close_matches(name, sorted(known), 1)
+    if "store_options" in known and name.lower().startswith(_OF_STORES):
+        hint = f"options of the store go into store_options={{{name!r}: ...}}"
+    elif nearest:
+        hint = f"did you mean {nearest[0]!r}?"
+    else:
+        hint = f"it has {', '.join(sorted(known))}"
+    return TypeError(f"{label}() got an unknown option {name!r}: {hint}")
+
+
+def _keywords(function: Callable[..., Any]) -> Iterator[str]:
+    """Yield the names that may only be passed as keywords."""
+    if inspect.isfunction(function):
+        for name, one in inspect.signature(function).parameters.items():
+            if one.kind is one.KEYWORD_ONLY:
+                yield name
