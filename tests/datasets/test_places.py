@@ -225,6 +225,24 @@ async def test_no_more_is_in_flight_than_the_budget(tmp_path: Path) -> None:
     assert count == 6000
 
 
+async def test_small_shards_are_requested_far_ahead() -> None:
+    """One after the other they would cost the time of a request each."""
+    shards = {f"{at:02}.tar": big_shard(4, 100_000) for at in range(30)}
+    budget = 8 << 20  # of which four are for what comes after the first shard
+    with ObjectServer(shards) as server:
+        stream = TarDataset("{00..29}.tar", store=server.url, max_bytes=budget)
+        async with aiter(stream) as iterator:
+            found = [(await anext(iterator))["__key__"]]
+
+            def are_requested() -> bool:
+                return all(server.counts(f"0{at}.tar").requests for at in range(5))
+
+            await asyncio.to_thread(server.wait_for, are_requested)
+            assert server.counts().bytes <= budget
+            found += [sample["__key__"] async for sample in iterator]
+    assert found == [f"{at:06}" for at in range(4)] * 30
+
+
 async def nothing() -> "AsyncIterator[bytes]":
     """Yield no bytes."""
     for at in range(0):
@@ -251,7 +269,8 @@ async def test_pieces_grow_and_end_where_blocks_do() -> None:
     found.begin()
     await settled()
     assert asked[0] == (1000, 1 << 16)
-    assert asked[-1][1] == budget // 2
+    assert asked[-1][1] == budget // 8
+    assert found.bytes_ahead() == budget // 8 - 1000
     assert not found.is_draining()
     received = 1000
     while length := len(memoryview(await found.read())):

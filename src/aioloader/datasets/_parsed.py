@@ -15,6 +15,7 @@ from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import Unpacked, unpacker_of
 from aioloader.datasets._streams.shards import (
+    CountsBytes,
     Parser,
     Position,
     ShardReader,
@@ -29,7 +30,7 @@ MakeParser = Callable[[str, int], Parser]
 _AT_ONCE = 1024
 
 
-class ParsedShard:
+class ParsedShard(CountsBytes):
     """Samples of one shard, in order.
 
     They are cut in threads, a block at a time. A position is where a block begins, and
@@ -78,6 +79,10 @@ class ParsedShard:
         """Return where the next sample is."""
         passed = self._before + self._passed + self._skip
         return {"byte": self._byte, "sample": passed}
+
+    def bytes_ahead(self) -> int | None:
+        """Return what was requested of the shard and not cut yet."""
+        return self._source.bytes_ahead()
 
     async def aclose(self) -> None:
         """End what is under way, and wait for its end."""

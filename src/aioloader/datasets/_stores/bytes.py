@@ -36,6 +36,9 @@ _FILE_PIECE, _FILE_PIECES = 1 << 19, 1 << 22
 # Pieces in flight per object, but fewer before they are smaller than that.
 _AHEAD, _WORTHWHILE = 16, 1 << 20
 
+# What part of the budget may be requested of a shard before it is read: one of so many.
+BEGUN = 8
+
 
 class Bytes(Protocol):
     """Bytes in order."""
@@ -52,6 +55,9 @@ class Bytes(Protocol):
 
     def is_draining(self) -> bool:
         """Tell whether another shard may be opened: the rest of this one is coming."""
+
+    def bytes_ahead(self) -> int | None:
+        """Return what was requested and not read; None if the size is not known."""
 
     async def aclose(self) -> None:
         """End what is under way, and wait for its end."""
@@ -107,7 +113,7 @@ class ObjectBytes:
         largest = 1 << max(_SMALLEST, min(_LARGEST, largest)).bit_length() - 1
         self._largest, self._length = largest, _SMALLEST
         self._most = max(2 * largest, min(budget, _AHEAD * largest))
-        self._window = self._most // 2  # until somebody reads
+        self._window = max(_SMALLEST, budget // BEGUN)  # until somebody reads
         self._size: int | None = None
         self._version: str | None = None
         self._pieces: deque[asyncio.Task[Piece]] = deque()
@@ -140,6 +146,10 @@ class ObjectBytes:
         """Tell whether all was requested, and half of the budget is free."""
         is_all = self._size is not None and self._at >= self._size
         return is_all and self._at - self._read <= self._most // 2
+
+    def bytes_ahead(self) -> int | None:
+        """Return how much is held, or on its way."""
+        return None if self._size is None else self._at - self._read
 
     async def aclose(self) -> None:
         """Cancel the requests in flight."""
@@ -208,6 +218,7 @@ class Closing:
         self.read = inner.read
         self.begin = inner.begin
         self.is_draining = inner.is_draining
+        self.bytes_ahead = inner.bytes_ahead
 
     async def aclose(self) -> None:
         """Close both."""
@@ -260,6 +271,10 @@ class FileBytes:
     def is_draining(self) -> bool:
         """Tell whether the end is near."""
         return self._file is not None and self._at >= self._facts[0]
+
+    def bytes_ahead(self) -> int:
+        """Return 0: a file is read when it is asked for."""
+        return 0
 
     async def aclose(self) -> None:
         """Close the file."""

@@ -73,6 +73,21 @@ class NamesPositions(abc.ABC):
         """Return the position after the first ``count`` samples of the last block."""
 
 
+class CountsBytes(abc.ABC):
+    """A reader that can tell what it holds, so that many small shards are begun.
+
+    Of others, one is begun while the one before it ends.
+    """
+
+    @abc.abstractmethod
+    def bytes_ahead(self) -> int | None:
+        """Return how many bytes were requested and not yet pulled.
+
+        None until the size of the shard is known: that may become an eighth of the
+        budget (``BEGUN``), all that a reader requests before it is pulled.
+        """
+
+
 class ShardFormat(Protocol):
     """How the shards of one dataset are listed and opened."""
 
