@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from typing_extensions import Buffer
 
+from aioloader.datasets._cuts import Cuts, Part, checksum_of, cut_shards
 from aioloader.datasets._stores.bytes import Bytes, FileBytes
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.outlast import in_thread
@@ -16,6 +17,7 @@ from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import Unpacked, unpacker_of
 from aioloader.datasets._streams.shards import (
     CountsBytes,
+    CutsShards,
     Parser,
     Position,
     ShardReader,
@@ -158,19 +160,27 @@ class ParsedShard(CountsBytes):
         return byte, block
 
 
-class ParsedFormat:
+class ParsedFormat(CutsShards):
     """Shards that are bytes, cut by a parser.
 
     Args:
         addresses: Patterns of the shards' addresses.
         places: Where they lie.
         make: Makes a parser.
+        cuts: Says where a shard can be cut; None: nowhere.
     """
 
-    def __init__(self, addresses: Any, places: Places, make: MakeParser) -> None:
+    def __init__(
+        self,
+        addresses: Any,
+        places: Places,
+        make: MakeParser,
+        cuts: Cuts | None = None,
+    ) -> None:
         self._addresses = addresses
         self.places = places
         self._make = make
+        self._cuts = cuts
 
     def cached(self, cache: CacheDir) -> Self:
         """Return the same format, with shards read through a cache."""
@@ -185,20 +195,40 @@ class ParsedFormat:
         stack.push_async_callback(self.places.aclose)
         return await self.places.expand(self._addresses)
 
-    def summary(self, shards: Sequence[str]) -> Summary:
-        """Return how many there are, and a checksum of their names."""
-        return summary_of(shards)
+    async def cut(
+        self, shards: Sequence[str | Part], count: int
+    ) -> Sequence[str | Part]:
+        """Return ``count`` parts of the shards, if they can be cut.
+
+        Raises:
+            ValueError: If only some of them can be.
+        """
+        if self._cuts is None:
+            return shards
+        whole = [_address(shard) for shard in shards]
+        return await cut_shards(self.places, whole, count, self._cuts)
+
+    def summary(self, shards: Sequence[str | Part]) -> Summary:
+        """Return how many there are, which, and where they are cut."""
+        if not isinstance(shards[0], Part):
+            return summary_of(map(_address, shards))
+        parts = [part for part in shards if isinstance(part, Part)]
+        names = summary_of(part.address for part in parts)
+        return {**names, "cuts": checksum_of(parts)}
 
     def describe(self) -> dict[str, Any]:
         """Return nothing: the kind of stream says what its parser makes."""
         return {}
 
-    def open(self, shard: str, position: Position, budget: int) -> ShardReader:
+    def open(self, shard: str | Part, position: Position, budget: int) -> ShardReader:
         """Return a reader of one shard."""
-        unpacker = unpacker_of(shard)
-        label = self.places.label(shard)
-        start = 0 if unpacker else position.get("byte", 0)
-        source = self.places.open(shard, start, budget)
+        address, first, stop = _address(shard), 0, None
+        if isinstance(shard, Part):
+            _, first, stop = shard
+        unpacker = unpacker_of(address)
+        label = self.places.label(address)
+        start = 0 if unpacker else position.get("byte", first)
+        source = self.places.open(address, start, budget, None if unpacker else stop)
         if unpacker is not None:
             source = Unpacked(source, unpacker, label)
         return ParsedShard(
@@ -207,3 +237,7 @@ class ParsedFormat:
             skip=position.get("sample", 0),
             is_packed=unpacker is not None,
         )
+
+
+def _address(shard: str | Part) -> str:
+    return shard.address if isinstance(shard, Part) else shard

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Unpack
 
+from aioloader.datasets._cuts import at_line_ends
 from aioloader.datasets._lines import SKIP, LineParser
 from aioloader.datasets._options import StreamOptions
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
@@ -34,7 +35,7 @@ class JSONLinesDataset(ByteStream[Any]):
         **options: Unpack[StreamOptions],
     ) -> None:
         make = functools.partial(_parser, _json, max_sample_bytes)
-        super().__init__(addresses, make, **options)
+        super().__init__(addresses, make, cuts=at_line_ends, **options)
 
 
 class TextDataset(ByteStream[str]):
@@ -59,7 +60,7 @@ class TextDataset(ByteStream[str]):
         self._encoding = codecs.lookup(encoding).name
         decode = functools.partial(_text, encoding)
         make = functools.partial(_parser, decode, max_sample_bytes)
-        super().__init__(addresses, make, **options)
+        super().__init__(addresses, make, cuts=at_line_ends, **options)
 
     def describe(self) -> dict[str, Any]:
         """Return what a state is bound to; the encoding too."""

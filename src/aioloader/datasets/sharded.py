@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar, Unpack
 
+from aioloader.datasets._cuts import Cuts
 from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
 from aioloader.datasets._parsed import ParsedFormat
 from aioloader.datasets._stores.cache_dir import CacheDir
@@ -13,7 +14,13 @@ from aioloader.datasets._stores.requests import Requests
 from aioloader.datasets._streams.cursors import Cursor, State
 from aioloader.datasets._streams.interleave import AsTheyCome, Interleaved, Lane
 from aioloader.datasets._streams.iterators import Reading
-from aioloader.datasets._streams.shards import Parser, Shard, ShardFormat, Summary
+from aioloader.datasets._streams.shards import (
+    CutsShards,
+    Parser,
+    Shard,
+    ShardFormat,
+    Summary,
+)
 from aioloader.datasets.streams import CACHE_BYTES, Stream, check_at_least, keyed_order
 from aioloader.errors import StateMismatchError
 
@@ -124,6 +131,9 @@ class ShardedStream(Stream[Sample_co]):
     ) -> tuple[Sequence[Shard], Sequence[int], Summary]:
         """Return all shards, their order, and what a state holds of them."""
         shards = await self.made_by.shards(reading.stack, known)
+        readers = reading.share.readers
+        if len(shards) < readers and isinstance(self.made_by, CutsShards):
+            shards = await self.made_by.cut(shards, readers)
         # For many shards it takes a while, beside the loop then.
         summarise = self.made_by.summary
         is_long = len(shards) > _MANY
@@ -240,6 +250,7 @@ class ByteStream(StoredStream[Sample_co]):
         addresses: As for ``StoredStream``. Names ending in ``.gz`` or ``.zst`` are
             unpacked.
         make: Makes a parser from a shard's address and its first byte.
+        cuts: Says where a shard can be cut, for more readers; None: nowhere.
         options: As for ``StoredStream``.
     """
 
@@ -247,7 +258,9 @@ class ByteStream(StoredStream[Sample_co]):
         self,
         addresses: "Addresses",
         make: Callable[[str, int], Parser],
+        *,
+        cuts: Cuts | None = None,
         **options: Unpack[StreamOptions],
     ) -> None:
-        made_by = partial(ParsedFormat, addresses, make=make)
+        made_by = partial(ParsedFormat, addresses, make=make, cuts=cuts)
         super().__init__(addresses, made_by, **options)

@@ -4,6 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from aioloader.datasets._options import StreamOptions
+from aioloader.datasets._tar.index import at_samples
 from aioloader.datasets._tar.walk import TarParser
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
 
@@ -17,7 +18,8 @@ class TarDataset(ByteStream[dict[str, Any]]):
     Consecutive members with the same key (the path up to the first dot of the name)
     make one sample: ``{"__key__": ..., "__url__": ..., "jpg": b"...", "cls": b"7"}``,
     with bytes owned by the caller. Plain, gzip and zstandard; a plain tar can be
-    resumed at any sample, and reads at most 8 MB of what was before again.
+    resumed at any sample, and reads at most 8 MB of what was before again. Where there
+    are fewer shards than readers, ``a.tar`` is cut by its index ``a.tar.idx``.
 
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/train-{000..127}.tar"``.
@@ -49,7 +51,8 @@ class TarDataset(ByteStream[dict[str, Any]]):
         max_sample_bytes: int = MAX_SAMPLE_BYTES,
         **options: Unpack[StreamOptions],
     ) -> None:
-        super().__init__(addresses, partial(_parser, max_sample_bytes), **options)
+        make = partial(_parser, max_sample_bytes)
+        super().__init__(addresses, make, cuts=at_samples, **options)
 
 
 def _parser(max_sample_bytes: int, url: str, offset: int) -> TarParser:

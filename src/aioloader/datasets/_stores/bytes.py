@@ -8,6 +8,7 @@ against the size and version that came with the first.
 
 import asyncio
 import os
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -98,16 +99,24 @@ class ObjectBytes:
         location: What is read, for errors; redacted.
         start: First byte.
         budget: Bytes to hold at most.
+        stop: Where to end before the end of the object.
     """
 
     def __init__(
-        self, fetch: Fetch, whole: Chunks, location: str, start: int, budget: int
+        self,
+        fetch: Fetch,
+        whole: Chunks,
+        location: str,
+        start: int,
+        budget: int,
+        stop: int | None = None,
     ) -> None:
         self._fetch = fetch
         self._whole = whole
         self._chunks: AsyncIterator[Buffer] | None = None
         self._location = location
         self._start = self._read = self._at = start
+        self._end = sys.maxsize if stop is None else stop
         largest = max(budget // _AHEAD, min(budget // 4, _WORTHWHILE))
         # A power of two, for pieces end at multiples of it.
         largest = 1 << max(_SMALLEST, min(_LARGEST, largest)).bit_length() - 1
@@ -120,6 +129,8 @@ class ObjectBytes:
 
     def begin(self) -> None:
         """Send the first request, a small one: it tells the size."""
+        if self._at >= self._end:
+            self._size = self._at
         if self._size is None and not self._pieces:
             self._request()
 
@@ -165,7 +176,8 @@ class ObjectBytes:
         async for chunk in chunks:
             data = memoryview(chunk)[self._start :]
             self._start -= min(self._start, len(memoryview(chunk)))
-            if len(data):
+            if len(data := data[: self._end - self._read]):
+                self._read += len(data)
                 return data
         return b""
 
@@ -179,7 +191,7 @@ class ObjectBytes:
     def _stop(self) -> int:
         """Return where the next piece ends: as blocks of a cache, at a multiple."""
         stop = self._at - self._at % self._length + self._length
-        return stop if self._size is None else min(stop, self._size)
+        return min(stop, self._end if self._size is None else self._size)
 
     def _request(self) -> None:
         start, self._at = self._at, self._stop()
@@ -199,7 +211,9 @@ class ObjectBytes:
                 received=received,
             )
         if self._size is None:  # the first piece tells; the others need not wait longer
-            self._size, self._version = piece.size, piece.version
+            if piece.size < self._end < sys.maxsize:
+                raise _changed(self._location, self._end, piece.size)
+            self._size, self._version = min(piece.size, self._end), piece.version
             self._fill()
         return piece
 
@@ -236,11 +250,15 @@ class FileBytes:
         path: The file.
         start: First byte.
         budget: Bytes to hold at most.
+        stop: Where to end before the end of the file.
     """
 
-    def __init__(self, path: str, start: int, budget: int) -> None:
+    def __init__(
+        self, path: str, start: int, budget: int, stop: int | None = None
+    ) -> None:
         self._path = path
         self._at = start
+        self._end = sys.maxsize if stop is None else stop
         # Besides the buffer there is what is made of it.
         self.at_once = max(_SMALLEST, min(_FILE_PIECES, budget // 2))
         self._length = min(_FILE_PIECE, self.at_once)
@@ -270,7 +288,7 @@ class FileBytes:
 
     def is_draining(self) -> bool:
         """Tell whether the end is near."""
-        return self._file is not None and self._at >= self._facts[0]
+        return self._file is not None and self._at >= min(self._facts[0], self._end)
 
     def bytes_ahead(self) -> int:
         """Return 0: a file is read when it is asked for."""
@@ -287,6 +305,8 @@ class FileBytes:
         # Unbuffered: what is read in large pieces needs no second copy.
         self._file = await aiofiles.open(self._path, "rb", buffering=0)
         self._facts = self._look()
+        if self._facts[0] < self._end < sys.maxsize:
+            raise _changed(self._path, self._end, self._facts[0])
         if self._at:
             await self._file.seek(self._at)
 
@@ -303,7 +323,8 @@ class FileBytes:
 
     def _fill(self) -> int:
         """Read one piece; hold the file against what it was at the beginning."""
-        wanted = min(self._length, max(0, self._facts[0] - self._at))
+        stop = min(self._facts[0], self._end)
+        wanted = min(self._length, max(0, stop - self._at))
         if not self._buffer:
             # Not mapped: once the C library has freed a block of this size, it keeps as
             # much for samples, which else cost up to a page fault for every 4 KB.
@@ -334,6 +355,13 @@ class FileBytes:
                 expected=size,
                 received=self._at,
             )
+
+
+def _changed(location: str, expected: int, found: int) -> DatasetError:
+    """Return the error for a shard that has become shorter since it was cut."""
+    text = f"{location!r} has changed since it was cut into parts: it had at least "
+    text += f"{expected:,} bytes and has {found:,}"
+    return DatasetError(text, location=location)
 
 
 def _next(read: Callable[[], Buffer]) -> Buffer:

@@ -25,6 +25,7 @@ from aioloader.datasets._stores.bytes import (
     NoRangesError,
     ObjectBytes,
     Piece,
+    file_failure,
 )
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.cached import CachedRanges
@@ -148,19 +149,21 @@ class Places:
 
     # -- bytes --------------------------------------------------------------------
 
-    def open(self, address: str, start: int, budget: int) -> Bytes:
-        """Return the bytes of a shard from ``start`` on; nothing is read yet."""
+    def open(
+        self, address: str, start: int, budget: int, stop: int | None = None
+    ) -> Bytes:
+        """Return the bytes of a shard, or of a part; nothing is read yet."""
         here = self._per_loop.here()
         if self._base is None and _is_local(address):
-            return FileBytes(self.label(address), start, budget)
+            return FileBytes(self.label(address), start, budget, stop)
         source, key = self._source_of(address)
         fetch: Fetch = functools.partial(here.fetch, source, key)
         whole = functools.partial(here.chunks, source, key)
         location = source.locate(key)
         if self.kept_in is None:
-            return ObjectBytes(fetch, whole, location, start, budget)
+            return ObjectBytes(fetch, whole, location, start, budget, stop)
         cached = CachedRanges(fetch, self.kept_in, self._full(address))
-        found = ObjectBytes(cached.fetch, whole, location, start, budget)
+        found = ObjectBytes(cached.fetch, whole, location, start, budget, stop)
         return Closing(found, cached.aclose)
 
     def path(self, address: str) -> str | None:
@@ -169,7 +172,12 @@ class Places:
         return self.label(address) if is_local else None
 
     async def size(self, address: str) -> int:
-        """Return the length of an object, in bytes; its version is remembered."""
+        """Return the length of a shard, in bytes; an object's version is remembered."""
+        if (path := self.path(address)) is not None:
+            try:
+                return (await asyncio.to_thread(os.stat, path)).st_size
+            except OSError as error:
+                raise file_failure(path, error) from error
         source, key = self._source_of(address)
         here = self._per_loop.here()
         piece = await here.fetch(source, key, 0, 1, None)

@@ -126,6 +126,20 @@ class ShardFormat(Protocol):
         """
 
 
+class CutsShards(abc.ABC):
+    """A format whose shards can be cut, where there are fewer than readers."""
+
+    @abc.abstractmethod
+    async def cut(self, shards: Sequence[Shard], count: int) -> Sequence[Shard]:
+        """Return ``count`` shards that have the same samples in the same order.
+
+        All ranks must find the same; what decides of it belongs into ``summary``.
+
+        Raises:
+            ValueError: If they cannot be cut; it says what to do.
+        """
+
+
 def summary_of(addresses: Iterable[str]) -> Summary:
     """Return the summary of shards that have addresses: how many, and which.
 
