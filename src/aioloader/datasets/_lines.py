@@ -4,9 +4,8 @@ Lines end with a line feed, or the shard's end; a carriage return before it is d
 Memory holds one piece, and a line that crosses from one piece to the next.
 """
 
-from collections import deque
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
 
 from typing_extensions import Buffer
 
@@ -14,7 +13,25 @@ from aioloader._order.blocks import Bad
 from aioloader.errors import DatasetError
 
 SKIP: Final = object()
-"""What ``decode`` returns for a line that is no sample."""
+"""What ``Decoder.one`` returns for a line that is no sample."""
+
+
+class Decoder(Protocol):
+    """Lines to samples."""
+
+    def one(self, line: bytes) -> Any:
+        """Return the sample of a line without its end, or ``SKIP``.
+
+        Raises:
+            ValueError: If there is none.
+        """
+
+    def many(self, lines: Sequence[bytes]) -> list[Any] | None:
+        """Return what ``one`` makes of each line, faster; None if that cannot be said.
+
+        Args:
+            lines: As they are; they may end with a carriage return.
+        """
 
 
 class LineParser:
@@ -22,25 +39,21 @@ class LineParser:
 
     Args:
         url: Address of the shard, for errors.
-        decode: Line without its end to a sample, or ``SKIP``; raises ``ValueError``.
+        decoder: Makes the samples.
         max_sample_bytes: Longer lines fail, and are not held.
         offset: Where in the shard the first byte that is fed lies.
     """
 
     def __init__(
-        self,
-        url: str,
-        decode: Callable[[bytes], Any],
-        *,
-        max_sample_bytes: int,
-        offset: int = 0,
+        self, url: str, decoder: Decoder, *, max_sample_bytes: int, offset: int = 0
     ) -> None:
         self.offset = offset
         self.is_over = False
         self._url = url
-        self._decode = decode
+        self._decoder = decoder
         self._limit = max_sample_bytes
-        self._lines: deque[bytes] = deque()
+        self._lines: list[bytes] = []
+        self._taken = 0  # of those
         self._parts: list[bytes] = []  # of a line whose end has not come
         self._length = 0  # of that line, held or not
 
@@ -50,8 +63,9 @@ class LineParser:
         self._extend(first)
         if lines:
             self._complete()
-            self._lines.extend(lines[:-1])
-            self._extend(lines[-1])
+            last = lines.pop()
+            self._lines += lines
+            self._extend(last)
 
     def end(self) -> None:
         """Learn that there are no more bytes."""
@@ -61,19 +75,39 @@ class LineParser:
     def take(self, limit: int) -> list[Any]:
         """Return up to ``limit`` samples."""
         samples: list[Any] = []
-        lines = self._lines
-        while lines and len(samples) < limit:
-            line = lines.popleft()
-            start = self.offset
-            if isinstance(line, _TooLong):
-                self.offset += line.length + 1
-                samples.append(self._too_long(start, line.length))
-                continue
-            self.offset += len(line) + 1
-            sample = self._sample(line, start)
-            if sample is not SKIP:
-                samples.append(sample)
+        while self._taken < len(self._lines) and len(samples) < limit:
+            stop = self._taken + limit - len(samples)
+            lines = self._lines[self._taken : stop]
+            samples += self._many(lines)
+            self._taken += len(lines)
+        if self._taken >= len(self._lines):
+            self._lines, self._taken = [], 0
         return samples
+
+    def _many(self, lines: list[bytes]) -> list[Any]:
+        """Return the samples of lines: at once if all are well."""
+        lengths = list(map(len, lines))
+        if max(lengths) <= self._limit and _TooLong not in set(map(type, lines)):
+            made = self._decoder.many(lines)
+            if made is not None:
+                self.offset += sum(lengths) + len(lines)
+                return made
+        samples = map(self._one, lines)
+        return [sample for sample in samples if sample is not SKIP]
+
+    def _one(self, line: bytes) -> Any:
+        start = self.offset
+        length = line.length if isinstance(line, _TooLong) else len(line)
+        self.offset += length + 1
+        if length > self._limit:
+            return self._too_long(start, length)
+        try:
+            return self._decoder.one(line[:-1] if line.endswith(b"\r") else line)
+        except ValueError as error:
+            text = f"{self._url!r}: the line at byte {start:,} is damaged: {error}"
+            failure = DatasetError(text, location=self._url)
+            failure.__cause__ = error
+            return Bad(failure)
 
     def _extend(self, part: bytes) -> None:
         self._length += len(part)
@@ -87,17 +121,6 @@ class LineParser:
         line = b"".join(self._parts) if is_held else _TooLong.of(self._length)
         self._lines.append(line)
         self._parts, self._length = [], 0
-
-    def _sample(self, line: bytes, start: int) -> Any:
-        if len(line) > self._limit:
-            return self._too_long(start, len(line))
-        try:
-            return self._decode(line[:-1] if line.endswith(b"\r") else line)
-        except ValueError as error:
-            text = f"{self._url!r}: the line at byte {start:,} is damaged: {error}"
-            failure = DatasetError(text, location=self._url)
-            failure.__cause__ = error
-            return Bad(failure)
 
     def _too_long(self, start: int, length: int) -> Bad:
         text = (
