@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from aioloader import DataLoader
 from aioloader._order.blocks import Bad
 from aioloader.datasets import JSONLinesDataset, TarDataset, TextDataset
-from aioloader.datasets._lines import LineParser
+from aioloader.datasets._lines import LineParser, without_end
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.errors import DatasetError, TruncatedReadError
 from beside import beside
@@ -54,7 +54,7 @@ class Raw:
 
     def many(self, lines: Sequence[bytes]) -> list[bytes] | None:
         """Return them, without carriage returns."""
-        return [line.removesuffix(b"\r") for line in lines] if self._at_once else None
+        return list(map(without_end, lines)) if self._at_once else None
 
 
 @given(

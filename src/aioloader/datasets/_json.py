@@ -16,13 +16,13 @@ from aioloader.datasets._lines import SKIP
 
 # Integers that orjson reads as such have fewer digits.
 _DIGITS = 19
-_LARGE = re.compile(rb"[0-9]{%d}" % _DIGITS)
 # Two digits so far from each other, in all bytes at one distance, show a large integer.
 _STRIDE = (_DIGITS - 1) // 2
 _ZEROS = bytes(ord("0") if chr(one).isdigit() else one for one in range(128)) + bytes(
     range(128, 256)
 )
-_RUN = b"0" * _DIGITS
+_END = re.compile(rb"[^0]")
+_RUN, _POINT = b"0" * _DIGITS, ord(".")
 # How deep values may be nested before orjson is not asked; both end near a thousand.
 _DEPTH = 500
 
@@ -52,11 +52,13 @@ class JSONDecoder:
     def many(self, lines: Sequence[bytes]) -> list[Any] | None:
         """Return the values of lines, if orjson is there and they raise no question."""
         fast = _orjson_loads()
-        if b"" in lines:
-            lines = list(filter(None, lines))
-        if fast is None or _may_one_differ(lines):
+        if b"\n" in lines:
+            lines = [line for line in lines if line != b"\n"]
+        if fast is None:
             return None
         try:
+            if _may_one_differ(lines):
+                return [self.one(x) if _may_differ(x) else fast(x) for x in lines]
             return list(map(fast, lines))
         except ValueError:
             return None
@@ -64,14 +66,24 @@ class JSONDecoder:
 
 def _may_one_differ(lines: Sequence[bytes]) -> bool:
     """Tell whether ``json`` may read one of many lines in another way than orjson."""
-    text = b" ".join(lines)
-    if b"00" in text[::_STRIDE].translate(_ZEROS) and _RUN in text.translate(_ZEROS):
+    text = b"".join(lines)
+    if b"00" in text[::_STRIDE].translate(_ZEROS) and _has_large(text):
         return True
-    return any(len(line) > 2 * _DEPTH and _is_deep(line) for line in lines)
+    return any(map(_is_deep, [line for line in lines if len(line) > 2 * _DEPTH]))
 
 
 def _may_differ(line: bytes) -> bool:
-    return _LARGE.search(line) is not None or _is_deep(line)
+    return _has_large(line) or _is_deep(line)
+
+
+def _has_large(text: bytes) -> bool:
+    """Tell whether so many digits stand together, but for those after a point."""
+    digits = text.translate(_ZEROS)
+    at = digits.find(_RUN)
+    while at > 0 and text[at - 1] == _POINT:
+        end = _END.search(digits, at)
+        at = digits.find(_RUN, end.start()) if end else -1
+    return at >= 0
 
 
 def _is_deep(line: bytes) -> bool:

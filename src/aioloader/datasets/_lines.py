@@ -5,6 +5,7 @@ Memory holds one piece, and a line that crosses from one piece to the next.
 """
 
 from collections.abc import Sequence
+from io import BytesIO
 from typing import Any, Final, Protocol
 
 from typing_extensions import Buffer
@@ -30,7 +31,7 @@ class Decoder(Protocol):
         """Return what ``one`` makes of each line, faster; None if that cannot be said.
 
         Args:
-            lines: As they are; they may end with a carriage return.
+            lines: With their ends: a line feed, after a carriage return or not.
         """
 
 
@@ -56,21 +57,25 @@ class LineParser:
         self._taken = 0  # of those
         self._parts: list[bytes] = []  # of a line whose end has not come
         self._length = 0  # of that line, held or not
+        self._has_long = False  # whether a line was too long to be held
 
     def feed(self, piece: Buffer) -> None:
         """Add bytes."""
-        first, *lines = bytes(piece).split(b"\n")
-        self._extend(first)
-        if lines:
-            self._complete()
-            last = lines.pop()
-            self._lines += lines
-            self._extend(last)
+        # Twice as fast as `split`: ends are looked for many bytes at a time.
+        lines = BytesIO(piece).readlines()
+        if self._length and lines:
+            self._extend(lines[0])
+            if not lines[0].endswith(b"\n"):
+                return
+            lines[0] = self._completed()
+        if lines and not lines[-1].endswith(b"\n"):
+            self._extend(lines.pop())
+        self._lines += lines
 
     def end(self) -> None:
         """Learn that there are no more bytes."""
         if self._length:
-            self._complete()
+            self._lines.append(self._completed())
 
     def take(self, limit: int) -> list[Any]:
         """Return up to ``limit`` samples."""
@@ -87,22 +92,24 @@ class LineParser:
     def _many(self, lines: list[bytes]) -> list[Any]:
         """Return the samples of lines: at once if all are well."""
         lengths = list(map(len, lines))
-        if max(lengths) <= self._limit and _TooLong not in set(map(type, lines)):
+        if max(lengths) <= self._limit and not self._has_long:
             made = self._decoder.many(lines)
             if made is not None:
-                self.offset += sum(lengths) + len(lines)
+                self.offset += sum(lengths)
                 return made
         samples = map(self._one, lines)
         return [sample for sample in samples if sample is not SKIP]
 
     def _one(self, line: bytes) -> Any:
         start = self.offset
-        length = line.length if isinstance(line, _TooLong) else len(line)
-        self.offset += length + 1
-        if length > self._limit:
-            return self._too_long(start, length)
+        if isinstance(line, _TooLong):
+            self.offset += line.length
+            return self._too_long(start, line.length - line.has_end)
+        self.offset += len(line)
+        if len(line) - line.endswith(b"\n") > self._limit:
+            return self._too_long(start, len(line) - line.endswith(b"\n"))
         try:
-            return self._decoder.one(line[:-1] if line.endswith(b"\r") else line)
+            return self._decoder.one(without_end(line))
         except ValueError as error:
             text = f"{self._url!r}: the line at byte {start:,} is damaged: {error}"
             failure = DatasetError(text, location=self._url)
@@ -110,17 +117,21 @@ class LineParser:
             return Bad(failure)
 
     def _extend(self, part: bytes) -> None:
+        """Add to the line whose end has not come."""
         self._length += len(part)
-        if self._length > self._limit:
-            self._parts.clear()
+        if self._length > self._limit + 1:
+            self._parts = [part[-1:]]
         else:
             self._parts.append(part)
 
-    def _complete(self) -> None:
-        is_held = self._length <= self._limit
-        line = b"".join(self._parts) if is_held else _TooLong.of(self._length)
-        self._lines.append(line)
+    def _completed(self) -> bytes:
+        """Return that line, or what stands for it."""
+        line = b"".join(self._parts)
+        if self._length > self._limit + 1:
+            line = _TooLong.of(self._length, has_end=line.endswith(b"\n"))
+            self._has_long = True
         self._parts, self._length = [], 0
+        return line
 
     def _too_long(self, start: int, length: int) -> Bad:
         text = (
@@ -130,13 +141,20 @@ class LineParser:
         return Bad(DatasetError(text, location=self._url))
 
 
+def without_end(line: bytes) -> bytes:
+    """Return a line without the line feed, and the carriage return before it."""
+    line = line.removesuffix(b"\n")
+    return line.removesuffix(b"\r")
+
+
 class _TooLong(bytes):
     """Stands for a line that was too long to be held."""
 
     length: int
+    has_end: bool
 
     @classmethod
-    def of(cls, length: int) -> "_TooLong":
+    def of(cls, length: int, *, has_end: bool) -> "_TooLong":
         line = cls()
-        line.length = length
+        line.length, line.has_end = length, has_end
         return line

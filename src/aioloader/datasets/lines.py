@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from aioloader.datasets._cuts import at_line_ends
 from aioloader.datasets._json import JSONDecoder
-from aioloader.datasets._lines import Decoder, LineParser
+from aioloader.datasets._lines import Decoder, LineParser, without_end
 from aioloader.datasets._options import StreamOptions
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
 
@@ -79,10 +79,8 @@ class _TextDecoder:
 
     def many(self, lines: Sequence[bytes]) -> list[str] | None:
         encoding = self._encoding
-        if any(line[-1:] == b"\r" for line in lines):
-            return None
         try:
-            return [line.decode(encoding) for line in lines]
+            return [without_end(line).decode(encoding) for line in lines]
         except ValueError:
             return None
 
