@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aioloader.datasets._stores.requests import Requests
+    from aioloader.datasets._streams.shards import Parser, ShardFormat, ShardReader
     from aioloader.datasets.files import FileDataset
     from aioloader.datasets.iterables import from_async_iterable, from_iterable
     from aioloader.datasets.lines import JSONLinesDataset, TextDataset
     from aioloader.datasets.objects import ObjectDataset
-    from aioloader.datasets.sharded import ShardedStream
+    from aioloader.datasets.sharded import ByteStream, ShardedStream
     from aioloader.datasets.sql import SQLRows
     from aioloader.datasets.streams import Stream
     from aioloader.datasets.tables import ArrowDataset, ParquetDataset, SQLDataset
@@ -23,13 +24,17 @@ if TYPE_CHECKING:
 
 _LATER = {
     "ArrowDataset": "aioloader.datasets.tables",
+    "ByteStream": "aioloader.datasets.sharded",
     "FileDataset": "aioloader.datasets.files",
     "JSONLinesDataset": "aioloader.datasets.lines",
     "ObjectDataset": "aioloader.datasets.objects",
+    "Parser": "aioloader.datasets._streams.shards",
     "ParquetDataset": "aioloader.datasets.tables",
     "Requests": "aioloader.datasets._stores.requests",
     "SQLDataset": "aioloader.datasets.tables",
     "SQLRows": "aioloader.datasets.sql",
+    "ShardFormat": "aioloader.datasets._streams.shards",
+    "ShardReader": "aioloader.datasets._streams.shards",
     "ShardedStream": "aioloader.datasets.sharded",
     "Stream": "aioloader.datasets.streams",
     "TarDataset": "aioloader.datasets.tar",
@@ -40,13 +45,17 @@ _LATER = {
 
 __all__ = [
     "ArrowDataset",
+    "ByteStream",
     "FileDataset",
     "JSONLinesDataset",
     "ObjectDataset",
     "ParquetDataset",
+    "Parser",
     "Requests",
     "SQLDataset",
     "SQLRows",
+    "ShardFormat",
+    "ShardReader",
     "ShardedStream",
     "Stream",
     "TarDataset",

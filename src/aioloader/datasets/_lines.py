@@ -63,14 +63,13 @@ class LineParser:
         """Add bytes."""
         # Twice as fast as `split`: ends are looked for many bytes at a time.
         lines = BytesIO(piece).readlines()
+        last = b"" if not lines or lines[-1].endswith(b"\n") else lines.pop()
         if self._length and lines:
             self._extend(lines[0])
-            if not lines[0].endswith(b"\n"):
-                return
             lines[0] = self._completed()
-        if lines and not lines[-1].endswith(b"\n"):
-            self._extend(lines.pop())
         self._lines += lines
+        if last:
+            self._extend(last)
 
     def end(self) -> None:
         """Learn that there are no more bytes."""
