@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from aioloader.datasets.files import FileDataset
     from aioloader.datasets.iterables import from_async_iterable, from_iterable
     from aioloader.datasets.lines import JSONLinesDataset, TextDataset
+    from aioloader.datasets.mds import MDSDataset
     from aioloader.datasets.objects import ObjectDataset
     from aioloader.datasets.sharded import ByteStream, ShardedStream
     from aioloader.datasets.sql import SQLRows
@@ -27,6 +28,7 @@ _LATER = {
     "ByteStream": "aioloader.datasets.sharded",
     "FileDataset": "aioloader.datasets.files",
     "JSONLinesDataset": "aioloader.datasets.lines",
+    "MDSDataset": "aioloader.datasets.mds",
     "ObjectDataset": "aioloader.datasets.objects",
     "Parser": "aioloader.datasets._streams.shards",
     "ParquetDataset": "aioloader.datasets.tables",
@@ -48,6 +50,7 @@ __all__ = [
     "ByteStream",
     "FileDataset",
     "JSONLinesDataset",
+    "MDSDataset",
     "ObjectDataset",
     "ParquetDataset",
     "Parser",

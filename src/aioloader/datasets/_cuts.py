@@ -63,7 +63,7 @@ async def cut_shards(
     sizes = [await _size(places, shard) for shard in shards]
     parts: list[Part] = []
     reasons: list[str] = []
-    for shard, size, wanted in zip(shards, sizes, _shares(sizes, count), strict=True):
+    for shard, size, wanted in zip(shards, sizes, shares(sizes, count), strict=True):
         inner: Sequence[int] = ()
         if unpacker_of(shard):
             reasons.append(f"{places.label(shard)!r} is packed: unpack or split it")
@@ -102,7 +102,7 @@ def checksum_of(parts: Sequence[Part]) -> str:
     return f"{zlib.crc32(text.encode()):08x}"
 
 
-def _shares(sizes: Sequence[int], count: int) -> list[int]:
+def shares(sizes: Sequence[int], count: int) -> list[int]:
     """Return how many parts each shard becomes: always one more of the largest ones."""
     shares = [1] * len(sizes)
     heap = [(-size, at) for at, size in enumerate(sizes)]

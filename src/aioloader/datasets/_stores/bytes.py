@@ -358,9 +358,9 @@ class FileBytes:
 
 
 def _changed(location: str, expected: int, found: int) -> DatasetError:
-    """Return the error for a shard that has become shorter since it was cut."""
-    text = f"{location!r} has changed since it was cut into parts: it had at least "
-    text += f"{expected:,} bytes and has {found:,}"
+    """Return the error for a shard that is shorter than when it was cut or listed."""
+    text = f"{location!r} has {found:,} bytes, but had {expected:,} when it was cut or "
+    text += "listed: it has changed, or its end is missing"
     return DatasetError(text, location=location)
 
 
