@@ -36,6 +36,7 @@ from aioloader.datasets._stores.failures import (
     truncated,
 )
 from aioloader.datasets._stores.flights import Flights
+from aioloader.datasets._stores.hub import SCHEME, HubSource
 from aioloader.datasets._stores.listing import list_async
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.redact import redact_url
@@ -72,14 +73,14 @@ class Places:
         self.kept_in = cache
         self._options = dict(options)
         self._requests = requests
-        self._base: StoreSource | None = None
+        self._base: StoreSource | HubSource | None = None
         self._folder = ""
         if store is not None:
             if isinstance(store, (str, os.PathLike)) and _is_local(os.fspath(store)):
                 self._folder = _path_of(os.fspath(store))
             else:
-                self._base = StoreSource(store, options)
-        self._sources: dict[str, StoreSource] = {}
+                self._base = _source(store, options)
+        self._sources: dict[str, StoreSource | HubSource] = {}
         self._per_loop: PerLoop[_Here] = PerLoop(functools.partial(_Here, requests))
 
     # -- addresses ----------------------------------------------------------------
@@ -121,6 +122,9 @@ class Places:
 
     async def _match(self, address: str) -> list[str]:
         source, key = self._source_of(address)
+        if isinstance(source, HubSource):
+            start = address[: len(address) - len(key)]
+            return [start + found for found in await source.match(key)]
         folder = key[: min(key.find(sign) for sign in "*?[" if sign in key)]
         prefix = folder.rpartition("/")[0]
         listing = await list_async(source, prefix, self._requests)
@@ -134,17 +138,19 @@ class Places:
         source, key = self._source_of(address)
         return source.locate(key)
 
-    def _source_of(self, address: str) -> tuple[StoreSource, str]:
+    def _source_of(self, address: str) -> tuple[StoreSource | HubSource, str]:
         if self._base is not None:
             return self._base, address
         parts = urlsplit(address)
-        if parts.query:
+        if parts.scheme == "hf":
+            root, key = SCHEME, address.removeprefix(SCHEME)
+        elif parts.query:
             root, key = address, ""  # signed: it is what it is
         else:
             root, key = f"{parts.scheme}://{parts.netloc}", unquote(parts.path[1:])
         source = self._sources.get(root)
         if source is None:
-            source = self._sources[root] = StoreSource(root, self._options)
+            source = self._sources[root] = _source(root, self._options)
         return source, key
 
     # -- bytes --------------------------------------------------------------------
@@ -225,7 +231,7 @@ class _Here:
 
     async def fetch(
         self,
-        source: StoreSource,
+        source: StoreSource | HubSource,
         key: str,
         start: int,
         stop: int,
@@ -237,10 +243,13 @@ class _Here:
         attempt = functools.partial(self._get, source, key, start, stop, version)
         return await self._tries.make(attempt, source.locate(key))
 
-    async def chunks(self, source: StoreSource, key: str) -> AsyncIterator[Buffer]:
+    async def chunks(
+        self, source: StoreSource | HubSource, key: str
+    ) -> AsyncIterator[Buffer]:
         """Yield a whole object, from a server that has no ranges; tried but once."""
         obstore, location = import_obstore(), source.locate(key)
         assert self._flights is not None
+        assert isinstance(source, StoreSource)  # the Hub has ranges
         try:
             store = source.open()
             result = await self._flights.follow(obstore.get_async(store, key))
@@ -265,12 +274,14 @@ class _Here:
 
     async def _get(
         self,
-        source: StoreSource,
+        source: StoreSource | HubSource,
         key: str,
         start: int,
         stop: int,
         version: str | None,
     ) -> Piece:
+        if isinstance(source, HubSource):
+            return await source.get(key, start, stop)
         obstore, flights = import_obstore(), self._flights
         assert flights is not None
         options: dict[str, Any] = {"range": (start, stop)}
@@ -295,6 +306,14 @@ class _Here:
         # So a traceback shows neither obstore's text (context) nor the store (local).
         del store
         raise failure
+
+
+def _source(
+    store: "str | os.PathLike[str] | ObjectStore", options: Mapping[str, Any]
+) -> StoreSource | HubSource:
+    if isinstance(store, str) and store.startswith(SCHEME):
+        return HubSource(store, options)
+    return StoreSource(store, options)
 
 
 # -- what is local, and patterns --------------------------------------------------
