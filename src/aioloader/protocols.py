@@ -13,12 +13,15 @@ import enum
 import functools
 import inspect
 import itertools
+import types
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import torch
 from torch.utils.data import ChainDataset, IterableDataset, Subset
+
+_FUNCTIONS = types.FunctionType, types.MethodType
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 
@@ -54,9 +57,11 @@ class BlockIterator(HasLifespan):
     Attributes:
         fills: Whether a batch may be filled by several blocks. If not, one block is one
             batch: the samples at its positions, of which some may be empty.
+        real: How many samples of an epoch are no padding; None: all.
     """
 
     fills: bool
+    real: int | None
 
     @abc.abstractmethod
     async def pull(self, limit: int) -> Any:
@@ -90,6 +95,27 @@ class OwnStream(abc.ABC):
     @abc.abstractmethod
     def shard(self, rank: int, world_size: int) -> "OwnStream":
         """Return the part of one rank."""
+
+    @abc.abstractmethod
+    def total(self) -> int | None:
+        """Return how many samples an epoch of all ranks has, if that is known."""
+
+    @abc.abstractmethod
+    def evened(self, tail: Any) -> "OwnStream":
+        """Return the stream whose ranks have equal parts of a known total."""
+
+    @abc.abstractmethod
+    def fitted(self, state: dict[str, Any], *, strict: bool = True) -> dict[str, Any]:
+        """Return a state as it can be loaded here.
+
+        Args:
+            state: The state of an iterator.
+            strict: Whether a state of another stream is an error; if not, a warning
+                says what of it is ignored.
+
+        Raises:
+            StateMismatchError: If it does not fit.
+        """
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -135,6 +161,8 @@ def is_async_function(function: object) -> bool:
     """Tell whether calling ``function`` gives a coroutine."""
     while isinstance(function, functools.partial):
         function = function.func
+    if function is None or isinstance(function, _FUNCTIONS):
+        return inspect.iscoroutinefunction(function)
     call = getattr(type(function), "__call__", None)  # noqa: B004  (its colour, not its presence)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 

@@ -14,12 +14,14 @@ import pyarrow as pa
 import torch
 from pyarrow import parquet as pq
 
+from aioloader.datasets._arrow.csv import CSVFormat
 from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.rows import Rows
+from aioloader.datasets._stores.bytes import FileBytes
 from aioloader.errors import DatasetError
 
-Format = ParquetFormat | ArrowFormat
+Format = ParquetFormat | ArrowFormat | CSVFormat
 
 
 class Local:
@@ -54,6 +56,10 @@ class Local:
     def path(self, address: str) -> str | None:
         """Return the path, unless it is to be read by ranges."""
         return None if self.is_remote else address
+
+    def open(self, address: str, start: int, budget: int) -> FileBytes:
+        """Return all bytes of a file."""
+        return FileBytes(address, start, budget)
 
     async def size(self, address: str) -> int:
         """Return the length of a file."""

@@ -177,6 +177,8 @@ async def test_a_part_that_became_shorter_is_told(tmp_path: Path) -> None:
         parts = await reading.made_by.cut([str(path)], 2)
         path.write_text("line\n" * 900)
         reader = reading.made_by.open(parts[1], {}, 1 << 20)
-        with pytest.raises(DatasetError, match=r"4,500 bytes, but had 5,000 when"):
+        with pytest.raises(
+            DatasetError, match=r"has changed since .* it had 5,000 bytes and has 4,500"
+        ):
             await reader.pull(1)
         await reader.aclose()

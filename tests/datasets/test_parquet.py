@@ -166,7 +166,7 @@ async def test_other_files_may_have_more_columns(numbered: str, tmp_path: Path) 
 
 @pytest.mark.parametrize(("columns", "message"), [
     ({"n": ["1"], "text": ["1"]},
-     "column 'n' of 'other.parquet' is of type string, and of type int64 in the files"),
+     "'n' of 'other.parquet' is of type string, and it is int64 in 'numbered.parquet'"),
     ({"text": ["1"]}, "'other.parquet' has no column 'n'; its columns are 'text'"),
 ])  # fmt: skip
 async def test_missing_and_other_columns_are_named(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from aioloader._order.blocks import Bad
 from aioloader._order.shares import Deal
 from aioloader._order.stream_states import merge_states
 from aioloader.datasets import ShardedStream, from_iterable
@@ -375,8 +374,9 @@ async def test_a_generator_that_fails_ends_all_readers() -> None:
         yield from range(5)
         raise OSError("broken")
 
-    iterator = aiter(from_iterable(broken).readers(3))
-    block = await iterator.pull(30)
-    assert [one for one in block if type(one) is not Bad] == [*range(5)]
-    assert [str(one.error) for one in block if type(one) is Bad] == ["broken"] * 3
-    await iterator.aclose()
+    for rank in range(3):
+        iterator = aiter(from_iterable(broken).shard(rank, 3))
+        assert await iterator.pull(30) == [*range(rank, 5, 3)]
+        with pytest.raises(OSError, match="broken"):
+            await iterator.pull(30)
+        await iterator.aclose()

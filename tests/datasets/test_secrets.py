@@ -1,5 +1,7 @@
 """Credentials are in no error, no repr and no pickle, whoever may have said them."""
 
+import base64
+import json
 import pickle
 import traceback
 from collections.abc import Callable
@@ -19,6 +21,16 @@ if TYPE_CHECKING:
 
 Serve: TypeAlias = Callable[..., ObjectDataset]
 MARKER = "MARKER7secret"
+KEY = base64.b64encode(MARKER.encode()).decode()
+S3_KEYS = {"access_key_id": "me", "secret_access_key": MARKER}
+GOOGLE = json.dumps(
+    {
+        "private_key": MARKER,
+        "private_key_id": "id",
+        "client_email": "me@host",
+        "disable_oauth": True,
+    }
+)
 
 
 def everything_said(error: BaseException) -> str:
@@ -141,12 +153,12 @@ async def test_refused_options_tell_no_secret(url: str, options: Any) -> None:
     [
         (f"https://me:{MARKER}@host/x", {}, "the URL's user, password or query"),
         (f"https://host/x?sig={MARKER}", {}, "the URL's user, password or query"),
-        ("s3://b", {"secret_access_key": MARKER}, "secret_access_key"),
+        ("s3://b", S3_KEYS, "secret_access_key"),
         ("s3://b", {"AWS_SESSION_TOKEN": MARKER}, "AWS_SESSION_TOKEN"),
-        ("s3://b", {"config": {"access_key_id": MARKER}}, "config.access_key_id"),
-        ("az://b", {"account_key": MARKER}, "account_key"),
-        ("az://b", {"sas_key": MARKER}, "sas_key"),
-        ("gs://b", {"service_account_key": MARKER}, "service_account_key"),
+        ("s3://b", {"config": S3_KEYS}, "config.access_key_id"),
+        ("az://b", {"account_name": "a", "account_key": KEY}, "account_key"),
+        ("az://b", {"account_name": "a", "sas_key": f"sig={MARKER}"}, "sas_key"),
+        ("gs://b", {"service_account_key": GOOGLE}, "service_account_key"),
         (
             "https://host",
             {"client_options": {"default_headers": {"X-Mine": MARKER}}},

@@ -1,6 +1,7 @@
 """What columns of every type are read as, and what NULLs and mixed types do."""
 
 import datetime as dt
+import decimal
 import uuid
 import zoneinfo
 from contextlib import AsyncExitStack
@@ -28,8 +29,8 @@ TYPES: dict[str, tuple[str, Any]] = {
     "oid": ("4000000000", np.int64(4_000_000_000)),
     "float4": ("1.5", np.float32(1.5)),
     "float8": ("'NaN'", np.float64("nan")),
-    "numeric(10,2)": ("12.34", np.float64(12.34)),
-    "money": ("'1,234.50'", np.float64(1234.5)),
+    "numeric(10,2)": ("12.34", decimal.Decimal("12.34")),
+    "money": ("'1,234.50'", decimal.Decimal("1234.50")),
     "bool": ("true", np.True_),
     "text": ("'it''s é'", "it's é"),
     "varchar(3)": ("'abc'", "abc"),
@@ -51,7 +52,7 @@ TYPES: dict[str, tuple[str, Any]] = {
     "bit(3)": ("'101'", "101"),
     "int4[]": ("'{1,2,3}'", [1, 2, 3]),
     "float8[]": ("'{1.5,2}'", [1.5, 2.0]),
-    "numeric[]": ("'{1.5,2}'", [1.5, 2.0]),
+    "numeric[]": ("'{1.5,2}'", [decimal.Decimal("1.5"), decimal.Decimal(2)]),
     "text[]": ("'{a,b}'", ["a", "b"]),
     "mood[]": ("'{sad,ok}'", ["sad", "ok"]),
     "vector(3)": ("'[1,2,3]'", [1.0, 2.0, 3.0]),
@@ -60,7 +61,7 @@ TYPES: dict[str, tuple[str, Any]] = {
 
 
 async def test_types_of_postgresql(postgresql: Database) -> None:
-    """As Arrow has them; what it has not is a float or text. Each may be NULL."""
+    """As Arrow has them; what it has not is a decimal or text. Each may be NULL."""
     columns = [f"c{n} {kind}" for n, kind in enumerate(TYPES)]
     values = [literal for literal, _ in TYPES.values()]
     postgresql.run(

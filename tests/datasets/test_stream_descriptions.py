@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from aioloader._order.stream_chains import differences
 from aioloader.datasets import (
     SQLDataset,
     Stream,
@@ -18,7 +19,7 @@ from aioloader.datasets import (
     TextDataset,
     from_iterable,
 )
-from aioloader.datasets._streams.descriptions import differences, name_of
+from aioloader.datasets._streams.descriptions import name_of
 
 
 def numbers() -> Iterator[int]:

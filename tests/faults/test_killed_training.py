@@ -204,6 +204,7 @@ def test_killed_out_of_order(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.fuzz
 def test_killed_with_a_fork_server_that_is_new(server: Server, tmp_path: Path) -> None:
     """While it imports torch, and when it has forked workers."""
     assert not server.train("served", tmp_path / "whole")

@@ -116,7 +116,7 @@ async def test_a_pipeline_that_fails_at_once_fails_its_consumer(
 ) -> None:
     """So is what goes wrong as its own tasks begin."""
 
-    def refuse(*_arguments: Any) -> None:
+    def refuse(*_arguments: Any, **_options: Any) -> None:
         raise LookupError("planted")
 
     monkeypatch.setattr(run, "FetcherPool", refuse)

@@ -45,6 +45,8 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "iterator": lambda: {"dataset": Cursors(), "batch_size": 3},
     "iterator, whole": lambda: {"dataset": Cursors(12), "batch_size": 3},
 }
+# The others are left to ``make fuzz`` where there are workers.
+COMMON = {"map with a state", "iterable", "iterator"}
 WORKERS: dict[str, dict[str, Any]] = {
     "0": {},
     "2": {"num_workers": 2},
@@ -88,9 +90,19 @@ def end(loader: Any) -> None:
         loader._iterator._shutdown_workers()
 
 
+MOMENTS = [
+    pytest.param(
+        kind,
+        workers,
+        marks=[pytest.mark.fuzz] if workers != "0" and kind not in COMMON else [],
+    )
+    for kind in KINDS
+    for workers in WORKERS
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "workers"), MOMENTS)
 def test_every_moment(kind: str, workers: str) -> None:
     """Before, inside and behind each of two epochs."""
     found = []

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-EPOCHS = 15
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.slow
-def test_fork_beside_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("epochs", [3, pytest.param(15, marks=pytest.mark.fuzz)])
+def test_fork_beside_threads(epochs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No hang, no wrong batch, and the loop still hears its sockets."""
     monkeypatch.syspath_prepend(FOLDER)
     path = FOLDER / "fork_threads.py"
@@ -21,5 +21,5 @@ def test_fork_beside_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "fork_threads", module)
     spec.loader.exec_module(module)
-    figures = module.watch("aioloader", EPOCHS)
-    assert figures | {"ms": 0} == {"epochs": EPOCHS, "hung": 0, "deaf": 0, "ms": 0}
+    figures = module.watch("aioloader", epochs)
+    assert figures | {"ms": 0} == {"epochs": epochs, "hung": 0, "deaf": 0, "ms": 0}

@@ -69,7 +69,7 @@ async def test_memory_is_used_again_by_tasks() -> None:
         assert intact(batch, number)
         addresses.add(batch.data_ptr())
         number += 2
-    assert len(addresses) <= 10
+    assert len(addresses) <= 15  # of 30
 
 
 def test_kept_batches_stay_what_they_are() -> None:

@@ -59,6 +59,7 @@ print(next(left))
 """
 
 
+@pytest.mark.fuzz
 def test_a_cluster_of_ours_ends_with_its_last_user() -> None:
     """Another one is started when needed; an exit in the middle is a quiet one."""
     done = ran("-c", SCRIPT)

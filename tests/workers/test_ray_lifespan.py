@@ -29,7 +29,11 @@ class Guarded(LoggedMap):
 
 
 @pytest.mark.parametrize(
-    ("make", "lifespan"), [(Guarded, plain), (LoggedAsyncMap, on_loop)]
+    ("make", "lifespan"),
+    [
+        pytest.param(Guarded, plain, marks=pytest.mark.fuzz),
+        (LoggedAsyncMap, on_loop),
+    ],
 )
 def test_once_in_each_actor(make: Any, lifespan: Any, tmp_path: Path) -> None:
     """Entered before it reads, and left when it ends."""

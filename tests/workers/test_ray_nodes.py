@@ -73,6 +73,7 @@ class Rows:
         return np.full(self.nbytes, index, np.uint8), index, node
 
 
+@pytest.mark.fuzz
 def test_a_node_is_killed_in_the_middle(nodes: Any) -> None:
     """While results are on their way from it: the other one makes them again."""
     workers = RayWorkers(4, resources={"loader": 1})

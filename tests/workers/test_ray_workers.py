@@ -146,6 +146,7 @@ def seed_everything(worker: int) -> None:
     random.seed(1000 + worker)
 
 
+@pytest.mark.fuzz
 def test_an_init_function_that_seeds_seeds_itself() -> None:
     """Each sample finds what torch's workers find there."""
     found = []
@@ -244,6 +245,7 @@ def test_failures_are_skipped_and_listed() -> None:
     assert [failure.index for failure in loader.skipped] == [5]
 
 
+@pytest.mark.fuzz
 def test_an_init_function_that_fails() -> None:
     """Its error is raised, as it is."""
 
@@ -265,7 +267,9 @@ def test_what_cannot_be_pickled_is_named() -> None:
 # -- deaths -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make_dataset", [Faulty, AsyncFaulty])
+@pytest.mark.parametrize(
+    "make_dataset", [Faulty, pytest.param(AsyncFaulty, marks=pytest.mark.fuzz)]
+)
 def test_the_batches_of_a_dead_actor_are_made_again(
     make_dataset: Any, tmp_path: Path
 ) -> None:
@@ -276,6 +280,7 @@ def test_the_batches_of_a_dead_actor_are_made_again(
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.fuzz
 def test_a_batch_that_kills_is_named_and_the_rest_comes() -> None:
     """After two actors; the other batches are whole."""
     found = outcomes(make(Faulty(20, (13,))))
@@ -290,6 +295,7 @@ def test_a_batch_that_kills_is_named_and_the_rest_comes() -> None:
     assert kept == [*range(12), *range(16, 20)]
 
 
+@pytest.mark.fuzz
 def test_persistent_actors_are_kept_and_mended() -> None:
     """The same process in each epoch; one killed in between is replaced."""
     loader = make(Numbers(), persistent_workers=True, transform=pid, collate_fn=first)
@@ -301,6 +307,7 @@ def test_persistent_actors_are_kept_and_mended() -> None:
     assert other != one
 
 
+@pytest.mark.fuzz
 def test_a_stuck_actor_is_restarted(tmp_path: Path) -> None:
     """It is killed after ``timeout``, and its batch is made by another one."""
     os.mkfifo(tmp_path / "fifo")
@@ -325,6 +332,7 @@ def test_a_stuck_actor_is_restarted(tmp_path: Path) -> None:
 # -- work goes to whoever is free ---------------------------------------------------
 
 
+@pytest.mark.fuzz
 def test_a_slow_batch_strands_nothing(tmp_path: Path) -> None:
     """What is queued behind it is given to another actor."""
     fifo = tmp_path / "fifo"
@@ -349,6 +357,7 @@ def test_those_that_have_room_do_the_work() -> None:
     assert torch.cat(list(loader)).tolist() == list(range(12))
 
 
+@pytest.mark.fuzz
 def test_without_any_room_the_deadline_tells_why(cluster: Any) -> None:
     """What each needs, and what there is."""
     workers = RayWorkers(2, resources={"nowhere": 1})

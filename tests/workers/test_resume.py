@@ -42,11 +42,14 @@ def drawing(**options: Any) -> DataLoader[Any]:
     [
         ({}, {"num_workers": 3}),
         ({"num_workers": 3}, {"num_workers": 1}),
-        ({"num_workers": 1, "prefetch_factor": 4}, {}),
+        pytest.param(
+            {"num_workers": 1, "prefetch_factor": 4}, {}, marks=pytest.mark.fuzz
+        ),
         ({"num_workers": 3}, {"num_workers": 2, "in_order": False}),
-        (
+        pytest.param(
             {"num_workers": 2, "persistent_workers": True},
             {"num_workers": 1, "persistent_workers": True},
+            marks=pytest.mark.fuzz,
         ),
     ],
     ids=str,

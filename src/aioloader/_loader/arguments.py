@@ -18,7 +18,7 @@ from aioloader._order.failures import check_failure_options
 from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import check_lifespan
 from aioloader._workers.ray.workers import RayWorkers
-from aioloader.protocols import Kind, is_async_function, reads_async
+from aioloader.protocols import Kind, is_async_function
 
 Workers: TypeAlias = Literal["process", "thread"] | Executor | RayWorkers
 
@@ -107,11 +107,11 @@ def _check_rng(options: Options) -> None:
     In this process the coroutines of a batch run at the same time and share the global
     generators: only plain code can be given its own.
     """
-    dataset, functions = options.dataset, (options.transform, options.collate_fn)
-    is_asked = options.rng in {"batch", "sample"} and not options.num_workers
-    is_async = options.kind is Kind.ASYNC_ITERABLE or reads_async(dataset)
+    if options.rng not in {"batch", "sample"} or options.num_workers:
+        return
+    functions = options.transform, options.collate_fn
     is_some_plain = any(one and not is_async_function(one) for one in functions)
-    if is_asked and is_async and not is_some_plain:
+    if options.reads_async and not is_some_plain:
         raise ValueError(
             f"rng={options.rng!r} cannot seed what coroutines draw in this process: "
             "use num_workers=1 or more, where they draw from "

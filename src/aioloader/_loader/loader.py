@@ -26,7 +26,7 @@ from aioloader._loader.ranks import (
 )
 from aioloader._loader.sampling import make_samplers, settle_shuffle
 from aioloader._loader.state import State, sealed, state_of, unsealed
-from aioloader._loader.state_check import check
+from aioloader._loader.state_check import check, fitted
 from aioloader._loader.torch_compat import TorchLoader, dataset_kind
 from aioloader._observe.stats import Counters, LoaderStats
 from aioloader._observe.warnings import warn
@@ -349,10 +349,15 @@ class DataLoader(TorchLoader[Batch]):
         parts = self._options(), live.numbers, live.epoch
         return state_of(*parts, drawn=drawn, is_kept=is_kept)
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: State, *, strict: bool = True) -> None:
         """Let the next iteration begin where ``state_dict`` was called.
 
         Only iterables without a state are read again. An empty state is ignored.
+
+        Args:
+            state: The state.
+            strict: Whether the state of another chain of stream steps is an error. If
+                not, what of it fits is loaded, and a warning says what is ignored.
 
         Raises:
             StateMismatchError: If it does not fit this loader; names what differs.
@@ -360,7 +365,9 @@ class DataLoader(TorchLoader[Batch]):
         if state == {}:
             return
         state, live = unsealed(state), self._live
-        check(self._options(settles=True), state)
+        options = self._options(settles=True)
+        check(options, state)
+        state = fitted(options, state, strict=strict)
         if any(iterator.is_under_way() for iterator in live.open):
             warn("an iteration is under way: the state takes effect with the next one")
         live.forget_ahead()

@@ -46,7 +46,7 @@ class Ranks:
             ValueError: If they exclude each other or are out of range.
             TypeError: If one is of the wrong type.
         """
-        tail = _tail(tail, is_stream=is_own_stream(dataset))
+        tail = _tail(tail, is_open=_is_open(dataset))
         if rank == "auto":
             if world_size is not None:
                 raise ValueError(
@@ -79,16 +79,22 @@ class Ranks:
         return checked(*(_of_group() or _of_environment()), self.tail)
 
 
-def _tail(tail: Any, *, is_stream: bool) -> Tail:
+def _is_open(dataset: Any) -> bool:
+    """Tell whether nobody knows where the parts of a stream's ranks end."""
+    return is_own_stream(dataset) and dataset.total() is None
+
+
+def _tail(tail: Any, *, is_open: bool) -> Tail:
     if tail not in _TAILS:
         known = " or ".join(repr(word) for word in _TAILS)
         raise ValueError(f"tail must be {known}, got {tail!r}")
-    if is_stream and tail not in {None, "uneven"}:
+    if is_open and tail not in {None, "uneven"}:
         raise ValueError(
             f"tail={tail!r} needs to know where the other ranks' shards end, and "
-            "streams do not tell; use tail='uneven', or take(count) for equal numbers"
+            "streams do not tell; use epoch_length(count) as the last step that "
+            "changes the number of samples, or tail='uneven'"
         )
-    found: Tail = tail or ("uneven" if is_stream else "wrap")
+    found: Tail = tail or ("uneven" if is_open else "wrap")
     return found
 
 

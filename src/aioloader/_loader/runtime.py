@@ -121,7 +121,7 @@ class Runtime:
                 epoch.begin(self.numbers.reserve(epoch), readers=options.readers)
                 if options.is_stateful or options.kind is not Kind.MAP:
                     self._note_first(options, epoch)
-            if options.is_bare and not is_async:
+            if not is_async and options.is_bare:
                 return epoch, PlainIterator(
                     epoch,
                     options.dataset,

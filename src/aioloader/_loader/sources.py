@@ -90,6 +90,7 @@ def make_source(
         drop_last=options.drop_last,
         bookmark=epoch.bookmark,
         pool=pool,
+        head_start=options.prefetch_factor is None,
     )
     if side is not None:
         pipeline.stage = side.stage(pipeline.ready, epoch.number)
@@ -191,6 +192,8 @@ def make_maker(options: Options, epoch: Epoch, slots: SlotPool) -> BatchMaker:
     if options.is_own_stream:  # it knows of ranks, and gives this one its part
         if options.rank is not None:
             dataset = dataset.shard(part.rank, part.world_size)
+        if (dataset.ranks or (0, 1))[1] > 1:
+            dataset = dataset.evened(options.tail or "wrap")
         part = replace(part, rank=0, world_size=1)
     return BatchMaker(
         dataset,

@@ -16,7 +16,7 @@ from aioloader._order.generators import is_packed
 from aioloader._order.indices import described
 from aioloader._order.orders import drawing_part_of
 from aioloader.errors import StateMismatchError
-from aioloader.protocols import Kind
+from aioloader.protocols import Kind, is_own_stream
 
 
 def check(options: Options, state: State) -> None:
@@ -44,6 +44,26 @@ def check(options: Options, state: State) -> None:
         delivered = max((state["done"], *(one + 1 for one in state["beyond"])))
         if delivered > options.length():
             _refuse("an epoch of {} batches or more", delivered, options.length())
+
+
+def fitted(options: Options, state: State, *, strict: bool) -> State:
+    """Return a state with those of a stream of ours as that can load them.
+
+    Raises:
+        StateMismatchError: If they are of another stream, and ``strict`` is set.
+    """
+    dataset = options.dataset
+    if not is_own_stream(dataset):
+        return state
+    state = dict(state)
+    for key in {"states", "last"} & state.keys():
+        state[key] = {
+            reader: {**one, "dataset": dataset.fitted(one["dataset"], strict=strict)}
+            if "dataset" in one
+            else one
+            for reader, one in state[key].items()
+        }
+    return state
 
 
 _MESSAGES = {

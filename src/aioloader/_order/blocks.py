@@ -43,6 +43,8 @@ class Columns(Protocol):
 
 Block: TypeAlias = list[Any] | Columns
 _BUILTIN = {"builtins", "itertools"}
+# Times that an iterator may raise the same error: one that is broken does so for ever.
+_SAME = 100
 _QUIET = (StopIteration, StopAsyncIteration)
 
 
@@ -95,6 +97,31 @@ async def read_block_async(
         block.append(failed(error))
         return block, inspect.isasyncgen(iterator)
     return block, False
+
+
+class Repeated:
+    """Notes an error that an iterator raises over and over, and will for ever."""
+
+    def __init__(self) -> None:
+        self._error = ""
+        self._count = 0
+
+    def is_stuck(self, block: Sequence[Any]) -> bool:
+        """Tell whether the blocks were the same error, and nothing else, many times."""
+        last = block[-1] if len(block) else None
+        if type(last) is not Bad:
+            self._count = 0
+            return False
+        error = repr(last.error)
+        is_same = len(block) == 1 and error == self._error
+        self._error, self._count = error, 1 + (self._count if is_same else 0)
+        if self._count < _SAME:
+            return False
+        last.error.add_note(
+            f"aioloader: the iterator raised this {_SAME} times in a row, so it has "
+            "ended"
+        )
+        return True
 
 
 def failed(error: BaseException, what: str = "the dataset") -> Bad:

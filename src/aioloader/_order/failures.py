@@ -85,6 +85,18 @@ class FailurePolicy:
         with self._lock:
             self.attempted += samples
 
+    def take_back(self, samples: int) -> None:
+        """Count ``samples`` less: a stream had ended before them.
+
+        Raises:
+            FailureBudgetError: If too many of those that were there have failed.
+        """
+        with self._lock:
+            self.attempted -= samples
+            count, latest = self.count, list(self.latest)[-1:]
+        for failure in latest:
+            self._spend(failure, count)
+
     def resolve(self, failure: Failure) -> Any:
         """Return a sample to use instead, or ``SKIP``; or raise.
 

@@ -20,12 +20,14 @@ class Share:
         hosted: How many of them are read by this rank, and share its memory.
         in_turns: Whether it has to give the same samples in the same order whenever and
             wherever it is read, because ranks or readers take turns.
+        ranks: How many ranks (times workers) there are.
     """
 
     reader: int = 0
     readers: int = 1
     hosted: int = 1
     in_turns: bool = False
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,11 @@ class Deal:
     def share(self, reader: int) -> Share:
         """Return the share of one of the readers in ``hosted``."""
         hosted = self.readers // gcd(self.ranks, self.readers)
-        return Share(reader, self.readers, hosted, not self.is_alone)
+        return Share(reader, self.readers, hosted, not self.is_alone, self.ranks)
+
+    def part(self, total: int) -> int:
+        """Return how many of the first ``total`` positions are this rank's."""
+        return max(0, -(-(total - self.rank) // self.ranks))
 
     def cost(self) -> str | None:
         """Return what it costs that readers are read more than once; None if not."""

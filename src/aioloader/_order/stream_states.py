@@ -9,11 +9,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 from aioloader._order.shares import Deal
+from aioloader._order.stream_chains import Description, differences
 from aioloader.errors import StateMismatchError
 
 State: TypeAlias = dict[str, Any]
-VERSION = 2
-_KEYS = {"epoch", "position", "readers", "streams"}
+VERSION = 3
+_KEYS = {"epoch", "position", "readers", "stream", "streams"}
 
 
 def check_version(state: State) -> None:
@@ -32,18 +33,27 @@ def check_version(state: State) -> None:
         )
     if version != VERSION:
         raise StateMismatchError(
-            f"state of version {version!r}, expected {VERSION}",
+            f"the state is of version {version!r}, and this aioloader reads version "
+            f"{VERSION}: begin the epoch anew, or go on with the aioloader that saved "
+            "it",
             expected=version,
             found=VERSION,
         )
 
 
 def state_of(
-    epoch: int, readers: int, position: int, streams: State, *, has_ended: bool = False
+    stream: Description,
+    epoch: int,
+    readers: int,
+    position: int,
+    streams: State,
+    *,
+    has_ended: bool = False,
 ) -> State:
     """Return a state.
 
     Args:
+        stream: The description of the stream.
         epoch: The number of the epoch.
         readers: Of how many readers the order is made.
         position: How many positions of it all ranks have taken, if all are in step.
@@ -54,6 +64,7 @@ def state_of(
     end = {"ended": True} if has_ended else {}
     return {
         "version": VERSION,
+        "stream": stream,
         "epoch": epoch,
         "position": position,
         "readers": readers,
@@ -110,6 +121,7 @@ def merge_states(states: Iterable[State]) -> State:
         raise ValueError("there are no states to merge")
     for state in states:
         check_version(state)
+    stream = _common_stream(states)
     epoch = _common(states, "epoch")
     readers = _common(states, "readers")
     position = _position(states)
@@ -128,7 +140,7 @@ def merge_states(states: Iterable[State]) -> State:
         )
     ordered = {str(reader): streams[str(reader)] for reader in range(readers)}
     is_over = all(state.get("ended") for state in states)
-    return state_of(epoch, readers, position, ordered, has_ended=is_over)
+    return state_of(stream, epoch, readers, position, ordered, has_ended=is_over)
 
 
 def _common(states: Sequence[State], key: str) -> Any:
@@ -141,6 +153,20 @@ def _common(states: Sequence[State], key: str) -> Any:
                 f"one has {key} {state[key]}",
                 expected=first,
                 found=state[key],
+            )
+    return first
+
+
+def _common_stream(states: Sequence[State]) -> Description:
+    """Return the description of the stream that all states are of."""
+    first: Description = states[0]["stream"]
+    for state in states[1:]:
+        errors = differences(first, state["stream"]).errors
+        if errors:
+            raise StateMismatchError(
+                f"the states are of different streams: {'; '.join(errors)}",
+                expected=first,
+                found=state["stream"],
             )
     return first
 

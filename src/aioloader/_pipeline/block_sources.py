@@ -15,6 +15,7 @@ from torch.utils.data import ChainDataset
 from aioloader._order.blocks import (
     Bad,
     Block,
+    Repeated,
     cut,
     failed,
     is_cancelled,
@@ -66,11 +67,13 @@ class PlainSource:
     def __init__(self, iterator: Iterator[Any], most: int) -> None:
         self._iterator = iterator
         self._most = most
+        self._repeated = Repeated()
 
     async def read(self, limit: int) -> Read:
         """Read without suspending."""
         block, has_ended = read_block(self._iterator, min(limit, self._most))
-        return Read(block, len(block), has_ended)
+        is_stuck = self._repeated.is_stuck(block)
+        return Read(block, len(block), has_ended or is_stuck)
 
 
 class AsyncSource:
@@ -86,12 +89,14 @@ class AsyncSource:
     def __init__(self, iterator: AsyncIterator[Any], most: int) -> None:
         self._iterator = iterator
         self._most = most
+        self._repeated = Repeated()
 
     async def read(self, limit: int) -> Read:
         """Read sample by sample."""
         limit = min(limit, self._most)
         block, has_ended = await read_block_async(self._iterator, limit)
-        return Read(block, len(block), has_ended)
+        is_stuck = self._repeated.is_stuck(block)
+        return Read(block, len(block), has_ended or is_stuck)
 
 
 class OwnSource:

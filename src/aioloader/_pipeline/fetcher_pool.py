@@ -5,6 +5,7 @@ sample, of whatever batch. A task per sample would cost ten times as much as a p
 """
 
 import asyncio
+import contextvars
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
@@ -16,6 +17,11 @@ from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
 from aioloader.protocols import is_async_function
 
 _RESERVE = 8  # fetchers that wait for work
+# Until what follows the first batch is read, if the consumer does not ask for it:
+# seconds, and then turns of the loop, which are long where there are many requests. An
+# iteration may end with its first batch, as that of a request does.
+_HEAD_START = 0.0005
+_TURNS = 8
 Job: TypeAlias = Callable[[BatchTask, int], Awaitable[None]]
 # Takes a batch whose samples are all there; returns what is still to be awaited.
 Done: TypeAlias = Callable[[BatchTask], Coroutine[Any, Any, None] | None]
@@ -29,23 +35,60 @@ class FetcherPool:
             but a few end when there is none.
         maker: The user's functions.
         done: Called with a batch whose samples are all there, or that has a result.
+        head_start: Whether other batches are read a moment later than the first one.
     """
 
-    def __init__(self, size: int, maker: BatchMaker, done: Done) -> None:
+    def __init__(
+        self, size: int, maker: BatchMaker, done: Done, *, head_start: bool
+    ) -> None:
         self._loop = asyncio.get_running_loop()
+        # Not that of who hands a batch over, which may be another library's.
+        self._context = contextvars.copy_context()
         self._size = size
         self._maker = maker
         self._done = done
         self._queue: deque[tuple[BatchTask, Job, int]] = deque()
         self._idle: list[asyncio.Future[None]] = []
         self._fetching = 0  # fetchers, but for those that collate
-        # All its tasks. They end by themselves: a callback for each costs a step.
+        # All its tasks, and some that have ended: a callback for each costs a step.
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
+        # What follows the first batch, until that is read too.
+        self._held: deque[BatchTask] | None = deque() if head_start else None
+        self._timer: asyncio.Handle | None = None
         self._is_wrapped = maker.reads_async and not is_async_function(maker.get)
 
     def read(self, task: BatchTask) -> None:
-        """Read the samples of ``task``; one by one, an async transform follows each."""
+        """Read the samples of ``task``; the first batch has a head start."""
+        if self._held is None:
+            self._read(task)
+        elif self._timer is None:
+            self._timer = self._loop.call_later(_HEAD_START, self._wait, _TURNS)
+            self._read(task)
+        else:
+            self._held.append(task)
+
+    def read_ahead(self) -> None:
+        """Read what follows the first batch, from now on."""
+        if self._held is not None and self._timer is not None:
+            self._stop_timer()
+            held, self._held = self._held, None
+            for task in held:
+                self._read(task)
+
+    def _wait(self, turns: int) -> None:
+        if turns:
+            self._timer = self._loop.call_soon(self._wait, turns - 1)
+        else:
+            self.read_ahead()
+
+    def _stop_timer(self) -> None:
+        timer, self._timer = self._timer, None  # it refers to this pool
+        if timer is not None:
+            timer.cancel()
+
+    def _read(self, task: BatchTask) -> None:
+        """Read samples; one by one, an async transform follows each."""
         maker = self._maker
         maker.policy.begin(len(task.indices))
         if maker.get_batch is not None:
@@ -60,19 +103,19 @@ class FetcherPool:
 
     def spawn(self, rest: Coroutine[Any, Any, None]) -> None:
         """Run what is still to be awaited of a batch that no fetcher has."""
-        task = self._start(rest, "aioloader collate")
-        if task is not None:
-            task.add_done_callback(self._tasks.discard)
+        self._start(rest, "aioloader collate")
 
     async def aclose(self) -> None:
         """Cancel the tasks, and wait until they have ended."""
         self._is_closed = True
-        tasks = list(self._tasks)
+        self._stop_timer()
+        tasks = [task for task in self._tasks if not task.done()]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        self._queue.clear()  # its jobs refer to this pool
+        self._tasks.clear()  # cancelled ones refer to this pool, as jobs do
+        self._queue.clear()
         del self._done
 
     # -- the fetchers ---------------------------------------------------------------
@@ -107,51 +150,39 @@ class FetcherPool:
             jobs -= 1
             self._start(self._run(), "aioloader fetcher")
 
-    def _start(
-        self, coroutine: Coroutine[Any, Any, None], name: str
-    ) -> "asyncio.Task[None] | None":
+    def _start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         if self._is_closed:
             coroutine.close()
-            return None
-        task = self._loop.create_task(coroutine, name=name)
-        self._tasks.add(task)
-        return task
+            return
+        tasks = self._tasks
+        if len(tasks) > 2 * self._size:
+            self._tasks = tasks = {task for task in tasks if not task.done()}
+        context = self._context.copy()
+        tasks.add(self._loop.create_task(coroutine, name=name, context=context))
 
     async def _run(self) -> None:
-        this = asyncio.current_task()
-        assert this is not None
-        try:
-            await self._fetch_on(this)
-        finally:
-            self._tasks.discard(this)
-            del this  # its cancellation has this frame
-
-    async def _fetch_on(self, this: "asyncio.Task[None]") -> None:
         """Do one job after the other, until there are none."""
         queue = self._queue
-        try:
-            # User code may have swallowed the cancellation, which comes but once.
-            while not this.cancelling():
-                if not queue:
-                    if len(self._idle) >= _RESERVE:
-                        self._fetching -= 1
-                        return
-                    waiting = self._loop.create_future()
-                    self._idle.append(waiting)
-                    await waiting
-                    continue
-                task, job, jobs = queue[0]
-                position = task.cursor
-                task.cursor += 1
-                if task.result or task.cursor == jobs:
-                    queue.popleft()
-                if task.result:
-                    continue
-                rest = await self._do(task, position, job)
-                if rest is not None and not await self._give_way(rest):
+        # User code may have swallowed the cancellation, which comes but once.
+        while not self._is_closed:
+            if not queue:
+                if self._held is not None or len(self._idle) >= _RESERVE:
+                    self._fetching -= 1
                     return
-        finally:
-            del this  # its cancellation has this frame
+                waiting = self._loop.create_future()
+                self._idle.append(waiting)
+                await waiting
+                continue
+            task, job, jobs = queue[0]
+            position = task.cursor
+            task.cursor += 1
+            if task.result or task.cursor == jobs:
+                queue.popleft()
+            if task.result:
+                continue
+            rest = await self._do(task, position, job)
+            if rest is not None and not await self._give_way(rest):
+                return
 
     async def _do(
         self, task: BatchTask, position: int, job: Job

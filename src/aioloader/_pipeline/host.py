@@ -9,7 +9,8 @@ import abc
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol
 
 import anyio
@@ -356,38 +357,45 @@ async def wait_released_async(
     Raises:
         BaseException: What the dataset or its iterator raised when it was closed.
     """
-    with anyio.CancelScope(shield=True):
-        await _shielded(_released(host, returned, pipeline))
-
-
-async def _shielded(waiting: Coroutine[Any, Any, None]) -> None:
-    """Await to the end; raise a cancellation of this task afterwards."""
-    task = asyncio.ensure_future(waiting)
     cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
+    with anyio.CancelScope(shield=True):
+        if host.is_lost():
+            host.give_up(returned, pipeline)
+        else:
+            cancelled = await _outlast(partial(_released, host, returned))
+            if pipeline is not None and not pipeline.joins_at_once():
+                joining = asyncio.ensure_future(beside(pipeline.join))
+                cancelled = (
+                    await _outlast(partial(asyncio.wait, [joining])) or cancelled
+                )
+                if not joining.result():
+                    _warn_stuck()
     if cancelled is not None:
         raise cancelled
-    task.result()
-
-
-async def _released(host: Host, returned: Latch, pipeline: Hosted | None) -> None:
-    if host.is_lost():
-        host.give_up(returned, pipeline)
-    else:
-        is_ended = await returned.wait_async(GRACE)
-        if is_ended and host.is_left():
-            is_ended = await host.closed.wait_async(GRACE)
-        if not is_ended:
-            _warn_stuck()
-        if pipeline is not None and not pipeline.joins_at_once():
-            is_ended = await beside(pipeline.join)
-            if not is_ended:
-                _warn_stuck()
     _raise_exit_errors(host, pipeline)
+
+
+async def _outlast(
+    wait: Callable[[], Coroutine[Any, Any, object]],
+) -> asyncio.CancelledError | None:
+    """Await to the end, anew after each cancellation of this task; return the last."""
+    cancelled: asyncio.CancelledError | None = None
+    while True:
+        try:
+            await wait()
+        except asyncio.CancelledError as error:
+            cancelled = error
+        else:
+            return cancelled
+
+
+async def _released(host: Host, returned: Latch) -> None:
+    """Wait until a lease is back, and for ``host`` if it was the last."""
+    is_ended = await returned.wait_async(GRACE)
+    if is_ended and host.is_left():
+        is_ended = await host.closed.wait_async(GRACE)
+    if not is_ended:
+        _warn_stuck()
 
 
 def _warn_stuck() -> None:

@@ -5,11 +5,9 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import anyio
-import anyio.abc
 
 from aioloader._pipeline.host import GRACE, Host, Hosted
 from aioloader._pipeline.lifespan import Lifespan
@@ -27,8 +25,8 @@ _NAME = "aioloader pipeline"  # of an iteration's task
 class LoopHost(Host):
     """An event loop: the loader's own in a private thread, or the caller's.
 
-    One host task alone holds the task group of the pipelines, and touches it: what
-    happens elsewhere is noted in ``_waiting``, and the host task is woken.
+    Each pipeline is a task. A host task enters and leaves the lifespan; where there is
+    none, the caller's loop needs no such task.
     """
 
     def __init__(
@@ -40,23 +38,29 @@ class LoopHost(Host):
     ) -> None:
         super().__init__(lifespan, shares_threads=shares_threads)
         self._waiting: dict[Hosted, contextvars.Context] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._opening: anyio.CancelScope | None = None
         self._wanted = asyncio.Event()
-        self._wake = asyncio.Event()
-        self._is_over = False
+        self._over = asyncio.Event()
         self._own_thread: threading.Thread | None = None
-        self._task: asyncio.Task[None] | None = None
-        if caller is not None:
-            self.loop = caller
-            self._task = caller.create_task(self._serve(), name="aioloader host")
-            self._task.add_done_callback(self._finish)
+        self._host_task: asyncio.Task[None] | None = None
+        if caller is None:
+            self.loop = new_event_loop()
+            context = context_elsewhere()
+            self._own_thread = threading.Thread(
+                target=context.run,
+                args=(self._host,),
+                name="aioloader-loop",
+                daemon=True,
+            )
+            self._own_thread.start()
             return
-        self.loop = new_event_loop()
-        context = context_elsewhere()
-        self._own_thread = threading.Thread(
-            target=context.run, args=(self._host,), name="aioloader-loop", daemon=True
-        )
-        self._own_thread.start()
+        self.loop = caller
+        if lifespan:
+            self._host_task = caller.create_task(self._serve(), name="aioloader host")
+            self._host_task.add_done_callback(self._finish)
+        else:
+            self._entered()
 
     def open(self) -> None:
         """Enter the lifespan on the loop."""
@@ -97,7 +101,7 @@ class LoopHost(Host):
         if pipeline is not None:
             pipeline.release_workers()
         if self._take_back(pipeline) or (self.loop and self.loop.is_closed()):
-            self._is_over = True
+            self._over.set()
             self._finish()
         returned.set()
 
@@ -128,41 +132,52 @@ class LoopHost(Host):
             self._finish()
 
     async def _serve(self) -> None:
-        """Enter the lifespan, run pipelines until the last has left, exit it."""
+        """Enter the lifespan, have pipelines run until the last has left, exit it."""
         try:
             async with contextlib.AsyncExitStack() as stack:
                 stack.push_async_callback(self.lifespan.leave_async, self.cpu)
+                stack.push_async_callback(self._end_all)
                 with anyio.CancelScope() as self._opening:
                     await self._wanted.wait()
-                    if not self._is_over:
+                    if not self._over.is_set():
                         await self.lifespan.enter_async(self.cpu)
                 self._entered()
-                async with anyio.create_task_group() as group:
-                    self._start_waiting(group)
-                    while not self._is_over:
-                        await self._wake.wait()
-                        self._wake.clear()
-                        self._start_waiting(group)
+                while self._waiting:
+                    pipeline = next(iter(self._waiting))
+                    self._start(pipeline, self._waiting.pop(pipeline))
+                await self._over.wait()
         except Exception as error:  # handed to the consumers
-            if self._is_over:
+            is_over = self._over.is_set()
+            if is_over:
                 self.exit_error = error
-            self._break(error, is_known=self._is_over)
+            self._break(error, is_known=is_over)
+
+    async def _end_all(self) -> None:
+        """Cancel the pipelines that are left when the host task is cancelled."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     def _begin(self, pipeline: Hosted, context: contextvars.Context) -> None:
-        self._wanted.set()
-        self._waiting[pipeline] = context
-        self._wake.set()
+        if self.opened.is_set():
+            self._start(pipeline, context)
+        else:
+            self._waiting[pipeline] = context
+            self._wanted.set()
 
-    def _start_waiting(self, group: anyio.abc.TaskGroup) -> None:
-        """Start the pipelines that wait; one that cannot start fails, and leaves."""
-        while self._waiting:
-            pipeline = next(iter(self._waiting))
-            context = self._waiting.pop(pipeline)
-            try:
-                context.run(partial(group.start_soon, self._live, pipeline, name=_NAME))
-            except Exception as error:  # handed to the consumer
-                pipeline.fail(error)
-                self._return(pipeline, pipeline.ended)
+    def _start(self, pipeline: Hosted, context: contextvars.Context) -> None:
+        """Start a pipeline; one that cannot start fails, and leaves."""
+        assert self.loop is not None
+        try:
+            live = self._live(pipeline)
+            task = self.loop.create_task(live, name=_NAME, context=context)
+        except Exception as error:  # handed to the consumer
+            pipeline.fail(error)
+            self._return(pipeline, pipeline.ended)
+        else:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _live(self, pipeline: Hosted) -> None:
         """Run ``pipeline`` to its end, and take back its lease."""
@@ -180,12 +195,13 @@ class LoopHost(Host):
     def _return(self, pipeline: Hosted | None, returned: Latch) -> None:
         is_given_up = returned.is_set()
         if not is_given_up and self._take_back(pipeline):
-            self._is_over = True
-        if self._is_over:
+            self._over.set()
+        if self._over.is_set():
             self._wanted.set()
-            self._wake.set()
             if self._opening is not None:
                 self._opening.cancel()  # a lifespan that is slow to enter
+            if self._own_thread is None and self._host_task is None:
+                self._finish()
         returned.set()
 
     def _finish(self, _task: asyncio.Task[None] | None = None) -> None:

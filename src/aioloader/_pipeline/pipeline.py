@@ -47,6 +47,7 @@ class Pipeline:
         pool: What makes batches, or the rest of them after they were read here; None
             if all of that is done here.
         sink: Takes the results instead of ``ready``.
+        head_start: Whether other batches are read a moment later than the first one.
     """
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
@@ -60,6 +61,7 @@ class Pipeline:
         bookmark: Bookmark = BEGINNING,
         pool: Pool | None = None,
         sink: Callable[[BatchTask, BatchResult], None] | None = None,
+        head_start: bool = False,
     ) -> None:
         self.bookmark = bookmark
         # Of a stream, what was delivered before is made again, to get past it.
@@ -83,6 +85,7 @@ class Pipeline:
         self._keeps_state = maker.keeps_state and is_here
         self._sink = sink
         self._concurrency = concurrency
+        self._head_start = head_start
         self.seconds_per_batch = 0.0  # of those that are made in the thread
         self._hop = 0.0  # when the batches to be handed over next were begun
         self._is_closing = self._is_dismissed = self._is_abandoned = False
@@ -124,6 +127,11 @@ class Pipeline:
             self._into_pool(task)
         else:
             self._go_on(task)
+
+    def read_ahead(self) -> None:
+        """Read what follows the first batch: the consumer has asked for more."""
+        if self._head_start and self.reads_here and self.host.loop is not None:
+            call_threadsafe(self.host.loop, self._read_ahead)
 
     def dismiss(self) -> None:
         """Begin to end; from any thread, and from finalizers. ``ended`` tells when."""
@@ -170,7 +178,12 @@ class Pipeline:
             self.fail(LoaderClosedError("the iterator was closed"))
 
     async def _host(self, stack: contextlib.AsyncExitStack) -> None:
-        fetchers = FetcherPool(self._concurrency, self.maker, self._next_step)
+        fetchers = FetcherPool(
+            self._concurrency,
+            self.maker,
+            self._next_step,
+            head_start=self._head_start,
+        )
         try:
             self._fetchers = fetchers
             if self._async_stream is not None:
@@ -261,6 +274,10 @@ class Pipeline:
     def _read_on_loop(self, task: BatchTask) -> None:
         assert self._fetchers is not None
         self._fetchers.read(task)
+
+    def _read_ahead(self) -> None:
+        if self._fetchers is not None:
+            self._fetchers.read_ahead()
 
     async def _read_stream(
         self, stream: AsyncStream, stack: contextlib.AsyncExitStack
@@ -438,7 +455,8 @@ class Pipeline:
         self, task: BatchTask, result: BatchResult, failures: Sequence[Failure] = ()
     ) -> None:
         """Take what came of ``task`` in the pool, and what failed on the way."""
-        result.attempted = 0 if self.reads_here else len(task.indices)
+        is_counted = self.reads_here or result.is_end
+        result.attempted = 0 if is_counted else len(task.indices)
         result.failures = failures
         self.deliver(task, result)
 

@@ -114,7 +114,7 @@ class PipelineIterator:
         self._timeout = patience.timeout
         self._restarts = patience.restarts
         self._restarted: BatchTask | None = None
-        self._is_begun = False
+        self._is_begun = self._has_gone_on = False
         # Samples of the batches that were requested and not yet taken, by number.
         self._in_flight: dict[int, int] = {}
         self._samples = 0
@@ -137,6 +137,8 @@ class PipelineIterator:
         """
         if not self._is_begun and not self._is_finished:
             self._begin()
+        elif not self._has_gone_on:
+            self._go_on()
         self._fill()
         while True:
             batch = self._take()
@@ -165,6 +167,8 @@ class PipelineIterator:
             await asyncio.sleep(0)
         if not self._is_begun and not self._is_finished:
             await self._begin_async()
+        elif not self._has_gone_on:
+            self._go_on()
         self._fill()
         while True:
             batch = self._take()
@@ -270,6 +274,11 @@ class PipelineIterator:
             # If the thread has ended, the pipeline has failed or was closed.
             with contextlib.suppress(LoaderClosedError):
                 await self.pipeline.host.cpu.call(begin)
+
+    def _go_on(self) -> None:
+        """Have the batches read that follow the first one: more are asked for."""
+        self._has_gone_on = True
+        self.pipeline.read_ahead()
 
     def _fill(self) -> None:
         """Issue requests until the window is full."""

@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, nullcontext
 from typing import Any, ClassVar
 
+from torch.utils.data import get_worker_info
+
 from aioloader._collate.collate import default_collate
 from aioloader._order.blocks import Bad, Block, failed, is_cancelled, join
 from aioloader._order.failures import SKIP, noted
@@ -64,6 +66,10 @@ class _Stream(abc.ABC):
         # Of several ranks: the latest sample of all, and of this one, to pad with.
         self._latest: Any = MISSING
         self._latest_mine: Any = MISSING
+        # Whether there was a sample that did not fail; those that did.
+        self._has_good = self._position.read > 0
+        self._lost: list[Exception] = []
+        self._real: int | None = None  # samples that are no padding, if that is known
 
     @abc.abstractmethod
     async def _open(self, task: BatchTask) -> BlockSource:
@@ -167,6 +173,7 @@ class _Stream(abc.ABC):
 
     def _add(self, task: BatchTask, block: Block, found: int) -> None:
         """Add those samples of ``block`` that are this rank's."""
+        self._has_good = self._has_good or len(block) > 0
         if self._ranks > 1:
             if len(block):
                 self._latest = block[-1]
@@ -178,6 +185,10 @@ class _Stream(abc.ABC):
     def _replace(self, task: BatchTask, error: Exception) -> None:
         """Add what stands for a failed sample, or raise by the policy."""
         sample = self._maker.resolve("fetch", task, len(task.samples), error)
+        if sample is not SKIP:
+            self._has_good = True
+        elif not self._has_good:
+            self._lost = [*self._lost[-1:], error]
         task.samples = [*task.samples, sample]
         if self._ranks > 1 and sample is not SKIP:
             self._latest_mine = sample
@@ -187,6 +198,11 @@ class _Stream(abc.ABC):
     def _finish(self, task: BatchTask, found: int, wanted: int) -> None:
         """Set the state of ``task``, and its result if there is no batch."""
         self._position.read += found
+        if found < wanted:
+            mine = -(-max(0, found - self._rank) // self._ranks)
+            self._maker.policy.take_back(len(task.indices) - mine)
+        if self._has_ended:
+            self._check_rest()
         if not found or (self._drop_last and found < wanted):
             task.result = BatchResult(is_end=True)
             task.state = self._position.state(0, has_ended=True)
@@ -194,6 +210,8 @@ class _Stream(abc.ABC):
         if found < wanted and self._ranks > 1:
             self._share_tail(task, found)
         task.state = self._position.state(task.number, has_ended=self._has_ended)
+        if self._real is not None and self._maker.part.masks():
+            task.padding = min(found, max(0, self._position.read - self._real))
         if not isinstance(task.samples, list) and not self._takes_columns():
             task.samples = list(task.samples)
         if self._source is not None and not self._source.fills and not task.result:
@@ -201,6 +219,25 @@ class _Stream(abc.ABC):
             least = len(task.indices) if self._drop_last else 1
             if len(task.samples) < least:
                 task.result = BatchResult(is_empty=True)
+
+    def _check_rest(self) -> None:
+        """Raise the last error if nothing is left of a stream but errors.
+
+        It cannot be read at all. One shard alone of several readers' may fail.
+        """
+        lost, self._lost = self._lost, []
+        if self._has_good or not lost or (len(lost) == 1 and self._is_part()):
+            return
+        lost[-1].add_note("aioloader: all samples of this stream failed; none is left")
+        raise lost[-1]
+
+    def _is_part(self) -> bool:
+        """Tell whether others read parts of this stream too."""
+        dataset, worker = self._maker.dataset, get_worker_info()
+        ranks = dataset.ranks if is_own_stream(dataset) else None
+        return (ranks or (0, 1))[1] > 1 or (
+            worker is not None and worker.num_workers > 1
+        )
 
     def _share_tail(self, task: BatchTask, found: int) -> None:
         """Cut or pad this rank's part of the last batch, as ``tail`` says."""
@@ -217,7 +254,7 @@ class _Stream(abc.ABC):
     def _takes_columns(self) -> bool:
         maker = self._maker
         is_default = maker.batched and maker.collate_fn is default_collate
-        return is_default and maker.transform is None
+        return is_default and maker.transform is None and not maker.part.masks()
 
 
 class SyncStream(_Stream):
@@ -273,6 +310,7 @@ class AsyncStream(_Stream):
         iterator = await open_async(dataset, self._stack)
         self._position.load_iterator(iterator)
         if isinstance(iterator, BlockIterator):
+            self._real = iterator.real
             return OwnSource(iterator)
         return AsyncSource(iterator, len(task.indices))
 

@@ -58,8 +58,11 @@ class Waiters:
             return True
         try:
             with self._watching(loop):
-                async with asyncio.timeout(timeout):
+                if timeout is None:
                     await woken
+                else:
+                    async with asyncio.timeout(timeout):
+                        await woken
         except TimeoutError:
             return not self._leave(wake)
         except BaseException:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aioloader.datasets._stores.requests import Requests
     from aioloader.datasets._streams.shards import Parser, ShardFormat, ShardReader
+    from aioloader.datasets.arrow import from_arrow
     from aioloader.datasets.files import FileDataset
     from aioloader.datasets.iterables import from_async_iterable, from_iterable
     from aioloader.datasets.lines import JSONLinesDataset, TextDataset
@@ -20,12 +21,18 @@ if TYPE_CHECKING:
     from aioloader.datasets.sharded import ByteStream, ShardedStream
     from aioloader.datasets.sql import SQLRows
     from aioloader.datasets.streams import Stream
-    from aioloader.datasets.tables import ArrowDataset, ParquetDataset, SQLDataset
+    from aioloader.datasets.tables import (
+        ArrowDataset,
+        CSVDataset,
+        ParquetDataset,
+        SQLDataset,
+    )
     from aioloader.datasets.tar import TarDataset
 
 _LATER = {
     "ArrowDataset": "aioloader.datasets.tables",
     "ByteStream": "aioloader.datasets.sharded",
+    "CSVDataset": "aioloader.datasets.tables",
     "FileDataset": "aioloader.datasets.files",
     "JSONLinesDataset": "aioloader.datasets.lines",
     "MDSDataset": "aioloader.datasets.mds",
@@ -41,6 +48,7 @@ _LATER = {
     "Stream": "aioloader.datasets.streams",
     "TarDataset": "aioloader.datasets.tar",
     "TextDataset": "aioloader.datasets.lines",
+    "from_arrow": "aioloader.datasets.arrow",
     "from_async_iterable": "aioloader.datasets.iterables",
     "from_iterable": "aioloader.datasets.iterables",
 }
@@ -48,6 +56,7 @@ _LATER = {
 __all__ = [
     "ArrowDataset",
     "ByteStream",
+    "CSVDataset",
     "FileDataset",
     "JSONLinesDataset",
     "MDSDataset",
@@ -63,6 +72,7 @@ __all__ = [
     "Stream",
     "TarDataset",
     "TextDataset",
+    "from_arrow",
     "from_async_iterable",
     "from_iterable",
 ]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple, Protocol
 
+from aioloader.datasets._stores.addresses import Address
 from aioloader.datasets._stores.bytes import Bytes, NoRangesError
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import unpacker_of
@@ -22,11 +23,12 @@ _SMALL = 1 << 24
 
 
 class Part(NamedTuple):
-    """A part of a shard: the bytes from ``start`` to ``stop``."""
+    """A part of a shard: the bytes from ``start`` to ``stop``, of ``size``."""
 
-    address: str
+    address: Address
     start: int
     stop: int
+    size: int
 
 
 class CannotCutError(Exception):
@@ -37,7 +39,7 @@ class Cuts(Protocol):
     """Where the shards of one format can be cut."""
 
     async def __call__(
-        self, places: Places, address: str, size: int, count: int
+        self, places: Places, address: Address, size: int, count: int
     ) -> Sequence[int]:
         """Return where parts begin, but for the first one: in order, without doubles.
 
@@ -53,7 +55,7 @@ class Cuts(Protocol):
 
 
 async def cut_shards(
-    places: Places, shards: Sequence[str], count: int, cuts: Cuts
+    places: Places, shards: Sequence[Address], count: int, cuts: Cuts
 ) -> list[Part]:
     """Return ``count`` parts of all shards, in order; shards stay whole where they can.
 
@@ -65,7 +67,7 @@ async def cut_shards(
     reasons: list[str] = []
     for shard, size, wanted in zip(shards, sizes, shares(sizes, count), strict=True):
         inner: Sequence[int] = ()
-        if unpacker_of(shard):
+        if unpacker_of(places.name(shard)):
             reasons.append(f"{places.label(shard)!r} is packed: unpack or split it")
         elif wanted > 1:
             try:
@@ -74,7 +76,7 @@ async def cut_shards(
                 reasons.append(f"{places.label(shard)!r} {error}")
         starts = [0, *inner]
         ends = [*inner, size]
-        parts += map(Part, [shard] * len(starts), starts, ends)
+        parts += [Part(shard, *edges, size) for edges in zip(starts, ends, strict=True)]
     if len(parts) < count:
         why = "; ".join(reasons) or "they have too few samples"
         raise ValueError(
@@ -85,7 +87,7 @@ async def cut_shards(
     return parts
 
 
-async def _size(places: Places, shard: str) -> int:
+async def _size(places: Places, shard: Address) -> int:
     try:
         return await places.size(shard)
     except NoRangesError:
@@ -115,7 +117,7 @@ def shares(sizes: Sequence[int], count: int) -> list[int]:
 
 
 async def at_line_ends(
-    places: Places, address: str, size: int, count: int
+    places: Places, address: Address, size: int, count: int
 ) -> Sequence[int]:
     """Return where lines begin, as ``Cuts`` says: after an even share of the bytes."""
     found: list[int] = []
@@ -124,16 +126,16 @@ async def at_line_ends(
         if start < size and start > (found[-1] if found else 0):
             found.append(start)
     if len(found) < count - 1 and size <= _SMALL:  # few lines, of uneven lengths
-        data = await read_whole(places.open(address, 0, _LOOK, size))
+        data = await read_whole(places.open(address, 0, _LOOK, stop=size))
         ends = [0, *(one.end() for one in re.finditer(rb"\n", data))]
         return nearest([end for end in ends if end < size], size, count)
     return found
 
 
-async def _line_after(places: Places, address: str, at: int, size: int) -> int:
+async def _line_after(places: Places, address: Address, at: int, size: int) -> int:
     """Return where the first line begins that begins at ``at`` or later."""
     at = max(0, at - 1)
-    source = places.open(address, at, _LOOK, size)
+    source = places.open(address, at, _LOOK, stop=size)
     try:
         while data := bytes(await source.read()):
             end = data.find(b"\n")

@@ -18,6 +18,7 @@ from aioloader.datasets._stores.unpack import Unpacked, unpacker_of
 from aioloader.datasets._streams.shards import (
     CountsBytes,
     CutsShards,
+    KnowsSize,
     Parser,
     Position,
     ShardReader,
@@ -32,7 +33,7 @@ MakeParser = Callable[[str, int], Parser]
 _AT_ONCE = 4096
 
 
-class ParsedShard(CountsBytes):
+class ParsedShard(KnowsSize, CountsBytes):
     """Samples of one shard, in order.
 
     They are cut in threads, a block at a time. A position is where a block begins, and
@@ -45,12 +46,20 @@ class ParsedShard(CountsBytes):
         parser: Cuts them.
         skip: Samples to drop first.
         is_packed: Whether positions count from the shard's start.
+        location: What is read, for errors; redacted.
     """
 
     def __init__(
-        self, source: Bytes, parser: Parser, *, skip: int, is_packed: bool
+        self,
+        source: Bytes,
+        parser: Parser,
+        *,
+        skip: int,
+        is_packed: bool,
+        location: str,
     ) -> None:
         self._source = source
+        self._location = location
         self._parser = parser
         self._skip = skip
         self._is_packed = is_packed
@@ -75,7 +84,18 @@ class ParsedShard(CountsBytes):
             self._passed = min(start + limit, len(self._block))
             if start < self._passed:
                 return self._block[start : self._passed]
+        if self._skip:
+            raise DatasetError(
+                f"{self._location!r} ends {self._skip:,} samples before the place that "
+                "the state names; it has changed since",
+                location=self._location,
+            )
         return []
+
+    @property
+    def size(self) -> int | None:
+        """Length of the shard as it is stored, in bytes."""
+        return self._source.size
 
     def position(self) -> Position:
         """Return where the next sample is."""
@@ -190,14 +210,12 @@ class ParsedFormat(CutsShards):
 
     async def shards(
         self, stack: AsyncExitStack, _known: Summary | None = None
-    ) -> list[str]:
+    ) -> list[Any]:
         """Return the addresses, in order."""
         stack.push_async_callback(self.places.aclose)
         return await self.places.expand(self._addresses)
 
-    async def cut(
-        self, shards: Sequence[str | Part], count: int
-    ) -> Sequence[str | Part]:
+    async def cut(self, shards: Sequence[Any], count: int) -> Sequence[Any]:
         """Return ``count`` parts of the shards, if they can be cut.
 
         Raises:
@@ -205,30 +223,30 @@ class ParsedFormat(CutsShards):
         """
         if self._cuts is None:
             return shards
-        whole = [_address(shard) for shard in shards]
-        return await cut_shards(self.places, whole, count, self._cuts)
+        return await cut_shards(self.places, shards, count, self._cuts)
 
-    def summary(self, shards: Sequence[str | Part]) -> Summary:
+    def summary(self, shards: Sequence[Any]) -> Summary:
         """Return how many there are, which, and where they are cut."""
         if not isinstance(shards[0], Part):
-            return summary_of(map(_address, shards))
-        parts = [part for part in shards if isinstance(part, Part)]
-        names = summary_of(part.address for part in parts)
-        return {**names, "cuts": checksum_of(parts)}
+            return summary_of(shards)
+        names = summary_of(part.address for part in shards)
+        return {**names, "cuts": checksum_of(shards)}
 
     def describe(self) -> dict[str, Any]:
         """Return nothing: the kind of stream says what its parser makes."""
         return {}
 
-    def open(self, shard: str | Part, position: Position, budget: int) -> ShardReader:
+    def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
         """Return a reader of one shard."""
-        address, first, stop = _address(shard), 0, None
+        address, first, size, stop = shard, 0, None, None
         if isinstance(shard, Part):
-            _, first, stop = shard
-        unpacker = unpacker_of(address)
+            address, first, stop, size = shard
+        unpacker = unpacker_of(self.places.name(address))
         label = self.places.label(address)
-        start = 0 if unpacker else position.get("byte", first)
-        source = self.places.open(address, start, budget, None if unpacker else stop)
+        start, size = position.get("byte", first), position.get("size", size)
+        if unpacker is not None:
+            start, stop = 0, None
+        source = self.places.open(address, start, budget, size, stop)
         if unpacker is not None:
             source = Unpacked(source, unpacker, label)
         return ParsedShard(
@@ -236,8 +254,5 @@ class ParsedFormat(CutsShards):
             self._make(label, start),
             skip=position.get("sample", 0),
             is_packed=unpacker is not None,
+            location=label,
         )
-
-
-def _address(shard: str | Part) -> str:
-    return shard.address if isinstance(shard, Part) else shard

@@ -155,7 +155,8 @@ def _expand(pattern: str, root: str | None) -> list[str]:
     Raises:
         ValueError: If there are none.
     """
-    found = glob.glob(pattern, root_dir=root, recursive=True)  # noqa: PTH207
+    # Two segments ** find the same ones twice.
+    found = {*glob.glob(pattern, root_dir=root, recursive=True)}  # noqa: PTH207
     base = root or ""
     # A dangling link stays, and fails when it is read: dropping it would hide it.
     files = [p for p in found if not os.path.isdir(os.path.join(base, p))]  # noqa: PTH112, PTH118

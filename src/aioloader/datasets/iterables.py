@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeAlias
 
-from aioloader._order.blocks import Bad, failed, read_block, read_block_async
+from aioloader._order.blocks import Bad, Repeated, failed, read_block, read_block_async
 from aioloader._order.shares import Share
 from aioloader.datasets._streams.cursors import Cursor, State
 from aioloader.datasets._streams.descriptions import name_of
@@ -97,6 +97,8 @@ class _Cursor:
         self._read = 0
         self._iterator: Any = None
         self._has_ended = False
+        self._error: Exception | None = None  # that ended it, until it is raised
+        self._repeated = Repeated()
 
     def state(self) -> State:
         """Return how many samples were read; it is the same for all readers."""
@@ -105,19 +107,28 @@ class _Cursor:
     def _made(self) -> Any:
         return self._source() if callable(self._source) else self._source
 
-    def _could_not_open(self, error: BaseException) -> list[Any]:
+    def _could_not_open(self, error: BaseException) -> None:
         self._has_ended = True
-        return [failed(error)]
+        self._error = failed(error).error
 
-    def _mine(self, block: list[Any]) -> list[Any]:
+    def _passed(self, samples: list[Any]) -> list[Any]:
+        """Return samples; after the last ones, raise the error that ended them."""
+        if samples or self._error is None:
+            return samples
+        error, self._error = self._error, None
+        raise error
+
+    def _mine(self, block: list[Any], *, has_ended: bool) -> list[Any]:
         """Count samples; return those to be passed on."""
+        self._has_ended = has_ended or self._repeated.is_stuck(block)
         before, self._read = self._read, self._read + len(block)
         reader, readers = self._share.reader, self._share.readers
         first = max(before, self._start)
         mine = block[first - before + (reader - first) % readers :: readers]
-        if self._has_ended and self._read > first and type(block[-1]) is Bad:
-            # The error that ended it is every reader's.
-            mine += block[-1:] if (self._read - 1 - reader) % readers else []
+        if self._has_ended and block and type(block[-1]) is Bad:
+            # The error that ended it is every reader's, and no sample.
+            self._error = block[-1].error
+            return mine if (self._read - 1 - reader) % readers else mine[:-1]
         return mine
 
 
@@ -129,11 +140,10 @@ class _SyncCursor(_Cursor):
     async def pull(self, limit: int) -> list[Any]:
         """Return the next samples."""
         if self._has_ended:
-            return []
+            return self._passed([])
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "aioloader-iterable")
-        samples: list[Any] = await self._in_thread(partial(self._next, limit))
-        return samples
+        return self._passed(await self._in_thread(partial(self._next, limit)))
 
     async def aclose(self) -> None:
         """Close a generator in its thread, and end the thread."""
@@ -152,12 +162,12 @@ class _SyncCursor(_Cursor):
             try:
                 self._iterator = iter(self._made())
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
-                return self._could_not_open(error)
+                self._could_not_open(error)
         samples: list[Any] = []
         while len(samples) < limit and not self._has_ended:
-            wanted = limit - len(samples)
-            block, self._has_ended = read_block(self._iterator, wanted)
-            samples += self._mine(block)
+            iterator: Any = self._iterator
+            block, has_ended = read_block(iterator, limit - len(samples))
+            samples += self._mine(block, has_ended=has_ended)
         return samples
 
     def _close(self) -> None:
@@ -176,13 +186,13 @@ class _AsyncCursor(_Cursor):
             try:
                 self._iterator = aiter(self._made())
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
-                return self._could_not_open(error)
+                self._could_not_open(error)
         samples: list[Any] = []
         while len(samples) < limit and not self._has_ended:
-            wanted = limit - len(samples)
-            block, self._has_ended = await read_block_async(self._iterator, wanted)
-            samples += self._mine(block)
-        return samples
+            iterator: Any = self._iterator
+            block, has_ended = await read_block_async(iterator, limit - len(samples))
+            samples += self._mine(block, has_ended=has_ended)
+        return self._passed(samples)
 
     async def aclose(self) -> None:
         """Close a generator."""

@@ -36,5 +36,5 @@ class MDSDataset(StoredStream[dict[str, Any]]):
         allow_unsafe_types: bool = False,
         **options: Unpack[StreamOptions],
     ) -> None:
-        made_by = partial(MDSFormat, addresses, allow_unsafe_types=allow_unsafe_types)
+        made_by = partial(MDSFormat, allow_unsafe_types=allow_unsafe_types)
         super().__init__(addresses, made_by, **options)

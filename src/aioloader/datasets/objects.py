@@ -17,6 +17,7 @@ from aioloader.datasets._options import names_options
 from aioloader.datasets._stores.failures import ShortReadError, reason_of, truncated
 from aioloader.datasets._stores.listing import Listing, list_async, list_blocking
 from aioloader.datasets._stores.names import NameTable
+from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.reads import ObjectReader
 from aioloader.datasets._stores.requests import RefusedError, Requests, read_failure
@@ -85,7 +86,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], HasLifespan):
             )
         if keys is not None and prefix:
             raise ValueError("prefix is for listing: pass keys or prefix, not both")
-        self._source = StoreSource(store, store_options or {})
+        self._source = StoreSource(store, hidden(store_options))
         self._requests = requests or Requests()
         self._readers = PerLoop(partial(ObjectReader, self._requests))
         self._sizes: npt.NDArray[np.int64] | None = None
@@ -119,7 +120,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], HasLifespan):
             ValueError: If nothing is listed, or an argument is wrong.
             DatasetError: If listing fails.
         """
-        source = StoreSource(store, store_options or {})
+        source = StoreSource(store, hidden(store_options))
         try:
             listing = await list_async(source, prefix, requests or Requests())
         finally:

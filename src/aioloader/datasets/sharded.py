@@ -1,18 +1,29 @@
 """Streams of shards: order, lanes and shares, for every format alike."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence, Sized
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar, Unpack
 
 from aioloader.datasets._cuts import Cuts
 from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
 from aioloader.datasets._parsed import ParsedFormat
+from aioloader.datasets._stores.addresses import (
+    Address,
+    sealed,
+    shown_address,
+    shown_addresses,
+)
 from aioloader.datasets._stores.cache_dir import CacheDir
-from aioloader.datasets._stores.places import Places, shown_address
+from aioloader.datasets._stores.options import hidden
+from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests
 from aioloader.datasets._streams.cursors import Cursor, State
 from aioloader.datasets._streams.interleave import AsTheyCome, Interleaved, Lane
+from aioloader.datasets._streams.iterated import check_at_least
 from aioloader.datasets._streams.iterators import Reading
 from aioloader.datasets._streams.shards import (
     CutsShards,
@@ -21,7 +32,7 @@ from aioloader.datasets._streams.shards import (
     ShardFormat,
     Summary,
 )
-from aioloader.datasets.streams import CACHE_BYTES, Stream, check_at_least, keyed_order
+from aioloader.datasets.streams import CACHE_BYTES, Stream, long_order
 from aioloader.errors import StateMismatchError
 
 if TYPE_CHECKING:
@@ -64,6 +75,9 @@ class ShardedStream(Stream[Sample_co]):
         ValueError: If ``interleave`` or ``max_bytes`` is below 1.
     """
 
+    # What tells streams of one description apart, on all ranks alike.
+    _place = ""
+
     @names_options
     def __init__(
         self,
@@ -101,9 +115,10 @@ class ShardedStream(Stream[Sample_co]):
             )
         known = state.get("shards")
         if id(self) not in reading.listed:
-            reading.listed[id(self)] = await self._list(reading, known)
-        shards, order, summary = reading.listed[id(self)]
+            reading.listed[id(self)] = await self._agreed(reading, known)
+        shards, summary = reading.listed[id(self)]
         self._check(summary, known, share.readers)
+        order = await self._order(reading, len(shards))
         lanes = min(max(self._interleave, share.readers), len(shards))
         mine = range(share.reader, lanes, share.readers)
         states = state.get("lanes") or [{} for _ in mine]
@@ -126,12 +141,36 @@ class ShardedStream(Stream[Sample_co]):
             "deterministic": self._deterministic,
         }
 
-    async def _list(
+    async def _agreed(
         self, reading: Reading, known: Summary | None
-    ) -> tuple[Sequence[Shard], Sequence[int], Summary]:
-        """Return all shards, their order, and what a state holds of them."""
-        shards = await self.made_by.shards(reading.stack, known)
-        readers = reading.share.readers
+    ) -> tuple[Sequence[Shard], Summary]:
+        """Return the shards that all ranks have, and their summary.
+
+        Raises:
+            DatasetError: If other ranks have found others.
+        """
+        if reading.agreement is None:
+            return await self._list(reading.stack, known, reading.share.readers)
+        what = [self.describe(), self._place]
+        question = await reading.agreement.ask(what, repr(self))
+        for _ in range(2):
+            theirs = question.first and question.first["summary"]
+            async with AsyncExitStack() as stack:
+                shards, summary = await self._list(
+                    stack, known or theirs, reading.share.readers
+                )
+                if await question.settle(summary):
+                    reading.stack.push_async_callback(stack.pop_all().aclose)
+                    return shards, summary
+            if theirs is not None:
+                break  # a format that can take over the others' cuts has done so
+        raise question.refuse(summary)
+
+    async def _list(
+        self, stack: AsyncExitStack, known: Summary | None, readers: int
+    ) -> tuple[Sequence[Shard], Summary]:
+        """Return all shards, cut if too few, and what a state holds of them."""
+        shards = await self.made_by.shards(stack, known)
         if len(shards) < readers and isinstance(self.made_by, CutsShards):
             shards = await self.made_by.cut(shards, readers)
         # For many shards it takes a while, beside the loop then.
@@ -140,10 +179,18 @@ class ShardedStream(Stream[Sample_co]):
         summary = (
             await asyncio.to_thread(summarise, shards) if is_long else summarise(shards)
         )
-        order: Sequence[int] = range(len(shards))
-        if self._shuffle:
-            order = keyed_order(len(shards), self._seed, reading.epoch, 0)
-        return shards, order, summary
+        return shards, summary
+
+    async def _order(self, reading: Reading, count: int) -> Sequence[int]:
+        """Return the order of the shards; the same object for all readers here."""
+        if not self._shuffle:
+            return range(count)
+        place = id(self), reading.epoch
+        if place not in reading.listed:
+            order = await long_order(count, self._seed, reading.epoch, 0)
+            reading.listed[place] = order
+        found: Sequence[int] = reading.listed[place]
+        return found
 
     def _lane(self, shards: Sequence[Shard], budget: int, state: State) -> Lane:
         return Lane(self.made_by, shards, budget, state)
@@ -195,7 +242,7 @@ class StoredStream(ShardedStream[Sample_co]):
     Args:
         addresses: Paths or URLs, one or many: with ``{000..127}`` and ``{a,b}`` spelled
             out, and ``*`` looked up.
-        made_by: Makes the format of the shards from where they lie.
+        made_by: Makes the format of the shards from their addresses and where they lie.
         store: What ``addresses`` are relative to: a URL, a directory or a store of
             obstore.
         store_options: Options of the store that a URL names, such as
@@ -212,7 +259,7 @@ class StoredStream(ShardedStream[Sample_co]):
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
         addresses: "Addresses",
-        made_by: "Callable[[Places], StoredFormat]",
+        made_by: Callable[[list[Address], Places], StoredFormat],
         *,
         store: "str | os.PathLike[str] | ObjectStore | None" = None,
         store_options: Mapping[str, Any] | None = None,
@@ -221,10 +268,11 @@ class StoredStream(ShardedStream[Sample_co]):
         cache_bytes: int = CACHE_BYTES,
         **order: Unpack[OrderOptions],
     ) -> None:
+        self._addresses = sealed(addresses)
         kept = None if cache is None else CacheDir(cache, cache_bytes)
-        places = Places(store, store_options or {}, requests or Requests(), kept)
-        self._addresses = addresses
-        super().__init__(made_by(places), **order)
+        self._place = _place_of(self._addresses, store)
+        places = Places(store, hidden(store_options), requests or Requests(), kept)
+        super().__init__(made_by(self._addresses, places), **order)
 
     def cache(
         self, directory: "str | os.PathLike[str]", max_bytes: int = CACHE_BYTES
@@ -235,12 +283,15 @@ class StoredStream(ShardedStream[Sample_co]):
         return clone
 
     def __repr__(self) -> str:
-        addresses = self._addresses
-        if isinstance(addresses, str) or not isinstance(addresses, Sized):
-            shown = shown_address(str(addresses))
-        else:
-            shown = f"<{len(addresses)} addresses>"
-        return f"{type(self).__name__}({shown})"
+        return f"{type(self).__name__}({shown_addresses(self._addresses)})"
+
+
+def _place_of(addresses: "list[Address]", store: Any) -> str:
+    """Return where shards lie, as far as it is the same if some come or go."""
+    root = str(store) if isinstance(store, (str, PurePath)) else type(store).__name__
+    first = min(map(shown_address, addresses), default="")
+    folder, slash, name = first.rpartition("/")
+    return f"{shown_address(root)} {folder}{slash}{re.sub('[0-9]+', '', name)}"
 
 
 class ByteStream(StoredStream[Sample_co]):
@@ -262,5 +313,5 @@ class ByteStream(StoredStream[Sample_co]):
         cuts: Cuts | None = None,
         **options: Unpack[StreamOptions],
     ) -> None:
-        made_by = partial(ParsedFormat, addresses, make=make, cuts=cuts)
+        made_by = partial(ParsedFormat, make=make, cuts=cuts)
         super().__init__(addresses, made_by, **options)

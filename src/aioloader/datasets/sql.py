@@ -30,6 +30,7 @@ from aioloader.datasets._sql.lookup import (
     compact,
     import_asyncpg,
 )
+from aioloader.datasets._sql.postgres_values import Infinity, Numeric, Values
 from aioloader.datasets._sql.source import Source
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.errors import ObjectNotFoundError
@@ -46,11 +47,10 @@ Row: TypeAlias = dict[str, Any]
 class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
     """Read rows of a table by key, by ``async def __getitem__``, a batch in one query.
 
-    A row is a dict of column name to Python value; PostgreSQL's ``numeric`` is a
-    ``Decimal``, which has no tensor form. Several event loops may read one dataset at
-    once, each with its own connections; a loader closes them (``aclose``). It may be
-    pickled if the URL has no password. There is no snapshot: each row is read as it is
-    at that moment.
+    A row is a dict of column name to Python value. Several event loops may read one
+    dataset at once, each with its own connections; a loader closes them (``aclose``).
+    It may be pickled if the URL has no password. There is no snapshot: each row is read
+    as it is at that moment.
 
     Args:
         url: ``sqlite:///path``, ``postgresql://user@host/name``, or the caller's own
@@ -62,6 +62,8 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
             blocks; on an event loop use ``await SQLRows.discover(...)``.
         connections: How many queries run at once.
         deadline: Seconds that a lost connection may take to come back.
+        numeric: As for ``SQLDataset``: ``"decimal"`` or ``"float"``.
+        infinity: As for ``SQLDataset``: ``"error"`` or ``"null"``.
 
     Raises:
         ImportError: If asyncpg is not installed, for PostgreSQL.
@@ -83,6 +85,8 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         keys: Iterable[Any] | None = None,
         connections: int = 4,
         deadline: float = 120.0,
+        numeric: Numeric = "decimal",
+        infinity: Infinity = "error",
     ) -> None:
         if isinstance(columns, str):
             raise TypeError(f"columns must be a list of names, got {columns!r}")
@@ -100,12 +104,13 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
             import_asyncpg()
         self._connections = connections
         self._deadline = deadline
+        self._values = Values(numeric, infinity)
         self._lookups: PerLoop[_Here] = PerLoop(self._look)
         self._keys: Keys = self._list() if keys is None else compact([list(keys)])
 
     @classmethod
     @names_options
-    async def discover(
+    async def discover(  # noqa: PLR0913  (keywords, each of one thing)
         cls,
         url: "str | asyncpg.Pool",
         table: str,
@@ -114,6 +119,8 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         columns: Iterable[str] | None = None,
         connections: int = 4,
         deadline: float = 120.0,
+        numeric: Numeric = "decimal",
+        infinity: Infinity = "error",
     ) -> Self:
         """List a table without blocking the event loop, and return its dataset.
 
@@ -124,6 +131,8 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
             columns: As for the class.
             connections: As for the class.
             deadline: As for the class.
+            numeric: As for the class.
+            infinity: As for the class.
 
         Raises:
             ValueError: If an argument is wrong.
@@ -137,6 +146,8 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
             keys=(),
             connections=connections,
             deadline=deadline,
+            numeric=numeric,
+            infinity=infinity,
         )
         made._keys = await made._list_here()
         return made
@@ -275,11 +286,12 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         return _Here(self._new_lookup())
 
     def _new_lookup(self) -> Lookup:
+        label = self._address.label
         if self._address.is_sqlite:
             return SQLiteLookup(self._address, self._source, self._connections)
         if self._pool is not None:
-            return GivenPool(self._give_pool, self._source)
-        return PostgresLookup(self._make_pool, self._source)
+            return GivenPool(self._give_pool, self._source, self._values, label)
+        return PostgresLookup(self._make_pool, self._source, self._values, label)
 
     async def _give_pool(self) -> "asyncpg.Pool":
         assert self._pool is not None

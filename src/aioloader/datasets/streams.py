@@ -7,16 +7,14 @@ holds what is read ahead (``max_bytes``) and, per reader, two windows of each
 ``shuffle``.
 """
 
+import asyncio
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
-from torch.utils.data import Dataset, get_worker_info
-
-from aioloader._observe.warnings import warn
 from aioloader._order.permutation import ShuffledIndices
-from aioloader._order.shares import Deal
-from aioloader._order.stream_states import check_version
+from aioloader._order.ranks import Tail
 from aioloader.datasets._streams.cursors import (
     Batched,
     Cursor,
@@ -28,10 +26,12 @@ from aioloader.datasets._streams.cursors import (
     Taken,
 )
 from aioloader.datasets._streams.descriptions import name_of
-from aioloader.datasets._streams.iterators import Reading, StreamIterator
+from aioloader.datasets._streams.iterated import Iterated, check_at_least
+from aioloader.datasets._streams.iterators import Reading
 from aioloader.datasets._streams.mix import Mixed, Until
+from aioloader.datasets._streams.repeats import EpochPart, Repeated, epoch_of_pass
 from aioloader.datasets._streams.windows import Shuffled
-from aioloader.protocols import OwnStream, is_async_function
+from aioloader.protocols import is_async_function
 
 if TYPE_CHECKING:
     import os
@@ -41,134 +41,17 @@ if TYPE_CHECKING:
 Sample_co = TypeVar("Sample_co", covariant=True)
 # Default bound of a cache, in bytes.
 CACHE_BYTES = 10 << 30
+# Samples that are permuted at once on the loop; it takes half a millisecond.
+_MOMENT = 1 << 10
 
 
-class Stream(Dataset[Sample_co], OwnStream):
+class Stream(Iterated[Sample_co]):
     """A dataset for ``async for``; the base of its kinds and steps.
 
     A loader reads it on its own loop, one block per batch; with ``fetch="workers"``
     each worker reads its share. All ranks read all of it, unless the loader's ``rank``
     or ``shard`` says otherwise.
     """
-
-    # Without this, `for x in stream` would ask for `__getitem__`, and never end.
-    __iter__: ClassVar[None] = None
-
-    def __init__(self) -> None:
-        self._epoch = 0
-        self._is_chosen = False
-        self.ranks = None
-        self.num_readers: int | None = None
-        self._loaded: State | None = None
-
-    # -- iterating ----------------------------------------------------------------
-
-    def __aiter__(self) -> "StreamIterator[Sample_co]":
-        """Return an iteration over what this rank reads.
-
-        Raises:
-            StateMismatchError: If a loaded state lacks what this rank reads.
-        """
-        state = self._loaded
-        epoch = self._epoch if state is None else state["epoch"]
-        deal = self._deal(None if state is None else state["readers"])
-        cost = deal.cost()
-        if cost is not None:
-            warn(cost)
-        iterator: StreamIterator[Sample_co]
-        iterator = StreamIterator(self, epoch, deal, state)
-        self._loaded = None
-        if not self._is_chosen:
-            self._epoch = epoch + 1
-        return iterator
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of ``epoch``, until another one is chosen."""
-        self._epoch = operator.index(epoch)
-        self._is_chosen = True
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Take the number of an epoch that begins, unless the user has chosen one."""
-        if not self._is_chosen:
-            self._epoch = epoch
-
-    def shard(self, rank: int, world_size: int) -> Self:
-        """Read the part of one rank.
-
-        Raises:
-            ValueError: If ``rank`` is not in ``range(world_size)``.
-        """
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be in range({world_size}), got {rank}")
-        clone = self._clone()
-        clone.ranks = rank, world_size
-        return clone
-
-    def readers(self, count: int) -> Self:
-        """Make the order of ``count`` readers, so that any number of ranks has it.
-
-        Readers take turns, sample by sample, and ranks share them: the samples of all
-        ranks' batches number ``k`` are the same ones for each number of ranks, if their
-        sizes add up to the same. A reader that ends before the others leaves its turns
-        empty. Without this method each rank (each worker, with ``fetch="workers"``) is
-        one reader, and the order depends on how many there are.
-
-        Each reader has lanes, steps and windows of ``shuffle`` of its own, and reads an
-        iterable from the front by itself; ``max_bytes`` is for all on one rank. So
-        there must be as many shards; and best it is a multiple of all numbers of ranks
-        that are to come (24 for 1, 2, 3, 4, 6, 8 and 12): others read some readers more
-        than once, and warn.
-
-        Raises:
-            ValueError: If ``count`` is below 1.
-        """
-        check_at_least(count, 1, "count")
-        clone = self._clone()
-        clone.num_readers = operator.index(count)
-        return clone
-
-    def load_state_dict(self, state: State) -> None:
-        """Begin the next iteration where ``state_dict`` of an iterator was taken.
-
-        It may have been taken on another number of ranks, if it is what
-        ``merge_states`` made of the states of all. The number of readers is then that
-        of the state.
-
-        Raises:
-            StateMismatchError: If it is of another version.
-        """
-        check_version(state)
-        self._loaded = state
-
-    def _clone(self) -> Self:
-        clone = object.__new__(type(self))
-        clone.__dict__.update(self.__dict__)
-        return clone
-
-    def _deal(self, readers: int | None) -> Deal:
-        """Return what this rank, or this worker of it, reads."""
-        rank, world_size = self.ranks or (0, 1)
-        worker = get_worker_info()
-        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        ranks = world_size * workers
-        return Deal(
-            rank * workers + number, ranks, readers or self.num_readers or ranks
-        )
-
-    async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor; ``state`` is what its ``state`` returned, or empty."""
-        raise NotImplementedError
-
-    def describe(self) -> State:
-        """Return what a state is bound to, ready for JSON.
-
-        That is what determines the samples and their order, but for the names of the
-        shards, which the state itself holds: ``"kind"``, parameters, and ``"of"``, the
-        same of the stream before it. Not: where the data lies, credentials, caches and
-        what is read ahead. Under ``"function"`` are names of the user's functions: if
-        they differ, that is a warning only.
-        """
-        return {"kind": type(self).__name__}
 
     # -- steps --------------------------------------------------------------------
 
@@ -212,6 +95,27 @@ class Stream(Dataset[Sample_co], OwnStream):
         """Return the stream without the first ``count`` samples of each reader."""
         check_at_least(count, 0, "count")
         return _Step(self, _Making(Skipped, count), "skip", count=count)
+
+    def repeat(self, times: int | None = None) -> "Stream[Sample_co]":
+        """Return the stream that begins again at its end, ``times`` times in all.
+
+        Each pass is shuffled differently. Without ``times`` it has no end.
+        """
+        if times is not None:
+            check_at_least(times, 1, "times")
+        return _Repeat(self, times)
+
+    def epoch_length(self, count: int) -> "Stream[Sample_co]":
+        """Return the stream with epochs of ``count`` samples, of all ranks together.
+
+        It begins again as often as is needed, so that ranks whose shards are uneven
+        have equal numbers of batches, and no one waits for another at the end. Where
+        ranks do not divide ``count``, the loader's ``tail`` says what becomes of the
+        last samples. Each epoch begins at the beginning: with ``shuffle`` it has other
+        samples, without it the same.
+        """
+        check_at_least(count, 1, "count")
+        return _EpochLength(self, count)
 
     def batch(self, size: int, *, drop_last: bool = False) -> "Stream[Any]":
         """Return the stream of lists of ``size`` samples (of ``Rows`` for tables)."""
@@ -265,12 +169,6 @@ class Stream(Dataset[Sample_co], OwnStream):
         return _Mix(streams, weights, operator.index(seed), until)
 
 
-def check_at_least(value: int, least: int, name: str) -> None:
-    """Raise a ValueError if an argument is too small."""
-    if operator.index(value) < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
 # -- streams made of streams ------------------------------------------------------
 
 
@@ -295,12 +193,19 @@ class _Over(Stream[Any]):
         super().__init__()
         self.ranks = upstream.ranks
         self.num_readers = upstream.num_readers
+        self.rank_store = upstream.rank_store
         self.upstream = upstream
 
     def cache(self, directory: "StrPath", max_bytes: int = CACHE_BYTES) -> Self:
         """Return the stream with its source cached."""
         clone = self._clone()
         clone.upstream = self.upstream.cache(directory, max_bytes)
+        return clone
+
+    def evened(self, tail: Tail) -> Self:
+        """Return the stream whose source is so."""
+        clone = self._clone()
+        clone.upstream = self.upstream.evened(tail)
         return clone
 
 
@@ -324,12 +229,15 @@ class _Step(_Over):
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return the step's cursor over that of the stream before it."""
-        inner = state.get("up", {}) if self._making.has_state else state
-        upstream = await self.upstream.open(reading, inner)
+        upstream = await self.upstream.open(reading, state.get("up", {}))
         return self._making.make(upstream, state)
 
     def __repr__(self) -> str:
         return f"{self.upstream!r}.{self._kind}(...)"
+
+    def total(self) -> int | None:
+        """Return the length of an epoch, if it is known."""
+        return self.upstream.total() if self._kind == "map" else None
 
     def describe(self) -> State:
         """Return the step's parameters, and the stream before it."""
@@ -356,6 +264,10 @@ class _Shuffle(_Over):
 
         return Shuffled(upstream, self._size, order, state)
 
+    def total(self) -> int | None:
+        """Return the length of an epoch, if it is known."""
+        return self.upstream.total()
+
     def describe(self) -> State:
         """Return size and seed, and the stream before it."""
         of = self.upstream.describe()
@@ -363,6 +275,71 @@ class _Shuffle(_Over):
 
     def __repr__(self) -> str:
         return f"{self.upstream!r}.shuffle({self._size})"
+
+
+class _Repeat(_Over):
+    """A stream that begins again."""
+
+    def __init__(self, upstream: Stream[Any], times: int | None) -> None:
+        super().__init__(upstream)
+        self._times = None if times is None else operator.index(times)
+
+    async def open(self, reading: Reading, state: State) -> Cursor:
+        """Return a cursor over one pass after the other."""
+
+        async def open_pass(number: int, up: State) -> Cursor:
+            epoch = epoch_of_pass(reading.epoch, number)
+            return await self.upstream.open(replace(reading, epoch=epoch), up)
+
+        cursor = await open_pass(state.get("pass", 0), state.get("up", {}))
+        return Repeated(cursor, open_pass, self._times, state)
+
+    def describe(self) -> State:
+        """Return how often, and what is repeated."""
+        of = self.upstream.describe()
+        return {"kind": "repeat", "times": self._times, "of": of}
+
+    def __repr__(self) -> str:
+        return f"{self.upstream!r}.repeat({self._times or ''})"
+
+
+class _EpochLength(_Over):
+    """A stream with epochs of a given length."""
+
+    _tail = "uneven"
+
+    def __init__(self, upstream: Stream[Any], count: int) -> None:
+        super().__init__(upstream.repeat())
+        self._count = operator.index(count)
+
+    async def open(self, reading: Reading, state: State) -> Cursor:
+        """Return a cursor over this reader's part of the epoch."""
+        upstream = await self.upstream.open(reading, state.get("up", {}))
+        share, count = reading.share, self._count
+        if self._tail == "drop":
+            count -= count % share.ranks
+        elif self._tail != "uneven":
+            count += -count % share.ranks
+        mine = count // share.readers + (share.reader < count % share.readers)
+        return EpochPart(upstream, mine, share, state)
+
+    def total(self) -> int:
+        """Return the length of an epoch."""
+        return self._count
+
+    def evened(self, tail: Tail) -> Self:
+        """Return the stream whose ranks have equal parts, unless that is "uneven"."""
+        made = self._clone()
+        vars(made)["_tail"] = tail
+        return made
+
+    def describe(self) -> State:
+        """Return the length, and what the epochs are made of."""
+        of = self.upstream.describe()
+        return {"kind": "epoch_length", "count": self._count, "of": of}
+
+    def __repr__(self) -> str:
+        return f"{self.upstream!r}.epoch_length({self._count})"
 
 
 class _Mix(Stream[Any]):
@@ -378,6 +355,7 @@ class _Mix(Stream[Any]):
         super().__init__()
         self.ranks = streams[0].ranks
         self.num_readers = streams[0].num_readers
+        self.rank_store = streams[0].rank_store
         self.streams = streams
         self._weights = weights
         self._seed = seed
@@ -419,3 +397,10 @@ def keyed_order(length: int, seed: int, epoch: int, place: int) -> list[int]:
     order.set_epoch(epoch)
     places: list[int] = order.take(0, length).tolist()
     return places
+
+
+async def long_order(length: int, seed: int, epoch: int, place: int) -> Sequence[int]:
+    """Return ``keyed_order``, made beside the loop if it takes more than a moment."""
+    if length <= _MOMENT:
+        return keyed_order(length, seed, epoch, place)
+    return await asyncio.to_thread(keyed_order, length, seed, epoch, place)

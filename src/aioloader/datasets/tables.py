@@ -8,14 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
+from aioloader.datasets._arrow.csv import CSVFormat
 from aioloader.datasets._arrow.files import TableFormat
 from aioloader.datasets._arrow.ipc import ArrowFormat
+from aioloader.datasets._arrow.lines import Dialect
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._options import OrderOptions, StreamOptions
 from aioloader.datasets._sql.format import SQLFormat
+from aioloader.datasets._sql.postgres_values import Infinity, Numeric
 from aioloader.datasets.sharded import ShardedStream, StoredStream
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from aioloader.datasets.sharded import Addresses
 
 Row = dict[str, Any]
@@ -32,9 +37,17 @@ class _TableFiles(StoredStream[Row]):
         columns: Iterable[str] | None = None,
         *,
         nulls: Mapping[str, Any] | None = None,
+        schema: "pa.Schema | None" = None,
+        filters: Any = None,
         **options: Unpack[StreamOptions],
     ) -> None:
-        made_by = partial(self._format, addresses, columns=columns, nulls=nulls)
+        made_by = partial(
+            self._format,
+            columns=columns,
+            nulls=nulls,
+            schema=schema,
+            filters=filters,
+        )
         super().__init__(addresses, made_by, **options)
 
 
@@ -42,14 +55,23 @@ class ParquetDataset(_TableFiles):
     """Stream rows from Parquet files; needs the extra ``arrow``.
 
     Its shards are row groups. Of an object, only the bytes of the wanted columns are
-    requested. A file that lacks a column of the first one, or has it in another type,
-    is an error that names both.
+    requested. The files are one table, as ``pyarrow.unify_schemas`` makes it of theirs:
+    they may differ in the order of columns, in the width of strings, lists and numbers,
+    and where all of a column is NULL. A column that is missing, a type that has nothing
+    in common with the others' and a value that would change are errors that name the
+    files.
 
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/{000..127}.parquet"``.
-        columns: Names of the columns to read; default: those of the first file.
+        columns: Names of the columns to read; default: those of ``schema``, or of the
+            first file.
         nulls: Column to the value that is read instead of NULL; elsewhere a NULL is
             ``None``, which cannot be collated.
+        schema: A ``pyarrow.Schema``, what columns are to be in all files; those that a
+            file lacks are NULL.
+        filters: The rows to read, as ``pyarrow.parquet`` has it: an expression or a
+            list such as ``[("year", ">", 2020)]``. Row groups are skipped by their
+            statistics; what remains is exact. ``nulls`` come later.
         options: ``store``, ``store_options``, ``shuffle``, ``interleave``, ``cache``
             and all others of ``StoredStream``.
 
@@ -70,6 +92,8 @@ class ArrowDataset(_TableFiles):
         addresses: As for ``ParquetDataset``.
         columns: As for ``ParquetDataset``.
         nulls: As for ``ParquetDataset``.
+        schema: As for ``ParquetDataset``.
+        filters: As for ``ParquetDataset``, but nothing is skipped.
         options: As for ``ParquetDataset``.
 
     Raises:
@@ -78,6 +102,75 @@ class ArrowDataset(_TableFiles):
     """
 
     _format = ArrowFormat
+
+
+class CSVDataset(StoredStream[Row]):
+    """Stream rows from CSV files; needs the extra ``arrow``.
+
+    Its shards are ranges of lines, or whole files that are packed or may have newlines
+    in values. A type that is not given is that of the first lines of all files; a line
+    that cannot be read is one failed sample, which names its offset.
+
+    Args:
+        addresses: Paths or URLs. Names that end in ``.gz``, ``.zst``, ``.bz2`` or
+            ``.lz4`` are unpacked.
+        columns: As for ``ParquetDataset``.
+        column_names: Names of the columns, for files whose first line has none.
+        column_types: Column to type: ``pyarrow.int8()``, or ``"int8"``.
+        schema: As for ``ParquetDataset``.
+        nulls: As for ``ParquetDataset``.
+        filters: As for ``ParquetDataset``, but nothing is skipped.
+        delimiter: What is between values; also for these see ``pyarrow.csv``.
+        quote_char: What is around values, or ``False``.
+        escape_char: What is before a character that is meant, or ``False``.
+        newlines_in_values: Whether quoted values may have newlines.
+        null_values: What is NULL; default: the empty value, ``NULL``, ``NaN`` and such.
+        strings_can_be_null: Whether that holds for text too.
+        options: As for ``ParquetDataset``.
+
+    Raises:
+        ImportError: If pyarrow is not installed.
+        ValueError: If an argument is wrong.
+    """
+
+    def __init__(  # noqa: PLR0913  (keywords, each of one thing)
+        self,
+        addresses: "Addresses",
+        columns: Iterable[str] | None = None,
+        *,
+        column_names: Sequence[str] | None = None,
+        column_types: Mapping[str, Any] | None = None,
+        schema: "pa.Schema | None" = None,
+        nulls: Mapping[str, Any] | None = None,
+        filters: Any = None,
+        delimiter: str = ",",
+        quote_char: str | bool = '"',
+        escape_char: str | bool = False,
+        newlines_in_values: bool = False,
+        null_values: Sequence[str] | None = None,
+        strings_can_be_null: bool = False,
+        **options: Unpack[StreamOptions],
+    ) -> None:
+        dialect = Dialect(
+            delimiter,
+            quote_char,
+            escape_char,
+            newlines_in_values,
+            null_values,
+            strings_can_be_null,
+        )
+        made_by = partial(
+            CSVFormat,
+            addresses,
+            dialect=dialect,
+            column_names=column_names,
+            column_types=column_types,
+            columns=columns,
+            nulls=nulls,
+            schema=schema,
+            filters=filters,
+        )
+        super().__init__(addresses, made_by, **options)
 
 
 class SQLDataset(ShardedStream[Row]):
@@ -98,6 +191,10 @@ class SQLDataset(ShardedStream[Row]):
         partitions: Into how many ranges the key is cut; or the keys to cut at, so that
             ranks and later runs have the same ranges whatever is written meanwhile.
         deadline: Seconds that a lost connection may take to come back.
+        numeric: What PostgreSQL's ``numeric`` and ``money`` are: ``"decimal"``, with
+            all digits, which has no tensor form; or ``"float"``, the nearest one.
+        infinity: What its infinite dates are: ``"error"``, a failed sample that names
+            the row's key, or ``"null"``.
         order: ``shuffle``, ``seed``, ``interleave``, ``deterministic`` and
             ``max_bytes`` of ``ShardedStream``.
 
@@ -116,6 +213,8 @@ class SQLDataset(ShardedStream[Row]):
         parameters: Sequence[Any] = (),
         partitions: int | Sequence[Any] = 8,
         deadline: float = 120.0,
+        numeric: Numeric = "decimal",
+        infinity: Infinity = "error",
         **order: Unpack[OrderOptions],
     ) -> None:
         made_by = SQLFormat(
@@ -126,6 +225,8 @@ class SQLDataset(ShardedStream[Row]):
             parameters=parameters,
             partitions=partitions,
             deadline=deadline,
+            numeric=numeric,
+            infinity=infinity,
         )
         self._shown = repr(made_by)
         super().__init__(made_by, **order)

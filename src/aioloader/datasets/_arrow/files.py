@@ -8,10 +8,9 @@ import copy
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
-from itertools import chain
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -24,9 +23,10 @@ from typing import (
     TypeVar,
 )
 
-from typing_extensions import Buffer
-
+from aioloader.datasets._arrow.copies import Copies, Opener
+from aioloader.datasets._arrow.reader import Place, Source, TableReader
 from aioloader.datasets._arrow.wanted import Wanted
+from aioloader.datasets._stores.addresses import sealed, shown_addresses
 from aioloader.datasets._stores.bytes import file_failure
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._streams.shards import summary_of
@@ -45,31 +45,10 @@ Part: TypeAlias = tuple[Any, ...]
 _AT_ONCE = 32
 # Most footers are shorter, so that one request gets them.
 _TAIL = 1 << 16
-
-
-class Opener(Protocol):
-    """Where files lie."""
-
-    async def expand(self, patterns: str | Iterable[str]) -> list[str]:
-        """Return the addresses that ``patterns`` name, in order."""
-
-    def label(self, address: str) -> str:
-        """Return what may be shown of an address."""
-
-    def path(self, address: str) -> str | None:
-        """Return the path of a local file, or None."""
-
-    async def size(self, address: str) -> int:
-        """Return the length of a file that is not local, in bytes."""
-
-    async def read(self, address: str, start: int, stop: int) -> Buffer:
-        """Return bytes of such a file, as it was when its size was asked for."""
-
-    def cached(self, cache: CacheDir) -> Self:
-        """Return the same, read through a cache."""
-
-    async def aclose(self) -> None:
-        """Wait for requests in flight, and drop connections."""
+# Schemas that are compared with that of another file, to keep one for all.
+_SCHEMAS = 8
+# What ends the name of a shard in which no row is wanted.
+SKIPPED = "skipped"
 
 
 class Tail(NamedTuple):
@@ -101,12 +80,11 @@ class TableFormat(ABC, Generic[SomeEnd]):
     Args:
         addresses: Patterns of the files' addresses.
         opener: Where they lie.
-        columns: Names of the columns to read; None: those of the first file.
-        nulls: Column to the value that is read instead of NULL.
+        wanted: As for ``Wanted``: ``columns``, ``nulls``, ``schema``, ``filters``.
 
     Raises:
         ImportError: If pyarrow is not installed.
-        ValueError: If ``columns`` or ``nulls`` are wrong.
+        ValueError: If ``wanted`` is wrong.
     """
 
     # What is needed of pyarrow; to import it takes a while.
@@ -116,15 +94,14 @@ class TableFormat(ABC, Generic[SomeEnd]):
         self,
         addresses: Any,
         opener: Opener,
-        *,
-        columns: Iterable[str] | None = None,
-        nulls: Mapping[str, Any] | None = None,
+        **wanted: Any,
     ) -> None:
         _import(self.modules)
         self._addresses = addresses
-        self._opener = opener
-        self._wanted = Wanted(columns, nulls)
+        self._opener = Copies(opener)
+        self._wanted = Wanted(**wanted)
         self._kept: OrderedDict[str, SomeEnd] = OrderedDict()
+        self._schemas: deque[pa.Schema] = deque(maxlen=_SCHEMAS)
 
     def cached(self, cache: CacheDir) -> Self:
         """Return the same format, with files read through a cache."""
@@ -141,13 +118,35 @@ class TableFormat(ABC, Generic[SomeEnd]):
             DatasetError: If a file cannot be read, is of another kind, or lacks a
                 column.
         """
+        self._opener.enter()
         stack.push_async_callback(self._opener.aclose)
         addresses = await self._opener.expand(self._addresses)
         self._kept.clear()
-        # The first file says what the columns of all must be.
-        found = [await self._shards_of(addresses[0])]
-        found += await each(self._shards_of, addresses[1:])
-        return list(chain.from_iterable(found))
+        # The first file says which columns are read; then all say their types.
+        found = [await self._look(addresses[0])]
+        await asyncio.to_thread(self._wanted.begin, found[0].schema, found[0].location)
+        found += await each(self._look, addresses[1:])
+        return await asyncio.to_thread(self._unified, found)
+
+    def _unified(self, files: "Sequence[_File]") -> list[Part]:
+        """Make one table of files, and return their shards; in a thread."""
+        table, filters = self._wanted.table, self._wanted.filters
+        for file in files:
+            table.add(file.schema, file.location)
+        self._wanted.settle()
+        shards: list[Part] = []
+        skipped: list[Part] = []
+        about = [] if filters is None else filters.names(table.schema)
+        for file in files:
+            # Statistics say nothing of values that are cast before they are compared.
+            is_plain = table.has(file.schema, about)
+            for number, part in enumerate(file.parts):
+                is_skipped = is_plain and number in file.skipped
+                one = (file.address, *part)
+                (skipped.append((*one, SKIPPED)) if is_skipped else shards.append(one))
+        # There are as many as without a filter, for any number of readers; those with
+        # nothing in them come last, so that lanes have equal shares of the others.
+        return shards + skipped
 
     def summary(self, shards: Sequence[Part]) -> "Summary":
         """Return how many there are, and a checksum of their files' names."""
@@ -157,19 +156,45 @@ class TableFormat(ABC, Generic[SomeEnd]):
         """Return which columns are read, and what replaces NULLs in them."""
         return self._wanted.describe()
 
-    async def _shards_of(self, address: str) -> list[Part]:
-        return [(address, *part) for part in self._parts_of(await self._end(address))]
+    async def _look(self, address: str) -> "_File":
+        """Return what is to be known of a file before it is read."""
+        end = await self._known_end(address)
+        schema = self._shared(end.schema)
+        parts, skipped = [*self._parts_of(end)], self._skipped_of(end)
+        return _File(address, self._opener.label(address), schema, parts, skipped)
+
+    def _shared(self, schema: "pa.Schema") -> "pa.Schema":
+        """Return one object for schemas that are equal: there may be many files."""
+        found = next((one for one in self._schemas if one.equals(schema)), schema)
+        if found is schema:
+            self._schemas.append(schema)
+        return found
 
     async def _end(self, address: str) -> SomeEnd:
         """Return the end of a file that has the wanted columns."""
-        location = self._opener.label(address)
+        end = await self._known_end(address)
+        self._wanted.check(end.schema, self._opener.label(address))
+        return end
+
+    async def _known_end(self, address: str) -> SomeEnd:
         end = self._kept.get(address)
         if end is None:
-            end = await self._read_end(address, location)
+            end = await self._read_end(address, self._opener.label(address))
             self._kept[address] = end
             self._drop_ends()
-        self._wanted.check(end.schema, location)
         return end
+
+    def _void(self, place: Place) -> TableReader:
+        """Return a reader of a shard in which no row is wanted."""
+
+        async def opening(_window: int) -> Source:
+            return Source(lambda: iter(()), _same, 0)
+
+        return TableReader(opening, place, 0, 0)
+
+    def _skipped_of(self, end: SomeEnd) -> Collection[int]:  # noqa: ARG002
+        """Return the parts of a file in which no row is wanted, by their places."""
+        return ()
 
     @abstractmethod
     def open(self, shard: Any, position: "Position", budget: int) -> "ShardReader":
@@ -188,10 +213,33 @@ class TableFormat(ABC, Generic[SomeEnd]):
         """Return what tells the shards of a file apart."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": OrderedDict()}
+        schemas: deque[pa.Schema] = deque(maxlen=_SCHEMAS)
+        return {**self.__dict__, "_kept": OrderedDict(), "_schemas": schemas}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._addresses!r})"
+        return f"{type(self).__name__}({shown_addresses(sealed(self._addresses))})"
+
+
+class _File(NamedTuple):
+    """What is known of a file before it is read.
+
+    Attributes:
+        address: Where it is.
+        location: What may be shown of that.
+        schema: All its columns.
+        parts: What tells its shards apart.
+        skipped: Places of those in which no row is wanted.
+    """
+
+    address: str
+    location: str
+    schema: "pa.Schema"
+    parts: list[Part]
+    skipped: Collection[int]
+
+
+def _same(batch: "pa.RecordBatch") -> "pa.RecordBatch":
+    return batch
 
 
 def _import(modules: Iterable[str]) -> None:
@@ -204,7 +252,7 @@ def _import(modules: Iterable[str]) -> None:
         ) from exc
 
 
-async def read_tail(opener: Opener, address: str, least: int = _TAIL) -> Tail:
+async def read_tail(opener: Copies, address: str, least: int = _TAIL) -> Tail:
     """Return the last ``least`` bytes of a file, or all that it has.
 
     Raises:
@@ -214,12 +262,14 @@ async def read_tail(opener: Opener, address: str, least: int = _TAIL) -> Tail:
     if path is not None:
         return await asyncio.to_thread(_read_local, path, -least, 0)
     size = await opener.size(address)
+    if not size:
+        return Tail(0, b"")
     start = max(0, size - least)
     data = bytes(memoryview(await opener.read(address, start, size)))
     return Tail(size, _checked(data, size - start, opener.label(address)))
 
 
-async def read_head(opener: Opener, address: str, stop: int) -> bytes:
+async def read_head(opener: Copies, address: str, stop: int) -> bytes:
     """Return the first ``stop`` bytes of a file, which has as many.
 
     Raises:

@@ -22,6 +22,7 @@ from aioloader.datasets._arrow.files import (
 from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
 from aioloader.datasets._arrow.reader import Place, Source, TableReader
 from aioloader.datasets._arrow.wanted import Wanted, checked
+from aioloader.datasets._stores.bytes import check_size
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class ArrowFormat(TableFormat[Layout]):
         address, first, stop = shard
         unit = f"record batches {first} to {stop - 1}" if stop else ""
         place = Place(self._opener.label(address), unit)
-        opening = partial(self._open, address, range(first, stop), place)
+        expected = position.get("size")
+        opening = partial(self._open, address, range(first, stop), place, expected)
         return TableReader(opening, place, position.get("row", 0), budget)
 
     def _parts_of(self, end: Layout) -> Iterable[Part]:
@@ -114,9 +116,15 @@ class ArrowFormat(TableFormat[Layout]):
         raise DatasetError(text, location=location)
 
     async def _open(
-        self, address: str, numbers: range, place: Place, window: int
+        self,
+        address: str,
+        numbers: range,
+        place: Place,
+        expected: int | None,
+        window: int,
     ) -> Source:
         layout = await self._end(address)
+        check_size(place.location, layout.size, expected, 0)
         if numbers.stop > len(layout.batches) or bool(numbers) != bool(layout.footer):
             raise DatasetError(
                 f"{place.location!r} has {len(layout.batches)} record batches, of "
@@ -140,7 +148,8 @@ class ArrowFormat(TableFormat[Layout]):
         file = partial(_file_of, path, ranges, layout)
         read = partial(_file_batches, numbers=numbers) if numbers else _stream_batches
         batches = partial(_batches, file, read, layout.schema, self._wanted)
-        return Source(batches, self._wanted.fill, None, ranges)
+        rows_of = partial(self._wanted.rows_of, location=place.location)
+        return Source(batches, rows_of, None, ranges, layout.size)
 
 
 def _grouped(batches: list[Span]) -> list[tuple[int, int]]:
@@ -267,7 +276,7 @@ def _batches(
     """Decode record batches, in the thread that iterates."""
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
-    fields = [schema.get_field_index(name) for name in wanted.names()]
+    fields = [schema.get_field_index(name) for name in wanted.table.present(schema)]
     options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
     with contextlib.closing(make_file()) as file:
         for batch in read(file, options):

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from aioloader._collate.collate import borrowed, torch_dtype
+from aioloader._transport.slots import MIN_BYTES
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -112,15 +113,20 @@ class Numbers:
         """What all rows are."""
         return self.values.dtype, self.values.shape[1:]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is no NULL."""
+        return self.valid is None and self.cells is None
+
     def cut(self, start: int, stop: int) -> "Numbers":
         """Return some of the rows, as a view."""
-        if self.valid is None and self.cells is None:
+        if self.is_whole:
             return Numbers(self.values[start:stop])
         return self._each(lambda array: array[start:stop])
 
     def take(self, indices: npt.NDArray[np.int64]) -> "Numbers":
         """Return the rows at ``indices``, copied."""
-        if self.valid is None and self.cells is None:
+        if self.is_whole:
             return Numbers(self.values.take(indices, axis=0))
         return self._each(lambda array: array.take(indices, axis=0))
 
@@ -248,6 +254,13 @@ def null_error(where: str, row: int, rows: int) -> TypeError:
         "tensor has no place for it: filter such rows, replace NULLs where they are "
         "read (nulls= of the dataset), or pass a collate_fn"
     )
+
+
+def copied(values: Values) -> torch.Tensor:
+    """Return an array as a tensor, in memory of its own, as ``tensor_of`` does."""
+    if values.nbytes < MIN_BYTES:
+        return torch.from_numpy(values.copy())
+    return tensor_of([values])
 
 
 def tensor_of(arrays: Sequence[Values]) -> torch.Tensor:

@@ -20,9 +20,11 @@ from aioloader.datasets._arrow.files import (
     Tail,
     read_tail,
 )
+from aioloader.datasets._arrow.filters import Filters
 from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
 from aioloader.datasets._arrow.reader import Place, Source, TableReader
 from aioloader.datasets._arrow.wanted import Wanted, checked
+from aioloader.datasets._stores.bytes import check_size
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 
     from aioloader.datasets._streams.shards import Position
 
-RowGroup: TypeAlias = tuple[str, int]
+# An address and a number; and a word if no row of it is wanted.
+RowGroup: TypeAlias = tuple[str, int] | tuple[str, int, str]
 
 # Length of the footer and the magic number after it.
 _END = 8
@@ -54,6 +57,7 @@ class Footer:
         metadata: All of it.
         schema: The columns.
         size: Length of the file, in bytes.
+        skipped: Row groups in which no row is wanted, by their statistics.
         leaves: Numbers of the wanted columns in each row group, when they were looked
             up; of a nested column there are several.
         is_sound: Whether the wanted columns of all row groups were seen to be sound.
@@ -62,6 +66,7 @@ class Footer:
     metadata: "pq.FileMetaData"
     schema: "pa.Schema"
     size: int
+    skipped: set[int]
     leaves: list[int] | None = None
     is_sound: bool = False
 
@@ -90,20 +95,26 @@ class ParquetFormat(TableFormat[Footer]):
 
     def open(self, shard: RowGroup, position: "Position", budget: int) -> TableReader:
         """Return a reader of one row group."""
-        address, number = shard
+        address, number, *skipped = shard
         place = Place(self._opener.label(address), f"row group {number}")
-        opening = partial(self._open, address, number, place)
+        if skipped:
+            return self._void(place)
+        opening = partial(self._open, address, number, place, position.get("size"))
         return TableReader(opening, place, position.get("row", 0), budget)
 
     def _parts_of(self, end: Footer) -> Iterable[Part]:
         return ((number,) for number in range(end.metadata.num_row_groups))
+
+    def _skipped_of(self, end: Footer) -> set[int]:
+        return end.skipped
 
     async def _read_end(self, address: str, location: str) -> Footer:
         tail = await read_tail(self._opener, address)
         length = _footer_length(tail, location)
         if length > len(tail.data):
             tail = await read_tail(self._opener, address, length)
-        return await asyncio.to_thread(_parsed, tail, length, location)
+        filters = self._wanted.filters
+        return await asyncio.to_thread(_parsed, tail, length, location, filters)
 
     def _drop_ends(self) -> None:
         sizes = [footer.metadata.serialized_size for footer in self._kept.values()]
@@ -115,16 +126,22 @@ class ParquetFormat(TableFormat[Footer]):
             kept -= size
 
     async def _open(
-        self, address: str, number: int, place: Place, window: int
+        self,
+        address: str,
+        number: int,
+        place: Place,
+        expected: int | None,
+        window: int,
     ) -> Source:
         footer = await self._end(address)
+        check_size(place.location, footer.size, expected, 0)
         if number >= footer.metadata.num_row_groups:
             text = f"{place.location!r} has {footer.metadata.num_row_groups} row groups"
             raise DatasetError(
                 f"{text}, number {number} is wanted; it was written anew meanwhile",
                 location=place.location,
             )
-        names = self._wanted.names()
+        names = self._wanted.table.present(footer.schema)
         group = await asyncio.to_thread(_group_of, footer, number, names, place)
         ranges, path = None, self._opener.path(address)
         if path is None:
@@ -138,7 +155,8 @@ class ParquetFormat(TableFormat[Footer]):
         file = partial(_file_of, path, ranges)
         buffer = _buffer_for(group, window)
         batches = partial(_batches, file, footer, number, group, buffer, self._wanted)
-        return Source(batches, self._wanted.fill, group.rows, ranges)
+        rows_of = partial(self._wanted.rows_of, location=place.location)
+        return Source(batches, rows_of, group.rows, ranges, footer.size)
 
 
 def _within(least: int, value: int, most: int) -> int:
@@ -167,7 +185,7 @@ def _footer_length(tail: Tail, location: str) -> int:
     return length
 
 
-def _parsed(tail: Tail, length: int, location: str) -> Footer:
+def _parsed(tail: Tail, length: int, location: str, filters: Filters | None) -> Footer:
     """Read a footer; in a thread, for wide tables take long."""
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
     from pyarrow import parquet as pq  # noqa: PLC0415  (an optional dependency)
@@ -178,7 +196,11 @@ def _parsed(tail: Tail, length: int, location: str) -> Footer:
     except Exception as error:
         text = f"{location!r} has a footer that cannot be read: {error}; it is damaged"
         raise DatasetError(text, location=location) from error
-    return Footer(metadata, schema, tail.size)
+    skipped: set[int] = set()
+    if filters is not None:
+        skipped.update(range(metadata.num_row_groups))
+        skipped.difference_update(filters.row_groups(tail.size, tail.data, metadata))
+    return Footer(metadata, schema, tail.size, skipped)
 
 
 def _group_of(footer: Footer, number: int, names: list[str], place: Place) -> Group:
@@ -296,7 +318,7 @@ def _batches(
         for batch in parquet.iter_batches(
             group.batch_rows,
             row_groups=[number],
-            columns=wanted.names(),
+            columns=wanted.table.present(footer.schema),
             use_threads=False,
         ):
             yield wanted.of(batch)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from aioloader._order.blocks import Bad, Block, cut
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._stores.bytes import file_failure
+from aioloader.datasets._streams.shards import KnowsSize
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -71,16 +72,23 @@ class Source:
     """A shard that is open.
 
     Attributes:
-        batches: Begins to decode; called, and iterated, in threads.
-        fill: Replaces NULLs, of a batch that was checked.
+        batches: Begins to decode; called, and iterated, in threads. What cannot be read
+            alone is a ``Bad``.
+        rows_of: Makes the rows to deliver of a batch that was checked.
         rows: How many rows must come, if that is known.
         ranges: Where the bytes come from, if they are requested.
+        size: Length of the file, in bytes.
+        has_thread: Whether it has a thread of its own, for it may wait.
+        is_users: Whether errors are the user's, who made the source.
     """
 
-    batches: "Callable[[], Iterator[pa.RecordBatch]]"
-    fill: "Callable[[pa.RecordBatch], pa.RecordBatch]"
+    batches: "Callable[[], Iterator[pa.RecordBatch | Bad]]"
+    rows_of: "Callable[[pa.RecordBatch], pa.RecordBatch]"
     rows: int | None = None
     ranges: "Ranges | None" = None
+    size: int | None = None
+    has_thread: bool = False
+    is_users: bool = False
 
 
 class Steps:
@@ -95,14 +103,15 @@ class Steps:
 
     def __init__(self, source: Source, place: Place, skip: int, nbytes: int) -> None:
         self.is_over = False
-        self.failure: DatasetError | None = None
+        self.failure: Exception | None = None
         self._source = source
         self._place = place
         self._skip = skip
         self._nbytes = nbytes
-        self._row = 0
+        # Rows that were read, and rows that were made of them, for there are filters.
+        self._read = self._row = 0
         self._is_warm = False
-        self._batches: Iterator[pa.RecordBatch] | None = None
+        self._batches: Iterator[pa.RecordBatch | Bad] | None = None
 
     def step(self) -> list[Block]:
         """Return the next blocks; ``is_over`` or ``failure`` tell if there are more."""
@@ -118,7 +127,8 @@ class Steps:
                 elif len(block := self._block(batch)):
                     blocks.append(block)
                     # Of a damaged batch, pyarrow may crash when asked for its size.
-                    nbytes += batch.nbytes if type(block) is Rows else 0
+                    if type(block) is Rows and not isinstance(batch, Bad):
+                        nbytes += batch.nbytes
         except Exception as error:  # noqa: BLE001  (a decoder may raise anything)
             self._fail(error)
         return blocks
@@ -130,26 +140,32 @@ class Steps:
         if close is not None:
             close()
 
-    def _block(self, batch: "pa.RecordBatch") -> Block:
-        first, stop = self._row, self._row + batch.num_rows
-        drop = min(stop, max(first, self._skip)) - first
-        if drop:
-            batch = batch.slice(drop)
+    def _block(self, batch: "pa.RecordBatch | Bad") -> Block:
+        block: Block
+        if isinstance(batch, Bad):
+            block, rows = [batch], 1
+        else:
+            block, rows = self._checked(batch), batch.num_rows
+        self._read += rows
+        drop = min(len(block), max(0, self._skip - self._row))
+        self._row += len(block)
+        return cut(block, drop) if drop else block
+
+    def _checked(self, batch: "pa.RecordBatch") -> Block:
+        """Return the rows of a batch that is sound; in a damaged one, some are not."""
         try:
             batch.validate(full=True)
         except ValueError as error:
             if _BAD_TEXT not in str(error):
                 raise
-            self._row = stop
-            return self._singly(batch, first + drop)
-        self._row = stop
-        rows = Rows(self._source.fill(batch))
-        if not self._is_warm:
+            return self._singly(batch)
+        rows = Rows(self._source.rows_of(batch))
+        if not self._is_warm and len(rows):
             self._is_warm = True
             _warm(rows)
         return rows
 
-    def _singly(self, batch: "pa.RecordBatch", first: int) -> list[Any]:
+    def _singly(self, batch: "pa.RecordBatch") -> list[Any]:
         """Return the rows of a batch in which some text is none, as ``Bad``."""
         samples: list[Any] = []
         for at in range(batch.num_rows):
@@ -157,16 +173,16 @@ class Steps:
             try:
                 row.validate(full=True)
             except ValueError as error:
-                samples.append(Bad(self._error(f"row {first + at:,}", error)))
+                samples.append(Bad(self._error(f"row {self._read + at:,}", error)))
             else:
-                samples.append(Rows(self._source.fill(row))[0])
+                samples += Rows(self._source.rows_of(row))
         return samples
 
     def _end(self) -> None:
         self.is_over = True
         expected, skip = self._source.rows, self._skip
-        if expected is not None and self._row != expected:
-            text = f"{self._place} has {self._row:,} of {expected:,} rows announced"
+        if expected is not None and self._read != expected:
+            text = f"{self._place} has {self._read:,} of {expected:,} rows announced"
             raise DatasetError(text, location=self._place.location)
         if skip > self._row:
             raise DatasetError(
@@ -178,6 +194,9 @@ class Steps:
     def _fail(self, error: Exception) -> None:
         """Keep the house error for what reading raised."""
         self.is_over = True
+        if self._source.is_users:
+            self.failure = error
+            return
         ranges = self._source.ranges
         if ranges is not None and ranges.failure is not None:
             error = ranges.failure
@@ -186,7 +205,7 @@ class Steps:
         elif isinstance(error, OSError) and error.errno is not None:
             self.failure = file_failure(self._place.location, error)
         else:
-            self.failure = self._error(f"from row {self._row:,} on", error)
+            self.failure = self._error(f"from row {self._read:,} on", error)
         self.failure.__cause__ = None if self.failure is error else error
 
     def _error(self, where: str, cause: Exception) -> DatasetError:
@@ -207,7 +226,7 @@ def _warm(rows: Rows) -> None:
         rows[0]
 
 
-class TableReader:
+class TableReader(KnowsSize):
     """A shard's rows, in order.
 
     Args:
@@ -233,6 +252,7 @@ class TableReader:
         self._is_closed = False
         self._ranges: Ranges | None = None
         self._steps: Steps | None = None
+        self._size: int | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._work: asyncio.Future[list[Block]] | None = None
         self._next: asyncio.Task[list[Block]] | None = None
@@ -265,6 +285,11 @@ class TableReader:
             self._blocks.popleft()
             self._taken = 0
         return part
+
+    @property
+    def size(self) -> int | None:
+        """Length of the file, in bytes; None before it is open."""
+        return self._size
 
     def position(self) -> "Position":
         """Return the number of the next row."""
@@ -304,10 +329,11 @@ class TableReader:
         if self._steps is None:
             source = await self._opening(self._budget.window)
             self._steps = Steps(source, self._place, self._row, self._budget.step)
-            self._ranges = source.ranges
-            if self._ranges is not None:
+            self._ranges, self._size = source.ranges, source.size
+            if self._ranges is not None or source.has_thread:
                 # A thread that waits for the network must not be one of the loop's.
                 self._pool = ThreadPoolExecutor(1, "aioloader-arrow")
+            if self._ranges is not None:
                 self._ranges.begin()
         loop = asyncio.get_running_loop()
         self._work = loop.run_in_executor(self._pool, self._steps.step)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, overload
 import numpy as np
 import numpy.typing as npt
 
-from aioloader.datasets._arrow.numbers import turns
+from aioloader.datasets._arrow.numbers import Numbers, copied, turns
 from aioloader.datasets._arrow.values import (
     Column,
     collate_columns,
@@ -176,9 +176,18 @@ class Rows(Sequence[dict[str, Any]]):
         Raises:
             TypeError: If there is a NULL where a tensor is made.
         """
+        if len(self.parts) > 1:
+            return {
+                name: collate_columns(self._column(place), name)
+                for place, name in enumerate(self.names)
+            }
+        ((columns, _, start, stop),) = self.parts
         return {
-            name: collate_columns(self._column(place), name)
-            for place, name in enumerate(self.names)
+            # Most batches are that, and this takes half the time.
+            name: copied(column.values[start:stop])
+            if type(column) is Numbers and column.is_whole
+            else collate_columns([column.cut(start, stop)], name)
+            for name, column in zip(self.names, columns, strict=True)
         }
 
     def _column(self, place: int) -> list[Column]:

@@ -6,6 +6,7 @@ lists. What has no tensor form is kept: dates, times, decimals, UUIDs, lists of 
 maps. Times that Python has no value for (nanoseconds, the year 10000) are numpy's.
 """
 
+import decimal
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -109,7 +110,7 @@ def plain(array: "pa.Array") -> "pa.Array":
         if kind.extension_name == "arrow.bool8":
             return array.storage.cast(pa.bool_())
         is_kept = kind.extension_name in {"arrow.uuid", "arrow.fixed_shape_tensor"}
-        return array if is_kept else plain(array.storage)
+        return array if is_kept or is_exact(kind) else plain(array.storage)
     if pa.types.is_string_view(kind):  # Arrow can do too little with views as yet
         return array.cast(pa.large_string())
     return array.cast(pa.large_binary()) if pa.types.is_binary_view(kind) else array
@@ -220,6 +221,8 @@ def _rule_for(kind: "pa.DataType") -> "Callable[[pa.Array], list[Any]]":
     rule: Callable[[pa.Array], list[Any]] = pa.Array.to_pylist
     if is_text or types.is_binary(kind) or types.is_large_binary(kind):
         rule = _objects
+    elif is_exact(kind):
+        rule = _decimals
     elif _is_struct(kind):
         rule = _structs
     elif _is_list(kind):
@@ -231,6 +234,15 @@ def _rule_for(kind: "pa.DataType") -> "Callable[[pa.Array], list[Any]]":
     elif types.is_temporal(kind) and not types.is_interval(kind):
         rule = _times
     return rule
+
+
+def is_exact(kind: "pa.DataType") -> bool:
+    """Tell whether a column is text that stands for exact numbers.
+
+    Arrow's decimals have digits of a fixed number, and no NaN.
+    """
+    is_opaque = getattr(kind, "extension_name", "") == "arrow.opaque"
+    return is_opaque and kind.type_name == "numeric"
 
 
 def _is_struct(kind: "pa.DataType") -> bool:
@@ -260,6 +272,11 @@ def _objects(array: "pa.Array") -> list[Any]:
     # Several times as fast as `to_pylist`; for some types (intervals) it crashes.
     objects: list[Any] = array.to_numpy(zero_copy_only=False).tolist()
     return objects
+
+
+def _decimals(array: "pa.Array") -> list[Any]:
+    texts = _objects(array.storage)
+    return [None if text is None else decimal.Decimal(text) for text in texts]
 
 
 def _decoded(array: "pa.Array") -> list[Any]:

@@ -1,89 +1,135 @@
-"""The columns that are read: those of the first file, in name and type, of all files.
+"""What is read of files of tables: which columns and rows, and what NULL becomes.
 
-A file is compared with the first one before it is read. NULLs are replaced batch by
-batch.
+The files of one listing are unified into one table before any is read; a file that is
+looked at again later must still fit it.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from aioloader.errors import DatasetError
+from aioloader.datasets._arrow.filters import Filters
+from aioloader.datasets._arrow.unified import (
+    Table,
+    check_schema,
+    described,
+    field_of,
+    without_view,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
 class Wanted:
-    """The columns that are read, and what stands for NULL in them.
+    """The columns and rows that are read, and what stands for NULL in them.
 
     Args:
-        columns: Names, in the order of the rows' keys; None: those of the first file.
+        columns: Names, in the order of the rows' keys; None: those of ``schema``, or of
+            the first file.
         nulls: Column to the value that is read instead of NULL.
+        schema: Names and types of columns; None: what all files have in common.
+        filters: The rows to read, as ``pyarrow.parquet`` has it; None: all.
 
     Raises:
-        ValueError: If there are no names, or one twice.
+        ValueError: If there are no names, or one twice, or arguments contradict.
     """
 
     def __init__(
-        self, columns: Iterable[str] | None, nulls: Mapping[str, Any] | None
+        self,
+        columns: Iterable[str] | None = None,
+        nulls: Mapping[str, Any] | None = None,
+        schema: "pa.Schema | None" = None,
+        filters: Any = None,
     ) -> None:
         if isinstance(columns, str):
             raise TypeError(f"columns must be a list of names, got {columns!r}")
         names = None if columns is None else list(columns)
         if names is not None and (not names or len(set(names)) < len(names)):
             raise ValueError(f"columns must be names, each of them once, got {names}")
+        if schema is not None:
+            check_schema(schema, names)
+            names = names or schema.names
         unknown = set(nulls or {}) - set(names or nulls or {})
         if unknown:
             raise ValueError(f"nulls= names {sorted(unknown)}, not in columns {names}")
+        self.filters = None if filters is None else Filters(filters)
         self._names = names
         self._nulls = dict(nulls or {})
-        self._schema: pa.Schema | None = None
+        self._given = schema
+        self._table: Table | None = None
+        self._delivered: list[str] = []
 
-    def names(self) -> list[str]:
-        """Return the names; known once a file was checked."""
-        assert self._schema is not None
-        names: list[str] = self._schema.names
-        return names
+    @property
+    def table(self) -> Table:
+        """The one table that all files are; known once a file was looked at."""
+        assert self._table is not None
+        return self._table
 
     def describe(self) -> dict[str, Any]:
         """Return what was asked for, ready for JSON."""
         nulls = {name: repr(value) for name, value in sorted(self._nulls.items())}
-        return {"columns": self._names, "nulls": nulls}
+        return {
+            "columns": self._names,
+            "nulls": nulls,
+            "schema": described(self._given),
+            "filters": None if self.filters is None else str(self.filters),
+        }
 
-    def check(self, schema: "pa.Schema", location: str) -> None:
-        """Compare the columns of a file with those of the first one that was checked.
+    def begin(self, first: "pa.Schema", location: str) -> None:
+        """Begin a table with the first file of a listing.
 
         Raises:
-            DatasetError: If one is missing, or of another type.
-            ValueError: If a value of ``nulls`` does not suit its column.
+            DatasetError: If it lacks a column.
         """
-        first = self._schema
-        names = self._names or (schema.names if first is None else first.names)
-        fields = [_field(schema, name, location) for name in names]
-        if first is not None:
-            for field in fields:
-                expected = first.field(field.name).type
-                if field.type != expected:
-                    raise DatasetError(
-                        f"column {field.name!r} of {location!r} is of type "
-                        f"{field.type}, and of type {expected} in the files before; "
-                        "write them alike, or leave it out (columns=)",
-                        location=location,
-                    )
-            return
+        names = self._names or first.names
+        read = list(names)
+        if self.filters is not None:
+            among = _with_given(first, self._given)
+            read += [name for name in self.filters.names(among) if name not in names]
+        for name in [] if self._given else self._nulls:
+            field_of(first, name, location)
+        table = Table(read, self._given)
+        table.add(first, location)
+        self._delivered, self._table = list(names), table
+
+    def settle(self) -> None:
+        """End a listing: see that the columns are what other arguments need.
+
+        Raises:
+            ValueError: If a value of ``nulls`` or the filter does not suit its column.
+        """
         import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
-        chosen = pa.schema(fields)
+        schema = self.table.schema
         for name, value in self._nulls.items():
-            _fill(pa.nulls(1, _field(chosen, name, location).type), name, value)
-        self._schema = chosen
+            _fill(pa.nulls(1, schema.field(name).type), name, value)
+        if self.filters is not None:
+            self.filters.names(schema)
+
+    def check(self, schema: "pa.Schema", location: str) -> None:
+        """See that a file fits what the listing found; without one, begin here.
+
+        Raises:
+            DatasetError: If it does not.
+        """
+        if self._table is None:
+            self.begin(schema, location)
+            self.settle()
+        self.table.add(schema, location, is_late=True)
 
     def of(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
-        """Return the columns of a batch of a file that was checked."""
-        return batch.select(self.names())
+        """Return the columns to read, of a batch of a file that was checked."""
+        return batch.select(self.table.present(batch.schema))
 
-    def fill(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
-        """Replace NULLs in a batch of these columns."""
+    def rows_of(self, batch: "pa.RecordBatch", location: str) -> "pa.RecordBatch":
+        """Return the rows to deliver, of a batch that ``of`` has cut.
+
+        Raises:
+            DatasetError: If a value does not fit the type that its column has.
+        """
+        batch = self.table.unified(batch, location)
+        if self.filters is not None:
+            batch = self.filters.passed(batch).select(self._delivered)
         for name, value in self._nulls.items():
             place = batch.schema.get_field_index(name)
             column = _fill(batch.column(place), name, value)
@@ -110,17 +156,16 @@ def _check_names(kind: "pa.DataType") -> None:
         _check_names(field.type)
 
 
-def _field(schema: "pa.Schema", name: str, location: str) -> "pa.Field":
-    places = schema.get_all_field_indices(name)
-    if len(places) == 1:
-        return schema.field(places[0])
-    what = f"{len(places)} columns" if places else "no column"
-    known = ", ".join(map(repr, schema.names[:20])) or "none"
-    more = f" and {len(schema.names) - 20:,} more" if len(schema.names) > 20 else ""
-    raise DatasetError(
-        f"{location!r} has {what} {name!r}; its columns are {known}{more}",
-        location=location,
-    )
+def _with_given(first: "pa.Schema", given: "pa.Schema | None") -> "pa.Schema":
+    """Return the columns of a file, with those that ``schema=`` has in its types."""
+    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+    known = [*given] if given is not None else []
+    names = {field.name for field in known}
+    others = [field for field in first if field.name not in names]
+    return pa.schema([
+        *known, *(field.with_type(without_view(field.type)) for field in others),
+    ])  # fmt: skip
 
 
 def _fill(column: "pa.Array", name: str, value: Any) -> "pa.Array":

@@ -13,6 +13,7 @@ from aioloader.datasets._cuts import nearest, read_whole, shares
 from aioloader.datasets._mds.encodings import decoder_of
 from aioloader.datasets._mds.parser import Column, MDSParser
 from aioloader.datasets._parsed import ParsedFormat, ParsedShard
+from aioloader.datasets._stores.addresses import Address, beside
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import Unpacked, unpacker_of
 from aioloader.datasets._streams.shards import (
@@ -38,7 +39,7 @@ class MDSShard(NamedTuple):
         stop: Where it ends.
     """
 
-    address: str
+    address: Address
     samples: int
     size: int
     columns: tuple[tuple[str, str, int | None], ...]
@@ -78,7 +79,9 @@ class MDSFormat(ParsedFormat):
                 text = f"{label!r} is no index of MDS shards: {error!r}"
                 raise DatasetError(text, location=label) from error
         if not found:
-            raise ValueError(f"no shards: the index of {folders[0]!r} lists none")
+            raise ValueError(
+                f"no shards: the index of {self.places.label(folders[0])!r} lists none"
+            )
         for columns in {shard.columns for shard in found}:
             self._columns(columns)  # an unknown encoding is told now
         return found
@@ -89,7 +92,7 @@ class MDSFormat(ParsedFormat):
         wanted = shares([shard.size for shard in shards], count)
         for shard, number in zip(shards, wanted, strict=True):
             starts: Sequence[int] = ()
-            if number > 1 and not unpacker_of(shard.address):
+            if number > 1 and not unpacker_of(self.places.name(shard.address)):
                 starts = nearest(await self._offsets(shard), shard.size, number)
             edges = [0, *starts, shard.size]
             found += [
@@ -107,7 +110,7 @@ class MDSFormat(ParsedFormat):
     async def _offsets(self, shard: MDSShard) -> Sequence[int]:
         """Read where the samples of a shard begin."""
         stop = 4 + 4 * shard.samples
-        head = await read_whole(self.places.open(shard.address, 0, _PIECE, stop))
+        head = await read_whole(self.places.open(shard.address, 0, _PIECE, stop=stop))
         return struct.unpack_from(f"<{shard.samples}I", head, 4)
 
     def summary(self, shards: Sequence[Any]) -> Summary:
@@ -119,11 +122,12 @@ class MDSFormat(ParsedFormat):
 
     def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
         """Return a reader of one shard."""
-        unpacker = unpacker_of(shard.address)
+        unpacker = unpacker_of(self.places.name(shard.address))
         label = self.places.label(shard.address)
         start = 0 if unpacker else position.get("byte", shard.start)
         stop = None if unpacker else shard.stop
-        source = self.places.open(shard.address, start, budget, stop)
+        size = position.get("size")
+        source = self.places.open(shard.address, start, budget, size, stop)
         if unpacker is not None:
             source = Unpacked(source, unpacker, label)
         parser = MDSParser(
@@ -138,6 +142,7 @@ class MDSFormat(ParsedFormat):
             parser,
             skip=position.get("sample", 0),
             is_packed=unpacker is not None,
+            location=label,
         )
 
     def _columns(
@@ -160,7 +165,7 @@ def _decoders(
     return tuple(found)
 
 
-def _shard(folder: str, entry: dict[str, Any]) -> MDSShard:
+def _shard(folder: Address, entry: dict[str, Any]) -> MDSShard:
     """Read one entry of an index.
 
     Raises:
@@ -182,9 +187,8 @@ def _shard(folder: str, entry: dict[str, Any]) -> MDSShard:
     return MDSShard(address, entry["samples"], size, columns, 0, size)
 
 
-def _joined(folder: str, name: str) -> str:
-    path, mark, query = folder.partition("?" if "://" in folder else "\0")
-    return f"{posixpath.join(path, name)}{mark}{query}"
+def _joined(folder: Address, name: str) -> Address:
+    return beside(folder, lambda path: posixpath.join(path, name))
 
 
 def _no_parser(_url: str, _offset: int) -> Any:

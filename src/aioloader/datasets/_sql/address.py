@@ -6,16 +6,17 @@ The parts of a URL are taken apart here, for libpq shows what it cannot parse.
 
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
 from aioloader.datasets._sql.password import find_password
+from aioloader.datasets._stores.redact import Sealed
 
-# Parameters of libpq that are secrets themselves.
+# Parameters that are secrets themselves, of libpq and of encrypted files of SQLite.
 _SECRETS = frozenset({
     "password", "sslpassword", "scram_client_key", "scram_server_key",
-    "oauth_client_secret",
+    "oauth_client_secret", "key", "hexkey", "textkey",
 })  # fmt: skip
 # A connection that is dead for a minute is noticed, though nothing is sent on it.
 _DEFAULTS = {
@@ -52,19 +53,26 @@ class Address:
     def __init__(self, url: str) -> None:
         scheme, separator, rest = url.partition("://")
         if not separator or scheme not in {"sqlite", "postgresql", "postgres"}:
-            shown = f"{scheme}://..." if separator else "no scheme"
+            shown = f"{scheme}://..." if separator and scheme.isalnum() else "no scheme"
             raise ValueError(
                 f"url must be sqlite:///path or postgresql://host/name, got {shown}"
             )
         self.is_sqlite = scheme == "sqlite"
         before, _, query = rest.partition("?")
-        self._parameters = dict(_pairs(query))
+        parameters = dict(_pairs(query))
         if self.is_sqlite:
             self._path = _sqlite_path(before)
             self.label = f"sqlite:///{self._path}"
         else:
-            self._parameters = _server(before) | self._parameters
-            self.label = self._server_label()
+            parameters = _server(before) | parameters
+            self.label = _server_label(parameters)
+        self._secrets = [name for name in _SECRETS if parameters.get(name)]
+        what = f"the {', '.join(self._secrets)} of {self.label!r}"
+        self._sealed = Sealed(parameters, what)
+
+    @property
+    def _parameters(self) -> dict[str, str]:
+        return self._sealed.value
 
     # -- for drivers --------------------------------------------------------------
 
@@ -106,22 +114,11 @@ class Address:
 
     def scrub(self, text: str) -> str:
         """Return ``text`` without any secret of this address."""
-        for name in self._secrets():
+        for name in self._secrets:
             secret = self._parameters[name]
             for form in (secret, quote(secret, "")):
                 text = text.replace(form, "***")
         return text
-
-    def _secrets(self) -> list[str]:
-        return [name for name in _SECRETS if self._parameters.get(name)]
-
-    def _server_label(self) -> str:
-        shown = self._parameters
-        host, port = shown.get("host", ""), shown.get("port", "")
-        name = shown.get("dbname", "")
-        if host.startswith(("/", "@")):
-            return f"postgresql:///{name}?host={host}" + (port and f"&port={port}")
-        return f"postgresql://{host}{port and ':'}{port}/{name}"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle may hold.
@@ -129,12 +126,16 @@ class Address:
         Raises:
             pickle.PicklingError: If that would hold a password.
         """
-        if secrets := self._secrets():
+        if self._secrets:
             raise pickle.PicklingError(
-                f"the address {self.label!r} cannot be pickled: its {secrets[0]} would "
-                "be written in clear; set PGPASSWORD, or name a file by PGPASSFILE"
+                f"the address {self.label!r} cannot be pickled: its {self._secrets[0]} "
+                "would be written in clear; set PGPASSWORD, or PGPASSFILE to a file"
             )
-        return dict(self.__dict__)
+        return {**self.__dict__, "_sealed": self._parameters}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._sealed = Sealed(state["_sealed"], "")
 
     def __repr__(self) -> str:
         return f"Address({self.label!r})"
@@ -142,11 +143,20 @@ class Address:
 
 def _sqlite_path(text: str) -> str:
     if not text.startswith("/") or text in {"/", "/:memory:"}:
+        shown = "..." if "@" in text else text
         raise ValueError(
-            f"url must be sqlite:///path, got 'sqlite://{text}'; a database in memory "
+            f"url must be sqlite:///path, got 'sqlite://{shown}'; a database in memory "
             "belongs to one connection only"
         )
     return text[1:]
+
+
+def _server_label(shown: Mapping[str, str]) -> str:
+    host, port = shown.get("host", ""), shown.get("port", "")
+    name = shown.get("dbname", "")
+    if host.startswith(("/", "@")):
+        return f"postgresql:///{name}?host={host}" + (port and f"&port={port}")
+    return f"postgresql://{host}{port and ':'}{port}/{name}"
 
 
 def _server(text: str) -> dict[str, str]:
@@ -156,6 +166,11 @@ def _server(text: str) -> dict[str, str]:
     user, _, password = account.partition(":")
     pairs = [_host_and_port(host) for host in hosts.split(",")]
     ports = [port for _, port in pairs]
+    if "@" in name or not all(port.isdigit() for port in ports if port):
+        raise ValueError(
+            "url must be postgresql://user:password@host:port/name, with / ? @ and : "
+            "in a password or name encoded, as urllib.parse.quote(text, '') does it"
+        )
     found = {
         "host": ",".join(unquote(host) for host, _ in pairs),
         "port": ",".join(ports) if any(ports) else "",
@@ -176,8 +191,8 @@ def _host_and_port(text: str) -> tuple[str, str]:
 
 def _pairs(query: str) -> Iterator[tuple[str, str]]:
     for pair in query.split("&") if query else ():
-        name, _, value = pair.partition("=")
-        if not name.isidentifier():
+        name, separator, value = pair.partition("=")
+        if not (name.isidentifier() and separator):
             raise ValueError("url must have parameters such as ?name=value&name=value")
         yield name, unquote(value)
 

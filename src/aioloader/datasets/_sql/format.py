@@ -6,6 +6,7 @@ other's locks: who writes a file with ``sqlite3`` while it is read here should d
 another process.
 """
 
+import dataclasses
 import operator
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -17,6 +18,7 @@ from aioloader.datasets._sql.failures import failure_of
 from aioloader.datasets._sql.keys import Key, Span, encoded
 from aioloader.datasets._sql.links import driver_of
 from aioloader.datasets._sql.postgres import Postgres
+from aioloader.datasets._sql.postgres_values import Infinity, Numeric, Values
 from aioloader.datasets._sql.reader import SQLReader
 from aioloader.datasets._sql.source import Source
 from aioloader.datasets._sql.sqlite import SQLite
@@ -59,6 +61,8 @@ class SQLFormat:
             ``plan`` returned to one rank, so that all have the same ranges whatever is
             written before they begin.
         deadline: Seconds that a lost connection may take to come back.
+        numeric: What PostgreSQL's ``numeric`` is: ``"decimal"`` or ``"float"``.
+        infinity: What its infinite dates are: ``"error"`` or ``"null"``.
 
     Raises:
         ImportError: If the driver is not installed.
@@ -75,6 +79,8 @@ class SQLFormat:
         parameters: Sequence[Any] = (),
         partitions: int | Sequence[Any] = 8,
         deadline: float = 120.0,
+        numeric: Numeric = "decimal",
+        infinity: Infinity = "error",
     ) -> None:
         if isinstance(columns, str):
             raise TypeError(f"columns must be a list of names, got {columns!r}")
@@ -85,6 +91,7 @@ class SQLFormat:
         self._source = Source(query, key, wanted, tuple(parameters))
         self._partitions = _checked(partitions)
         self._deadline = deadline
+        self._values = Values(numeric, infinity)
         driver_of(self._address)
 
     async def shards(
@@ -123,7 +130,7 @@ class SQLFormat:
 
     def describe(self) -> dict[str, Any]:
         """Return what is selected; of values and of long queries a digest."""
-        return self._source.describe()
+        return {**self._source.describe(), **dataclasses.asdict(self._values)}
 
     async def plan(self) -> list[Key]:
         """Return the keys to cut at, for ``partitions`` of other ranks."""
@@ -142,8 +149,9 @@ class SQLFormat:
         return f"{self._source.label} of {self._address.label!r}"
 
     def _new_session(self) -> SQLite | Postgres:
-        kind = SQLite if self._address.is_sqlite else Postgres
-        return kind(self._address, self._source)
+        if self._address.is_sqlite:
+            return SQLite(self._address, self._source)
+        return Postgres(self._address, self._source, self._values)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -8,12 +8,18 @@ import asyncio
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from aioloader.datasets._sql.address import Address
-from aioloader.datasets._sql.source import Source, column, select
+from aioloader.datasets._sql.postgres_values import (
+    FLAG,
+    Values,
+    finite,
+    infinite_error,
+)
+from aioloader.datasets._sql.source import Source, column, quoted, select, selection
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -28,6 +34,13 @@ _PAGE = 2000
 # A row of COPY's binary form with one int8, after a header; two bytes end it.
 _COPIED = np.dtype([("fields", ">i2"), ("length", ">i4"), ("key", ">i8")])
 _HEADER_BYTES, _TRAILER_BYTES = 19, 2
+_FLOATS = {
+    "numeric": "{}::float8",
+    "money": "{}::numeric::float8",
+    "_numeric": "{}::float8[]",
+}
+# asyncpg reads it as text, in the server's language.
+_DECIMALS = {"money": "{}::numeric"}
 
 
 class Lookup(Protocol):
@@ -157,22 +170,41 @@ class SQLiteLookup:
             self._idle.pop().close()
 
 
+class _Asked(NamedTuple):
+    """The question for rows by key.
+
+    Attributes:
+        sql: The key, the columns, and a flag.
+        has_flag: Whether there is one.
+    """
+
+    sql: str
+    has_flag: bool
+
+
 class PostgresLookup:
     """Rows of a server's table.
 
     Args:
         make_pool: Makes a pool that is closed here, at the first question.
         source: The table.
+        values: How values are read that Python has no form for.
+        location: The database, for errors.
     """
 
     def __init__(
-        self, make_pool: "Callable[[], Awaitable[asyncpg.Pool]]", source: Source
+        self,
+        make_pool: "Callable[[], Awaitable[asyncpg.Pool]]",
+        source: Source,
+        values: Values,
+        location: str,
     ) -> None:
         self._make_pool = make_pool
         self._source = source
+        self._values = values
+        self._location = location
         self._pool: asyncio.Future[asyncpg.Pool] | None = None
-        among = f"{column(source.key)} = ANY($1)"
-        self._sql = select(_selected(source), source.relation(), "WHERE", among)
+        self._asked: _Asked | None = None
 
     async def list_keys(self) -> Keys:
         """Return all keys, sorted."""
@@ -192,11 +224,18 @@ class PostgresLookup:
     async def find(self, keys: Sequence[Any]) -> dict[Any, Row]:
         """Return the rows that exist, by key."""
         pool = await self._open()
-        records = await pool.fetch(self._sql, keys)
+        if self._asked is None:
+            self._asked = await self._ask(pool)
+        asked = self._asked
+        records = await pool.fetch(asked.sql, keys)
         names = [*records[0].keys()][1:] if records else []
-        return {
-            record[0]: dict(zip(names, record[1:], strict=True)) for record in records
-        }
+        if asked.has_flag:
+            names.pop()
+            for record in records:
+                if record[-1] is not None:
+                    key, name = record[0], names[record[-1]]
+                    raise infinite_error(self._source, key, name, self._location)
+        return {record[0]: dict(zip(names, record[1:])) for record in records}  # noqa: B905  (a flag may follow)
 
     async def aclose(self) -> None:
         """Disconnect."""
@@ -205,6 +244,25 @@ class PostgresLookup:
             await asyncio.wait([opening])
             if not _has_failed(opening):
                 await opening.result().close()
+
+    async def _ask(self, pool: "asyncpg.Pool") -> "_Asked":
+        """Find the types of the columns, and what is to be asked."""
+        source, values = self._source, self._values
+        among = f"{column(source.key)} = ANY($1)"
+        plain = select(_selected(source), source.relation(), "WHERE", among)
+        async with pool.acquire() as connection, connection.transaction():
+            found = (await connection.prepare(plain)).get_attributes()[1:]
+        types = {one.name: _short(one.type) for one in found}
+        exact = _FLOATS if values.numeric == "float" else _DECIMALS
+        casts = [exact.get(kind) or finite(kind) or "{}" for kind in types.values()]
+        flag = values.flag(types)
+        if not flag and casts.count("{}") == len(casts):
+            return _Asked(plain, has_flag=False)
+        selected = f"{column(source.key)}, {selection([*types], casts)}"
+        if flag:
+            selected += f", {flag} AS {quoted(FLAG)}"
+        sql = select(selected, source.relation(), "WHERE", among)
+        return _Asked(sql, has_flag=bool(flag))
 
     async def _open(self) -> "asyncpg.Pool":
         """Return the pool; the first caller makes it, and all wait for it."""
@@ -231,6 +289,12 @@ class GivenPool(PostgresLookup):
 
     async def aclose(self) -> None:
         """Let the pool alone."""
+
+
+def _short(kind: "asyncpg.Type") -> str:
+    """Return PostgreSQL's own name of a type; those of arrays begin with a line."""
+    name: str = kind.name
+    return f"_{name[:-2]}" if name.endswith("[]") else name
 
 
 def _has_failed(done: "asyncio.Future[Any]") -> bool:

@@ -23,9 +23,18 @@ from aioloader.datasets._sql.links import (
     fetch,
 )
 from aioloader.datasets._sql.postgres_plan import Plan, divided, planned
+from aioloader.datasets._sql.postgres_values import (
+    FLAG,
+    Values,
+    as_decimals,
+    infinite_error,
+)
 from aioloader.datasets._sql.source import Source, column, select
+from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from aioloader.datasets._sql.address import Address
 
 _LOG = logging.getLogger("aioloader")
@@ -49,11 +58,13 @@ class Postgres:
     Args:
         address: Where the server is.
         source: What is read.
+        values: How values are read that Arrow has no form for.
     """
 
-    def __init__(self, address: "Address", source: Source) -> None:
+    def __init__(self, address: "Address", source: Source, values: Values) -> None:
         self.address = address
         self.source = source
+        self._values = values
         self._leader: Link | None = None
         self._snapshot = ""
         self._renewing = asyncio.Lock()
@@ -68,7 +79,7 @@ class Postgres:
         # The first reader's connection is made meanwhile: that takes as long.
         first = asyncio.create_task(self.join())
         try:
-            self._plan = await leader.run(planned, self.source)
+            self._plan = await leader.run(planned, self.source, self._values)
             return await leader.run(divided, self.source, self._plan, partitions)
         finally:
             (link,) = await asyncio.gather(first, return_exceptions=True)
@@ -144,13 +155,30 @@ class Postgres:
                 batches = _copied(cursor, sql, batch_bytes)
             for batch in batches:
                 if batch.num_rows and (new := check.passed(batch)).num_rows:
-                    yield new
+                    yield as_decimals(new, plan.decimals)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The columns to deliver."""
         assert self._plan is not None
         return self._plan.names
+
+    def failures(self, batch: "pa.RecordBatch") -> dict[int, DatasetError]:
+        """Return the rows of a batch that have infinite dates, with their errors."""
+        plan = self._plan
+        assert plan is not None
+        if not plan.has_flag:
+            return {}
+        flags, keys = batch.column(FLAG), batch.column(self.source.key)
+        if flags.null_count == len(flags):
+            return {}
+        return {
+            at: infinite_error(
+                self.source, keys[at].as_py(), plan.names[number], self.address.label
+            )
+            for at, number in enumerate(flags.to_pylist())
+            if number is not None
+        }
 
     async def aclose(self) -> None:
         """Disconnect."""

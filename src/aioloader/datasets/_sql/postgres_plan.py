@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 from aioloader.datasets._sql.keys import Key, Span, spans_of
 from aioloader.datasets._sql.links import Connection, fetch
+from aioloader.datasets._sql.postgres_values import FLAG, POINTS, Values, finite
 from aioloader.datasets._sql.source import (
     Source,
     any_null,
     checked_names,
     column,
+    quoted,
     rising,
     select,
     selection,
@@ -37,6 +39,11 @@ _CASTS = {
     "vector": "{}::real[]",
     "halfvec": "{}::real[]",
 }
+_EXACT_CASTS = {
+    "numeric": "{}::text",
+    "money": "{}::numeric::text",
+    "_numeric": "{}::text[]",
+}
 _TYPE = "SELECT typname::text FROM pg_type WHERE oid = $1::oid"
 # Enough pages for shares within a tenth or so of each other.
 _PAGES, _PAGE_BYTES = 400, 8192
@@ -55,14 +62,18 @@ class Plan:
         selected: What follows SELECT.
         key_type: The key's type, by PostgreSQL's name.
         names: The columns to deliver; the key may be read besides.
+        decimals: Those that are read as text, and are exact numbers.
+        has_flag: Whether infinite dates are asked for.
     """
 
     selected: str
     key_type: str
     names: tuple[str, ...]
+    decimals: tuple[str, ...] = ()
+    has_flag: bool = False
 
 
-def planned(connection: Connection, source: Source) -> Plan:
+def planned(connection: Connection, source: Source, values: Values) -> Plan:
     """Find the columns and their types, and see that the key can be one.
 
     Raises:
@@ -80,10 +91,34 @@ def planned(connection: Connection, source: Source) -> Plan:
             f"key; {', '.join(sorted(_KEYS))} can"
         )
     read = names if source.key in names else (*names, source.key)
-    casts = [_cast(types[name], schema.field(name).type) for name in read]
+    casts = [_cast(types[name], schema.field(name).type, values) for name in read]
     if fetch(connection, any_null(source), source.parameters):
         raise ValueError(f"key {source.key!r} is NULL in some rows; it must not be")
-    return Plan(selection(read, casts), types[source.key], names)
+    if types[source.key] in POINTS:
+        casts[read.index(source.key)] = "{}"
+        _refuse_infinite(connection, source)
+    selected = selection(read, casts)
+    # What is read as text (ranges) keeps its infinity.
+    asked = {name: types[name] for name in names}
+    for name, cast in zip(read, casts, strict=True):
+        if cast.startswith("{}::text"):
+            asked[name] = ""
+    flag = values.flag(asked)
+    if flag:
+        selected += f", {flag} AS {quoted(FLAG)}"
+    decimals = tuple(name for name in names if values.is_decimal(types[name]))
+    return Plan(selected, types[source.key], names, decimals, bool(flag))
+
+
+def _refuse_infinite(connection: Connection, source: Source) -> None:
+    """See that no key is an infinite date.
+
+    Raises:
+        ValueError: If one is.
+    """
+    among = f"WHERE {column(source.key)} IN ('infinity', '-infinity') LIMIT 1"
+    if fetch(connection, select("1", source.relation(), among), source.parameters):
+        raise ValueError(f"key {source.key!r} is infinite in some rows; it must not be")
 
 
 def _types(connection: Connection, schema: "pa.Schema") -> list[str]:
@@ -97,15 +132,17 @@ def _types(connection: Connection, schema: "pa.Schema") -> list[str]:
     return [names.get(name, name) for name in said]
 
 
-def _cast(name: str, kind: "pa.DataType") -> str:
+def _cast(name: str, kind: "pa.DataType", values: Values) -> str:
     """Return the expression by which a column of a type is read."""
+    if values.is_decimal(name):
+        return _EXACT_CASTS[name]
     if name in _CASTS:
         return _CASTS[name]
     if hasattr(kind, "vendor_name"):
         return "{}::text"
     if hasattr(getattr(kind, "value_type", None), "vendor_name"):
         return "{}::text[]"
-    return "{}"
+    return finite(name) or "{}"
 
 
 def divided(

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from aioloader._order.blocks import Bad, cut
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._sql.failures import failure_of, given_up, pauses, reason_of
 from aioloader.datasets._sql.keys import Key, Span, encoded
@@ -61,6 +62,9 @@ class Session(Protocol):
     ) -> "Batches":
         """Yield the rows of a range; in the connection's thread."""
 
+    def failures(self, batch: "pa.RecordBatch") -> dict[int, DatasetError]:
+        """Return the rows of a batch that cannot be read, with their errors."""
+
 
 @dataclass
 class _Batch:
@@ -73,7 +77,7 @@ class _Batch:
         taken: How many were delivered.
     """
 
-    rows: Rows
+    rows: "Block"
     keys: "pa.Array"
     nbytes: int
     taken: int = 0
@@ -142,7 +146,7 @@ class SQLReader(NamesPositions):
             self._ready.popleft()
             self._held -= batch.nbytes
             self._has_room.set()
-        return batch.rows[start:stop]
+        return cut(batch.rows, start, stop)
 
     def position(self) -> Position:
         """Return the key of the last row returned, if any."""
@@ -236,7 +240,12 @@ class SQLReader(NamesPositions):
         if batch is None:
             return None
         keys = batch.column(self._session.source.key)
-        rows = Rows(batch.select(list(self._session.names)))
+        rows: Block = Rows(batch.select(list(self._session.names)))
+        failures = self._session.failures(batch)
+        if failures:
+            rows = list(rows)
+            for at, error in failures.items():
+                rows[at] = Bad(error)
         return _Batch(rows, keys, batch.nbytes)
 
     def _add(self, batch: _Batch) -> None:

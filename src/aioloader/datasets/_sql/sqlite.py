@@ -25,8 +25,11 @@ from aioloader.datasets._sql.source import column, select
 from aioloader.datasets._sql.sqlite_plan import Plan, conformed, divided, planned
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from aioloader.datasets._sql.address import Address
     from aioloader.datasets._sql.source import Source
+    from aioloader.errors import DatasetError
 
 # Readers beyond share connections: two cores are busy with two.
 _CONNECTIONS = 4
@@ -135,6 +138,13 @@ class SQLite:
         """The columns to deliver."""
         assert self._plan is not None
         return self._plan.names
+
+    def failures(
+        self,
+        batch: "pa.RecordBatch",  # noqa: ARG002  (none can be)
+    ) -> "dict[int, DatasetError]":
+        """Return the rows of a batch that cannot be read, with their errors."""
+        return {}
 
     async def aclose(self) -> None:
         """Disconnect."""

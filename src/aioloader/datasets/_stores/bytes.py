@@ -10,10 +10,10 @@ import asyncio
 import os
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from io import FileIO
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import aiofiles
 import numpy as np
@@ -36,13 +36,21 @@ _SMALLEST = 1 << 16
 _FILE_PIECE, _FILE_PIECES = 1 << 19, 1 << 22
 # Pieces in flight per object, but fewer before they are smaller than that.
 _AHEAD, _WORTHWHILE = 16, 1 << 20
-
 # What part of the budget may be requested of a shard before it is read: one of so many.
 BEGUN = 8
 
 
 class Bytes(Protocol):
-    """Bytes in order."""
+    """Bytes in order.
+
+    Attributes:
+        size: Length of the whole, with what is before the first byte that is read; None
+            until it is known.
+    """
+
+    @property
+    def size(self) -> int | None:
+        """The length."""
 
     async def read(self) -> Buffer:
         """Return the next piece, valid until the next call; empty at the end.
@@ -64,19 +72,48 @@ class Bytes(Protocol):
         """End what is under way, and wait for its end."""
 
 
+class Version(NamedTuple):
+    """What tells one state of an object from another.
+
+    Attributes:
+        size: Length of the whole object, in bytes.
+        e_tag: Its entity tag, if the server gives one.
+        modified: When it was modified, in seconds, if the server tells.
+    """
+
+    size: int
+    e_tag: str | None = None
+    modified: float | None = None
+
+    @property
+    def strong(self) -> str | None:
+        """The tag, if it stands for every byte: for conditions of requests."""
+        return None if (self.e_tag or "W/").startswith("W/") else self.e_tag
+
+    def is_of(self, other: "Version") -> bool:
+        """Tell whether both are of the same bytes, as far as a server tells."""
+        if self.size != other.size:
+            return False
+        if self.e_tag and other.e_tag:
+            if self.e_tag.removeprefix("W/") != other.e_tag.removeprefix("W/"):
+                return False
+            if self.strong and other.strong:
+                return True
+        known = None not in {self.modified, other.modified}
+        return not known or self.modified == other.modified
+
+
 @dataclass(frozen=True)
 class Piece:
     """A part of an object.
 
     Attributes:
         data: The bytes.
-        size: Size of the whole object.
-        version: Names its contents: an etag, or whatever the store has.
+        version: Which state of the object they are of.
     """
 
     data: Buffer
-    size: int
-    version: str | None
+    version: Version
 
 
 class NoRangesError(Exception):
@@ -84,9 +121,14 @@ class NoRangesError(Exception):
 
 
 # Start, stop and the version that is expected (None: any) to a piece.
-Fetch: TypeAlias = Callable[[int, int, str | None], Awaitable[Piece]]
-# The whole object, from the front.
-Chunks: TypeAlias = Callable[[], AsyncIterator[Buffer]]
+Fetch: TypeAlias = Callable[[int, int, Version | None], Awaitable[Piece]]
+
+
+class Whole(Protocol):
+    """An object that is read from its first byte on."""
+
+    async def read(self) -> Piece:
+        """Return the next piece; an empty one at the end."""
 
 
 class ObjectBytes:
@@ -95,43 +137,45 @@ class ObjectBytes:
     Args:
         fetch: Reads a range; it may give less than asked at the object's end. Raises
             ``NoRangesError``.
-        whole: Reads all of it, then.
+        whole: Begins to read all of it, then.
         location: What is read, for errors; redacted.
         start: First byte.
         budget: Bytes to hold at most.
+        expected: Size that the object must have, if that is known.
         stop: Where to end before the end of the object.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917  (what is read, and which part of it)
         self,
         fetch: Fetch,
-        whole: Chunks,
+        whole: Callable[[], Whole],
         location: str,
         start: int,
         budget: int,
+        expected: int | None = None,
         stop: int | None = None,
     ) -> None:
+        self.size: int | None = None
+        self._end = sys.maxsize if stop is None else stop
         self._fetch = fetch
         self._whole = whole
-        self._chunks: AsyncIterator[Buffer] | None = None
+        self._chunks: Whole | None = None
+        self._expected = expected
         self._location = location
         self._start = self._read = self._at = start
-        self._end = sys.maxsize if stop is None else stop
+        self._is_over = start >= self._end
         largest = max(budget // _AHEAD, min(budget // 4, _WORTHWHILE))
         # A power of two, for pieces end at multiples of it.
         largest = 1 << max(_SMALLEST, min(_LARGEST, largest)).bit_length() - 1
         self._largest, self._length = largest, _SMALLEST
         self._most = max(2 * largest, min(budget, _AHEAD * largest))
         self._window = max(_SMALLEST, budget // BEGUN)  # until somebody reads
-        self._size: int | None = None
-        self._version: str | None = None
+        self._version: Version | None = None
         self._pieces: deque[asyncio.Task[Piece]] = deque()
 
     def begin(self) -> None:
         """Send the first request, a small one: it tells the size."""
-        if self._at >= self._end:
-            self._size = self._at
-        if self._size is None and not self._pieces:
+        if self.size is None and not (self._pieces or self._is_over):
             self._request()
 
     async def read(self) -> Buffer:
@@ -146,7 +190,8 @@ class ObjectBytes:
         try:
             piece = self._pieces.popleft().result()
         except NoRangesError:
-            self._size = self._at
+            self._drop_pieces()
+            self._start = self._read
             self._chunks = self._whole()
             return await self._next_chunk(self._chunks)
         self._read += len(memoryview(piece.data))
@@ -155,35 +200,48 @@ class ObjectBytes:
 
     def is_draining(self) -> bool:
         """Tell whether all was requested, and half of the budget is free."""
-        is_all = self._size is not None and self._at >= self._size
+        is_all = self.size is not None and self._at >= min(self.size, self._end)
+        is_all = is_all or self._is_over
         return is_all and self._at - self._read <= self._most // 2
 
     def bytes_ahead(self) -> int | None:
         """Return how much is held, or on its way."""
-        return None if self._size is None else self._at - self._read
+        is_known = self.size is not None or self._is_over
+        return self._at - self._read if is_known else None
 
     async def aclose(self) -> None:
         """Cancel the requests in flight."""
+        await asyncio.gather(*self._drop_pieces(), return_exceptions=True)
+
+    def _drop_pieces(self) -> "list[asyncio.Task[Piece]]":
+        """Cancel the requests in flight, and return them; no other one is made."""
         pieces = list(self._pieces)
         self._pieces.clear()
-        self._size = self._at
+        self._is_over = True
         for piece in pieces:
             piece.cancel()
-        await asyncio.gather(*pieces, return_exceptions=True)
+        return pieces
 
-    async def _next_chunk(self, chunks: AsyncIterator[Buffer]) -> Buffer:
+    async def _next_chunk(self, chunks: Whole) -> Buffer:
         """Return the next part of the whole, after the start."""
-        async for chunk in chunks:
-            data = memoryview(chunk)[self._start :]
-            self._start -= min(self._start, len(memoryview(chunk)))
-            if len(data := data[: self._end - self._read]):
-                self._read += len(data)
+        while True:
+            piece = await chunks.read()
+            self._learn(piece.version)
+            data = memoryview(piece.data)
+            if not data:
                 return data
-        return b""
+            fresh = data[self._start :]
+            self._start -= len(data) - len(fresh)
+            if fresh := fresh[: self._end - self._read]:
+                self._read += len(fresh)
+            if fresh or self._read >= self._end:
+                return fresh
 
     def _fill(self) -> None:
         """Send requests until the window is full; what is beyond the end is not."""
-        size = self._size or 0
+        if self._is_over:
+            return
+        size = min(self.size or 0, self._end)
         self._at = min(self._at, size)
         while self._at < size and self._stop() - self._read <= self._window:
             self._request()
@@ -191,7 +249,7 @@ class ObjectBytes:
     def _stop(self) -> int:
         """Return where the next piece ends: as blocks of a cache, at a multiple."""
         stop = self._at - self._at % self._length + self._length
-        return min(stop, self._end if self._size is None else self._size)
+        return min(stop, self._end, self.size or sys.maxsize)
 
     def _request(self) -> None:
         start, self._at = self._at, self._stop()
@@ -201,7 +259,9 @@ class ObjectBytes:
 
     async def _get(self, start: int, stop: int) -> Piece:
         piece = await self._fetch(start, stop, self._version)
-        expected = max(0, min(stop, piece.size) - start)
+        is_first = self.size is None
+        self._learn(piece.version)
+        expected = max(0, min(stop, piece.version.size) - start)
         if (received := len(memoryview(piece.data))) != expected:
             raise TruncatedReadError(
                 f"{self._location!r} gave {received:,} of {expected:,} bytes from "
@@ -210,12 +270,58 @@ class ObjectBytes:
                 expected=expected,
                 received=received,
             )
-        if self._size is None:  # the first piece tells; the others need not wait longer
-            if piece.size < self._end < sys.maxsize:
-                raise _changed(self._location, self._end, piece.size)
-            self._size, self._version = min(piece.size, self._end), piece.version
+        if is_first:  # the first piece tells; the others need not wait longer
             self._fill()
         return piece
+
+    def _learn(self, version: Version) -> None:
+        """Hold what a piece says of the object against what is known of it.
+
+        Raises:
+            DatasetError: If it is another one.
+        """
+        if self._version is None:
+            check_size(self._location, version.size, self._expected, self._start)
+            self._version, self.size = version, version.size
+        elif not version.is_of(self._version):
+            raise changed(self._location, self._version, version)
+
+
+def changed(location: str, before: Version, now: Version) -> DatasetError:
+    """Return the error for an object that was replaced while it was read."""
+    what = f"it had {before.size:,} bytes and has {now.size:,}"
+    if before.size == now.size:
+        what = f"it has {now.size:,} bytes as before, but another ETag or date"
+    return DatasetError(
+        f"{location!r} has changed while it was read: {what}; write shards under "
+        "another name and rename them",
+        location=location,
+    )
+
+
+def check_size(location: str, size: int, expected: int | None, start: int) -> None:
+    """See that a shard is as long as it was when its state was saved.
+
+    Args:
+        location: The shard, for the error; redacted.
+        size: Its length, in bytes.
+        expected: Its length then, if that is known.
+        start: The first byte that is to be read.
+
+    Raises:
+        DatasetError: If it is not.
+    """
+    if expected is not None and size != expected:
+        what = f"it had {expected:,} bytes and has {size:,}"
+    elif start > size:
+        what = f"it is to be read from byte {start:,} on and has {size:,}"
+    else:
+        return
+    raise DatasetError(
+        f"{location!r} has changed since the state was saved: {what}; resume with the "
+        "shards of then, or begin anew",
+        location=location,
+    )
 
 
 class Closing:
@@ -234,6 +340,11 @@ class Closing:
         self.is_draining = inner.is_draining
         self.bytes_ahead = inner.bytes_ahead
 
+    @property
+    def size(self) -> int | None:
+        """As of the bytes."""
+        return self._inner.size
+
     async def aclose(self) -> None:
         """Close both."""
         await self._inner.aclose()
@@ -250,15 +361,23 @@ class FileBytes:
         path: The file.
         start: First byte.
         budget: Bytes to hold at most.
+        expected: Size that the file must have, if that is known.
         stop: Where to end before the end of the file.
     """
 
     def __init__(
-        self, path: str, start: int, budget: int, stop: int | None = None
+        self,
+        path: str,
+        start: int,
+        budget: int,
+        expected: int | None = None,
+        stop: int | None = None,
     ) -> None:
+        self.size: int | None = None
+        self._end = sys.maxsize if stop is None else stop
+        self._expected = expected
         self._path = path
         self._at = start
-        self._end = sys.maxsize if stop is None else stop
         # Besides the buffer there is what is made of it.
         self.at_once = max(_SMALLEST, min(_FILE_PIECES, budget // 2))
         self._length = min(_FILE_PIECE, self.at_once)
@@ -305,8 +424,8 @@ class FileBytes:
         # Unbuffered: what is read in large pieces needs no second copy.
         self._file = await aiofiles.open(self._path, "rb", buffering=0)
         self._facts = self._look()
-        if self._facts[0] < self._end < sys.maxsize:
-            raise _changed(self._path, self._end, self._facts[0])
+        self.size = self._facts[0]
+        check_size(self._path, self.size, self._expected, self._at)
         if self._at:
             await self._file.seek(self._at)
 
@@ -331,8 +450,7 @@ class FileBytes:
             self._buffer = np.empty(min(_FILE_PIECES, self._facts[0]), np.uint8).data
         length = self._read_into(self._buffer[:wanted]) if wanted else 0
         self._at += length
-        if length < wanted or not wanted:
-            self._check(wanted, length)
+        self._check(wanted, length)
         return length
 
     def _read_into(self, buffer: memoryview) -> int:
@@ -355,13 +473,6 @@ class FileBytes:
                 expected=size,
                 received=self._at,
             )
-
-
-def _changed(location: str, expected: int, found: int) -> DatasetError:
-    """Return the error for a shard that is shorter than when it was cut or listed."""
-    text = f"{location!r} has {found:,} bytes, but had {expected:,} when it was cut or "
-    text += "listed: it has changed, or its end is missing"
-    return DatasetError(text, location=location)
 
 
 def _next(read: Callable[[], Buffer]) -> Buffer:

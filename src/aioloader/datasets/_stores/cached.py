@@ -11,7 +11,7 @@ from typing import Any
 
 from typing_extensions import Buffer
 
-from aioloader.datasets._stores.bytes import Fetch, Piece
+from aioloader.datasets._stores.bytes import Fetch, Piece, Version
 from aioloader.datasets._stores.cache_dir import CacheDir
 
 _BLOCK = 4 << 20
@@ -34,21 +34,21 @@ class CachedRanges:
         self._blocks: dict[int, asyncio.Task[Buffer]] = {}
         self._facts: asyncio.Task[Piece] | None = None
 
-    async def fetch(self, start: int, stop: int, version: str | None) -> Piece:
+    async def fetch(self, start: int, stop: int, version: Version | None) -> Piece:
         """Return a range, as ``Fetch`` does."""
         if self._facts is None:
             self._facts = asyncio.create_task(_begun(self._fetch(0, 1, version)))
         facts: Piece = await _waited(self._facts)
-        if facts.version is None:  # nothing tells whether it has changed
+        if facts.version.e_tag is None:  # nothing tells for sure whether it changed
             return await self._fetch(start, stop, version)
-        stop = min(stop, facts.size)
+        stop = min(stop, facts.version.size)
         parts: list[Buffer] = []
         for number in range(start // _BLOCK, -(-stop // _BLOCK)):
             block = await self._block(number, facts)
             first = number * _BLOCK
             parts.append(memoryview(block)[max(0, start - first) : stop - first])
         data = parts[0] if len(parts) == 1 else b"".join(parts)
-        return Piece(data, facts.size, facts.version)
+        return Piece(data, facts.version)
 
     async def _block(self, number: int, facts: Piece) -> Buffer:
         blocks = self._blocks.items()
@@ -63,8 +63,10 @@ class CachedRanges:
 
     async def _read(self, number: int, facts: Piece) -> Buffer:
         start = number * _BLOCK
-        stop = min(start + _BLOCK, facts.size)
-        key = f"{self._name}\n{facts.version}\n{facts.size}\n{start}-{stop}"
+        size, e_tag, modified = facts.version
+        stop = min(start + _BLOCK, size)
+        told = e_tag if facts.version.strong else f"{e_tag} {modified}"
+        key = f"{self._name}\n{told}\n{size}\n{start}-{stop}"
         data: Buffer | None = await asyncio.to_thread(self._cache.get, key)
         if data is None:
             data = (await self._fetch(start, stop, facts.version)).data

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from aioloader.datasets._stores.options import unknown_option
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
@@ -128,12 +129,34 @@ def _kind_of(exc: Exception, reason: Reason) -> type[DatasetError]:
     return DatasetError
 
 
-def open_failure(location: str, exc: Exception) -> DatasetError | ValueError:
-    """Return the error for a store that could not be made: its options are wrong."""
+def open_failure(
+    location: str, exc: Exception, option: str | None = None
+) -> DatasetError | ValueError:
+    """Return the error for a store that could not be made: its options are wrong.
+
+    Args:
+        location: The store, redacted.
+        exc: What obstore raised.
+        option: The option that it refuses, if that is known.
+    """
     reason = reason_of(exc)
     if reason.code:
         return failure_of("open", location, exc)
-    return ValueError(f"cannot open {location!r}: {reason.text}; check its options")
+    name = type(exc).__name__
+    text = f"{reason.text}; check its options"
+    if name == "UnknownConfigurationKeyError" or "Invalid key:" in str(exc):
+        named = [a for a, _ in _OPTION.findall(str(exc))][:1]
+        text = unknown_option(option or "".join(named))
+    elif "does not accept" in str(exc):
+        text = (
+            f"{reason.text}; of all store_options it takes client_options and "
+            "retry_config only"
+        )
+    elif "Missing" in reason.text or "must be" in reason.text:
+        text = f"{reason.text}: name it in store_options, or set it in the environment"
+    elif option is not None:
+        text = f"it refuses the value of the store option {option!r} ({reason.text})"
+    return ValueError(f"cannot open {location!r}: {text}")
 
 
 def truncated(location: str, short: ShortReadError) -> TruncatedReadError:

@@ -5,15 +5,15 @@ at the first read, so that what is read is of one version. The address of the Hu
 that of ``HF_ENDPOINT``, the token that of ``HF_TOKEN`` or of the user's login.
 """
 
-import fnmatch
 import os
-import pickle
 import threading
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from aioloader.datasets._stores.bytes import Piece
+from aioloader.datasets._stores.addresses import Address, opened
+from aioloader.datasets._stores.bytes import Piece, Version
+from aioloader.datasets._stores.options import Options, revealed
 from aioloader.datasets._stores.outlast import in_thread
+from aioloader.datasets._stores.redact import Sealed, redact_url
 from aioloader.datasets._stores.requests import RefusedError
 from aioloader.errors import (
     DatasetError,
@@ -42,29 +42,27 @@ class HubSource:
         TypeError: If there are other options.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, url: Address, options: Options) -> None:
         try:
             import huggingface_hub  # noqa: F401, PLC0415  (an optional dependency)
         except ImportError as exc:
             raise ImportError(
                 "hf:// needs huggingface_hub: pip install aioloader[hub]"
             ) from exc
-        if unknown := sorted(set(options) - _OPTIONS):
+        if unknown := sorted(set(revealed(options)) - _OPTIONS):
             raise TypeError(
                 f"unknown store options of hf://: {', '.join(unknown)}; it has "
                 "'token' and 'endpoint'"
             )
-        self.label = url.rstrip("/") if url != SCHEME else SCHEME
-        self._options = dict(options)
-        if endpoint := os.environ.get("HF_ENDPOINT"):  # the Hub's client reads it once
-            self._options.setdefault("endpoint", endpoint.rstrip("/"))
+        self.label = redact_url(opened(url))
+        self._options = options
         self._system: HfFileSystem | None = None
         self._pinned: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def locate(self, key: str) -> str:
         """Return the address of ``key``, for errors."""
-        return f"{self.label}{'' if self.label == SCHEME else '/'}{key}"
+        return f"{self.label}/{key}"
 
     def close(self) -> None:
         """Forget what is open, and pinned."""
@@ -80,14 +78,14 @@ class HubSource:
         """
         return await in_thread(self._get, key, start, stop)
 
-    async def match(self, pattern: str) -> list[str]:
-        """Return the keys that match, sorted.
+    async def keys(self, folder: str) -> list[str]:
+        """Return the keys of all files in a folder and those in it, sorted.
 
         Raises:
             DatasetError: If they cannot be listed.
         """
         try:
-            return await in_thread(self._match, pattern)
+            return await in_thread(self._keys, folder)
         except RefusedError as refused:
             raise refused.error from None
 
@@ -106,12 +104,10 @@ class HubSource:
         except Exception as error:  # noqa: BLE001  (of several HTTP clients)
             failure = self._failure(key, error)
         else:
-            return Piece(data, size, info.get("blob_id"))
+            return Piece(data, Version(size, info.get("blob_id")))
         raise failure
 
-    def _match(self, pattern: str) -> list[str]:
-        folder = pattern[: min(pattern.find(sign) for sign in "*?[" if sign in pattern)]
-        folder = folder.rpartition("/")[0]
+    def _keys(self, folder: str) -> list[str]:
         try:
             with self._lock:
                 system, path = self._open(), self._pin(folder)
@@ -120,8 +116,7 @@ class HubSource:
             failure = self._failure(folder, error)
         else:
             start = len(path) + 1
-            keys = (f"{folder}/{name[start:]}".lstrip("/") for name in found)
-            return sorted(key for key in keys if fnmatch.fnmatchcase(key, pattern))
+            return sorted(f"{folder}/{name[start:]}".lstrip("/") for name in found)
         raise failure
 
     def _open(self) -> "HfFileSystem":
@@ -129,8 +124,16 @@ class HubSource:
             from huggingface_hub import HfFileSystem  # noqa: PLC0415
 
             # Not one of fsspec's instances, which all share: its listings are old.
-            self._system = HfFileSystem(skip_instance_cache=True, **self._options)
+            self._system = HfFileSystem(skip_instance_cache=True, **self._access())
         return self._system
+
+    def _access(self) -> dict[str, Any]:
+        # The Hub's client reads its variable only when it is imported.
+        endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/")
+        return {
+            **({"endpoint": endpoint} if endpoint else {}),
+            **revealed(self._options),
+        }
 
     def _pin(self, key: str) -> str:
         """Return the path of a key, at the commit that its branch names now."""
@@ -144,7 +147,7 @@ class HubSource:
         if root not in self._pinned:
             from huggingface_hub import HfApi  # noqa: PLC0415
 
-            commit = HfApi(**self._options).repo_info(
+            commit = HfApi(**self._access()).repo_info(
                 resolved.repo_id, repo_type=kind, revision=resolved.revision
             )
             self._pinned[root] = f"{name}@{commit.sha}"
@@ -169,15 +172,6 @@ class HubSource:
         return RefusedError(failure) if is_final or status in _FINAL else failure
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle may hold: no token.
-
-        Raises:
-            pickle.PicklingError: If a token was passed.
-        """
-        if "token" in self._options:
-            raise pickle.PicklingError(
-                f"a token for {self.label!r} would be written in clear; set HF_TOKEN"
-            )
         state = {**self.__dict__, "_system": None, "_pinned": {}}
         del state["_lock"]
         return state
@@ -187,6 +181,11 @@ class HubSource:
         self._lock = threading.Lock()
 
 
-def _check_file(info: Mapping[str, Any]) -> None:
+def is_hub(store: Any) -> bool:
+    """Tell whether a store or the root of an address is the Hub."""
+    return isinstance(store, (str, Sealed)) and opened(store).startswith(SCHEME)
+
+
+def _check_file(info: dict[str, Any]) -> None:
     if info["type"] == "directory":
         raise IsADirectoryError

@@ -130,7 +130,7 @@ def list_blocking(
         ValueError: If nothing is found.
         DatasetError: If listing fails.
     """
-    walk = _Walk(source.locate(prefix), prefix, policy)
+    walk = _Walk(source, prefix, policy)
     store = source.open()
     while True:
         try:
@@ -162,7 +162,7 @@ async def list_async(
         ValueError: If nothing is found.
         DatasetError: If listing fails.
     """
-    walk, flights = _Walk(source.locate(prefix), prefix, policy), Flights()
+    walk, flights = _Walk(source, prefix, policy), Flights()
     store = await asyncio.to_thread(source.open)
     try:
         while not await _is_complete(walk, store, flights):
@@ -198,10 +198,11 @@ class _Walk:
         delay: Seconds to wait before the next try.
     """
 
-    def __init__(self, location: str, prefix: str, policy: Requests) -> None:
+    def __init__(self, source: StoreSource, prefix: str, policy: Requests) -> None:
         self.failure: DatasetError | None = None
         self.delay = 0.0
-        self._location = location
+        self._location = source.locate(prefix)
+        self._root = source.web_root()
         self._prefix = prefix
         self._policy = policy
         self._pages: list[Listing] = []
@@ -225,7 +226,8 @@ class _Walk:
 
     def add(self, page: "Iterable[ObjectMeta]") -> None:
         """Take a page."""
-        found = {meta["path"]: meta["size"] for meta in page}
+        start = self._root
+        found = {meta["path"].removeprefix(start): meta["size"] for meta in page}
         self._pages.append(Listing(found))
         # Behind the largest key comes all that did not come, if keys come in order.
         # Markers of folders do not: their slash, which sorts them, is not in the key.

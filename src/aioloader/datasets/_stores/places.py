@@ -2,54 +2,59 @@
 
 Paths and ``file://`` are read by aiofiles, all else by obstore, with a store for each
 bucket or host. Patterns are spelled out: braces always, ``*`` and ``?`` by a listing.
+What addresses and patterns mean is in ``addresses``.
 """
 
 import asyncio
 import copy
-import fnmatch
 import functools
 import glob
 import os
-import re
-from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import unquote, urlsplit
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from typing_extensions import Buffer
 
+from aioloader.datasets._stores.addresses import (
+    Address,
+    braces,
+    folder_of,
+    has_signs,
+    is_local,
+    local_pattern,
+    matching,
+    name_of,
+    opened,
+    path_of,
+    pattern_of,
+    sealed,
+    spell,
+    split,
+)
 from aioloader.datasets._stores.bytes import (
     Bytes,
     Closing,
     Fetch,
     FileBytes,
-    NoRangesError,
     ObjectBytes,
-    Piece,
     file_failure,
 )
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.cached import CachedRanges
-from aioloader.datasets._stores.failures import (
-    ShortReadError,
-    failure_of,
-    reason_of,
-    truncated,
-)
-from aioloader.datasets._stores.flights import Flights
-from aioloader.datasets._stores.hub import SCHEME, HubSource
+from aioloader.datasets._stores.fetching import LoopRequests, WholeObject
+from aioloader.datasets._stores.hub import HubSource, is_hub
 from aioloader.datasets._stores.listing import list_async
+from aioloader.datasets._stores.options import Options
 from aioloader.datasets._stores.per_loop import PerLoop
-from aioloader.datasets._stores.redact import redact_url
-from aioloader.datasets._stores.requests import Requests, Tries, read_failure
+from aioloader.datasets._stores.requests import Requests
 from aioloader.datasets._stores.stores import (
     StoreSource,
-    import_obstore,
-    obstore_errors,
 )
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+Source: TypeAlias = StoreSource | HubSource
 _CHUNK = 1 << 20
 
 
@@ -66,37 +71,40 @@ class Places:
     def __init__(
         self,
         store: "str | os.PathLike[str] | ObjectStore | None",
-        options: Mapping[str, Any],
+        options: Options,
         requests: Requests,
         cache: CacheDir | None = None,
     ) -> None:
         self.kept_in = cache
-        self._options = dict(options)
+        self._options = options
         self._requests = requests
-        self._base: StoreSource | HubSource | None = None
+        self._base: Source | None = None
         self._folder = ""
         if store is not None:
-            if isinstance(store, (str, os.PathLike)) and _is_local(os.fspath(store)):
-                self._folder = _path_of(os.fspath(store))
+            if isinstance(store, (str, os.PathLike)) and is_local(os.fspath(store)):
+                self._folder = path_of(os.fspath(store))
             else:
                 self._base = _source(store, options)
-        self._sources: dict[str, StoreSource | HubSource] = {}
-        self._per_loop: PerLoop[_Here] = PerLoop(functools.partial(_Here, requests))
+        self._sources: dict[Address, Source] = {}
+        self._per_loop: PerLoop[LoopRequests] = PerLoop(
+            functools.partial(LoopRequests, requests)
+        )
 
     # -- addresses ----------------------------------------------------------------
 
-    async def expand(self, patterns: str | Iterable[str]) -> list[str]:
+    async def expand(self, patterns: Any) -> list[Any]:
         """Return what ``patterns`` name: in their order, and sorted for a ``*``.
+
+        Args:
+            patterns: What ``sealed`` returned; or one or many strings.
 
         Raises:
             ValueError: If a pattern names nothing.
             DatasetError: If listing fails.
         """
-        if isinstance(patterns, (str, os.PathLike)):
-            patterns = [os.fspath(patterns)]
-        found: list[str] = []
-        for pattern in patterns:
-            for address in _braces(os.fspath(pattern)):
+        found: list[Address] = []
+        for pattern in sealed(patterns):
+            for address in braces(pattern):
                 listed = await self._listed(address)
                 if found:
                     found += listed
@@ -106,78 +114,103 @@ class Places:
             raise ValueError("no shards: the list of addresses is empty")
         return found
 
-    async def _listed(self, address: str) -> list[str]:
-        if not any(sign in address for sign in "*?["):
-            return [address]
-        if self._base is None and _is_local(address):
-            path = os.path.join(self._folder, _path_of(address))  # noqa: PTH118
-            found = await asyncio.to_thread(_globbed, path)
-        elif "://" in address and "*" not in address:
-            return [address]  # what begins with a question mark is a query
+    async def _listed(self, address: Address) -> list[Address]:
+        """Return an address, or what it names if it is a pattern."""
+        if self._base is not None:
+            key = opened(address)
+            if not has_signs(key):
+                return [address]
+            found = await self._match(self._base, None, key.removeprefix("/"))
+        elif is_local(address):
+            pattern = local_pattern(opened(address))
+            if not has_signs(pattern):
+                return [address]
+            found = await asyncio.to_thread(_globbed, pattern, self._folder)
         else:
-            found = await self._match(address)
+            searched = pattern_of(address)
+            if searched is None:
+                return [address]
+            root, pattern = searched
+            found = await self._match(self._source(root), root, pattern)
         if not found:
-            raise ValueError(f"no shard matches {self.label(address)!r}")
+            raise ValueError(
+                f"no shard matches {self.label(address)!r}; names that contain * ? [ "
+                "are written as glob.escape() does it"
+            )
         return found
 
-    async def _match(self, address: str) -> list[str]:
-        source, key = self._source_of(address)
+    async def _match(
+        self, source: Source, root: Address | None, pattern: str
+    ) -> list[Address]:
+        listing: Iterable[str]
         if isinstance(source, HubSource):
-            start = address[: len(address) - len(key)]
-            return [start + found for found in await source.match(key)]
-        folder = key[: min(key.find(sign) for sign in "*?[" if sign in key)]
-        prefix = folder.rpartition("/")[0]
-        listing = await list_async(source, prefix, self._requests)
-        start = address[: len(address) - len(key)]
-        return await asyncio.to_thread(_matching, listing, start, key)
+            listing = await source.keys(folder_of(pattern))
+        else:
+            listing = await list_async(source, folder_of(pattern), self._requests)
+        return await asyncio.to_thread(_matching, listing, pattern, root)
 
-    def label(self, address: str) -> str:
+    def label(self, address: Address) -> str:
         """Return what may be shown of an address."""
-        if self._base is None and _is_local(address):
-            return os.path.join(self._folder, _path_of(address))  # noqa: PTH118
+        if self._base is None and is_local(address):
+            return os.path.join(self._folder, path_of(opened(address)))  # noqa: PTH118
         source, key = self._source_of(address)
         return source.locate(key)
 
-    def _source_of(self, address: str) -> tuple[StoreSource | HubSource, str]:
+    def name(self, address: Address) -> str:
+        """Return the name of a shard, as it may be shown; its end tells its packing."""
+        return opened(address) if self._base is not None else name_of(address)
+
+    def _source_of(self, address: Address) -> tuple[Source, str]:
         if self._base is not None:
-            return self._base, address
-        parts = urlsplit(address)
-        if parts.scheme == "hf":
-            root, key = SCHEME, address.removeprefix(SCHEME)
-        elif parts.query:
-            root, key = address, ""  # signed: it is what it is
-        else:
-            root, key = f"{parts.scheme}://{parts.netloc}", unquote(parts.path[1:])
+            return self._base, opened(address)
+        root, key = split(address)
+        return self._source(root), key
+
+    def _source(self, root: Address) -> Source:
         source = self._sources.get(root)
         if source is None:
             source = self._sources[root] = _source(root, self._options)
-        return source, key
+        return source
 
     # -- bytes --------------------------------------------------------------------
 
     def open(
-        self, address: str, start: int, budget: int, stop: int | None = None
+        self,
+        address: Address,
+        start: int,
+        budget: int,
+        size: int | None = None,
+        stop: int | None = None,
     ) -> Bytes:
-        """Return the bytes of a shard, or of a part; nothing is read yet."""
+        """Return the bytes of a shard from ``start`` on; nothing is read yet.
+
+        Args:
+            address: Where it lies.
+            start: First byte.
+            budget: Bytes to hold at most.
+            size: Length that the shard must have, if that is known.
+            stop: Where to end before its end.
+        """
         here = self._per_loop.here()
-        if self._base is None and _is_local(address):
-            return FileBytes(self.label(address), start, budget, stop)
+        if self._base is None and is_local(address):
+            return FileBytes(self.label(address), start, budget, size, stop)
         source, key = self._source_of(address)
-        fetch: Fetch = functools.partial(here.fetch, source, key)
-        whole = functools.partial(here.chunks, source, key)
         location = source.locate(key)
+        fetch: Fetch = functools.partial(here.fetch, source, key)
+        whole = functools.partial(WholeObject, here, source, key)
         if self.kept_in is None:
-            return ObjectBytes(fetch, whole, location, start, budget, stop)
+            return ObjectBytes(fetch, whole, location, start, budget, size, stop)
         cached = CachedRanges(fetch, self.kept_in, self._full(address))
-        found = ObjectBytes(cached.fetch, whole, location, start, budget, stop)
+        found = ObjectBytes(cached.fetch, whole, location, start, budget, size, stop)
         return Closing(found, cached.aclose)
 
-    def path(self, address: str) -> str | None:
+    def path(self, address: Address) -> str | None:
         """Return the path of a local file, or None."""
-        is_local = self._base is None and _is_local(address)
-        return self.label(address) if is_local else None
+        if self._base is None and is_local(address):
+            return self.label(address)
+        return None
 
-    async def size(self, address: str) -> int:
+    async def size(self, address: Address) -> int:
         """Return the length of a shard, in bytes; an object's version is remembered."""
         if (path := self.path(address)) is not None:
             try:
@@ -188,9 +221,9 @@ class Places:
         here = self._per_loop.here()
         piece = await here.fetch(source, key, 0, 1, None)
         here.versions[address] = piece.version
-        return piece.size
+        return piece.version.size
 
-    async def read(self, address: str, start: int, stop: int) -> Buffer:
+    async def read(self, address: Address, start: int, stop: int) -> Buffer:
         """Return bytes of an object, as it was when its size was asked for."""
         source, key = self._source_of(address)
         here = self._per_loop.here()
@@ -206,9 +239,11 @@ class Places:
         clone.kept_in = cache
         return clone
 
-    def _full(self, address: str) -> str:
+    def _full(self, address: Address) -> str:
         """Return what names an object among all of them; never shown."""
-        return address if self._base is None else f"{self._base.label}\n{address}"
+        if self._base is None:
+            return opened(address)
+        return f"{self._base.label}\n{opened(address)}"
 
     async def aclose(self) -> None:
         """Wait for this loop's requests in flight, and drop idle connections."""
@@ -221,128 +256,25 @@ class Places:
         return {**self.__dict__, "_sources": {}}
 
 
-class _Here:
-    """What one event loop has: its requests."""
-
-    def __init__(self, requests: Requests) -> None:
-        self.versions: dict[str, str | None] = {}
-        self._tries = Tries(requests)
-        self._flights: Flights | None = None
-
-    async def fetch(
-        self,
-        source: StoreSource | HubSource,
-        key: str,
-        start: int,
-        stop: int,
-        version: str | None,
-    ) -> Piece:
-        """Return a range of an object, tried again where that may help."""
-        if self._flights is None:
-            self._flights = Flights()
-        attempt = functools.partial(self._get, source, key, start, stop, version)
-        return await self._tries.make(attempt, source.locate(key))
-
-    async def chunks(
-        self, source: StoreSource | HubSource, key: str
-    ) -> AsyncIterator[Buffer]:
-        """Yield a whole object, from a server that has no ranges; tried but once."""
-        obstore, location = import_obstore(), source.locate(key)
-        assert self._flights is not None
-        assert isinstance(source, StoreSource)  # the Hub has ranges
-        try:
-            store = source.open()
-            result = await self._flights.follow(obstore.get_async(store, key))
-            size = left = result.meta["size"]
-            stream = result.stream(min_chunk_size=_CHUNK)
-            while left > 0:
-                chunk = await self._flights.follow(anext(stream, b""))
-                if not chunk:
-                    raise truncated(location, ShortReadError(size, size - left))
-                left -= len(chunk)
-                yield chunk
-        except obstore_errors() as exc:
-            failure = failure_of("read", location, exc)
-        else:
-            return
-        del store
-        raise failure
-
-    async def aclose(self) -> None:
-        if self._flights is not None:
-            await self._flights.drain(0.0)
-
-    async def _get(
-        self,
-        source: StoreSource | HubSource,
-        key: str,
-        start: int,
-        stop: int,
-        version: str | None,
-    ) -> Piece:
-        if isinstance(source, HubSource):
-            return await source.get(key, start, stop)
-        obstore, flights = import_obstore(), self._flights
-        assert flights is not None
-        options: dict[str, Any] = {"range": (start, stop)}
-        if version is not None:
-            options["if_match"] = version
-        location = source.locate(key)
-        try:
-            store = source.open()
-            result = await flights.follow(
-                obstore.get_async(store, key, options=options)
-            )
-            meta = result.meta
-            data = await flights.follow(result.bytes_async())
-            return Piece(data, meta["size"], meta.get("e_tag"))
-        except obstore_errors() as exc:
-            reason = reason_of(exc)
-            if reason.is_out_of_range and not reason.is_cut_short:
-                return Piece(b"", start, version)  # the object ends before
-            failure = read_failure(location, exc, reason)
-            if type(exc).__name__ == "NotSupportedError":
-                failure = NoRangesError()
-        # So a traceback shows neither obstore's text (context) nor the store (local).
-        del store
-        raise failure
+def _source(store: Any, options: Options) -> Source:
+    return HubSource(store, options) if is_hub(store) else StoreSource(store, options)
 
 
-def _source(
-    store: "str | os.PathLike[str] | ObjectStore", options: Mapping[str, Any]
-) -> StoreSource | HubSource:
-    if isinstance(store, str) and store.startswith(SCHEME):
-        return HubSource(store, options)
-    return StoreSource(store, options)
+# -- patterns, in a thread --------------------------------------------------------
 
 
-# -- what is local, and patterns --------------------------------------------------
+def _globbed(pattern: str, folder: str) -> list[Any]:
+    """Return the files that match, relative to ``folder``, as keys of a store are."""
+    found = glob.glob(pattern, root_dir=folder or None, recursive=True)  # noqa: PTH207
+    # As a store has it: no folders; a dangling link stays, and fails when it is read.
+    # Two segments ** find the same ones twice.
+    return sorted(
+        path
+        for path in set(found)
+        if not os.path.isdir(os.path.join(folder, path))  # noqa: PTH112, PTH118
+    )
 
 
-def shown_address(address: str) -> str:
-    """Return an address or a pattern as it may be shown."""
-    return repr(address if _is_local(address) else redact_url(address))
-
-
-def _is_local(address: str) -> bool:
-    return "://" not in address or address.startswith("file://")
-
-
-def _globbed(pattern: str) -> list[str]:
-    return sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
-
-
-def _matching(keys: Iterable[str], start: str, pattern: str) -> list[str]:
-    matches = re.compile(fnmatch.translate(pattern)).match
-    return [start + key for key in keys if matches(key)]
-
-
-def _path_of(address: str) -> str:
-    return unquote(urlsplit(address).path) if "://" in address else address
-
-
-def _braces(pattern: str) -> list[str]:
-    """Spell out ``{a,b}`` and ``{000..127}``."""
-    from braceexpand import braceexpand  # noqa: PLC0415  (only where there are any)
-
-    return list(braceexpand(pattern)) if "{" in pattern else [pattern]
+def _matching(keys: Iterable[str], pattern: str, root: Address | None) -> list[Address]:
+    found = matching(keys, pattern)
+    return [*found] if root is None else [spell(root, key) for key in found]

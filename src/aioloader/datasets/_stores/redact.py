@@ -1,12 +1,15 @@
 """What may be shown or written of a store's address and options, and what may not.
 
-Pure functions. They err on the safe side: a name that sounds like a secret is one.
+They err on the safe side: a name that sounds like a secret is one.
 """
 
+import pickle
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 from urllib.parse import urlsplit
+
+T = TypeVar("T")
 
 _SECRET_NAME = re.compile(
     r"secret|passw|token|credential|signature|auth|cookie|bearer|private|"
@@ -23,34 +26,87 @@ _HARMLESS_HEADERS = frozenset({
 })  # fmt: skip
 
 
+class Sealed(Generic[T]):
+    """A value that no repr shows and no pickle holds; equal by value.
+
+    Variables and attributes hold secrets in it, for tracebacks print variables.
+
+    Args:
+        value: The secret.
+        what: Which parts of it are secret, for the error of a pickle.
+    """
+
+    __slots__ = ("value", "what")
+
+    def __init__(self, value: T, what: str) -> None:
+        self.value = value
+        self.what = what
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sealed) and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash((Sealed, self.value))
+
+    def __repr__(self) -> str:
+        return "<hidden>"
+
+    def __deepcopy__(self, _memo: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError(
+            f"a pickle would hold {self.what} in clear; set environment variables, "
+            "pass a credential_provider, or read without worker processes"
+        )
+
+
 def redact_url(url: str) -> str:
     """Return ``url`` without user, password, query and fragment.
 
     The user part of an ``abfs://container@account`` address is its container and stays.
-
-    Raises:
-        ValueError: If ``url`` cannot be parsed.
+    In a store that is not HTTP, names may have a ``#``; a ``?`` begins a query if there
+    is a ``=`` after it.
     """
-    parts = urlsplit(url)
-    user, _, host = parts.netloc.rpartition("@")
-    netloc = parts.netloc if _is_container(parts.scheme, user) else host
-    return f"{parts.scheme}://{netloc}{parts.path}".rstrip("/")
+    scheme, _, rest = url.partition("://")
+    if _is_web(scheme):
+        rest = re.split("[?#]", rest, maxsplit=1)[0]
+    netloc, slash, path = rest.partition("/")
+    user, _, host = netloc.rpartition("@")
+    if _is_container(scheme, user):
+        host = netloc
+    return f"{scheme}://{redact_key(host + slash + path)}".rstrip("/")
+
+
+def redact_key(key: str) -> str:
+    """Return a key without what may be the query of a signed URL."""
+    name, _, query = key.partition("?")
+    return name if "=" in query else key
 
 
 def carries_secret(url: str) -> bool:
     """Tell whether a URL carries a user or password, or a query (a signature)."""
-    if "://" not in url:
+    scheme, found, rest = url.partition("://")
+    if not found or not ("@" in rest or "?" in rest or "#" in rest or "[" in rest):
         return False
+    user = re.split("[/?#]", rest, maxsplit=1)[0].rpartition("@")[0]
+    if user and not _is_container(scheme, user):
+        return True
+    if not _is_web(scheme):
+        return redact_key(rest) != rest
     try:
         parts = urlsplit(url)
     except ValueError:
         return True
-    user = parts.netloc.rpartition("@")[0]
-    return bool(parts.query or (user and not _is_container(parts.scheme, user)))
+    return bool(parts.query or parts.fragment)
+
+
+def _is_web(scheme: str) -> bool:
+    return scheme.lower() in {"http", "https"}
 
 
 def _is_container(scheme: str, user: str) -> bool:
-    return scheme in {"abfs", "abfss"} and ":" not in user
+    return scheme.lower() in {"abfs", "abfss"} and ":" not in user
 
 
 def secret_options(options: Mapping[str, Any], path: str = "") -> Iterator[str]:

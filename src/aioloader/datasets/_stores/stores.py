@@ -5,19 +5,44 @@ pickled; a pickle holds the URL and the options, and is refused if those hold se
 """
 
 import base64
+import contextlib
 import os
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
+from aioloader.datasets._stores.addresses import (
+    Address,
+    is_local,
+    opened,
+    path_of,
+    sealed,
+)
 from aioloader.datasets._stores.failures import open_failure
-from aioloader.datasets._stores.redact import carries_secret, redact_url, secret_options
+from aioloader.datasets._stores.options import (
+    OptionError,
+    Options,
+    check_no_options,
+    check_options,
+    culprit,
+    revealed,
+)
+from aioloader.datasets._stores.redact import (
+    Sealed,
+    carries_secret,
+    redact_key,
+    redact_url,
+    secret_options,
+)
+from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+_OF_A_URL = "the URL's user, password or query"
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
@@ -73,35 +98,44 @@ class StoreSource:
 
     Args:
         store: A URL, a local path, or a store of obstore, which stays the caller's.
-        options: Keyword arguments of ``obstore.store.from_url``.
+        options: Keyword arguments of ``obstore.store.from_url``, which are tried now.
 
     Raises:
         ImportError: If obstore is not installed.
         TypeError: If ``store`` is none of these, or options come with a store.
-        ValueError: If the URL is not of a known kind.
+        ValueError: If the URL is not of a known kind, or the store refuses an option.
     """
 
     def __init__(
-        self, store: "str | os.PathLike[str] | ObjectStore", options: Mapping[str, Any]
+        self, store: "Address | os.PathLike[str] | ObjectStore", options: "Options"
     ) -> None:
         obstore = import_obstore()
-        self._url = ""
-        self._given: ObjectStore | None = None
-        self._options = dict(options)
-        if isinstance(store, (str, os.PathLike)):
-            self._url = os.fspath(store)
+        self._url: Address = ""
+        self._given: ObjectStore | Sealed[ObjectStore] | None = None
+        self._options = options
+        # The process that made it; sealed, for its repr shows a query.
+        self._made: tuple[int, Sealed[ObjectStore]] | None = None
+        if isinstance(store, (str, os.PathLike, Sealed)):
+            (self._url,) = sealed(store)
             self.label = _label_of_url(self._url)
+            if is_local(self._url):
+                check_no_options(self.label, self._options)
+            if self._options:
+                self._try_options()
         elif not isinstance(store, get_args(obstore.store.ObjectStore)):
             kind = type(store).__name__
             raise TypeError(
                 f"store must be a URL, path or store of obstore, got {kind}"
             )
         elif options:
-            raise TypeError(f"{', '.join(options)}: options of a store go to its maker")
+            raise TypeError(
+                f"{', '.join(revealed(options))}: store_options are for a URL; pass "
+                f"them to {type(store).__name__}() where the store is made"
+            )
         else:
-            self._given = store
             self.label = _label_of_store(store)
-        self._made: tuple[int, ObjectStore] | None = None
+            secret = ", ".join(_secrets_of(store))
+            self._given = Sealed(store, secret) if secret else store
 
     def open(self) -> "ObjectStore":
         """Return the store, made at the first call in this process.
@@ -113,37 +147,67 @@ class StoreSource:
         """
         _RUNTIME.claim()
         if self._given is not None:
-            return self._given
+            given = self._given
+            return given.value if isinstance(given, Sealed) else given
         # Threads may make two, or close meanwhile: then one goes with its request.
         made = self._made
         if made is None or made[0] != os.getpid():
-            made = self._made = os.getpid(), self._make()
-        return made[1]
+            made = self._made = os.getpid(), Sealed(self._make(), "")
+        return made[1].value
 
     def locate(self, key: str) -> str:
         """Return what may be shown of the address of ``key``."""
-        if self.label.startswith("http"):
-            # The tail of a signed URL, passed as a key, puts no signature into the log.
-            key = key.partition("?")[0]
+        # The tail of a signed URL, passed as a key, puts no signature into the log.
+        key = redact_key(key)
         return f"{self.label.rstrip('/')}/{key}" if key else self.label
+
+    def web_root(self) -> str:
+        """Return what obstore puts before the keys that a web server lists.
+
+        They are relative to the host, unlike those it reads.
+        """
+        if not self.label.startswith(("http://", "https://")):
+            return ""
+        path = unquote(self.label.split("/", 3)[3]) if self.label.count("/") > 2 else ""
+        return f"{path.strip('/')}/" if path else ""
 
     def close(self) -> None:
         """Let go of a store that was made here, and of its idle connections."""
         self._made = None
 
+    def _try_options(self) -> None:
+        """Make a store, to see whether it takes the options.
+
+        Raises:
+            ValueError: If it does not. A file that is missing here may be there where
+                the dataset is read.
+        """
+        with contextlib.suppress(DatasetError):
+            self._make()
+
     def _make(self) -> "ObjectStore":
         stores = import_obstore().store
         try:
-            if "://" not in self._url:
-                local: ObjectStore = stores.LocalStore(self._url, **self._options)
+            if is_local(self._url):
+                local: ObjectStore = stores.LocalStore(_folder(self._url))
                 return local
-            url, options = _prepare(self._url, self._options)
-            store: ObjectStore = stores.from_url(url, **options)
+            check_options(revealed(self._options))
+            return _opened_store(opened(self._url), revealed(self._options))
         except obstore_errors() as exc:
-            failure = open_failure(self.label, exc)
-        else:
-            return store
+            failure = self._open_failure(exc)
         raise failure
+
+    def _open_failure(self, exc: Exception) -> Exception:
+        """Return the error for a store that could not be made."""
+        if isinstance(exc, OptionError):
+            return ValueError(f"cannot open {self.label!r}: {exc}")
+
+        def again(options: Mapping[str, Any]) -> None:
+            _opened_store(opened(self._url), options)
+
+        is_remote = not is_local(self._url)
+        name = culprit(again, revealed(self._options), exc) if is_remote else None
+        return open_failure(self.label, exc, name)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle may hold.
@@ -155,9 +219,9 @@ class StoreSource:
             raise pickle.PicklingError("a MemoryStore lives in one process only")
         if secrets := list(self._secrets()):
             raise pickle.PicklingError(
-                f"ObjectDataset of {self.label!r} cannot be pickled: "
-                f"{', '.join(secrets)} would be written in clear; set environment "
-                f"variables, or pass a credential_provider"
+                f"the store {self.label!r} cannot be pickled: {', '.join(secrets)} "
+                "would be written in clear; set environment variables, pass a "
+                "credential_provider, or read without worker processes"
             )
         return {**self.__dict__, "_made": None}
 
@@ -167,31 +231,44 @@ class StoreSource:
         self.__dict__.update(state)
 
     def _secrets(self) -> Iterator[str]:
-        given = self._given
-        url = self._url if given is None else getattr(given, "url", "")
-        if carries_secret(url):
-            yield "the URL's user, password or query"
-        yield from secret_options(self._options)
-        for name in ("config", "client_options"):
-            yield from secret_options(getattr(given, name, None) or {})
+        if isinstance(self._given, Sealed):
+            yield self._given.what
+        if carries_secret(opened(self._url)):
+            yield _OF_A_URL
+        yield from secret_options(revealed(self._options))
 
 
-def _label_of_url(url: str) -> str:
-    """Return what may be shown of ``url``, if it is of a known kind.
+def _secrets_of(store: "ObjectStore") -> Iterator[str]:
+    """Yield what is secret of a store that the caller made."""
+    if carries_secret(getattr(store, "url", "")):
+        yield _OF_A_URL
+    for name in ("config", "client_options"):
+        yield from secret_options(getattr(store, name, None) or {})
+
+
+def _label_of_url(address: Address) -> str:
+    """Return what may be shown of a URL, if it is of a known kind.
 
     Raises:
         ValueError: If it is not; the message shows no more than the label.
     """
-    if "://" not in url:
-        return url
-    label = redact_url(url)
+    if is_local(address):
+        return path_of(opened(address))
+    label = redact_url(opened(address))
     try:
-        known = bool(import_obstore().parse_scheme(url))
+        known = bool(import_obstore().parse_scheme(opened(address)))
     except Exception:  # noqa: BLE001  (its text may show the whole URL)
         known = False
     if known:
         return "memory://" if label == "memory:" else label
-    raise ValueError(f"no object store is known for the URL {label!r}")
+    raise ValueError(
+        f"no object store is known for the URL {label!r}; known are s3, gs, az, abfss, "
+        "https, http, file and memory"
+    )
+
+
+def _folder(address: Address) -> str:
+    return path_of(opened(address))
 
 
 def _label_of_store(store: "ObjectStore") -> str:
@@ -212,22 +289,35 @@ def _label_of_store(store: "ObjectStore") -> str:
             return f"{scheme}://{bucket}/{prefix}".rstrip("/")
 
 
+def _opened_store(url: str, options: Mapping[str, Any]) -> "ObjectStore":
+    stores = import_obstore().store
+    url, options = _prepare(url, options)
+    is_web = url[:4].lower() == "http"
+    # Signed for S3, Google or Azure, it is read as it is: their stores would drop that.
+    make = stores.HTTPStore if is_web and "?" in url else stores.from_url
+    store: ObjectStore = make(url, **options)
+    return store
+
+
 def _prepare(url: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return URL and options as obstore needs them.
 
     Plain HTTP is allowed where an address asks for it. User and password of a URL,
     which obstore would not send, become the header that they stand for.
     """
-    parts = urlsplit(url)
+    scheme, _, rest = url.partition("://")
+    is_web = scheme.lower() in {"http", "https"}
+    if not is_web:  # a key may have these, but obstore parses a URL
+        url = url.replace("#", "%23").replace("?", "%3F")
     client = dict(options.get("client_options") or {})
     if any(address.startswith("http://") for address in _addresses(url, options)):
         client.setdefault("allow_http", True)
-    user, _, host = parts.netloc.rpartition("@")
-    if user and parts.scheme in {"http", "https"}:
+    user = re.split("[/?#]", rest, maxsplit=1)[0].rpartition("@")[0]
+    if user and is_web:
         token = base64.b64encode(unquote(user).encode()).decode()
         headers = {"authorization": f"Basic {token}"}
         client["default_headers"] = headers | (client.get("default_headers") or {})
-        url = parts._replace(netloc=host).geturl()
+        url = f"{scheme}://{rest[len(user) + 1 :]}"
     prepared = dict(options)
     if client:
         prepared["client_options"] = client

@@ -103,7 +103,7 @@ _UNPACKERS = {"gz": _gunzip, "tgz": _gunzip, "zst": _unzstd, "zstd": _unzstd}
 
 def unpacker_of(name: str) -> Callable[[], Unpacker] | None:
     """Return what unpacks a shard of this name, or None if it is not packed."""
-    ending = name.partition("?")[0].rpartition(".")[2].lower()
+    ending = name.rpartition(".")[2].lower()
     return _UNPACKERS.get(ending)
 
 
@@ -128,6 +128,11 @@ class Unpacked:
         self.is_draining = packed.is_draining
         self.bytes_ahead = packed.bytes_ahead
         self.aclose = packed.aclose
+
+    @property
+    def size(self) -> int | None:
+        """The length of the packed shard."""
+        return self._packed.size
 
     async def read(self) -> Buffer:
         """Return the next piece.

@@ -49,9 +49,15 @@ class Trail:
         self._upstream = upstream
         self._blocks: deque[tuple[State, int]] = deque()  # state before, and length
         self._taken = 0
+        self._begun: State | None = None
+
+    def begin(self, before: State) -> None:
+        """Note that a pull begins; until it is added, the upstream is in motion."""
+        self._begun = before
 
     def add(self, before: State, length: int) -> None:
         """Note that ``length`` samples were pulled from ``before`` on."""
+        self._begun = None
         if length:
             self._blocks.append((before, length))
 
@@ -64,17 +70,18 @@ class Trail:
     def state(self) -> State:
         """Return where the first sample is that was not passed on."""
         if not self._blocks:
-            return {"up": self._upstream.state(), "taken": 0}
+            return {"up": self._begun or self._upstream.state(), "taken": 0}
         return {"up": self._blocks[0][0], "taken": self._taken}
 
 
-async def skip(cursor: Pulls, count: int) -> None:
-    """Pull ``count`` samples and forget them."""
+async def skip(cursor: Pulls, count: int) -> int:
+    """Pull ``count`` samples and forget them; return how many were missing."""
     while count > 0:
         block = await cursor.pull(count)
         if not len(block):
-            return
+            break
         count -= len(block)
+    return count
 
 
 async def guarded(
@@ -106,8 +113,11 @@ class Mapped:
     def __init__(self, upstream: Cursor, function: Callable[[Any], Any]) -> None:
         self._upstream = upstream
         self._function = function
-        self.state = upstream.state
         self.aclose = upstream.aclose
+
+    def state(self) -> State:
+        """Return where the next sample is."""
+        return {"up": self._upstream.state()}
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples, mapped."""
@@ -125,7 +135,12 @@ class Mapped:
 
 
 class MappedAsync:
-    """Each sample through a coroutine function, many at a time, in order."""
+    """Each sample through a coroutine function, many at a time, in order.
+
+    As a call ends, the next one begins, whether or not there is a pull. Memory holds
+    as many samples that wait for their calls, and as many results that wait for their
+    turns, as there are calls at once.
+    """
 
     has_state = True
 
@@ -139,7 +154,10 @@ class MappedAsync:
         self._function = function
         self._concurrency = concurrency
         self._trail = Trail(upstream)
+        self._waiting: deque[Any] = deque()
         self._tasks: deque[asyncio.Task[Any]] = deque()
+        self._under_way = 0
+        self._reading: asyncio.Task[None] | None = None
         self._has_ended = False
         self._skip = 0
 
@@ -151,7 +169,14 @@ class MappedAsync:
         """Return the next samples, mapped: those that are there, at least one."""
         await skip(self._upstream, self._skip)
         self._skip = 0
-        await self._fill()
+        self._refill()
+        while not self._tasks and self._reading is not None:
+            reading = self._reading
+            await asyncio.wait([reading])  # a cancellation leaves it alone
+            if reading.exception() is not None:
+                self._reading = None
+            reading.result()
+            self._refill()
         made: list[Any] = []
         while self._tasks and len(made) < limit:
             if made and not self._tasks[0].done():
@@ -159,20 +184,44 @@ class MappedAsync:
             await asyncio.wait([self._tasks[0]])  # a cancellation leaves it alone
             made.append(self._tasks.popleft().result())
         self._trail.advance(len(made))
+        self._refill()
         return made
 
-    async def _fill(self) -> None:
-        room = self._concurrency - len(self._tasks)
-        # Not one task for one that is done: a pull of one costs as much as of many.
-        while not self._has_ended and room > self._concurrency // 4:
+    def _refill(self) -> None:
+        """Begin calls, and read more samples for those to come."""
+        if self._reading is not None and self._reading.done():
+            if self._reading.exception() is not None:
+                return  # after the last result it is raised
+            self._reading = None
+        while self._waiting and self._under_way < self._concurrency:
+            if len(self._tasks) >= 2 * self._concurrency:
+                return
+            job = guarded(self._function, self._waiting.popleft(), "map")
+            task = asyncio.create_task(job)
+            self._under_way += 1
+            task.add_done_callback(self._ended_call)
+            self._tasks.append(task)
+        # Many at once: to pull one costs as much as to pull many.
+        is_low = 2 * len(self._waiting) <= self._concurrency
+        if is_low and self._reading is None and not self._has_ended:
             before = self._upstream.state()
-            block = await self._upstream.pull(room)
-            self._has_ended = not len(block)
-            self._trail.add(before, len(block))
-            for sample in block:
-                job = guarded(self._function, sample, "map")
-                self._tasks.append(asyncio.create_task(job))
-            room -= len(block)
+            self._trail.begin(before)
+            self._reading = asyncio.create_task(self._read(before))
+            self._reading.add_done_callback(self._ended_reading)
+
+    async def _read(self, before: State) -> None:
+        block = await self._upstream.pull(self._concurrency)
+        self._has_ended = not len(block)
+        self._trail.add(before, len(block))
+        self._waiting.extend(block)
+
+    def _ended_call(self, _task: asyncio.Task[Any]) -> None:
+        self._under_way -= 1
+        self._refill()
+
+    def _ended_reading(self, reading: asyncio.Task[None]) -> None:
+        if not reading.cancelled() and reading.exception() is None:
+            self._refill()
 
     def state(self) -> State:
         """Return where the first sample is that was not passed on."""
@@ -182,7 +231,10 @@ class MappedAsync:
 
     async def aclose(self) -> None:
         """Cancel what is under way."""
-        tasks = list(self._tasks)
+        self._has_ended = True
+        self._waiting.clear()
+        reading, self._reading = self._reading, None
+        tasks = [*self._tasks, *([] if reading is None else [reading])]
         self._tasks.clear()
         for task in tasks:
             task.cancel()
@@ -201,8 +253,11 @@ class Filtered:
         self._upstream = upstream
         self._function = function
         self._is_async = is_async
-        self.state = upstream.state
         self.aclose = upstream.aclose
+
+    def state(self) -> State:
+        """Return where the next sample is."""
+        return {"up": self._upstream.state()}
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples that pass."""

@@ -1,31 +1,21 @@
-"""What a state is bound to: the description of a stream, and how two of them differ.
+"""States and the streams they fit: names of functions, and what of a state is loaded.
 
-A description is a dict, ready for JSON: ``"kind"``, the parameters that determine the
-samples and their order, and ``"of"``, the description of the stream before it. It says
-nothing of where the data lies (root, store, credentials), how it is kept (caches) and
-how much of it is read ahead. Under ``"function"`` is the name of the user's code, which
-may have been renamed: there a difference is only worth a warning.
+The state of each step of a chain holds that of the stream before it under ``"up"``, so
+that what belongs to steps that differ can be left out.
 """
 
 import functools
 import inspect
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
+from aioloader._observe.warnings import warn
+from aioloader._order.stream_chains import Description, differences, steps_of
+from aioloader._order.stream_states import check_version
 from aioloader.datasets._streams.cursors import State
+from aioloader.errors import StateMismatchError
 
 _MAIN = {"__main__", "__mp_main__"}
-
-
-class Differences(NamedTuple):
-    """How a stream differs from the one that a state was saved by.
-
-    Attributes:
-        errors: What the state does not fit.
-        renamed: Functions that have other names.
-    """
-
-    errors: list[str]
-    renamed: list[str]
 
 
 def name_of(function: Any) -> str:
@@ -43,43 +33,103 @@ def name_of(function: Any) -> str:
     return f"{module}.{named.__qualname__}" if is_known else str(named.__qualname__)
 
 
-def steps_of(description: State) -> list[State]:
-    """Return the source and the steps of a description, in that order."""
-    steps = [description]
-    while "of" in steps[-1]:
-        steps.append(steps[-1]["of"])
-    return [{k: v for k, v in one.items() if k != "of"} for one in reversed(steps)]
+def fitted(state: State, found: Description, *, strict: bool) -> State:
+    """Return a state as the stream with a description can load it.
+
+    Args:
+        state: What ``state_dict`` of an iterator returned.
+        found: The description of the stream.
+        strict: Whether it has to be the same stream; if not, what does not fit is left
+            out, and a warning says what.
+
+    Raises:
+        StateMismatchError: If the state is of another version, or another stream; names
+            what differs.
+    """
+    check_version(state)
+    errors, renamed = differences(state["stream"], found)
+    if errors and strict:
+        raise StateMismatchError(
+            f"the state is of another stream: {'; '.join(errors)}; load it with the "
+            "stream that saved it, or what fits of it with strict=False",
+            expected=state["stream"],
+            found=found,
+        )
+    if renamed:
+        warn(
+            f"the state was saved with functions of other names: {'; '.join(renamed)}; "
+            "if they do something else, the samples are others"
+        )
+    if errors:
+        state = _moved(state, errors, state["stream"], found)
+    state = {**state, "stream": found}
+    return state if strict else {**state, "strict": False}
 
 
-def differences(saved: State, found: State) -> Differences:
-    """Compare two descriptions; in words, for an error or a warning."""
+def _moved(
+    state: State, errors: Sequence[str], saved: Description, found: Description
+) -> State:
+    """Leave out what does not fit, and warn."""
+    lost: dict[str, None] = {}
+    streams = {}
+    for reader, one in state["streams"].items():
+        streams[reader] = {**one, "state": _carried(one["state"], saved, found, lost)}
+    warn(
+        f"the state is of another stream: {'; '.join(errors)}; what fits is loaded, "
+        f"and this is ignored: {'; '.join(lost) or 'nothing'}"
+    )
+    return {**state, "streams": streams}
+
+
+def _carried(
+    state: State, saved: Description, found: Description, lost: dict[str, None]
+) -> State:
+    """Return what of a cursor's state fits another chain; note what does not."""
+    if not state:
+        return {}
     before, now = steps_of(saved), steps_of(found)
-    if _kinds(before) != _kinds(now):
-        chains = f"{'.'.join(_kinds(before))}, and this is {'.'.join(_kinds(now))}"
-        return Differences([f"it was saved by {chains}"], [])
-    result = Differences([], [])
-    for old, new in zip(before, now, strict=True):
-        for name in sorted(old.keys() | new.keys()):
-            _compare(old, new, name, result)
-    return result
+    owns: list[State] = []  # states of the steps, the last one first
+    for _ in before[1:]:
+        owns.append({name: one for name, one in state.items() if name != "up"})
+        state = state.get("up") or {}
+    made = _carried_source(state, before[0], now[0], lost)
+    if not made:
+        return {}
+    at = 1
+    for step in now[1:]:
+        places = range(at, len(before))
+        same = next((k for k in places if _is_alike(before[k], step)), None)
+        if same is None:
+            lost[f"{step['kind']} has no state, and begins anew"] = None
+        own = {} if same is None else owns[len(before) - 1 - same]
+        skipped = before[at:same] if same is not None else []
+        lost.update({f"the state of {one['kind']}": None for one in skipped})
+        at = at if same is None else same + 1
+        made = {**own, "up": made}
+    lost.update({f"the state of {one['kind']}": None for one in before[at:]})
+    return made
 
 
-def _kinds(steps: list[State]) -> list[str]:
-    return [one["kind"] for one in steps]
+def _carried_source(
+    state: State, saved: Description, found: Description, lost: dict[str, None]
+) -> State:
+    """Return what of the state of a source fits another one; empty: nothing."""
+    if _is_alike(saved, found):
+        return state
+    pairs = list(zip(saved.get("streams", ()), found.get("streams", ()), strict=False))
+    if not pairs or len(saved["streams"]) != len(found["streams"]) or not state:
+        lost[f"all of it but the epoch: {found['kind']} begins anew"] = None
+        return {}
+    up = [
+        _carried(one, *pair, lost) for one, pair in zip(state["up"], pairs, strict=True)
+    ]
+    return {**state, "up": up}
 
 
-def _compare(old: State, new: State, name: str, result: Differences) -> None:
-    """Add how two steps differ in one parameter."""
-    was, is_now = old.get(name), new.get(name)
-    if was == is_now:
-        return
-    if name == "streams" and was and is_now and len(was) == len(is_now):
-        for at, (one, other) in enumerate(zip(was, is_now, strict=True)):
-            errors, renamed = differences(one, other)
-            result.errors.extend(f"stream {at} of {old['kind']}: {e}" for e in errors)
-            result.renamed.extend(f"stream {at} of {old['kind']}: {e}" for e in renamed)
-        return
-    if name == "streams":
-        was, is_now = (f"{len(found or ())} streams" for found in (was, is_now))
-    text = f"{name} of {old['kind']} was {was!r}, and is {is_now!r}"
-    (result.renamed if name == "function" else result.errors).append(text)
+def _is_alike(one: Description, other: Description) -> bool:
+    """Tell whether two steps differ at most in the names of functions."""
+    return not any(
+        one.get(name) != other.get(name)
+        for name in one.keys() | other.keys()
+        if name not in {"function", "of"}
+    )

@@ -16,12 +16,14 @@ from aioloader.datasets._stores.bytes import BEGUN
 from aioloader.datasets._streams.cursors import State, skip
 from aioloader.datasets._streams.shards import (
     CountsBytes,
+    KnowsSize,
     NamesPositions,
     Position,
     Shard,
     ShardFormat,
     ShardReader,
 )
+from aioloader.errors import DatasetError
 
 # Samples that a lane asks its reader for at once, at least: many share the cost.
 _SAMPLES = 256
@@ -101,7 +103,10 @@ class Lane:
             position = self._reader.position_after(self._taken)
             return {"shard": self._number, "at": position, "taken": 0}
         taken = self._skip or self._taken
-        return {"shard": self._number, "at": self._position, "taken": taken}
+        position = self._position
+        if isinstance(self._reader, KnowsSize) and (size := self._reader.size):
+            position = {**position, "size": size}
+        return {"shard": self._number, "at": position, "taken": taken}
 
     async def aclose(self) -> None:
         """Close what is open."""
@@ -114,7 +119,7 @@ class Lane:
 
     async def _pull(self, reader: ShardReader, limit: int) -> None:
         try:
-            await skip(reader, self._skip)
+            await self._drop(reader)
             self._skip = self._taken = 0
             self._block, self._position = [], reader.position()
             least = _ROWS if self._has_columns else _SAMPLES
@@ -129,6 +134,14 @@ class Lane:
             await self._turn()
         elif reader.is_draining():
             self._open_next()
+
+    async def _drop(self, reader: ShardReader) -> None:
+        """Drop the samples that were passed on before the state was saved."""
+        if missing := await skip(reader, self._skip):
+            raise DatasetError(
+                f"shard {self._number} of its lane ends {missing:,} samples before the "
+                "place that the state names; it has changed since"
+            )
 
     def _open_next(self) -> None:
         """Let the next shards be read ahead, with half of the budget: the rest is free.

@@ -11,11 +11,14 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+from aioloader._observe.warnings import warn
 from aioloader._order.blocks import Bad, Block
 from aioloader._order.shares import Deal, Share
 from aioloader._order.stream_states import part_of, state_of
+from aioloader.datasets._streams.agreement import Agreement, RankStore
 from aioloader.datasets._streams.cursors import Cursor, State
 from aioloader.datasets._streams.turns import Alone, Hosted, Turns
+from aioloader.errors import StateMismatchError
 from aioloader.protocols import BlockIterator
 
 Sample_co = TypeVar("Sample_co", covariant=True)
@@ -30,12 +33,14 @@ class Reading:
         share: What is read.
         stack: Closes what the iteration needs.
         listed: What all readers here have in common, by the identity of a source.
+        agreement: How ranks compare their lists of shards; None: they do not.
     """
 
     epoch: int
     share: Share
     stack: AsyncExitStack
-    listed: dict[int, Any] = field(default_factory=dict)
+    listed: dict[Any, Any] = field(default_factory=dict)
+    agreement: Agreement | None = None
 
 
 class Opens(Protocol):
@@ -43,6 +48,12 @@ class Opens(Protocol):
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return a cursor; ``state`` is what its ``state`` returned, or empty."""
+
+    def describe(self) -> State:
+        """Return what a state is bound to."""
+
+    def total(self) -> int | None:
+        """Return how many samples an epoch of all ranks has, if that is known."""
 
 
 class StreamIterator(BlockIterator, Generic[Sample_co]):
@@ -57,22 +68,35 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         epoch: Number of the epoch.
         deal: Which positions of the order are read here.
         state: Where to begin, if not at the beginning.
+        store: Where ranks compare their lists of shards; None: nowhere.
 
     Raises:
         StateMismatchError: If ``state`` lacks what this rank reads.
     """
 
     def __init__(
-        self, stream: Opens, epoch: int, deal: Deal, state: State | None = None
+        self,
+        stream: Opens,
+        epoch: int,
+        deal: Deal,
+        state: State | None = None,
+        store: RankStore | None = None,
     ) -> None:
         self.fills = deal.is_alone
+        total = stream.total()
+        self.real = None if total is None else deal.part(total)
         self._stream = stream
+        self._description = stream.describe()
         self._epoch = epoch
         self._deal = deal
         if state is None:
             fresh = {str(reader): {"taken": 0, "state": {}} for reader in deal.hosted()}
-            state = state_of(epoch, deal.readers, 0, fresh)
-        self._state = part_of(state, deal)
+            state = state_of(self._description, epoch, deal.readers, 0, fresh)
+        self._is_strict = state.get("strict", True)
+        self._state = part_of({k: v for k, v in state.items() if k != "strict"}, deal)
+        self._agreement: Agreement | None = None
+        if store is not None:
+            self._agreement = Agreement(store, deal.rank, deal.ranks, epoch)
         self._stack = AsyncExitStack()
         self._cursors: list[Cursor] = []
         self._course: Alone | Turns | None = None
@@ -84,10 +108,29 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return self
 
     async def __anext__(self) -> Sample_co:
+        block = None if self._reading is not None or self._is_closed else self._taken()
+        if block is None:
+            block = await self._next()
+        sample = block[0]
+        if type(sample) is Bad:
+            raise sample.error
+        result: Sample_co = sample
+        return result
+
+    def _taken(self) -> Block | None:
+        """Return a block of one sample that is there already, without a wait."""
+        if self._course is not None:
+            while (block := self._course.take(1)) is not None:
+                if len(block):
+                    return block
+        return None
+
+    async def _next(self) -> Block:
+        """Return a block of one sample, read in a task of its own."""
         if self._reading is None and not self._is_closed:
             # If this step is cancelled, the state is that before it.
             self._state = self.state_dict()
-            self._reading = _begun(self._next())
+            self._reading = _begun(self._read(None))
         block: Block | None = None
         if self._reading is not None:
             if not self._reading.done():
@@ -96,11 +139,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             block = reading.result()
         if block is None:
             raise StopAsyncIteration
-        sample = block[0]
-        if type(sample) is Bad:
-            raise sample.error
-        result: Sample_co = sample
-        return result
+        return block
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples: what stands at the next ``limit`` positions.
@@ -112,26 +151,21 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         Raises:
             StopAsyncIteration: At the end, if it does not fill.
         """
-        block = await self._pull(limit)
+        block = await self._read(limit)
         if block is not None:
             return block
         if not self.fills:
             raise StopAsyncIteration
         return []
 
-    async def _next(self) -> Block | None:
-        """Return a block of one sample; None at the end."""
-        while (block := await self._pull(1)) is not None and not len(block):
-            pass
-        return block
-
-    async def _pull(self, limit: int) -> Block | None:
-        """Return the next block; None at the end."""
+    async def _read(self, limit: int | None) -> Block | None:
+        """Return the next block, or a block of one sample; None at the end."""
         if self._is_closed:
             return None
         if self._course is None:
             self._course = await self._open()
-        block = await self._course.pull(limit)
+        course = self._course
+        block = await (course.one() if limit is None else course.pull(limit))
         if block is None:
             self._state = self._now()
             await self._release()
@@ -140,7 +174,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
     async def _open(self) -> Alone | Turns:
         """Open what is read here, from where the state is."""
         deal, streams = self._deal, self._state["streams"]
-        listed: dict[int, Any] = {}
+        listed: dict[Any, Any] = {}
         at = -(-self._state["position"] // deal.ranks)
         hosted: list[Hosted] = []
         for reader, wanted in zip(deal.hosted(), deal.wanted(at), strict=True):
@@ -148,13 +182,26 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             cursor: Cursor | None = None
             if self.fills or not known.get("ended"):
                 share = deal.share(reader)
-                reading = Reading(self._epoch, share, self._stack, listed)
-                cursor = await self._stream.open(reading, known["state"])
+                reading = Reading(
+                    self._epoch, share, self._stack, listed, self._agreement
+                )
+                cursor = await self._cursor(reading, known["state"])
                 self._cursors.append(cursor)
             if self.fills and cursor is not None:
                 return Alone(reader, cursor, at, known)
             hosted.append(Hosted(cursor, known, wanted, deal.stride))
         return Turns(deal, hosted, at)
+
+    async def _cursor(self, reading: Reading, state: State) -> Cursor:
+        """Open one reader; at its beginning if its state may be ignored, and must."""
+        try:
+            return await self._stream.open(reading, state)
+        except StateMismatchError as error:
+            if self._is_strict:
+                raise
+            what = f"reader {reading.share.reader} begins the epoch anew"
+            warn(f"the state is ignored, and {what}: {error}")
+        return await self._stream.open(reading, {})
 
     def state_dict(self) -> State:
         """Return the position after the last sample returned, ready for JSON.
@@ -170,6 +217,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         if course is None:
             return self._state
         return state_of(
+            self._description,
             self._epoch,
             deal.readers,
             course.at * deal.ranks,

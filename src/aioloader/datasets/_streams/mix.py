@@ -1,20 +1,77 @@
 """Several streams as one: each sample from a stream that is drawn by weight.
 
 The draws are a function of the key and of how many went before, so that the state is
-that of the streams and one number.
+that of the streams and some numbers. Many are drawn at once, and what the streams give
+is woven into one block, of which pulls are cut.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from aioloader._order.blocks import Block
-from aioloader.datasets._streams.cursors import Cursor, State
+from aioloader._order.blocks import Block, cut, join, pick
+from aioloader.datasets._streams.cursors import Cursor, State, Trail, skip
 
 Until: TypeAlias = Literal["all", "first"]
-# Draws made at once.
-_BLOCK = 1024
+Numbers: TypeAlias = npt.NDArray[np.int64]
+# Draws that one generator makes.
+_BLOCK = 4096
+# Samples that are drawn at once, at most; so many pulls' at most.
+_SAMPLES = 512
+_PULLS = 8
+# Rows of columns that are woven on the loop, at most.
+_ROWS = 256
+
+
+class _Part:
+    """One of the streams: what was pulled of it, and not passed on yet.
+
+    Args:
+        cursor: What is read; owned.
+        taken: Samples to drop first.
+    """
+
+    def __init__(self, cursor: Cursor, taken: int) -> None:
+        self.cursor = cursor
+        self.has_ended = False
+        self._skip = taken
+        self._trail = Trail(cursor)
+        self._block: Block = []
+        self._woven = 0
+
+    def ready(self) -> int:
+        """Return how many samples can be woven."""
+        return len(self._block) - self._woven
+
+    async def fill(self, count: int) -> None:
+        """Get up to ``count`` more samples; at least one, or the end."""
+        await skip(self.cursor, self._skip)
+        self._skip = 0
+        before = self.cursor.state()
+        block = await self.cursor.pull(count)
+        self.has_ended = not len(block)
+        self._trail.add(before, len(block))
+        rest = cut(self._block, self._woven)
+        self._block = join([rest, block]) if len(rest) else block
+        self._woven = 0
+
+    def take(self, count: int) -> Block:
+        """Return the next samples, to be woven."""
+        start, self._woven = self._woven, self._woven + count
+        return cut(self._block, start, self._woven)
+
+    def pass_on(self, count: int) -> None:
+        """Note that as many samples were passed on."""
+        self._trail.advance(count)
+
+    def state(self) -> State:
+        """Return where the first sample is that was not passed on."""
+        if self._skip:
+            return {"up": self.cursor.state(), "taken": self._skip}
+        return self._trail.state()
 
 
 class Mixed:
@@ -36,55 +93,113 @@ class Mixed:
         until: Until,
         state: State,
     ) -> None:
-        self._cursors = cursors
+        taken = state.get("taken") or [0] * len(cursors)
+        self._parts = [_Part(*pair) for pair in zip(cursors, taken, strict=True)]
         self._weights = np.asarray(weights, np.float64)
-        self._key = [word & 0xFFFFFFFF for word in key]
+        self._key = [word & 0xFFFFFFFFFFFFFFFF for word in key]
         self._until = until
         self._drawn: int = state.get("drawn", 0)
         self._ended: set[int] = set(state.get("ended", ()))
-        self._draws: list[float] = []
-        self._bounds = self._cumulated()
+        # A block's choices; its number, and how many streams had ended.
+        self._draws: Numbers = np.empty(0, np.int64)
+        self._drawn_of = -1, 0
+        # What is woven, of which streams, and how much of it was passed on, and noted.
+        self._woven: Block = []
+        self._choices: Numbers = np.empty(0, np.int64)
+        self._given = self._noted = 0
 
     async def pull(self, limit: int) -> Block:
-        """Return the next sample, and as many of the same stream as are drawn next."""
-        while len(self._ended) < len(self._cursors):
-            at = self._peek()
-            count = 1
-            while count < limit and self._peek(count) == at:
-                count += 1
-            block = await self._cursors[at].pull(count)
-            if len(block):
-                self._drawn += len(block)
-                return block
-            self._ended.add(at)
+        """Return the next samples, from 1 to ``limit``; none at the end."""
+        if self._given >= len(self._woven):
+            await self._weave(limit)
+        start, self._given = self._given, min(self._given + limit, len(self._woven))
+        self._drawn += self._given - start
+        return cut(self._woven, start, self._given)
+
+    def _note(self) -> None:
+        """Tell the streams what was passed on of them."""
+        choices, self._noted = self._choices[self._noted : self._given], self._given
+        counts = np.bincount(choices, minlength=len(self._parts)).tolist()
+        for part, count in zip(self._parts, counts, strict=True):
+            part.pass_on(count)
+
+    async def _weave(self, limit: int) -> None:
+        """Draw many streams, and put what they give in that order."""
+        self._note()
+        self._woven, self._choices = [], self._choices[:0]
+        self._given = self._noted = 0
+        most = max(limit, min(_PULLS * limit, _SAMPLES))
+        while len(self._ended) < len(self._parts):
+            choices = self._draw(most)
+            choices = choices[: await self._fill(choices)]
+            if len(choices):
+                await self._put_in_order(choices)
+                return
+            # The next one is drawn of a stream that has ended.
+            self._ended.add(int(self._draw(1)[0]))
             if self._until == "first":
-                self._ended.update(range(len(self._cursors)))
-            self._bounds = self._cumulated()
-        return []
+                self._ended.update(range(len(self._parts)))
 
-    def _peek(self, ahead: int = 0) -> int:
-        """Return which stream the next draw, or a later one, is of."""
-        block, place = divmod(self._drawn + ahead, _BLOCK)
-        if not self._draws or self._draws[0] != block:
+    async def _fill(self, choices: Numbers) -> int:
+        """Have the streams give what was drawn; return for how many draws they do."""
+        counts = np.bincount(choices, minlength=len(self._parts)).tolist()
+        length = len(choices)
+        for at, (part, count) in enumerate(zip(self._parts, counts, strict=True)):
+            if part.ready() < count and not part.has_ended:
+                await part.fill(count - part.ready())
+            if part.ready() < count:
+                places = np.flatnonzero(choices == at)
+                length = min(length, int(places[part.ready()]))
+        return length
+
+    async def _put_in_order(self, choices: Numbers) -> None:
+        """Weave the next samples of the streams."""
+        counts = np.bincount(choices, minlength=len(self._parts)).tolist()
+        blocks = [
+            part.take(count)
+            for part, count in zip(self._parts, counts, strict=True)
+            if count
+        ]
+        # Sorted by stream, the samples are those of the blocks, one after the other.
+        places = np.empty(len(choices), np.int64)
+        places[np.argsort(choices, kind="stable")] = np.arange(len(choices))
+        self._choices = choices
+        if len(choices) > _ROWS and not any(isinstance(one, list) for one in blocks):
+            self._woven = await asyncio.to_thread(_woven, blocks, places)
+        else:
+            self._woven = _woven(blocks, places)
+
+    def _draw(self, count: int) -> Numbers:
+        """Return which streams the next samples are of: at least one, of one block."""
+        block, place = divmod(self._drawn, _BLOCK)
+        key = block, len(self._ended)
+        if key != self._drawn_of:
             rng = np.random.default_rng([*self._key, block])
-            self._draws = [block, *rng.random(_BLOCK).tolist()]
-        draw = self._draws[place + 1] * self._bounds[-1]
-        return int(np.searchsorted(self._bounds, draw, side="right"))
-
-    def _cumulated(self) -> Any:
-        weights = self._weights.copy()
-        weights[list(self._ended)] = 0
-        return np.cumsum(weights)
+            weights = self._weights.copy()
+            weights[list(self._ended)] = 0
+            bounds = np.cumsum(weights)
+            draws = rng.random(_BLOCK) * bounds[-1]
+            self._draws = np.searchsorted(bounds, draws, side="right").astype(np.int64)
+            self._drawn_of = key
+        return self._draws[place : place + count]
 
     def state(self) -> State:
         """Return where each stream is, and how many samples were drawn."""
+        self._note()
+        states = [part.state() for part in self._parts]
         return {
-            "up": [cursor.state() for cursor in self._cursors],
+            "up": [one["up"] for one in states],
+            "taken": [one["taken"] for one in states],
             "drawn": self._drawn,
             "ended": sorted(self._ended),
         }
 
     async def aclose(self) -> None:
         """Close all streams."""
-        for cursor in self._cursors:
-            await cursor.aclose()
+        for part in self._parts:
+            await part.cursor.aclose()
+
+
+def _woven(blocks: Sequence[Block], places: Numbers) -> Block:
+    indices: Any = places.tolist()
+    return pick(join(blocks), indices)

@@ -5,16 +5,15 @@ sharing among readers, state) is built on these three protocols alone.
 """
 
 import abc
-import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
+from hashlib import blake2b
 from typing import Any, Protocol, TypeAlias
-from urllib.parse import unquote
 
 from typing_extensions import Buffer
 
 from aioloader._order.blocks import Block
-from aioloader.datasets._stores.redact import redact_url
+from aioloader.datasets._stores.addresses import Address, name_of
 
 Shard: TypeAlias = Any
 Position: TypeAlias = dict[str, Any]
@@ -88,6 +87,19 @@ class CountsBytes(abc.ABC):
         """
 
 
+class KnowsSize(abc.ABC):
+    """A reader that knows how long its shard is: a state then holds that too.
+
+    ``open`` gets it back as ``"size"`` of the position, to see whether the shard is
+    still as long.
+    """
+
+    @property
+    @abc.abstractmethod
+    def size(self) -> int | None:
+        """Length of the whole shard, in bytes; None before it is known."""
+
+
 class ShardFormat(Protocol):
     """How the shards of one dataset are listed and opened."""
 
@@ -140,7 +152,7 @@ class CutsShards(abc.ABC):
         """
 
 
-def summary_of(addresses: Iterable[str]) -> Summary:
+def summary_of(addresses: Iterable[Address]) -> Summary:
     """Return the summary of shards that have addresses: how many, and which.
 
     They may be moved together: a name counts from the last directory that all are in,
@@ -150,9 +162,9 @@ def summary_of(addresses: Iterable[str]) -> Summary:
         addresses: Of each shard, in order.
 
     Returns:
-        ``"count"``, and ``"names"``, a checksum.
+        ``"count"``, and ``"names"``, a digest.
     """
-    plain = [_plain(address) for address in addresses]
+    plain = [name_of(address) for address in addresses]
     first, last = min(plain, default=""), max(plain, default="")
     # What the first and the last one begin with, all begin with.
     shared = next(
@@ -161,9 +173,5 @@ def summary_of(addresses: Iterable[str]) -> Summary:
     )
     start = first.rfind("/", 0, shared) + 1
     names = "\0".join(name[start:] for name in plain)
-    checksum = zlib.crc32(names.encode("utf-8", "surrogateescape"))
-    return {"count": len(plain), "names": f"{checksum:08x}"}
-
-
-def _plain(address: str) -> str:
-    return unquote(redact_url(address)) if "://" in address else address
+    digest = blake2b(names.encode("utf-8", "surrogateescape"), digest_size=8)
+    return {"count": len(plain), "names": digest.hexdigest()}

@@ -9,6 +9,7 @@ hundred samples more than without turns.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
@@ -20,6 +21,8 @@ from aioloader.datasets._streams.cursors import Cursor, State
 # Samples that all readers here are asked for at once, at most; so many pulls' at most.
 _SAMPLES = 512
 _PULLS = 4
+# Seconds that more samples than the next one may take to come.
+_QUICK = 1e-3
 # As many rows of columns, which are in memory anyway.
 _ROWS = 1 << 14
 
@@ -45,9 +48,42 @@ class Alone:
         # Ranks that shared it had not read so far; one that has ended lags no more.
         self._lag = 0 if known.get("ended") else at - self._taken
         self._has_ended = False
+        # Of what was read ahead: samples, how many were taken, and the state before.
+        self._ahead: Block = []
+        self._given = 0
+        self._before: State = {}
+        self._limit = 1
 
     async def pull(self, limit: int) -> Block | None:
         """Return the next samples, from 1 to ``limit``; None at the end."""
+        return self.take(limit) or await self._pull(limit)
+
+    def take(self, limit: int) -> Block | None:
+        """Return samples that were read ahead; None if there are none."""
+        if self._given >= len(self._ahead):
+            return None
+        block = cut(self._ahead, self._given, self._given + limit)
+        self._given += len(block)
+        self.at += len(block)
+        return block
+
+    async def one(self) -> Block | None:
+        """Return a block of the next sample; None at the end.
+
+        Others are read with it, as many as come in about a millisecond.
+        """
+        before, began = self.streams(), time.perf_counter()
+        block = await self._pull(self._limit)
+        if block is None:
+            return None
+        is_quick = time.perf_counter() - began < _QUICK
+        grown = min(2 * self._limit, _SAMPLES)
+        self._limit = grown if is_quick else max(1, self._limit // 4)
+        self.at -= len(block)
+        self._ahead, self._given, self._before = block, 0, before
+        return self.take(1)
+
+    async def _pull(self, limit: int) -> Block | None:
         if self._lag > 0:
             await self._catch_up()
         block = await self._cursor.pull(limit)
@@ -65,6 +101,8 @@ class Alone:
 
     def streams(self) -> State:
         """Return the state of each reader."""
+        if self._given < len(self._ahead):
+            return self._before  # what was taken since is dropped when it is loaded
         one = {"taken": self._taken, "state": self._cursor.state()}
         if self._has_ended:
             one["ended"] = True
@@ -185,6 +223,17 @@ class Turns:
         self._length = self._passed = 0
         self._weft: list[Hosted] = []
         self._before: list[int] = [0]
+
+    def take(self, limit: int) -> Block | None:
+        """Return what stands at the next positions, if that is woven already."""
+        left = self._length - self._passed
+        return self._take(min(limit, left)) if left > 0 else None
+
+    async def one(self) -> Block | None:
+        """Return a block of the next sample; None at the end."""
+        while (block := await self.pull(1)) is not None and not len(block):
+            pass
+        return block
 
     async def pull(self, limit: int) -> Block | None:
         """Return what stands at the next ``limit`` positions; None at the end.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from aioloader._order.blocks import Bad
 from aioloader.datasets._cuts import CannotCutError, nearest, read_whole
+from aioloader.datasets._stores.addresses import Address, beside
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._tar.walk import TarParser
 from aioloader.errors import DatasetError, ObjectNotFoundError
@@ -27,12 +28,8 @@ _RECORD_BYTES = 1 << 16
 _NO_SIZE = 1 << 62
 
 
-def index_name(address: str) -> str:
-    """Return the address of the index of an archive."""
-    path, mark, query = (
-        address.partition("?") if "://" in address else (address, "", "")
-    )
-    return f"{path}.idx{mark}{query}"
+def _index_of(path: str) -> str:
+    return f"{path}.idx"
 
 
 def write_index(path: "StrPath", index: "StrPath | None" = None) -> int:
@@ -50,7 +47,7 @@ def write_index(path: "StrPath", index: "StrPath | None" = None) -> int:
         OSError: If it cannot be read or the index cannot be written.
     """
     path = os.fspath(path)
-    target = Path(os.fspath(index) if index is not None else index_name(path))
+    target = Path(os.fspath(index) if index is not None else _index_of(path))
     offsets = array.array("Q", _offsets(path))
     if sys.byteorder != "little":
         offsets.byteswap()
@@ -84,10 +81,10 @@ def _offsets(path: str) -> Sequence[int]:
 
 
 async def at_samples(
-    places: Places, address: str, size: int, count: int
+    places: Places, address: Address, size: int, count: int
 ) -> Sequence[int]:
     """Return where samples begin, as ``Cuts`` says: by the index of the archive."""
-    name = index_name(address)
+    name = beside(address, _index_of)
     try:
         data = await read_whole(places.open(name, 0, _PIECE))
     except ObjectNotFoundError:

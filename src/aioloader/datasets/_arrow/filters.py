@@ -1,0 +1,101 @@
+"""Rows that are wanted: row groups are skipped by statistics, what remains is exact.
+
+A condition is pyarrow's: an expression, or a list of tuples as ``pyarrow.parquet`` has.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from aioloader.datasets._arrow.ranges import RangeFile
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyarrow import parquet as pq
+
+
+class Filters:
+    """A condition that rows meet.
+
+    Args:
+        filters: An expression of pyarrow, or ``[[(column, op, value), ...], ...]``:
+            any of the lists, all of a list's tuples.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+
+    def __init__(self, filters: Any) -> None:
+        from pyarrow import compute, parquet  # noqa: PLC0415  (an optional dependency)
+
+        if not isinstance(filters, compute.Expression):
+            try:
+                filters = parquet.filters_to_expression(filters)
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"filters must be an expression of pyarrow or a list of (column, "
+                    f"op, value), got {filters!r}: {error}"
+                ) from error
+        self.expression = filters
+
+    def names(self, schema: "pa.Schema") -> list[str]:
+        """Return the columns that the condition is about.
+
+        pyarrow does not tell: they are those without which it cannot be applied.
+
+        Raises:
+            ValueError: If it does not suit the columns.
+        """
+        table = schema.empty_table()
+        try:
+            table.filter(self.expression)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise ValueError(
+                f"filters={self.expression} do not suit the columns "
+                f"{', '.join(schema.names[:20])}: {error}"
+            ) from error
+        return self._needed(table, schema.names)
+
+    def _needed(self, table: "pa.Table", among: Sequence[str]) -> list[str]:
+        if not among:
+            return []
+        try:
+            table.drop_columns(list(among)).filter(self.expression)
+        except (ValueError, TypeError, NotImplementedError):
+            if len(among) == 1:
+                return list(among)
+            half = len(among) // 2
+            first, second = among[:half], among[half:]
+            return self._needed(table, first) + self._needed(table, second)
+        return []
+
+    def passed(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
+        """Return the rows that meet the condition, in order."""
+        return batch.filter(self.expression)
+
+    def row_groups(
+        self, size: int, tail: bytes, metadata: "pq.FileMetaData"
+    ) -> Iterable[int]:
+        """Return the row groups of a Parquet file that may have such rows.
+
+        Args:
+            size: Length of the file, in bytes.
+            tail: Its end, with the footer in it.
+            metadata: What the footer says.
+        """
+        import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+        from pyarrow import dataset  # noqa: PLC0415  (an optional dependency)
+
+        file = RangeFile(size, _no_more, {size - len(tail): tail})
+        made = dataset.ParquetFileFormat().make_fragment(pa.PythonFile(file, mode="r"))
+        try:
+            return [group.id for group in made.subset(self.expression).row_groups]
+        except (ValueError, TypeError, NotImplementedError, OSError):
+            # A column is of another type here, or missing: rows will tell.
+            return range(metadata.num_row_groups)
+
+    def __repr__(self) -> str:
+        return str(self.expression)
+
+
+def _no_more(_start: int, _stop: int) -> bytes:
+    return b""

@@ -1,0 +1,290 @@
+"""Lines of CSV files: where they end, and columns of them.
+
+A newline within quotes ends no line. A line that cannot be read is a failed sample, and
+those around it are read.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aioloader._order.blocks import Bad
+from aioloader.errors import DatasetError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+# Bytes that are parsed at once: the search for quotes holds the interpreter.
+BLOCK = 1 << 18
+# The longest line.
+_LONGEST = 1 << 28
+# The mark of the byte order, at the beginning of a file.
+BOM = "\ufeff".encode()
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How values are written.
+
+    Attributes:
+        delimiter: What is between values.
+        quote_char: What is around values; ``False``: nothing is.
+        escape_char: What is before a character that is meant; ``False``: none is.
+        newlines_in_values: Whether quoted values may have newlines.
+        null_values: What is NULL; None: as pyarrow has it.
+        strings_can_be_null: Whether that holds for text too.
+
+    Raises:
+        ValueError: If one is no single character.
+    """
+
+    delimiter: str = ","
+    quote_char: str | bool = '"'
+    escape_char: str | bool = False
+    newlines_in_values: bool = False
+    null_values: Sequence[str] | None = None
+    strings_can_be_null: bool = False
+    _quoted: "re.Pattern[bytes] | None" = field(init=False, default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("delimiter", "quote_char", "escape_char"):
+            sign = getattr(self, name)
+            is_off = sign is False and name != "delimiter"
+            if not is_off and not (isinstance(sign, str) and len(sign.encode()) == 1):
+                raise ValueError(f"{name} must be one character, got {sign!r}")
+        if isinstance(self.null_values, str):
+            raise TypeError(f"null_values must be a list, got {self.null_values!r}")
+        object.__setattr__(self, "_quoted", self._pattern())
+
+    def describe(self) -> dict[str, Any]:
+        """Return all of it, ready for JSON."""
+        nulls = None if self.null_values is None else list(self.null_values)
+        return {
+            "delimiter": self.delimiter,
+            "quote_char": self.quote_char,
+            "escape_char": self.escape_char,
+            "newlines_in_values": self.newlines_in_values,
+            "null_values": nulls,
+            "strings_can_be_null": self.strings_can_be_null,
+        }
+
+    def first_end(self, data: bytes) -> int:
+        """Return where the first line ends, after its newline; 0: not in ``data``."""
+        end = data.find(b"\n") + 1
+        for start, stop, is_open in self._spans(data):
+            if not end or end <= start:
+                break
+            if end <= stop or is_open:
+                end = 0 if is_open else data.find(b"\n", stop) + 1
+        return end
+
+    def last_end(self, data: bytes) -> int:
+        """Return where the last whole line ends, after its newline; 0: there is none.
+
+        Args:
+            data: Begins with a line.
+        """
+        end = data.rfind(b"\n") + 1
+        for start, stop, is_open in reversed(self._spans(data)):
+            if stop < end and not is_open:
+                break
+            if start < end:
+                end = data.rfind(b"\n", 0, start) + 1
+        return end
+
+    def is_open(self, data: bytes) -> bool:
+        """Tell whether ``data`` ends within quotes."""
+        spans = self._spans(data)
+        return bool(spans) and spans[-1][2]
+
+    def parse(
+        self,
+        data: bytes,
+        names: Sequence[str],
+        types: "Mapping[str, pa.DataType] | None" = None,
+        include: Sequence[str] = (),
+    ) -> "pa.Table":
+        """Return whole lines as a table.
+
+        Args:
+            data: The lines.
+            names: All columns that they have.
+            types: Of columns; None: they are guessed, and wrong lines left out.
+            include: The columns to return; none: all.
+        """
+        import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+        from pyarrow import csv  # noqa: PLC0415  (an optional dependency)
+
+        if data.startswith(BOM):  # pyarrow would drop what is a character here
+            data = b"\n" + data
+        nulls = {} if self.null_values is None else {"null_values": self.null_values}
+        return csv.read_csv(
+            pa.BufferReader(data),
+            csv.ReadOptions(
+                column_names=names, use_threads=False, block_size=len(data) + 1
+            ),
+            csv.ParseOptions(
+                delimiter=self.delimiter,
+                quote_char=self.quote_char,
+                escape_char=self.escape_char,
+                newlines_in_values=True,
+                invalid_row_handler=_skip if types is None else None,
+            ),
+            csv.ConvertOptions(
+                column_types=types,
+                include_columns=include,
+                strings_can_be_null=self.strings_can_be_null,
+                **nulls,
+            ),
+        )
+
+    def _spans(self, data: bytes) -> list[tuple[int, int, bool]]:
+        """Return where quoted values are, and whether there is no end to one."""
+        if self._quoted is None or self.quote_bytes not in data:
+            return []
+        found = self._quoted.finditer(data)
+        return [(one.start(), one.end(), not one[1]) for one in found]
+
+    @property
+    def quote_bytes(self) -> bytes:
+        """The sign around values."""
+        return str(self.quote_char).encode()
+
+    def _pattern(self) -> "re.Pattern[bytes] | None":
+        """Return what finds a quoted value: it begins where a value does."""
+        if self.quote_char is False:
+            return None
+        quote, between = re.escape(self.quote_bytes), re.escape(self.delimiter.encode())
+        inner = [rb"[^" + quote + rb"]", quote + quote]
+        if self.escape_char is not False:
+            escape = re.escape(str(self.escape_char).encode())
+            inner = [
+                rb"[^" + quote + escape + rb"]",
+                quote + quote,
+                escape + rb"(?s:.)",
+            ]
+        begin = rb"(?:\A|(?<=[" + between + rb"\r\n]))"
+        return re.compile(begin + quote + rb"(?:" + rb"|".join(inner) + rb")*+(" + quote
+                          + rb"|\Z)")  # fmt: skip
+
+
+def _skip(_row: Any) -> str:
+    return "skip"
+
+
+class Range(NamedTuple):
+    """A range of a file: the lines that begin in it.
+
+    Attributes:
+        start: First byte.
+        stop: One past the last byte; None: there is no end.
+        is_first: Whether a line begins at the first byte; else one may have begun
+            before, and so the range is read from the byte before it.
+    """
+
+    start: int
+    stop: int | None
+    is_first: bool
+
+    @property
+    def begin(self) -> int:
+        """The first byte that is read."""
+        return self.start if self.is_first else self.start - 1
+
+
+def blocks(
+    read: Callable[[int], bytes], span: Range, dialect: Dialect, location: str
+) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that begin in a range of a file, and where they do.
+
+    Args:
+        read: Returns the next bytes, from where the range begins; none at the end.
+        span: The range.
+        dialect: How lines are written.
+        location: What is read, for errors.
+
+    Raises:
+        DatasetError: If the range or the file ends within quotes.
+    """
+    at, data, is_last, stop = span.begin, b"", False, span.stop
+    is_inside = not span.is_first  # a line, up to its end
+    while not is_last:
+        piece = read(max(BLOCK, len(data)))
+        data, is_last = data + piece, not piece
+        if is_inside:
+            end = data.find(b"\n") + 1 or len(data)
+            is_inside = data[end - 1 : end] != b"\n"
+            at, data = at + end, data[end:]
+        if stop is not None and at + len(data) >= stop and not is_inside:
+            end = 0 if at >= stop else data.find(b"\n", stop - 1 - at) + 1
+            if end or at >= stop:
+                data, is_last = data[:end], True
+        end = dialect.last_end(data)
+        if is_last and end < len(data):
+            _check_end(dialect, data[end:], at + end, location)
+            end = len(data)
+        if end:
+            yield at, data[:end]
+        at, data = at + end, data[end:]
+        if len(data) > _LONGEST:
+            _check_end(dialect, b"", at, location)
+
+
+def _check_end(dialect: Dialect, line: bytes, at: int, location: str) -> None:
+    """See that what is left at an end is a line.
+
+    Raises:
+        DatasetError: If not.
+    """
+    if line and not dialect.is_open(line):
+        return
+    what = "within quotes" if line else f"after more than {_LONGEST:,} bytes"
+    raise DatasetError(
+        f"{location!r} has a line from byte {at:,} on that ends {what}: a quote is "
+        "missing, or there is a newline in a value (pass newlines_in_values=True)",
+        location=location,
+    )
+
+
+def batches(
+    data: bytes,
+    at: int,
+    parse: "Callable[[bytes], pa.Table]",
+    dialect: Dialect,
+    location: str,
+) -> "Iterator[pa.RecordBatch | Bad]":
+    """Yield lines as record batches, and those that cannot be read one by one.
+
+    Args:
+        data: Whole lines.
+        at: Where they begin in the file.
+        parse: Makes a table of lines.
+        dialect: How lines are written.
+        location: What is read, for errors.
+    """
+    if not data.strip(b"\r\n"):
+        return
+    try:
+        found = parse(data).combine_chunks().to_batches()
+    except (ValueError, TypeError, NotImplementedError) as error:
+        end = dialect.last_end(data[: len(data) // 2]) or dialect.first_end(data)
+        if isinstance(error, NotImplementedError) or end in {0, len(data)}:
+            yield _unread(data, at, error, location)
+            return
+        yield from batches(data[:end], at, parse, dialect, location)
+        yield from batches(data[end:], at + end, parse, dialect, location)
+    else:
+        yield from found
+
+
+def _unread(line: bytes, at: int, error: Exception, location: str) -> Bad:
+    shown = line[:60].decode("utf-8", "backslashreplace").rstrip("\r\n")
+    failure = DatasetError(
+        f"the line at byte {at:,} of {location!r} cannot be read: {error}; it begins "
+        f"{shown!r}; types are guessed by the first lines, or said by column_types= "
+        "and schema=",
+        location=location,
+    )
+    failure.__cause__ = error
+    return Bad(failure)

@@ -1,0 +1,219 @@
+"""Tables in memory, ``pyarrow.dataset`` and streams of Arrow, as shards or as a whole.
+
+The order is the source's. A table is cut into ranges of rows, a dataset into its
+fragments (row groups, where it has Parquet). A position counts rows, so that to resume
+is to read a range or fragment again from its beginning; where the source is a stream,
+all of it.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from aioloader._order.blocks import Block
+from aioloader.datasets._arrow.reader import Place, Source, TableReader
+from aioloader.datasets._arrow.wanted import Wanted
+from aioloader.datasets._streams.cursors import State
+from aioloader.datasets._streams.shards import summary_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyarrow import dataset as ds
+
+    from aioloader._order.shares import Share
+    from aioloader.datasets._streams.shards import Position, Summary
+
+# Rows of a shard in memory, and of a batch.
+_SHARD, _ROWS = 1 << 16, 1 << 14
+_BUDGET = 16 << 20
+Range: TypeAlias = tuple[int, int]
+
+
+class MemoryFormat:
+    """Ranges of rows of a table.
+
+    Args:
+        table: The table.
+        wanted: Which columns and rows of it are read.
+    """
+
+    def __init__(self, table: "pa.Table", wanted: Wanted) -> None:
+        self._table = table
+        self._wanted = wanted
+        wanted.check(table.schema, "the table")
+
+    async def shards(
+        self, _stack: AsyncExitStack, _known: "Summary | None" = None
+    ) -> list[Range]:
+        """Return the ranges; one, if there are no rows."""
+        rows = self._table.num_rows
+        starts = range(0, max(1, rows), _SHARD)
+        return [(start, min(start + _SHARD, rows)) for start in starts]
+
+    def summary(self, shards: Sequence[Range]) -> "Summary":
+        """Return how many there are, and how many rows."""
+        return {"count": len(shards), "rows": self._table.num_rows}
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is read of the table."""
+        return self._wanted.describe()
+
+    def open(self, shard: Range, position: "Position", budget: int) -> TableReader:
+        """Return a reader of a range."""
+        start, stop = shard
+        part = self._table.slice(start, stop - start)
+        place = Place("the table", f"rows {start:,} to {stop:,}")
+
+        async def opening(_window: int) -> Source:
+            batches = map(self._wanted.of, part.to_batches(max_chunksize=_ROWS))
+            rows_of = partial(self._wanted.rows_of, location=place.location)
+            return Source(lambda: batches, rows_of, part.num_rows)
+
+        return TableReader(opening, place, position.get("row", 0), budget)
+
+
+class FragmentFormat:
+    """Fragments of a dataset of pyarrow; Parquet by row groups.
+
+    Args:
+        dataset: The dataset.
+        wanted: Which columns and rows of it are read; it skips what it can.
+    """
+
+    def __init__(self, dataset: "ds.Dataset", wanted: Wanted) -> None:
+        self._dataset = dataset
+        self._wanted = wanted
+        wanted.check(dataset.schema, "the dataset")
+
+    async def shards(
+        self, _stack: AsyncExitStack, _known: "Summary | None" = None
+    ) -> "list[ds.Fragment]":
+        """Return the fragments that may have rows that are wanted."""
+        return await asyncio.to_thread(self._fragments)
+
+    def _fragments(self) -> "list[ds.Fragment]":
+        condition = self._condition
+        found: list[ds.Fragment] = []
+        for fragment in self._dataset.get_fragments(condition):
+            split = getattr(fragment, "split_by_row_group", None)
+            schema = self._dataset.schema
+            found += [fragment] if split is None else split(condition, schema)
+        return found or list(self._dataset.get_fragments())[:1]
+
+    def summary(self, shards: "Sequence[ds.Fragment]") -> "Summary":
+        """Return how many there are, and a checksum of their files' names."""
+        return summary_of(_name(fragment) for fragment in shards)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is read of the dataset."""
+        return self._wanted.describe()
+
+    def open(
+        self, shard: "ds.Fragment", position: "Position", budget: int
+    ) -> TableReader:
+        """Return a reader of a fragment."""
+        place = Place(_name(shard), "")
+
+        async def opening(_window: int) -> Source:
+            rows_of = partial(self._wanted.rows_of, location=place.location)
+            return Source(partial(self._batches, shard), rows_of, has_thread=True)
+
+        return TableReader(opening, place, position.get("row", 0), budget)
+
+    def _batches(self, fragment: "ds.Fragment") -> "Iterator[pa.RecordBatch]":
+        scanner = fragment.scanner(
+            schema=self._dataset.schema,  # with the columns of its partitions
+            columns=list(self._wanted.table.names),
+            filter=self._condition,
+            batch_size=_ROWS,
+            use_threads=False,
+        )
+        yield from scanner.to_reader()
+
+    @property
+    def _condition(self) -> Any:
+        filters = self._wanted.filters
+        return None if filters is None else filters.expression
+
+
+def _name(fragment: "ds.Fragment") -> str:
+    path = getattr(fragment, "path", "") or "a fragment in memory"
+    groups = getattr(fragment, "row_groups", None) or ()
+    return "/".join([path, *(f"row group {group.id}" for group in groups)])
+
+
+class StreamCursor:
+    """A stream of record batches; each of N readers keeps every Nth row of it.
+
+    Args:
+        make: Begins the stream; called in a thread.
+        wanted: Which columns and rows of it are read.
+        share: Which reader this is, of how many.
+        start: Rows before the position where it begins.
+        label: What is read, for errors.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        wanted: Wanted,
+        share: "Share",
+        start: int,
+        label: str,
+    ) -> None:
+        self._make = make
+        self._wanted = wanted
+        self._reader, self._readers = share.reader, share.readers
+        self._at = start
+        self._rows = TableReader(self._opening, Place(label, ""), start, _BUDGET)
+        self._label = label
+        self.aclose = self._rows.aclose
+
+    async def pull(self, limit: int) -> Block:
+        """Return the next rows of this reader."""
+        while True:
+            block = await self._rows.pull(limit * self._readers)
+            if not len(block):
+                return block
+            first = (self._reader - self._at) % self._readers
+            self._at += len(block)
+            mine: Block = block[first :: self._readers]
+            if len(mine):
+                return mine
+
+    def state(self) -> State:
+        """Return how many rows were read, of all readers."""
+        return {"read": self._at}
+
+    async def _opening(self, _window: int) -> Source:
+        rows_of = partial(self._wanted.rows_of, location=self._label)
+        return Source(self._batches, rows_of, has_thread=True, is_users=True)
+
+    def _batches(self) -> "Iterator[pa.RecordBatch]":
+        for batch in batches_of(self._make()):
+            self._wanted.check(batch.schema, self._label)
+            yield self._wanted.of(batch)
+
+
+def batches_of(source: Any) -> "Iterator[pa.RecordBatch]":
+    """Yield record batches of whatever has Arrow's data.
+
+    Raises:
+        TypeError: If it has none.
+    """
+    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+    if isinstance(source, pa.RecordBatch):
+        yield source
+    elif hasattr(source, "__arrow_c_stream__"):
+        yield from pa.RecordBatchReader.from_stream(source)
+    elif isinstance(source, Iterable):
+        for part in source:
+            yield from batches_of(part)
+    else:
+        raise TypeError(
+            f"{type(source).__name__!r} is no Arrow data: it has no __arrow_c_stream__ "
+            "and is no iterable of such"
+        )

@@ -1,0 +1,110 @@
+"""Values of PostgreSQL that Arrow has no form for: exact numbers and infinite dates.
+
+A ``numeric`` is a ``Decimal``, with all its digits, or a float if the user says so. A
+date that is infinite would be a day of some year to a driver; it is an error that names
+the row's key, or NULL if the user says so.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from aioloader.datasets._sql.source import Source, column
+from aioloader.errors import DatasetError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Numeric: TypeAlias = Literal["decimal", "float"]
+Infinity: TypeAlias = Literal["error", "null"]
+
+# Read besides the columns: the number of the first one that is infinite, or NULL.
+FLAG = "aioloader: infinite"
+_EXACT = frozenset({"numeric", "money", "_numeric"})
+# Conditions by type. None is true of NULL.
+_POINT = "NOT isfinite({0})"
+_LIST = "('infinity' = ANY({0}) OR '-infinity' = ANY({0}))"
+_RANGE = "(NOT isfinite(lower({0})) OR NOT isfinite(upper({0})))"
+_INFINITE = {
+    **dict.fromkeys(("date", "timestamp", "timestamptz", "interval"), _POINT),
+    **dict.fromkeys(("_date", "_timestamp", "_timestamptz"), _LIST),
+    **dict.fromkeys(("daterange", "tsrange", "tstzrange"), _RANGE),
+}
+_FINITE_LIST = "array_replace(array_replace({0}, 'infinity', NULL), '-infinity', NULL)"
+POINTS = frozenset(kind for kind, rule in _INFINITE.items() if rule is _POINT)
+
+
+@dataclass(frozen=True)
+class Values:
+    """How values are read that Arrow or Python has no form for.
+
+    Attributes:
+        numeric: ``"decimal"`` or ``"float"``, the nearest one.
+        infinity: What an infinite date is: ``"error"`` or ``"null"``.
+
+    Raises:
+        ValueError: If one is something else.
+    """
+
+    numeric: Numeric = "decimal"
+    infinity: Infinity = "error"
+
+    def __post_init__(self) -> None:
+        if self.numeric not in {"decimal", "float"}:
+            text = f"numeric must be 'decimal' or 'float', got {self.numeric!r}"
+            raise ValueError(text)
+        if self.infinity not in {"error", "null"}:
+            text = f"infinity must be 'error' or 'null', got {self.infinity!r}"
+            raise ValueError(text)
+
+    def is_decimal(self, kind: str) -> bool:
+        """Tell whether values of a type are exact numbers here."""
+        return kind in _EXACT and self.numeric == "decimal"
+
+    def flag(self, types: Mapping[str, str]) -> str:
+        """Return what is selected besides, to find infinite dates; empty: nothing."""
+        rules = [_INFINITE.get(kind, "").format(column(n)) for n, kind in types.items()]
+        cases = [f"WHEN {rule} THEN {at}" for at, rule in enumerate(rules) if rule]
+        is_asked = cases and self.infinity == "error"
+        return f"CASE {' '.join(cases)} END" if is_asked else ""
+
+
+def infinite_error(source: Source, key: Any, name: str, location: str) -> DatasetError:
+    """Return the error for a row with an infinite date in a column.
+
+    Args:
+        source: What is read.
+        key: The row's.
+        name: The column.
+        location: The database, as it may be shown.
+    """
+    return DatasetError(
+        f"the row of {source.label} with {source.key} = {key!r} has an infinite date "
+        f"in column {name!r}, and neither Arrow nor Python has such a day; read it as "
+        "NULL (infinity='null'), or give it a day by a query or a view",
+        location=location,
+    )
+
+
+def finite(kind: str) -> str | None:
+    """Return the expression for a date that is NULL if it is infinite."""
+    rule = _INFINITE.get(kind)
+    if rule is None:
+        return None
+    return (
+        _FINITE_LIST if rule is _LIST else f"CASE WHEN {rule} THEN NULL ELSE {{0}} END"
+    )
+
+
+def as_decimals(batch: "pa.RecordBatch", names: Sequence[str]) -> "pa.RecordBatch":
+    """Mark columns of text as exact numbers; their values are decimals then."""
+    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+    for name in names:
+        place = batch.schema.get_field_index(name)
+        array = batch.column(place)
+        kind = pa.opaque(pa.string(), "numeric", "PostgreSQL")
+        if pa.types.is_list(array.type):
+            kind = pa.list_(kind)
+        batch = batch.set_column(place, name, array.cast(kind))
+    return batch

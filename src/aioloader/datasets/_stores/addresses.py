@@ -1,0 +1,280 @@
+"""Addresses of shards: which store and which key, patterns, and what may be shown.
+
+Pure functions. A name that was listed becomes an address by ``spell`` and the same name
+again by ``split``, whatever characters it has. Patterns follow the rules of ``glob``
+everywhere: ``*``, ``?`` and ``[...]`` stay within one segment and match no leading dot,
+a segment ``**`` is any number of them. An address with a user, a password or a query is
+kept ``Sealed``, so that no traceback that prints variables shows it.
+"""
+
+import fnmatch
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
+from urllib.parse import quote, unquote
+
+from aioloader.datasets._stores.redact import (
+    Sealed,
+    carries_secret,
+    redact_key,
+    redact_url,
+)
+
+Address: TypeAlias = str | Sealed[str]
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# Decoded and encoded again, such a path would be another one, or none for obstore.
+_AS_IT_IS = re.compile(r"%2F|%5C|%0|%1|//|(^|/)(\.|%2E){1,2}(/|$)|/$", re.IGNORECASE)
+# Hosts whose stores are named by the first segment of the path.
+_BUCKET_FIRST = re.compile(
+    r"s3[.-](.*\.)?amazonaws\.com|.*\.r2\.cloudflarestorage\.com|"
+    r".*\.(blob|dfs)\.(core\.windows\.net|fabric\.microsoft\.com)"
+)
+_ENCODED_SIGN = re.compile(r"%(2A|3F|5B)", re.IGNORECASE)
+_SIGN = re.compile(r"\[(?>!?\]?)[^\]]*\]|\*+|.", re.DOTALL)
+# Any number of folders that are not hidden.
+_FOLDERS = r"(?:(?!\.)[^/]+/)*"
+_TO_QUOTE = re.compile(r"[^A-Za-z0-9/._~=+-]")
+
+
+# -- one address --------------------------------------------------------------------
+
+
+def sealed(addresses: Any) -> list[Address]:
+    """Return the addresses or patterns that a caller gave, their secrets hidden.
+
+    Raises:
+        TypeError: If they are neither strings nor paths.
+    """
+    if isinstance(addresses, (str, os.PathLike, Sealed)):
+        addresses = [addresses]
+    if isinstance(addresses, bytes) or not isinstance(addresses, Iterable):
+        raise TypeError(
+            "addresses must be a path or URL, or an iterable of them, got "
+            f"{type(addresses).__name__}"
+        )
+    made: list[Address] = []
+    for number, address in enumerate(addresses):
+        if isinstance(address, Sealed):
+            made.append(address)
+        elif isinstance(address, (str, os.PathLike)):
+            made.append(_sealed(os.fsdecode(address)))
+        else:
+            raise TypeError(
+                f"addresses must be paths or URLs, but number {number} is of type "
+                f"{type(address).__name__}"
+            )
+    return made
+
+
+def _sealed(address: str) -> Address:
+    if not carries_secret(address):
+        return address
+    return Sealed(address, "the user, password or query of a URL")
+
+
+def opened(address: Address) -> str:
+    """Return the whole address; keep it out of variables."""
+    return address.value if isinstance(address, Sealed) else address
+
+
+def is_local(address: Address) -> bool:
+    """Tell whether an address is a path, or a ``file://`` URL."""
+    address = opened(address)
+    return not _SCHEME.match(address) or address[:7].lower() == "file://"
+
+
+def path_of(address: str) -> str:
+    """Return the path of a local address.
+
+    Raises:
+        ValueError: If a ``file://`` URL names a host.
+    """
+    if not _SCHEME.match(address):
+        return address
+    host, slash, path = address[len("file://") :].partition("/")
+    if host not in {"", "localhost"}:
+        raise ValueError(
+            f"{address!r} names a host, {host!r}: a file URL has three slashes, as in "
+            f"'file:///{host}{slash}{path}'"
+        )
+    return "/" + unquote(path)
+
+
+def split(address: Address) -> tuple[Address, str]:
+    """Return the URL of the store of an address, and the key in it.
+
+    An HTTP URL that is signed, or whose path would not come out of a key as it is, is a
+    store of its own, with an empty key.
+    """
+    url = opened(address)
+    root, path, is_whole = _split(url)
+    if is_whole:
+        return _sealed(url.partition("#")[0]), ""
+    return _sealed(root), unquote(path)
+
+
+def spell(root: Address, key: str) -> Address:
+    """Return the address of a key that was listed in a store, for ``split``."""
+    path = quote(key) if _TO_QUOTE.search(key) else key
+    return _sealed(f"{opened(root)}/{path}")
+
+
+def _split(url: str) -> tuple[str, str, bool]:
+    """Return the store's URL, the path as it is spelled, and whether they are one."""
+    scheme, _, rest = url.partition("://")
+    is_web = scheme.lower() in {"http", "https"}
+    query = ""
+    if is_web:
+        rest = rest.partition("#")[0]
+        rest, _, query = rest.partition("?")
+    host, _, path = rest.partition("/")
+    if is_web and not query and _BUCKET_FIRST.fullmatch(host.rpartition("@")[2]):
+        bucket, _, path = path.partition("/")
+        host = f"{host}/{bucket}"
+    is_whole = bool(query) or (is_web and bool(_AS_IT_IS.search(path)))
+    return f"{scheme}://{host}", path, is_whole
+
+
+def name_of(address: Address) -> str:
+    """Return the whole name of a shard, without account, query and spelling."""
+    if is_local(address):
+        return path_of(opened(address))
+    root, path, _ = _split(opened(address))
+    return f"{redact_url(root)}/{unquote(path)}"
+
+
+def beside(address: Address, rename: Callable[[str], str]) -> Address:
+    """Return the address of another file, named by its path and with the same query."""
+    url = opened(address)
+    marks = "[?#]" if url[:4].lower() == "http" and _SCHEME.match(url) else r"\Z"
+    at = len(re.split(marks, url, maxsplit=1)[0])
+    return _sealed(rename(url[:at]) + url[at:])
+
+
+def shown_address(address: Address) -> str:
+    """Return an address or a pattern as it may be shown."""
+    url = opened(address)
+    return repr(url if is_local(url) else redact_url(url))
+
+
+def shown_addresses(addresses: list[Address]) -> str:
+    """Return addresses as they may be shown: the one, or how many."""
+    if len(addresses) == 1:
+        return shown_address(addresses[0])
+    return f"<{len(addresses):,} addresses>"
+
+
+# -- patterns -----------------------------------------------------------------------
+
+
+def braces(pattern: Address) -> Iterator[Address]:
+    r"""Spell out ``{a,b}`` and ``{000..127}``, as bash does; ``\{`` is a brace."""
+    if "{" not in opened(pattern):
+        return iter([pattern])
+    from braceexpand import braceexpand  # noqa: PLC0415  (only where there are any)
+
+    try:
+        return map(_sealed, [*braceexpand(opened(pattern))])
+    except ValueError:  # a brace without its other one is a character
+        return iter([pattern])
+
+
+def pattern_of(address: Address) -> tuple[Address, str] | None:
+    """Return the store's URL and the pattern of its keys; None if there is no pattern.
+
+    Of an HTTP URL, only a ``*`` makes its path a pattern.
+
+    Raises:
+        ValueError: If a signed URL is one.
+    """
+    root, path, _ = _split(opened(address))
+    is_web = root[:4].lower() == "http"
+    if not has_signs(path) or (is_web and "*" not in path):
+        return None
+    if is_web and "?" not in opened(address):
+        return _sealed(root), _decoded(path)
+    if not is_web and redact_key(path) == path:
+        return _sealed(root), _decoded(path)
+    del root, path  # the error's traceback shows variables
+    raise ValueError(
+        f"{shown_address(address)} has a query beside a pattern, or in a URL that is "
+        "not HTTP: list signed URLs one by one, as https://..., and write a ? in a "
+        "name as %3F"
+    )
+
+
+def local_pattern(address: str) -> str:
+    """Return the pattern of paths that an address is."""
+    if not _SCHEME.match(address):
+        return address
+    return path_of(_ENCODED_SIGN.sub(_bracketed, address))
+
+
+def has_signs(pattern: str) -> bool:
+    """Tell whether a pattern is to be looked up."""
+    return any(sign in pattern for sign in "*?[")
+
+
+def folder_of(pattern: str) -> str:
+    """Return the folder that all matches are in, without a slash at its end."""
+    first = min(pattern.find(sign) for sign in "*?[" if sign in pattern)
+    return pattern[:first].rpartition("/")[0]
+
+
+def _decoded(path: str) -> str:
+    """Decode the pattern of a URL; an encoded sign stands for itself."""
+    return unquote(_ENCODED_SIGN.sub(_bracketed, path))
+
+
+def _bracketed(sign: "re.Match[str]") -> str:
+    return f"[{unquote(sign[0])}]"
+
+
+def matching(keys: Iterable[str], pattern: str) -> list[str]:
+    """Return those of ``keys`` that match ``pattern``."""
+    matches = re.compile(_translated(pattern)).fullmatch
+    return [key for key in keys if matches(key)]
+
+
+def _translated(pattern: str) -> str:
+    parts: list[str] = []
+    *folders, last = pattern.split("/")
+    for folder in folders:
+        if folder != "**":
+            parts.append(_segment(folder) + "/")
+        elif parts[-1:] != [_FOLDERS]:
+            parts.append(_FOLDERS)
+    if last == "**":
+        parts.append(_FOLDERS)
+    return "".join([*parts, _segment(last)])
+
+
+def _segment(pattern: str) -> str:
+    """Return a regular expression for one segment.
+
+    What is between two stars is matched where it first occurs, as ``fnmatch`` does it:
+    trying all places takes a time that grows with each star.
+    """
+    if not has_signs(pattern):
+        return re.escape(pattern)
+    chunks = [""]
+    for sign in _SIGN.findall(pattern):
+        if sign.startswith("*"):
+            chunks.append("")
+        else:
+            chunks[-1] += _one(sign)
+    first, *others = chunks
+    guard = "" if pattern.startswith(".") else r"(?!\.)"
+    inner = "".join(f"(?>[^/]*?{chunk})" for chunk in others[:-1] if chunk)
+    return guard + first + inner + (f"[^/]*{others[-1]}" if others else "")
+
+
+def _one(sign: str) -> str:
+    """Return a regular expression for one character of a segment."""
+    if sign == "?":
+        return "[^/]"
+    if len(sign) == 1:
+        return re.escape(sign)
+    return f"(?!/){fnmatch.translate(sign)[:-2]}"  # without the end of the string

@@ -1,0 +1,217 @@
+"""All ranks read one list: they compare what they found through a key-value store.
+
+The store is that of torch's process group, or the user's. The first rank to come leaves
+the list's summary there; the others cut their shards at the same places, and compare.
+No rank waits for another one, so one that iterates alone goes on. Operations block, and
+run in a thread on a connection of their own: that of torch has a lock.
+"""
+
+import asyncio
+import json
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed
+
+from aioloader.errors import DatasetError
+
+# Its stubs do not name the stores.
+dist: Any = torch.distributed
+# Seconds that an operation of the store may take.
+TIMEOUT = 60.0
+
+
+class _Address(NamedTuple):
+    """Where a store can be opened again, by another process too."""
+
+    host: str | None
+    port: int
+    path: str | None
+
+    def open(self, timeout: timedelta) -> Any:
+        if self.path is not None:
+            Path(self.path).parent.stat()  # a store would wait for it for minutes
+            return dist.FileStore(self.path)
+        return dist.TCPStore(
+            self.host,
+            self.port,
+            is_master=False,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+
+
+class RankStore:
+    """The store through which ranks compare their lists.
+
+    Args:
+        store: One of ``torch.distributed``, for all ranks; None: that of the process
+            group when an iteration begins, if there is one.
+        timeout: Seconds that an operation of the store may take.
+    """
+
+    def __init__(self, store: Any = None, timeout: float = TIMEOUT) -> None:
+        self._store = store
+        self._address = None if store is None else _address_of(store)
+        self._timeout = timeout
+
+    def found(self) -> "RankStore | None":
+        """Return this store, or that of the process group now; None: there is none."""
+        if self._store is not None or self._address is not None:
+            return self
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        return RankStore(dist.distributed_c10d._get_default_store(), self._timeout)  # noqa: SLF001
+
+    def open(self) -> Any:
+        """Return a connection of one's own; blocks."""
+        timeout = timedelta(seconds=self._timeout)
+        store = self._store if self._address is None else self._address.open(timeout)
+        store.set_timeout(timeout)
+        return store
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._store is not None and self._address is None:
+            raise pickle.PicklingError(
+                f"a {type(self._store).__name__} cannot be reached from another "
+                "process; give agree() a TCPStore or a FileStore, which workers open "
+                "again"
+            )
+        found = self.found()
+        address = getattr(found, "_address", None)
+        return {"_store": None, "_address": address, "_timeout": self._timeout}
+
+    def __repr__(self) -> str:
+        address = self._address
+        if address is None:
+            return type(self._store).__name__
+        return f"FileStore({address.path!r})" if address.path else "TCPStore"
+
+
+def _address_of(store: Any) -> _Address | None:
+    """Return where a store is; None: it cannot be opened again."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return _Address(store.host, store.port, None)
+    if isinstance(store, dist.FileStore):
+        return _Address(None, 0, store.path)
+    return None
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What one rank compares with others in one iteration.
+
+    Attributes:
+        store: Where.
+        rank: This one, of all ranks' workers.
+        ranks: How many there are.
+        epoch: Number of the epoch.
+    """
+
+    store: RankStore
+    rank: int
+    ranks: int
+    epoch: int
+
+    async def ask(self, what: Any, who: str) -> "Question":
+        """Look for what another rank has found.
+
+        Args:
+            what: The same on all ranks, ready for JSON.
+            who: Name of the stream, for errors.
+        """
+        return await Question.opened(self, what, who)
+
+
+class Question:
+    """One list that ranks compare.
+
+    Attributes:
+        first: The summary that the first rank found; None: this is the first.
+    """
+
+    first: Any = None
+
+    def __init__(self, agreement: Agreement, what: Any, who: str) -> None:
+        self._agreement = agreement
+        self._who = who
+        run = ".".join(
+            os.environ.get(f"TORCHELASTIC_{name}", "")
+            for name in ("RUN_ID", "RESTART_COUNT")
+        )
+        what = [run, agreement.ranks, agreement.epoch, what]
+        self._key = f"aioloader/{_digest(what)}"
+
+    @classmethod
+    async def opened(cls, agreement: Agreement, what: Any, who: str) -> "Question":
+        """Return a question that was looked up."""
+        question = cls(agreement, what, who)
+        await question._do(question._look)
+        return question
+
+    async def settle(self, summary: Any) -> bool:
+        """Leave this rank's summary if it is the first; tell whether all agree.
+
+        If not, ``first`` is what the other one found.
+        """
+        summary = json.loads(json.dumps(summary))
+        if self.first is None:
+            mine = {"rank": self._agreement.rank, "summary": summary}
+            await self._do(lambda store: self._leave(store, mine))
+        return bool(self.first["summary"] == summary)
+
+    def refuse(self, summary: Any) -> DatasetError:
+        """Return the error for a list that is not the first rank's."""
+        theirs, rank = self.first["summary"], self.first["rank"]
+        return DatasetError(
+            f"{self._who}: rank {self._agreement.rank} found {_shown(summary)}, and "
+            f"rank {rank}, before, {_shown(theirs)}: shards came or went meanwhile, "
+            "or the ranks were given different ones, and samples would be lost or "
+            "doubled; let all ranks read the same names, and begin again",
+            location=self._who,
+        )
+
+    def _look(self, store: Any) -> None:
+        # How often this rank has come: the others' first time is compared with its
+        # first, their second with its second.
+        time = store.add(f"{self._key}/rank {self._agreement.rank}", 1)
+        self._key = f"{self._key}/{time}"
+        if store.check([self._key]):
+            self.first = json.loads(store.get(self._key))
+
+    def _leave(self, store: Any, mine: Any) -> None:
+        self.first = json.loads(store.compare_set(self._key, "", json.dumps(mine)))
+
+    async def _do(self, job: Callable[[Any], None]) -> None:
+        """Run an operation on a connection of its own, in a thread."""
+        store = self._agreement.store
+
+        def run() -> None:
+            job(store.open())
+
+        try:
+            await asyncio.to_thread(run)
+        except Exception as error:
+            raise DatasetError(
+                f"{self._who}: rank {self._agreement.rank} could not compare its "
+                f"shards with those of the other ranks, through {store!r}: {error}; "
+                "begin again, or give the ranks another store by agree()",
+                location=self._who,
+            ) from error
+
+
+def _digest(value: Any) -> str:
+    words = json.dumps(value, sort_keys=True).encode()
+    return blake2b(words, digest_size=8).hexdigest()
+
+
+def _shown(summary: Any) -> str:
+    return f"{summary['count']:,} shards (digest {_digest(summary)})"

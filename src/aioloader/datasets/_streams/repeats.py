@@ -1,0 +1,122 @@
+"""Streams that begin again, and epochs of a given length.
+
+Each pass is an epoch of its own to the steps before, so that shuffles differ. The state
+is that of the present pass and its number.
+"""
+
+from collections.abc import Awaitable, Callable
+
+from aioloader._order.blocks import Bad, Block
+from aioloader._order.shares import Share
+from aioloader.datasets._streams.cursors import Cursor, State
+
+# What opens a pass, from a state on.
+OpenPass = Callable[[int, State], Awaitable[Cursor]]
+
+
+def epoch_of_pass(epoch: int, number: int) -> int:
+    """Return the epoch that one pass is to the steps before; of the first, the same."""
+    return epoch + (number << 32)
+
+
+class Repeated:
+    """A stream from its beginning, again and again.
+
+    A pass without a sample ends it; a pass in which all samples failed is an error, for
+    no policy could ever come to an end of them.
+
+    Args:
+        cursor: The present pass; owned.
+        open_pass: Opens another one.
+        times: How many there are; None: without end.
+        state: What ``state`` returned.
+    """
+
+    def __init__(
+        self, cursor: Cursor, open_pass: OpenPass, times: int | None, state: State
+    ) -> None:
+        self._cursor = cursor
+        self._open_pass = open_pass
+        self._times = times
+        self._pass: int = state.get("pass", 0)
+        self._has_good: bool = state.get("good", False)
+        self._lost: Exception | None = None
+
+    async def pull(self, limit: int) -> Block:
+        """Return the next samples, all of one pass."""
+        while True:
+            block = await self._cursor.pull(limit)
+            if len(block):
+                self._look(block)
+                return block
+            if self._lost is not None and not self._has_good:
+                lost, self._lost = self._lost, None
+                lost.add_note("aioloader: all samples failed; they are not repeated")
+                raise lost
+            if not self._has_good or self._pass + 1 == self._times:
+                return []
+            before = self._cursor
+            self._cursor = await self._open_pass(self._pass + 1, {})
+            self._pass += 1
+            self._has_good = False
+            await before.aclose()
+
+    def _look(self, block: Block) -> None:
+        """Note whether there was a sample that did not fail."""
+        if self._has_good:
+            return
+        bad = [one for one in block if type(one) is Bad] if type(block) is list else []
+        self._has_good = len(bad) < len(block)
+        self._lost = bad[-1].error if bad else None
+
+    def state(self) -> State:
+        """Return where the present pass is, and its number."""
+        up = self._cursor.state()
+        return {"up": up, "pass": self._pass, "good": self._has_good}
+
+    async def aclose(self) -> None:
+        """Close the present pass."""
+        await self._cursor.aclose()
+
+
+class EpochPart:
+    """One reader's part of an epoch of a given length.
+
+    Args:
+        upstream: Samples without end; owned.
+        count: How many there are in the epoch for this reader.
+        share: Which reader that is.
+        state: What ``state`` returned.
+    """
+
+    def __init__(
+        self, upstream: Cursor, count: int, share: Share, state: State
+    ) -> None:
+        self._upstream = upstream
+        self._given: int = state.get("given", 0)
+        self._count = count
+        self._share = share
+        self.aclose = upstream.aclose
+
+    async def pull(self, limit: int) -> Block:
+        """Return the next samples of the epoch.
+
+        Raises:
+            ValueError: If there is none to repeat.
+        """
+        left = self._count - self._given
+        if left <= 0:
+            return []
+        block = await self._upstream.pull(min(limit, left))
+        self._given += len(block)
+        if not len(block):
+            raise ValueError(
+                f"reader {self._share.reader} of {self._share.readers} has no samples "
+                f"at all, so its {self._count:,} of this epoch cannot be made; give it "
+                "shards that have some, or use fewer readers"
+            )
+        return block
+
+    def state(self) -> State:
+        """Return how many samples were given, and where the next one is."""
+        return {"up": self._upstream.state(), "given": self._given}

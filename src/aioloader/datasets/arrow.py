@@ -1,0 +1,175 @@
+"""Arrow data of other libraries as a stream: tables, datasets, queries, frames, Ray."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Unpack
+
+from aioloader.datasets._arrow.memory import FragmentFormat, MemoryFormat, StreamCursor
+from aioloader.datasets._arrow.wanted import Wanted
+from aioloader.datasets._options import OrderOptions
+from aioloader.datasets._streams.cursors import Cursor, State
+from aioloader.datasets._streams.descriptions import name_of
+from aioloader.datasets._streams.iterators import Reading
+from aioloader.datasets.sharded import ShardedStream
+from aioloader.datasets.streams import Stream
+from aioloader.errors import StateMismatchError
+
+if TYPE_CHECKING:
+    from aioloader._order.shares import Share
+
+Row = dict[str, Any]
+
+
+def from_arrow(
+    source: Any,
+    columns: Iterable[str] | None = None,
+    *,
+    filters: Any = None,
+    nulls: Mapping[str, Any] | None = None,
+    **order: Unpack[OrderOptions],
+) -> Stream[Row]:
+    """Return a stream of the rows of Arrow data; needs the extra ``arrow``.
+
+    A ``pyarrow.Table`` and a ``pyarrow.dataset.Dataset`` are cut into shards. Anything
+    else is read from its beginning by each reader, which keeps every Nth row: frames of
+    Polars, relations of DuckDB and what else has ``__arrow_c_stream__``; or a function
+    that returns such or yields record batches, called for every epoch. A state counts
+    rows, so a source must give them in the same order again: a query needs ORDER BY.
+
+    Of Ray Data, pass the list ``dataset.streaming_split(n)``: reader k of n reads the
+    k-th. Its order is not the same twice, so that a state amid an epoch is refused.
+
+    Args:
+        source: The data.
+        columns: Names of the columns to read; default: all.
+        filters: The rows to read, as for ``ParquetDataset``; a dataset skips files of
+            other partitions, and row groups by their statistics.
+        nulls: Column to the value that is read instead of NULL.
+        order: As for ``ShardedStream``; for tables and datasets.
+
+    Raises:
+        ImportError: If pyarrow is not installed.
+        TypeError: If ``source`` is no Arrow data, or is over after one epoch.
+        ValueError: If an argument is wrong.
+    """
+    try:
+        import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+    except ImportError as exc:
+        raise ImportError(
+            "from_arrow needs pyarrow: pip install 'aioloader[arrow]'"
+        ) from exc
+    wanted = Wanted(columns, nulls, None, filters)
+    if isinstance(source, pa.RecordBatch):
+        source = pa.Table.from_batches([source])
+    if isinstance(source, pa.Table):
+        return _Shards(MemoryFormat(source, wanted), **order)
+    if _is_dataset(source):
+        return _Shards(FragmentFormat(source, wanted), **order)
+    if order:
+        raise TypeError(
+            f"{', '.join(order)} of from_arrow are for tables and pyarrow.dataset, not "
+            f"for {type(source).__name__!r}; use .shuffle(size) and such of the stream"
+        )
+    if isinstance(source, pa.RecordBatchReader) or hasattr(source, "__next__"):
+        raise TypeError(
+            f"from_arrow got a {type(source).__name__!r}, which is over after one "
+            "epoch; pass the function that made it"
+        )
+    splits = source if isinstance(source, (list, tuple)) else [source]
+    if splits and all(hasattr(one, "iter_batches") for one in splits):
+        return _Ray(list(splits), wanted)
+    if not (callable(source) or hasattr(source, "__arrow_c_stream__")):
+        raise TypeError(
+            f"from_arrow needs Arrow data, got {type(source).__name__!r}: it has no "
+            "__arrow_c_stream__ and is no function that returns such"
+        )
+    return _Streamed(source, wanted)
+
+
+def _is_dataset(source: Any) -> bool:
+    return any(
+        one.__module__ == "pyarrow._dataset" and one.__name__ == "Dataset"
+        for one in type(source).__mro__
+    )
+
+
+class _Shards(ShardedStream[Row]):
+    """A table or a dataset."""
+
+    def describe(self) -> State:
+        """Return what is read."""
+        return {**super().describe(), "kind": "from_arrow"}
+
+    def __repr__(self) -> str:
+        return f"from_arrow({type(self.made_by).__name__})"
+
+
+class _Streamed(Stream[Row]):
+    """A stream that is begun anew for every epoch, by each reader."""
+
+    def __init__(self, source: Any, wanted: Wanted) -> None:
+        super().__init__()
+        self._source = source
+        self._wanted = wanted
+
+    async def open(self, reading: Reading, state: State) -> Cursor:
+        """Return a cursor over this reader's rows."""
+        share, start = reading.share, state.get("read", 0)
+        return StreamCursor(self._make(share), self._wanted, share, start, repr(self))
+
+    def _make(self, _share: "Share") -> Callable[[], Any]:
+        source = self._source
+        is_data = hasattr(source, "__arrow_c_stream__")
+        make: Callable[[], Any] = (lambda: source) if is_data else source
+        return make
+
+    def describe(self) -> State:
+        """Return what is read."""
+        return {
+            "kind": "from_arrow",
+            **self._wanted.describe(),
+            "function": name_of(self._source),
+        }
+
+    def __repr__(self) -> str:
+        return f"from_arrow({name_of(self._source)})"
+
+
+class _Ray(_Streamed):
+    """Iterators of Ray Data, one for each reader."""
+
+    async def open(self, reading: Reading, state: State) -> Cursor:
+        """Return a cursor over this reader's iterator.
+
+        Raises:
+            ValueError: If there are not as many iterators as readers.
+            StateMismatchError: If the state is amid an epoch.
+        """
+        share, count = reading.share, len(self._source)
+        if count != share.readers:
+            raise ValueError(
+                f"{self!r} has {count} iterators of Ray Data for {share.readers} "
+                "readers (ranks x workers): each reads its own; pass all that "
+                f"dataset.streaming_split({share.readers}) returns"
+            )
+        if state.get("read"):
+            raise StateMismatchError(
+                f"{self!r} cannot go on after row {state['read']:,}: Ray Data gives "
+                "rows in another order each time; load a state of the end of an epoch, "
+                "or write its rows to Parquet files and stream those",
+                expected=0,
+                found=state["read"],
+            )
+        alone = replace(share, reader=0, readers=1)
+        iterator = self._source[share.reader]
+        make = lambda: iterator.iter_batches(  # noqa: E731  (one of them)
+            batch_format="pyarrow", batch_size=None
+        )
+        return StreamCursor(make, self._wanted, alone, 0, repr(self))
+
+    def describe(self) -> State:
+        """Return what is read."""
+        return {**super().describe(), "function": "", "splits": len(self._source)}
+
+    def __repr__(self) -> str:
+        return f"from_arrow(<{len(self._source)} iterators of Ray Data>)"

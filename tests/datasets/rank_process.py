@@ -1,0 +1,187 @@
+"""Ranks in processes of their own, in one gloo group, which do as they are told."""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from aioloader import DataLoader, datasets
+
+dist: Any = torch.distributed
+ROOT = Path(__file__).parents[2]
+
+
+class RankProcess:
+    """One rank, as the parent sees it.
+
+    Args:
+        rank: Its number.
+        world_size: How many there are.
+        method: Where the group meets: ``tcp://`` or ``file://``.
+    """
+
+    def __init__(self, rank: int, world_size: int, method: str) -> None:
+        arguments = [str(rank), str(world_size), method]
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"},
+        )
+
+    def send(self, **command: Any) -> None:
+        """Say what to do."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        """Return what came of it."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the rank has died"
+        return json.loads(line)
+
+    def do(self, **command: Any) -> Any:
+        """Say what to do, and return what came of it."""
+        self.send(**command)
+        return self.answer()
+
+    def end(self) -> None:
+        """End it, and wait for that."""
+        with self.process as process:
+            process.kill()
+
+
+@contextlib.contextmanager
+def ranks(count: int = 2) -> Iterator[list[RankProcess]]:
+    """Run some ranks of one group."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    method = f"tcp://127.0.0.1:{port}"
+    made = [RankProcess(rank, count, method) for rank in range(count)]
+    try:
+        assert [one.answer() for one in made] == ["ready"] * count
+        yield made
+    finally:
+        for one in made:
+            one.end()
+
+
+# -- in the rank ------------------------------------------------------------------
+
+
+class Rank:
+    """What a rank does."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.iterator: Any = None
+
+    def stream(
+        self, kind: str, store: str | None = None, gone: str = "", **options: Any
+    ) -> Any:
+        """Return the part of this rank of a stream."""
+        stream = getattr(datasets, kind)(**options)
+        if store is not None:
+            stream = stream.agree(dist.FileStore(store), timeout=5)
+        if gone:
+            shutil.rmtree(gone)
+        return stream.shard(self.rank, self.world_size)
+
+    async def open(self, **stream: Any) -> list[Any]:
+        """Begin an iteration: read a little."""
+        self.iterator = aiter(self.stream(**stream))
+        return list(await self.iterator.pull(1))
+
+    async def rest(self) -> list[Any]:
+        """Read all the rest."""
+        found: list[Any] = []
+        while block := await self.iterator.pull(1000):
+            found += block
+        await self.iterator.aclose()
+        return found
+
+    async def load(self, workers: int = 0, **stream: Any) -> list[Any]:
+        """Read all through a loader, whose workers read the stream."""
+        where: Any = {"num_workers": workers, "fetch": "workers"} if workers else {}
+        loader: Any = DataLoader(self.stream(**stream), 4, collate_fn=list, **where)
+        async with loader:
+            return [one async for batch in loader for one in batch]
+
+    async def steps(self, batch_size: int, **options: Any) -> list[Any]:
+        """Train by DDP, a step per batch; return each batch and its mask."""
+        model = DistributedDataParallel(torch.nn.Linear(1, 1))
+        length = options.pop("epoch_length", None)
+        tail = options.pop("tail", None)
+        stream = self.stream(**options)
+        if length is not None:
+            stream = stream.epoch_length(length)
+        loader: Any = DataLoader(
+            stream,
+            batch_size,
+            collate_fn=_numbers,
+            rank="auto",
+            tail=tail,
+        )
+        found = []
+        async with loader:
+            async for batch in loader:
+                numbers = batch[0] if tail == "pad" else batch
+                mask = batch[1].tolist() if tail == "pad" else None
+                model(torch.tensor(numbers).float()[:, None]).sum().backward()
+                found.append([numbers, mask])
+        return found
+
+
+def _numbers(samples: list[Any]) -> list[float]:
+    return [float(sample) for sample in samples]
+
+
+def _plain(sample: Any) -> Any:
+    if isinstance(sample, dict):
+        return {name: _plain(value) for name, value in sample.items()}
+    if isinstance(sample, (bytes, np.generic)):
+        return sample.decode() if isinstance(sample, bytes) else sample.item()
+    return sample if isinstance(sample, (list, int, str)) else repr(sample)
+
+
+def say(answer: Any) -> None:
+    """Write a line that the parent reads."""
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Join the group, and follow commands."""
+    rank, world_size, method = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    dist.init_process_group(
+        "gloo", init_method=method, rank=rank, world_size=world_size
+    )
+    say("ready")
+    this = Rank(rank, world_size)
+    with asyncio.Runner() as runner:
+        for line in sys.stdin:
+            command = json.loads(line)
+            job = getattr(this, command.pop("do"))
+            try:
+                say([_plain(one) for one in runner.run(job(**command))])
+            except Exception as error:  # noqa: BLE001  (the parent wants to see it)
+                say(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""No secret is shown or written by any public object: canaries wherever one can be."""
+
+import base64
+import json
+import logging
+import pickle
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
+
+from aioloader import DataLoader
+from aioloader.datasets import (
+    ArrowDataset,
+    JSONLinesDataset,
+    ObjectDataset,
+    ParquetDataset,
+    Requests,
+    SQLDataset,
+    SQLRows,
+    TarDataset,
+    TextDataset,
+)
+from datasets.test_secrets import GOOGLE, KEY, MARKER, S3_KEYS, everything_said
+
+if TYPE_CHECKING:
+    from datasets.conftest import Loopback
+
+STREAMS = [TarDataset, JSONLinesDataset, TextDataset, ParquetDataset, ArrowDataset]
+ENCODED = "".join(f"%{ord(char):02X}" for char in MARKER)
+FORMS = (MARKER, ENCODED, KEY, base64.b64encode(f"me:{MARKER}".encode()).decode())
+# Addresses that hold a secret themselves.
+URLS = [
+    f"https://me:{MARKER}@host/a.tar",
+    f"https://{MARKER}@host/a.tar",
+    f"https://me:{ENCODED}@host/a.tar",
+    f"HTTPS://me:{MARKER}@host:8443/a/{{0..3}}.tar",
+    f"https://host/a.tar?X-Amz-Signature={MARKER}&X-Amz-Expires=60",
+    f"https://b.s3.amazonaws.com/a.tar?X-Amz-Signature={MARKER}",
+    f"https://a.blob.core.windows.net/c/a.tar?sv=2024&sig={MARKER}",
+    f"https://host/a.tar?{MARKER}",
+    f"https://host/a.tar#token={MARKER}",
+    f"http://[::1]:80/a.tar?sig={MARKER}",
+    f"s3://me:{MARKER}@bucket/a.tar",
+    f"s3://bucket/a.tar?X-Amz-Signature={MARKER}",
+    f"gs://bucket/*.tar?token={MARKER}",
+    f"abfss://box:{MARKER}@account.dfs.core.windows.net/a.tar",
+]
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("s3://bucket", {"aws_access_key_id": "me", "aws_secret_access_key": MARKER}),
+    ("s3://bucket", {"config": S3_KEYS}),
+    ("s3://bucket", {**S3_KEYS, "session_token": MARKER}),
+    ("s3://bucket", {"client_options": {"default_headers": {"X-Mine": MARKER}}}),
+    ("s3://bucket", {"client_options": {"proxy_url": f"http://me:{MARKER}@proxy"}}),
+    ("s3://bucket", {"endpoint": f"https://me:{MARKER}@host"}),
+    ("gs://bucket", {"service_account_key": GOOGLE}),
+    ("az://box", {"account_name": "a", "account_key": KEY}),
+    ("az://box", {"account_name": "a", "sas_key": f"sig={MARKER}"}),
+    (
+        "https://host",
+        {"client_options": {"default_headers": {"authorization": f"Bearer {MARKER}"}}},
+    ),
+]
+STORES = [
+    lambda: S3Store("bucket", access_key_id="me", secret_access_key=MARKER),
+    lambda: GCSStore("bucket", service_account_key=GOOGLE),
+    lambda: AzureStore("box", account_name="a", account_key=KEY),
+    lambda: HTTPStore(f"https://me:{MARKER}@host/?sig={MARKER}"),
+    lambda: HTTPStore(
+        "https://host", client_options={"default_headers": {"X-Mine": MARKER}}
+    ),
+]
+POSTGRES = [
+    f"postgresql://me:{MARKER}@host/db",
+    f"postgres://me:{ENCODED}@host:5432/db",
+    f"postgresql://host/db?user=me&password={MARKER}",
+    f"postgresql:///db?host=/tmp&password={ENCODED}",
+    f"postgresql://me:{MARKER}@a,b:1/db?sslpassword={MARKER}",
+    f"postgresql://me:@{MARKER}@host/db",
+    f"postgresql://[::1]/db?password={MARKER}&scram_client_key={MARKER}",
+]
+
+
+def has_canary(text: object) -> str | None:
+    """Return a canary that is in a text, in whatever form."""
+    return next((form for form in FORMS if form.lower() in str(text).lower()), None)
+
+
+def dumped(value: Any, seen: set[int] | None = None) -> Iterator[str]:
+    """Yield what a debugger shows of an object, its attributes and theirs."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    yield repr(value)
+    parts: list[Any] = []
+    if isinstance(value, Mapping):
+        parts += [*value.keys(), *value.values()]
+    elif isinstance(value, (list, tuple, set)):
+        parts += value
+    elif "aioloader" in type(value).__module__:
+        parts += vars(value).values() if hasattr(value, "__dict__") else ()
+    for part in parts:
+        yield from dumped(part, seen)
+
+
+def check(made: Any) -> None:
+    """See that an object shows no canary, and that no pickle has one."""
+    steps = [made]
+    if hasattr(made, "shuffle"):
+        steps += [made.shuffle(8), made.map(repr).batch(2), made.mix(made)]
+        steps += [made.shard(0, 2), made.made_by, made.describe()]
+        json.dumps(made.describe())
+    if not hasattr(made, "keys"):
+        steps.append(DataLoader(made))
+    for one in steps:
+        for text in (str(one), repr(one), reprlib.repr(one), *dumped(one)):
+            assert has_canary(text) is None, text
+        assert has_canary(pickled(one)) is None
+
+
+def pickled(one: Any) -> str:
+    """Return a pickle, or all that is said of why there is none."""
+    try:
+        return pickle.dumps(one).decode("latin-1")
+    except pickle.PicklingError as error:
+        said = everything_said(error)
+    assert "environment variables" in said or "PGPASS" in said
+    return said
+
+
+@pytest.mark.parametrize("url", URLS, ids=range(len(URLS)))
+def test_addresses(url: str) -> None:
+    """Of streams, one or several, and as what addresses are relative to."""
+    for make in STREAMS:
+        check(make(url))
+        check(make([url, url]))
+    check(TextDataset("a.txt", store=url.partition("*")[0]))
+    check(ObjectDataset(url, ["k"]))
+
+
+@pytest.mark.parametrize(("url", "options"), OPTIONS, ids=range(len(OPTIONS)))
+def test_store_options(url: str, options: dict[str, Any]) -> None:
+    """With a store, and with the addresses themselves."""
+    check(TarDataset(f"{url}/a.tar", store_options=options))
+    check(ParquetDataset("a.parquet", store=url, store_options=options))
+    check(ObjectDataset(url, ["k"], store_options=options))
+
+
+@pytest.mark.parametrize("make", STORES, ids=range(len(STORES)))
+def test_given_stores(make: Callable[[], Any]) -> None:
+    """Stores of obstore that hold secrets."""
+    check(TarDataset("a.tar", store=make()))
+    check(ArrowDataset("a.arrow", store=make()))
+    check(ObjectDataset(make(), ["k"]))
+
+
+@pytest.mark.parametrize("url", POSTGRES, ids=range(len(POSTGRES)))
+def test_databases(url: str) -> None:
+    """Passwords in every part of a URL that may hold one."""
+    check(SQLDataset(url, "t", key="id"))
+    check(SQLRows(url, "t", key="id", keys=[1, 2]))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"postgresql://me:{MARKER}/x@host/db",
+        f"postgresql://me:x/{MARKER}@host/db",
+        f"postgresql://me:{MARKER}?x=1@host/db",
+        f"postgresql://me:x?y={MARKER}@host/db",
+        f"me:{MARKER}@host/db",
+        f"host=h password={MARKER}",
+        f"mysql://me:{MARKER}@host/db",
+        f"sqlite://me:{MARKER}@host/db",
+        f"postgresql://host/db?{MARKER}",
+    ],
+)
+def test_databases_that_are_refused(url: str) -> None:
+    """What cannot be parsed may hold a password anywhere."""
+    for make in (SQLDataset, SQLRows):
+        with pytest.raises(ValueError, match="url") as caught:
+            make(url, "t", key="id")
+        assert has_canary(str(caught.value)) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: TarDataset(f"ftp://me:{MARKER}@host/a.tar?x={MARKER}"), None),
+        (lambda: ObjectDataset(f"ftp://me:{MARKER}@host/a", ["k"]), "known for"),
+        (lambda: TarDataset("a.tar", store=f"ftp://me:{MARKER}@host"), "known for"),
+        (lambda: TarDataset(f"https://me:{MARKER}@[host/a.tar"), None),
+        (
+            lambda: ObjectDataset(
+                "s3://b", ["k"], store_options={**S3_KEYS, "session_tokn": MARKER}
+            ),
+            "did you mean 'session_token'",
+        ),
+        (
+            lambda: ObjectDataset(
+                "s3://b", ["k"], store_options={"client_options": {"timeout": MARKER}}
+            ),
+            "client_options.timeout",
+        ),
+    ],
+    ids=range(6),
+)
+async def test_refusals(make: Callable[[], Any], words: str | None) -> None:
+    """A message names the option or the place, not what was given."""
+    with pytest.raises(Exception, match=words) as caught:
+        _ = [sample async for sample in make()]
+    caught.value.__traceback__ = None if words else caught.value.__traceback__
+    assert has_canary(everything_said(caught.value)) is None
+
+
+@pytest.mark.parametrize("what", ["404", "403", "cut", "redirect", "405", "norange"])
+@pytest.mark.parametrize("kind", ["text", "tar", "parquet", "pattern", "few", "object"])
+async def test_errors_of_reading(
+    what: str,
+    kind: str,
+    loopback: "Loopback",
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Neither message nor notes, nor variables in a traceback, nor logs."""
+    caplog.set_level(logging.DEBUG)
+    url = loopback.url(what, user=f"me:{MARKER}@") + "/no/such"
+    signed = f"{url}?sig={MARKER}"
+    options = {
+        "retry_config": {"max_retries": 0},
+        "client_options": {"default_headers": {"X-Mine": MARKER}},
+    }
+    more: dict[str, Any] = {
+        "store_options": options,
+        "requests": Requests(deadline=1e-6),
+    }
+    makes: dict[str, Callable[[], Any]] = {
+        "text": lambda: TextDataset([signed, url], **more),
+        "tar": lambda: TarDataset(signed, **more).shuffle(4).map(len),
+        "parquet": lambda: ParquetDataset(signed, **more),
+        "pattern": lambda: TextDataset(f"{url}/*.txt", **more),
+        "few": lambda: TextDataset([signed, signed], **more).shard(0, 3),
+        "object": lambda: ObjectDataset(signed, ["k"], **more),
+    }
+    made = makes[kind]()
+    with pytest.raises(Exception, match=r"127\.0\.0\.1|shards") as caught:
+        if kind == "object":
+            await made[0]
+        else:
+            async with aiter(made) as iterator:
+                await anext(iterator)
+    assert has_canary(everything_said(caught.value)) is None
+    assert has_canary(caplog.text) is None
+    if kind == "object":
+        await made.aclose()
+
+
+async def test_states(tmp_path: Path, loopback: "Loopback") -> None:
+    """What is saved holds neither the address nor what is secret of it."""
+    url = loopback.url("ok", user=f"me:{MARKER}@") + f"/cats/z.bin?sig={MARKER}"
+    stream = TextDataset(url)
+    async with aiter(stream) as iterator:
+        assert await anext(iterator) == "cats-z" * 5
+        assert has_canary(json.dumps(iterator.state_dict())) is None
+        for text in dumped(iterator):
+            assert has_canary(text) is None
+    loader: Any = DataLoader(stream, batch_size=1)
+    async with loader:
+        async for _ in loader:
+            assert has_canary(json.dumps(loader.state_dict(), default=repr)) is None
+            assert has_canary(repr(loader)) is None

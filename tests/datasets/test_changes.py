@@ -1,0 +1,255 @@
+"""Shards that change while they are read, or between a state and its resumption."""
+
+import functools
+import gzip
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from aioloader.datasets import (
+    ArrowDataset,
+    JSONLinesDataset,
+    ParquetDataset,
+    Requests,
+    TarDataset,
+    TextDataset,
+)
+from aioloader.datasets._stores.bytes import Version
+from aioloader.errors import DatasetError
+from datasets.changing import ChangingServer
+from datasets.shards import read
+from datasets.test_places import big_shard
+
+QUICK = Requests(timeout=5.0, deadline=2.0, base_delay=0.001, max_delay=0.01)
+AT_ONCE: dict[str, Any] = {"store_options": {"retry_config": {"max_retries": 0}}}
+SMALL: dict[str, Any] = {"max_bytes": 1 << 18, "requests": QUICK, **AT_ONCE}
+
+
+async def rest_of(stream: Any) -> list[Any]:
+    """Return all samples to come; whatever happens, nothing stays open."""
+    async with aiter(stream) as iterator:
+        return [sample async for sample in iterator]
+
+
+def lines(count: int, mark: str = "a") -> bytes:
+    """Return lines of text that tell their version, of equal lengths."""
+    return b"".join(f"{mark}{at:07} {'x' * 990}\n".encode() for at in range(count))
+
+
+@pytest.mark.parametrize(
+    ("tags", "count"),
+    [
+        ("strong", 1500),
+        ("weak", 1500),
+        ("weak date", 2000),
+        ("date", 2000),
+        ("", 1500),
+        ("", 2500),
+        ("strong unconditional", 2000),
+    ],
+)
+async def test_while_it_is_read(tags: str, count: int) -> None:
+    """Whatever the server tells: a tag, a weak one, a date, or only the length."""
+    with ChangingServer(lines(2000), tags=tags) as server:
+        async with aiter(TextDataset(f"{server.url}/a", **SMALL)) as iterator:
+            await anext(iterator)
+            server.replace(lines(count, "b"))
+            with pytest.raises(DatasetError, match="has changed while it was read"):
+                [_ async for _ in iterator]
+
+
+@pytest.mark.parametrize("tags", ["strong", "weak", "weak date", "date", ""])
+async def test_what_does_not_change_is_read(tags: str) -> None:
+    """A weak tag is no condition: a server must refuse it, as the standard says."""
+    with ChangingServer(lines(2000), tags=tags) as server:
+        found = await rest_of(TextDataset(f"{server.url}/a", **SMALL))
+    assert len(found) == 2000
+
+
+@pytest.mark.parametrize("tags", ["", "date", "weak"])
+async def test_when_a_request_is_tried_again(tags: str) -> None:
+    """An answer of another version is no answer to a request that failed before."""
+    with ChangingServer(lines(2000), tags=tags) as server:
+        async with aiter(TextDataset(f"{server.url}/a", **SMALL)) as iterator:
+            await anext(iterator)
+            server.fail_next(2)
+            server.replace(lines(1900, "b"))
+            with pytest.raises(DatasetError, match="has changed while it was read"):
+                [_ async for _ in iterator]
+
+
+@pytest.mark.parametrize("fault", ["", "broken", "refused", "changed"])
+@pytest.mark.parametrize("tags", ["strong", ""])
+async def test_a_server_without_ranges(fault: str, tags: str) -> None:
+    """It is read whole, begins again when that breaks off, and sees a change too."""
+    body = lines(5000)
+    with ChangingServer(body, tags=tags, has_ranges=False) as server:
+        if fault in {"broken", "changed"}:
+            server.break_off(at=3_000_000, times=2)
+        if fault == "refused":
+            server.fail_next(3)
+        if fault == "changed":
+            server.replace_after(lines(4999, "b"), requests=2)
+        stream = TextDataset(f"{server.url}/a", **SMALL)
+        if fault == "changed":
+            with pytest.raises(DatasetError, match="has changed while it was read"):
+                await rest_of(stream)
+            return
+        assert await rest_of(stream) == body.decode().splitlines()
+        _, state = await read(stream, 4321)
+        stream.load_state_dict(state)
+        assert await rest_of(stream) == body.decode().splitlines()[4321:]
+
+
+async def test_a_server_that_always_breaks_off() -> None:
+    """Without progress it is given up at the deadline."""
+    with ChangingServer(lines(5000), has_ranges=False) as server:
+        server.break_off(at=3_000_000, times=10**9)
+        policy = Requests(deadline=0.3, base_delay=0.001, max_delay=0.01)
+        stream = TextDataset(f"{server.url}/a", requests=policy, **AT_ONCE)
+        with pytest.raises(
+            DatasetError, match=r"bytes announced|UnexpectedEof|given up"
+        ):
+            await rest_of(stream)
+
+
+@functools.cache
+def tar(count: int) -> bytes:
+    """Return a tar file of ``count`` samples."""
+    return big_shard(count, 8000)
+
+
+def json_lines(count: int) -> bytes:
+    """Return JSON lines."""
+    return b"".join(b'{"a": %7d, "b": "%s"}\n' % (at, b"x" * 90) for at in range(count))
+
+
+def parquet(count: int) -> bytes:
+    """Return a Parquet file with two row groups, the first of half of the rows."""
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    out = io.BytesIO()
+    table = pa.table({"a": range(count)})
+    pq.write_table(table, out, row_group_size=-(-count // 2))
+    return out.getvalue()
+
+
+def arrow(count: int) -> bytes:
+    """Return an Arrow file with two record batches."""
+    out = io.BytesIO()
+    table = pa.table({"a": range(count)})
+    with pa.ipc.new_file(out, table.schema) as writer:
+        writer.write_table(table, max_chunksize=-(-count // 2))
+    return out.getvalue()
+
+
+def zipped(count: int) -> bytes:
+    """Return packed lines."""
+    return gzip.compress(lines(count), compresslevel=1)
+
+
+FORMATS: dict[str, tuple[Callable[..., Any], Callable[[int], bytes]]] = {
+    "tar": (TarDataset, tar),
+    "jsonl": (JSONLinesDataset, json_lines),
+    "txt": (TextDataset, lines),
+    "txt.gz": (TextDataset, zipped),
+    "parquet": (ParquetDataset, parquet),
+    "arrow": (ArrowDataset, arrow),
+}
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+@pytest.mark.parametrize(
+    "where", ["file", "http", pytest.param("whole", marks=pytest.mark.fuzz)]
+)
+@pytest.mark.parametrize(
+    ("taken", "count"),
+    [
+        (1700, 1500),
+        pytest.param(150, 200, marks=pytest.mark.fuzz),
+        pytest.param(1700, 1990, marks=pytest.mark.fuzz),
+    ],
+)
+async def test_a_shard_that_shrank_before_it_is_resumed(
+    ending: str, where: str, taken: int, count: int, tmp_path: Path
+) -> None:
+    """In whatever format and store, and whether or not the place is still there."""
+    make, body = FORMATS[ending]
+    if where == "whole" and ending in {"parquet", "arrow"}:
+        pytest.skip("read by ranges only")
+    path = tmp_path / f"a.{ending}"
+    with ChangingServer(body(2000), has_ranges=where != "whole") as server:
+        address = f"{server.url}/a.{ending}"
+        if where == "file":
+            path.write_bytes(body(2000))
+            address = str(path)
+        stream = make(address, requests=QUICK)
+        _, state = await read(stream, taken)
+        state = json.loads(json.dumps(state))
+        stream.load_state_dict(state)
+        assert len(await rest_of(stream)) == 2000 - taken
+        server.replace(body(count))
+        path.write_bytes(body(count))
+        stream.load_state_dict(state)
+        with pytest.raises(DatasetError, match=r"changed since|written anew"):
+            await rest_of(stream)
+
+
+async def test_a_shard_that_grew_before_it_is_resumed(tmp_path: Path) -> None:
+    """That is another shard too, and states of old, which hold no size, are loaded."""
+    path = tmp_path / "a.txt"
+    path.write_bytes(lines(2000))
+    stream = TextDataset(str(path))
+    _, state = await read(stream, 1500)
+    path.write_bytes(lines(2001))
+    stream.load_state_dict(state)
+    with pytest.raises(DatasetError, match="had 2,000,000 bytes and has 2,001,000"):
+        await rest_of(stream)
+    old = json.loads(json.dumps(state).replace('"size"', '"unknown"'))
+    stream.load_state_dict(old)
+    assert len(await rest_of(stream)) == 501
+    path.write_bytes(lines(1000))
+    for loaded in (old, {**old}):
+        stream.load_state_dict(loaded)
+        with pytest.raises(DatasetError, match="changed since"):
+            await rest_of(stream)
+
+
+async def test_a_file_that_is_written_in_place(tmp_path: Path) -> None:
+    """Each piece is held against the length and time of the beginning."""
+    path = tmp_path / "a.tar"
+    path.write_bytes(big_shard(400, 8000))
+    async with aiter(TarDataset(str(path), max_bytes=1 << 18)) as iterator:
+        await anext(iterator)
+        with path.open("r+b") as file:
+            file.seek(1_000_000)
+            file.write(bytes(100))
+        with pytest.raises(DatasetError, match="has changed while it was read"):
+            [_ async for _ in iterator]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        (Version(1, '"a"'), Version(1, '"a"'), True),
+        (Version(1, '"a"'), Version(2, '"a"'), False),
+        (Version(1, '"a"'), Version(1, '"b"'), False),
+        (Version(1, '"a"', 1.0), Version(1, '"a"', 2.0), True),
+        (Version(1, 'W/"a"'), Version(1, 'W/"a"'), True),
+        (Version(1, 'W/"a"', 1.0), Version(1, 'W/"a"', 2.0), False),
+        (Version(1, 'W/"a"'), Version(1, 'W/"b"'), False),
+        (Version(1, None, 1.0), Version(1, '"b"', 1.0), True),
+        (Version(1, None, 1.0), Version(1, '"b"', 2.0), False),
+        (Version(1), Version(1, None, 2.0), True),
+        (Version(1), Version(2), False),
+    ],
+)
+def test_versions(one: Version, other: Version, is_same: bool) -> None:
+    """A strong tag decides; else the tag, the date and the length must agree."""
+    assert one.is_of(other) == other.is_of(one) == is_same
+    assert one.strong == (None if "W/" in (one.e_tag or "W/") else one.e_tag)

@@ -1,0 +1,304 @@
+"""CSV: what pyarrow reads, from any row on, cut anywhere; no wrong row in silence."""
+
+import bz2
+import csv
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyarrow import csv as pacsv
+
+from aioloader import DataLoader
+from aioloader.datasets import CSVDataset
+from aioloader.datasets._arrow import csv as formats
+from aioloader.datasets._arrow import lines
+from aioloader.datasets._arrow.csv import CSVFormat
+from aioloader.datasets._arrow.lines import Dialect
+from aioloader.errors import DatasetError
+from datasets.shards import read
+from datasets.tables import (
+    Local,
+    contents,
+    expected,
+    plain,
+    put,
+    read_all,
+    read_shard,
+    shards,
+)
+
+# The first call in the main thread makes a pipe, for signals, which Arrow keeps.
+pacsv.read_csv(io.BytesIO(b"a\n1\n"))
+
+PLACES = pytest.mark.parametrize("is_remote", [False, True], ids=["file", "object"])
+
+
+def made(paths: Any, *, is_remote: bool = False, **options: Any) -> CSVFormat:
+    """Return a format."""
+    names = [name for name in Dialect.__dataclass_fields__ if name[0] != "_"]
+    dialect = Dialect(**{n: options.pop(n) for n in names if n in options})
+    return CSVFormat(paths, Local(is_remote=is_remote), dialect=dialect, **options)
+
+
+def written(folder: Path, *texts: str, ending: str = "csv") -> list[str]:
+    """Write files."""
+    paths = [str(folder / f"{at}.{ending}") for at in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        data = text.encode()
+        if ending.endswith("gz"):
+            data = gzip.compress(data[: len(data) // 2]) + gzip.compress(
+                data[len(data) // 2 :]
+            )
+        elif ending.endswith("zst"):
+            data = zstandard.compress(data)
+        elif ending.endswith("bz2"):
+            data = bz2.compress(data)
+        put(path, data)
+    return paths
+
+
+def numbered(first: int, stop: int) -> str:
+    """Return numbers, floats and names."""
+    rows = [f'{n},{n / 4},"name, {n}"' for n in range(first, stop)]
+    return "\n".join(["n,x,name", *rows, ""])
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut files into small ranges, and read small blocks."""
+    monkeypatch.setattr(formats, "_RANGE", 100)
+    monkeypatch.setattr(lines, "BLOCK", 64)
+
+
+@PLACES
+@pytest.mark.parametrize("ending", ["csv", "csv.gz", "csv.zst", "csv.bz2"])
+@pytest.mark.usefixtures("small")
+async def test_reads_what_pyarrow_reads(
+    ending: str, is_remote: bool, tmp_path: Path
+) -> None:
+    """Ranges cut anywhere, and packed files whole; from every row on."""
+    paths = written(tmp_path, numbered(0, 30), numbered(30, 50), ending=ending)
+    form = made(paths, is_remote=is_remote)
+    found = await shards(form)
+    assert len(found) == (2 if ending != "csv" else 10)
+    rows = await read_all(form)
+    table = pacsv.read_csv(io.BytesIO(numbered(0, 50).encode()))
+    assert plain(rows) == expected(table)
+    assert type(rows[0]["n"]) is np.int64
+    whole = await read_shard(form, found[1])
+    for row in range(len(whole) + 1):
+        assert await read_shard(form, found[1], row=row) == whole[row:]
+
+
+async def test_batches_and_resume(tmp_path: Path, small: None) -> None:
+    """Tensors; a state in the middle of a range; any number of ranks."""
+    paths = written(tmp_path, numbered(0, 40), numbered(40, 60))
+    dataset = CSVDataset(paths, ["x", "n"], shuffle=True, interleave=3)
+    loader: Any = DataLoader(dataset, 16)
+    batches = [batch async for batch in loader]
+    assert list(batches[0]) == ["x", "n"]
+    found = [n for batch in batches for n in batch["n"].tolist()]
+    assert sorted(found) == [*range(60)]
+    dataset.set_epoch(0)
+    whole, _ = await read(dataset)
+    for count in range(0, 60, 9):
+        dataset.set_epoch(0)
+        _, state = await read(dataset, count)
+        dataset.load_state_dict(json.loads(json.dumps(state)))
+        assert plain((await read(dataset))[0]) == plain(whole[count:])
+    parts = [(await read(dataset.shard(rank, 3)))[0] for rank in range(3)]
+    assert sorted(row["n"] for part in parts for row in part) == [*range(60)]
+
+
+# -- types ---------------------------------------------------------------------------
+
+
+async def test_types_of_all_files_are_one(tmp_path: Path) -> None:
+    """Guessed by the first lines of each, unified, or said."""
+    texts = "n,s\n1,\n2,\n", "s,n\na,0.5\n", "n,s\n,b\n"
+    paths = written(tmp_path, *texts)
+    rows = await read_all(made(paths))
+    assert plain(rows) == [
+        {"n": 1.0, "s": ""}, {"n": 2.0, "s": ""}, {"n": 0.5, "s": "a"},
+        {"n": None, "s": "b"},
+    ]  # fmt: skip
+    types = {"n": "float32", "s": pa.large_string()}
+    rows = await read_all(made(paths, column_types=types, columns=["n"]))
+    assert type(rows[0]["n"]) is np.float32
+    schema = pa.schema([("s", pa.string()), ("more", pa.int8())])
+    rows = await read_all(made(paths, schema=schema, nulls={"more": 0}))
+    assert rows[2] == {"s": "a", "more": 0}
+    rows = await read_all(made(paths, column_types={"n": "string"}))
+    assert [row["n"] for row in rows] == ["1", "2", "0.5", ""]
+
+
+async def test_types_that_have_nothing_in_common(tmp_path: Path) -> None:
+    """Both files are named."""
+    paths = written(tmp_path, "n\n1\n", "n\nx\n")
+    words = "'n' of '1.csv' is of type string, and it is int64 in '0.csv'.*schema="
+    with pytest.raises(DatasetError, match=words):
+        await shards(made(paths))
+
+
+@pytest.mark.usefixtures("small")
+async def test_a_line_that_cannot_be_read(tmp_path: Path) -> None:
+    """One failed sample, which names its byte; the others are read."""
+    bad = {7: "seven,1,x", 20: "20,1", 21: "21,2,x,more"}
+    text = "\n".join(["n,x,s", *(bad.get(n, f"{n},0.5,a") for n in range(40)), ""])
+    form = made(written(tmp_path, text), column_types={"n": "int64"})
+    rows: list[Any] = await read_all(form)
+    failed = [row for row in rows if hasattr(row, "error")]
+    assert [row["n"] for row in rows if not hasattr(row, "error")] == [
+        n for n in range(40) if n not in bad
+    ]
+    for (_, line), row in zip(bad.items(), failed, strict=True):
+        words = f"line at byte {text.index(line)} of '0.csv' cannot be read"
+        assert words in str(row.error)
+        assert repr(line) in str(row.error)
+    assert "int64: invalid value 'seven'" in str(failed[0].error)
+
+
+async def test_a_type_that_is_wrong_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says how types come about."""
+    monkeypatch.setattr(formats, "_LEAST_HEAD", 64)
+    text = "n\n" + "1\n" * 100 + "1.5\n"
+    rows: list[Any] = await read_all(made(written(tmp_path, text)))
+    assert len(rows) == 101
+    assert "types are guessed by the first lines, or said by column_ty" in str(
+        rows[-1].error
+    )
+
+
+# -- how lines are written -----------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small")
+async def test_other_dialects(tmp_path: Path) -> None:
+    """Other signs, no names, a mark of the byte order, no newline at the end."""
+    text = "\ufeff'a;b';1\r\nNA;2\r\n\r\n'it''s';"
+    options: Any = {"delimiter": ";", "quote_char": "'", "column_names": ["s", "n"]}
+    form = made(written(tmp_path, text), **options, null_values=["NA", ""])
+    assert plain(await read_all(form)) == [
+        {"s": "a;b", "n": 1}, {"s": "NA", "n": 2}, {"s": "it's", "n": None},
+    ]  # fmt: skip
+    form = made(written(tmp_path, "\n\ufeffa\t b\nx\\\ty\t2"), delimiter="\t",
+                escape_char="\\", strings_can_be_null=True)  # fmt: skip
+    assert plain(await read_all(form)) == [{"\ufeffa": "x\ty", " b": 2}]
+
+
+@PLACES
+@pytest.mark.usefixtures("small")
+async def test_newlines_in_values(is_remote: bool, tmp_path: Path) -> None:
+    """A file is one shard then; else a range that ends so is an error."""
+    value = "one\ntwo\r\n\nthree " * 5
+    text = "n,s\n" + "".join(f'{n},"{value}"\n' for n in range(20))
+    paths = written(tmp_path, text)
+    form = made(paths, is_remote=is_remote, newlines_in_values=True)
+    assert await shards(form) == [[paths[0], 0, 0]]
+    assert plain(await read_all(form)) == [{"n": n, "s": value} for n in range(20)]
+    with pytest.raises(DatasetError, match=r"within quotes.*newlines_in_values=True"):
+        await read_all(made(paths, is_remote=is_remote))
+
+
+async def test_a_quote_that_is_missing(tmp_path: Path) -> None:
+    """Not the rest of the file as one value."""
+    paths = written(tmp_path, 'n,s\n1,"a"\n2,"b\n3,c\n')
+    for newlines in (False, True):
+        with pytest.raises(DatasetError, match="line from byte 10 on that ends wi"):
+            await read_all(made(paths, newlines_in_values=newlines))
+    # A quote amid a value is a character.
+    paths = written(tmp_path, 'n,s\n1,5" pipe\n2,x\n')
+    assert [row["s"] for row in await read_all(made(paths))] == ['5" pipe', "x"]
+
+
+@PLACES
+async def test_empty_files(is_remote: bool, tmp_path: Path) -> None:
+    """No names are an error; no lines are none."""
+    (path,) = written(tmp_path, "")
+    with pytest.raises(DatasetError, match=r"has no first line.*column_names="):
+        await shards(made(path, is_remote=is_remote))
+    form = made(path, is_remote=is_remote, column_names=["a"])
+    assert await read_all(form) == []
+    for text in ("a,b", "a,b\n", "a,b\n\n\n"):
+        assert await read_all(made(written(tmp_path, text), is_remote=is_remote)) == []
+
+
+async def test_a_long_first_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More is read until there is a whole one."""
+    monkeypatch.setattr(formats, "_LEAST_HEAD", 16)
+    names = [f"column {n}" for n in range(50)]
+    text = ",".join(names) + "\n" + ",".join(["7"] * 50) + "\n"
+    for is_remote in (False, True):
+        rows = await read_all(made(written(tmp_path, text), is_remote=is_remote))
+        assert rows == [dict.fromkeys(names, 7)]
+
+
+async def test_a_packed_file_that_is_cut_short(tmp_path: Path) -> None:
+    """An error, not an end."""
+    (path,) = written(tmp_path, numbered(0, 9000), ending="csv.gz")
+    put(path, contents(path)[:-30])
+    with pytest.raises(DatasetError, match=r"'0\.csv\.gz'.*(Truncated|unpacked)"):
+        await read_all(made(path))
+
+
+def test_wrong_options_are_errors() -> None:
+    """When the dataset is made."""
+    for name in ("delimiter", "quote_char", "escape_char"):
+        with pytest.raises(ValueError, match=f"{name} must be one character, got 'ab'"):
+            CSVDataset("x", **{name: "ab"})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"column_types=.*'int' is no|'integer'"):
+        CSVDataset("x", column_types={"a": "integer"})
+    with pytest.raises(TypeError, match="column_names must be a list, got 'ab'"):
+        CSVDataset("x", column_names="ab")
+    with pytest.raises(TypeError, match="did you mean 'delimiter'"):
+        CSVDataset("x", delimeter=";")  # type: ignore[call-arg]
+
+
+def test_what_a_state_is_bound_to() -> None:
+    """All that determines the rows."""
+    one = CSVDataset("x", column_types={"a": "int8"}).describe()
+    assert json.loads(json.dumps(one)) == one
+    assert one != CSVDataset("x", column_types={"a": "int16"}).describe()
+    assert one["delimiter"] == ","
+
+
+TEXTS = st.text(st.sampled_from("ab,\"\n;'x é"), max_size=6)
+
+
+@pytest.mark.fuzz
+@pytest.mark.usefixtures("small")
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.integers(), TEXTS, TEXTS), min_size=1, max_size=40),
+    st.sampled_from(["\n", "\r\n"]),
+)
+async def test_any_values(
+    tmp_path: Path, rows: list[tuple[int, str, str]], end: str
+) -> None:
+    """What Python's csv has written."""
+    for newlines in (False, True):
+        given_rows = [
+            (n, *(text if newlines else text.replace("\n", "_") for text in texts))
+            for n, *texts in rows
+        ]
+        sink = io.StringIO(newline="")
+        writer = csv.writer(sink, lineterminator=end)
+        writer.writerow(["n", "s", "t"])
+        writer.writerows(given_rows)
+        types = {"n": "string", "s": "string", "t": "string"}
+        (path,) = written(tmp_path, sink.getvalue())
+        form = made(path, column_types=types, newlines_in_values=newlines)
+        found = [(int(r["n"]), r["s"], r["t"]) for r in await read_all(form)]
+        assert found == given_rows

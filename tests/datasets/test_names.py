@@ -1,0 +1,328 @@
+"""Names of shards: what a listing gives is read back as it is, whatever it contains."""
+
+import glob
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from obstore.store import LocalStore, MemoryStore, S3Store
+
+from aioloader.datasets import (
+    FileDataset,
+    JSONLinesDataset,
+    ObjectDataset,
+    ParquetDataset,
+    TextDataset,
+)
+from aioloader.datasets._stores.addresses import matching, spell, split
+from datasets.shards import read
+from datasets.tables import write_parquet
+from datasets.webdav import WebDAV
+
+NASTY = [
+    "a b", "a%20b", "a%2Fb", "%", "%zz", "a#b", "a?b", "a?b=c", "a+b", "a&b", "ü é",
+    "日", "a[1]", "[", "]", "{x}", "a:b", "~", "a\\b", "'", '"', "a;b", "a,b", "@", "=",
+    " a ", "a*b", "s3:", "-", "_", "😀", "a|b", "<b>", "$x", "a!", "..a", "a.", "...",
+]  # fmt: skip
+SEGMENTS = st.text(
+    st.sampled_from("ab.%2F #?+&=[]{}:~\\'\"*@üé日!,;-0") | st.characters(
+        exclude_categories=["Cc", "Cs"], exclude_characters="/"
+    ),
+    min_size=1,
+    max_size=8,
+).filter(lambda name: name not in {".", ".."})  # fmt: skip
+
+
+async def texts(stream: Any) -> list[str]:
+    """Return all lines of a stream."""
+    return [line async for line in stream]
+
+
+def write(folder: Path, names: Iterable[str]) -> None:
+    """Write files that contain their own names."""
+    for name in names:
+        path = folder / f"{name}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+
+
+async def fill(store: Any, names: Iterable[str], prefix: str = "") -> None:
+    """Put objects that contain their own names."""
+    for name in names:
+        await store.put_async(f"{prefix}{name}.txt", name.encode())
+
+
+@pytest.fixture
+def moto(s3: str, s3_port: int) -> Any:
+    """Return a store of the bucket of moto, which the environment names."""
+    assert s3
+    return S3Store("bucket", client_options={"allow_http": True})
+
+
+@pytest.mark.parametrize("how", ["*.txt", "**/*.txt", "file", "store", "list"])
+async def test_on_disk(how: str, tmp_path: Path) -> None:
+    """By a pattern, by a file URL, relative to a folder and by their paths."""
+    write(tmp_path, NASTY)
+    expected = sorted(NASTY, key=lambda name: f"{name}.txt")
+    if how == "file":
+        stream = TextDataset(f"{tmp_path.as_uri()}/*.txt")
+    elif how == "store":
+        stream = TextDataset("*.txt", store=tmp_path)
+    elif how == "list":
+        paths = [glob.escape(f"{tmp_path}/{name}.txt") for name in expected]
+        stream = TextDataset(paths)
+    else:
+        stream = TextDataset(f"{tmp_path}/{how}")
+    visible = [name for name in expected if how == "list" or name[0] != "."]
+    assert await texts(stream) == visible
+    assert await texts(stream) == visible  # the second epoch too
+
+
+@pytest.mark.parametrize("how", ["memory", "local", "s3", "s3 url", "quoted url"])
+async def test_in_a_store(how: str, tmp_path: Path, moto: Any) -> None:
+    """By a listing, and by the keys one by one."""
+    visible = sorted((n for n in NASTY if n[0] != "."), key=lambda name: f"{name}.txt")
+    if how in {"s3 url", "quoted url"}:
+        await fill(moto, NASTY, "nasty names/")
+        folder = "nasty names" if how == "s3 url" else "nasty%20names"
+        stream = TextDataset(f"s3://bucket/{folder}/*.txt")
+        assert await texts(stream) == visible
+        return
+    prefix = "nasty/" if how == "s3" else ""
+    write(tmp_path, NASTY if how == "local" else ())
+    store = {"memory": MemoryStore(), "local": LocalStore(tmp_path), "s3": moto}[how]
+    if how != "local":
+        await fill(store, NASTY, prefix)
+    stream = TextDataset(f"{prefix}*.txt", store=store)
+    assert await texts(stream) == visible
+    one_by_one = [f"{glob.escape(prefix + name)}.txt" for name in visible]
+    assert await texts(TextDataset(one_by_one, store=store)) == visible
+    async with ObjectDataset(store, [f"{prefix}{n}.txt" for n in visible]) as objects:
+        found = [bytes(await objects[at]).decode() for at in range(len(visible))]
+    assert found == visible
+
+
+async def test_in_a_listing_of_the_web() -> None:
+    """WebDAV lists names as parts of URLs; they are decoded once."""
+    names = [name for name in NASTY if "\\" not in name and name[0] != "."]
+    with WebDAV({f"a b/{name}.txt": name.encode() for name in names}) as server:
+        stream = TextDataset(f"{server.url}/a%20b/*.txt")
+        assert sorted(await texts(stream)) == sorted(names)
+        below = TextDataset("*.txt", store=f"{server.url}/a%20b")
+        assert sorted(await texts(below)) == sorted(names)
+        async with await ObjectDataset.discover(f"{server.url}/a%20b") as objects:
+            found = {bytes(await objects[at]).decode() for at in range(len(objects))}
+        assert found == set(names)
+
+
+async def test_spelled_addresses(moto: Any) -> None:
+    """In a URL of S3 a ``#`` is part of the name, and a sign may be encoded."""
+    await fill(moto, ["c#d", "c[1]", "c1", "50%"], "spelled/")
+    base = "s3://bucket/spelled"
+    for url, name in {
+        f"{base}/c#d.txt": "c#d",
+        f"{base}/c%23d.txt": "c#d",
+        f"{base}/50%25.txt": "50%",
+        f"{base}/c%5B1%5D.txt": "c[1]",
+        f"{base}/c[[]1*.txt": "c[1]",
+        f"{base}/c%5B1*.txt": "c[1]",
+        f"{base}/c[0-9].txt": "c1",
+    }.items():
+        assert await texts(TextDataset(url)) == [name]
+    for root in ("s3://bucket/spelled#1", "s3://bucket/spelled?1"):
+        with pytest.raises(ValueError, match="no object in"):
+            await ObjectDataset.discover(root)  # not of `spelled`
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "gzip"])
+async def test_of_every_format(kind: str, tmp_path: Path) -> None:
+    """Whatever cuts the shard; the end of the name tells how it is packed."""
+    import gzip  # noqa: PLC0415
+
+    import pyarrow as pa  # noqa: PLC0415
+
+    names = ["a#b", "a?b", "a%20b"]
+    store = MemoryStore()
+    for name in names:
+        if kind == "parquet":
+            path = tmp_path / "one.parquet"
+            write_parquet(path, pa.table({"name": [name]}))
+            store.put(f"{name}.parquet", path.read_bytes())
+        else:
+            store.put(f"{name}.jsonl", f'{{"name": "{name}"}}'.encode())
+            store.put(f"{name}.txt.gz", gzip.compress(name.encode()))
+    stream: Any
+    if kind == "parquet":
+        stream = ParquetDataset("*.parquet", store=store)
+    elif kind == "jsonl":
+        stream = JSONLinesDataset("*.jsonl", store=store)
+    else:
+        assert await texts(TextDataset("*.gz", store=store)) == sorted(names)
+        return
+    assert [row["name"] async for row in stream] == sorted(names)
+
+
+@pytest.mark.parametrize("where", ["disk", "store"])
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [
+        ("*", ["a.txt", "b1.txt", "b2.txt"]),
+        ("*.txt", ["a.txt", "b1.txt", "b2.txt"]),
+        ("b?.txt", ["b1.txt", "b2.txt"]),
+        ("b[13].txt", ["b1.txt"]),
+        ("b[!1].txt", ["b2.txt"]),
+        ("*/*.txt", ["d/c.txt"]),
+        ("d/*", ["d/c.txt"]),
+        ("**/*.txt", ["a.txt", "b1.txt", "b2.txt", "d/c.txt", "d/e/f.txt"]),
+        ("d/**", ["d/c.txt", "d/e/f.txt"]),
+        ("**/f.txt", ["d/e/f.txt"]),
+        ("d/**/f.txt", ["d/e/f.txt"]),
+        ("d**/*.txt", ["d/c.txt"]),
+        (".*", [".hidden.txt"]),
+        (".h/*", [".h/g.txt"]),
+        ("**/**/f.txt", ["d/e/f.txt"]),
+    ],
+)
+async def test_patterns_mean_the_same(
+    where: str, pattern: str, matches: list[str], tmp_path: Path
+) -> None:
+    """The rules of ``glob``, and no folders, on disk and in a store."""
+    names = ["a", "b1", "b2", "d/c", "d/e/f", ".hidden", ".h/g"]
+    store: Any = tmp_path
+    if where == "disk":
+        write(tmp_path, names)
+    else:
+        store = MemoryStore()
+        await fill(store, names)
+    stream = TextDataset(pattern, store=store)
+    expected = [match.removesuffix(".txt") for match in matches]
+    assert await texts(stream) == expected
+
+
+@pytest.mark.parametrize("root", ["data", "./data", "data/", Path("data")])
+async def test_a_relative_root_is_joined_once(
+    root: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For patterns as for names, of streams, files and objects."""
+    write(tmp_path / "data", ["a", "b"])
+    monkeypatch.chdir(tmp_path)
+    for pattern in ("*.txt", "{a,b}.txt", "**/*.txt"):
+        assert await texts(TextDataset(pattern, store=root)) == ["a", "b"]
+    files = await FileDataset.discover("*.txt", root=root)
+    assert await files[1] == b"b"
+    async with await ObjectDataset.discover(root) as objects:
+        assert bytes(await objects[1]) == b"b"
+
+
+async def test_a_state_does_not_depend_on_the_spelling(moto: Any) -> None:
+    """A pattern, braces and a list in quotes name the same shards."""
+    await fill(moto, ["x 1", "x 2"], "state/")
+    _, state = await read(TextDataset("s3://bucket/state/*.txt"), 1)
+    for addresses in (
+        "s3://bucket/state/x%20{1,2}.txt",
+        ["s3://bucket/state/x 1.txt", "s3://bucket/state/x%202.txt"],
+    ):
+        stream = TextDataset(addresses)
+        stream.load_state_dict(state)
+        assert await texts(stream) == ["x 2"]
+
+
+async def test_urls_that_no_key_can_hold() -> None:
+    """An encoded slash is sent as it is spelled, and a query with it."""
+    objects = {"a%2Fb.txt": b"encoded", "a/b.txt": b"plain"}
+    with WebDAV(objects, is_literal=True) as server:
+        assert await texts(TextDataset(f"{server.url}/a%2Fb.txt")) == ["encoded"]
+        assert await texts(TextDataset(f"{server.url}/a/b.txt")) == ["plain"]
+        assert await texts(TextDataset(f"{server.url}/a/b.txt?x=*#f")) == ["plain"]
+
+
+@given(names=st.lists(SEGMENTS, min_size=1, max_size=4))
+@example(names=["%2F", "#", "?", "a=b?c=d"])
+def test_addresses_of_keys(names: list[str]) -> None:
+    """What ``spell`` makes of a key, ``split`` takes apart."""
+    key = "/".join(names)
+    for root in ("s3://bucket", "https://host:8000", "abfss://box@account"):
+        assert split(spell(root, key)) == (root, key)
+
+
+@given(pattern=st.text("ab*?[]!-./", max_size=8), names=st.data())
+def test_patterns_of_random_signs(pattern: str, names: Any) -> None:
+    """In a store they match what they match on disk, segment by segment."""
+    import fnmatch  # noqa: PLC0415
+
+    name = names.draw(st.text("ab]-", min_size=1, max_size=6))
+    if "/" not in pattern and pattern != "**":
+        assert matching([name], pattern) == fnmatch.filter([name], pattern)
+
+
+def test_a_pattern_of_many_stars_takes_no_time() -> None:
+    """Each star is matched where it first can be, and no other place is tried."""
+    assert not matching(["a" * 2000], "*a" * 40 + "b")
+
+
+def escaped(name: str) -> str:
+    """Return the pattern that only one name matches."""
+    pattern = glob.escape(name)
+    return re.sub(r"([\\{},])", r"\\\1", pattern) if "{" in pattern else pattern
+
+
+async def check_names(names: set[str], depth: int, folder: Path, port: int) -> None:
+    """See that a pattern finds all, and each is read: on disk, in memory and in S3."""
+    below, prefix = "d/" * depth, f"{folder.name}/"
+    chosen = [name for name in names if len(os.fsencode(name)) < 200]
+    options: Any = {
+        "endpoint": f"http://127.0.0.1:{port}",
+        "region": "us-east-1",
+        "access_key_id": "id",
+        "secret_access_key": "key",
+    }
+    memory = MemoryStore()
+    moto = S3Store("bucket", client_options={"allow_http": True}, config=options)
+    write(folder / below, chosen)
+    await fill(memory, chosen, prefix + below)
+    await fill(moto, chosen, prefix + below)
+    visible = sorted(n for n in chosen if not n.startswith("."))
+    for stream in (
+        TextDataset(f"{below}*.txt", store=folder),
+        TextDataset(f"{prefix}{below}*.txt", store=memory),
+        TextDataset(f"s3://bucket/{prefix}**/*.txt", store_options=options),
+    ):
+        if visible:
+            assert sorted(await texts(stream)) == visible
+        else:
+            with pytest.raises(ValueError, match="no shard matches"):
+                await texts(stream)
+    exact = [escaped(f"{prefix}{below}{name}.txt") for name in sorted(chosen)]
+    assert await texts(TextDataset(exact, store=memory)) == sorted(chosen)
+
+
+@settings(max_examples=3)
+@given(names=st.sets(SEGMENTS, min_size=1, max_size=8), depth=st.integers(0, 1))
+async def test_any_names(
+    names: set[str],
+    depth: int,
+    tmp_path_factory: pytest.TempPathFactory,
+    s3_bucket: str,
+    s3_port: int,
+) -> None:
+    """A few, at random."""
+    await check_names(names, depth, tmp_path_factory.mktemp("names"), s3_port)
+
+
+@pytest.mark.fuzz
+@settings(max_examples=100)
+@given(names=st.sets(SEGMENTS, min_size=1, max_size=8), depth=st.integers(0, 1))
+async def test_any_more_names(
+    names: set[str],
+    depth: int,
+    tmp_path_factory: pytest.TempPathFactory,
+    s3_bucket: str,
+    s3_port: int,
+) -> None:
+    """Many."""
+    await check_names(names, depth, tmp_path_factory.mktemp("names"), s3_port)

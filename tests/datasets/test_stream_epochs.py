@@ -1,0 +1,213 @@
+"""Streams that repeat, epochs of a given length, and equal work for all ranks."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioloader import DataLoader
+from aioloader.datasets import from_iterable
+from beside import beside
+from datasets.rank_process import RankProcess
+from datasets.ranks import Ranks, lines
+from datasets.shards import parquet, read
+from datasets.test_rank_lists import two
+
+__all__ = ["two"]
+
+
+def numbers(count: int = 10) -> Any:
+    """Return the first numbers."""
+    return from_iterable(range(count))
+
+
+async def items(stream: Any) -> list[Any]:
+    """Return all samples."""
+    return (await read(stream))[0]
+
+
+async def test_repeat() -> None:
+    """So many times; each time shuffled differently, the first time as ever."""
+    assert await items(numbers(3).repeat(2)) == [0, 1, 2] * 2
+    assert await items(numbers(3).repeat().take(7)) == [0, 1, 2, 0, 1, 2, 0]
+    shuffled = await items(numbers(20).shuffle(20).repeat(3))
+    passes = [shuffled[:20], shuffled[20:40], shuffled[40:]]
+    assert passes[0] == await items(numbers(20).shuffle(20))
+    assert len({tuple(one) for one in passes}) == 3
+    assert all(sorted(one) == [*range(20)] for one in passes)
+
+
+async def test_shards_are_shuffled_in_each_pass(tmp_path: Path) -> None:
+    """They are listed once."""
+    found = await items(lines(tmp_path, shuffle=True).repeat(2))
+    half = len(found) // 2
+    assert sorted(found[:half]) == sorted(found[half:])
+    assert found[:half] != found[half:]
+
+
+async def test_nothing_is_not_repeated() -> None:
+    """Neither an empty stream, nor one whose samples all fail."""
+    assert await items(numbers(0).repeat()) == []
+
+    def refuse(number: int) -> int:
+        raise OSError(f"cannot read {number}")
+
+    loader: Any = DataLoader(numbers(3).map(refuse).repeat(), 2, on_error="skip")
+    with pytest.raises(OSError, match="cannot read 2"):
+        await beside(lambda: list(loader))
+    with pytest.raises(ValueError, match="reader 0 of 1 has no samples at all, so its"):
+        await items(numbers(0).epoch_length(5))
+
+
+EPOCHS: dict[str, Callable[[Path], Any]] = {
+    "shorter": lambda _: numbers().epoch_length(7),
+    "longer": lambda _: numbers().shuffle(4).epoch_length(33),
+    "shards": lambda folder: lines(folder, shuffle=True, interleave=4).epoch_length(
+        200
+    ),
+    "steps": lambda _: numbers().epoch_length(33).map(float).shuffle(5),
+    "times": lambda _: numbers().repeat(3).batch(4),
+    "mix": lambda _: numbers().repeat().mix(numbers(3).repeat()).epoch_length(41),
+    "mixed ends": lambda _: numbers().epoch_length(12).mix(numbers(3), numbers(5)),
+}
+
+
+@pytest.mark.parametrize("kind", EPOCHS)
+async def test_resumes_anywhere(kind: str, tmp_path: Path) -> None:
+    """Amid a pass, and between two."""
+    stream = EPOCHS[kind](tmp_path)
+    stream.set_epoch(1)
+    whole = await items(stream)
+    for at in range(0, len(whole) + 1, 1 + len(whole) // 12):
+        before, state = await read(stream, at)
+        stream.load_state_dict(json.loads(json.dumps(state)))
+        assert before + await items(stream) == whole
+
+
+@pytest.mark.parametrize("readers", [None, 4])
+@pytest.mark.parametrize("world_size", [1, 2])
+async def test_ranks_have_equal_parts(
+    world_size: int, readers: int | None, tmp_path: Path
+) -> None:
+    """Of uneven shards; also where each is resumed."""
+    stream = lines(tmp_path, shuffle=True, interleave=6).epoch_length(150)
+    stream = stream if readers is None else stream.readers(readers)
+    async with Ranks(stream, world_size) as reading:
+        first = await reading.batches(30, 2)
+        state = reading.state()
+        rest = await reading.batches(30)
+    assert [len(batch) for batch in first + rest] == [30] * 5
+    async with Ranks(stream, world_size, state) as reading:
+        assert await reading.batches(30) == rest
+
+
+def loaders(stream: Any, world_size: int, **options: Any) -> list[list[Any]]:
+    """Return the batches of each rank."""
+    found = []
+    for rank in range(world_size):
+        loader: Any = DataLoader(stream, rank=rank, world_size=world_size, **options)
+        with loader:
+            found.append([_listed(batch) for batch in loader])
+    return found
+
+
+def _listed(batch: Any) -> Any:
+    if isinstance(batch, (tuple, list)):
+        return tuple(one.tolist() for one in batch)
+    return batch.tolist()
+
+
+@pytest.mark.parametrize(("count", "workers"), [(1, 0), (8, 0), (9, 0), (11, 2)])
+async def test_tails(count: int, workers: int) -> None:
+    """All ranks have as many batches; what is added is masked, what is over is left."""
+    options: Any = {"num_workers": 2, "fetch": "workers"} if workers else {}
+
+    def found(tail: Any) -> Any:
+        stream = numbers().epoch_length(count)
+        return loaders(stream, 2, batch_size=2, tail=tail, **options)
+
+    for tail in ("wrap", None, "drop", "pad"):
+        both = await beside(partial(found, tail))
+        sizes = [[len(b[0] if tail == "pad" else b) for b in rank] for rank in both]
+        assert sizes[0] == sizes[1]
+        unit = 2 * max(1, workers)
+        total = sum(map(sum, sizes))
+        assert total == (
+            count - count % unit if tail == "drop" else -(-count // unit) * unit
+        )
+        if tail == "pad":
+            masks = [kept for rank in both for _, mask in rank for kept in mask]
+            assert sum(masks) == count
+    uneven = await beside(partial(found, "uneven"))
+    assert sum(len(batch) for rank in uneven for batch in rank) == count
+
+
+async def test_tails_of_streams_of_unknown_length() -> None:
+    """They are refused; also where a later step changes the number."""
+    for stream in (numbers(), numbers().epoch_length(4).filter(bool)):
+        for tail in ("pad", "drop", "wrap"):
+            with pytest.raises(
+                ValueError, match=r"use epoch_length\(count\) as the la"
+            ):
+                DataLoader(stream, rank=0, world_size=2, tail=tail)
+    assert numbers().epoch_length(4).shuffle(2).map(str).total() == 4
+
+
+async def test_an_epoch_of_several_lengths_of_the_stream() -> None:
+    """Each sample as often as any other, but for the last pass."""
+    found = Counter(await items(numbers().shuffle(3).epoch_length(25)))
+    assert set(found.values()) == {2, 3}
+
+
+async def test_columns_and_masks(tmp_path: Path) -> None:
+    """A table's batch is padded like others."""
+    stream = parquet(tmp_path).epoch_length(9)
+
+    def found() -> Any:
+        made = []
+        for rank in range(2):
+            loader: Any = DataLoader(
+                stream, 4, rank=rank, world_size=2, tail="pad", collate_fn=len
+            )
+            with loader:
+                made.append([(size, mask.tolist()) for size, mask in loader])
+        return made
+
+    assert await beside(found) == [
+        [(4, [True] * 4), (1, [True])],
+        [(4, [True] * 4), (1, [False])],
+    ]
+
+
+# -- in real processes ---------------------------------------------------------------
+
+
+def uneven(folder: Path) -> dict[str, Any]:
+    """Write shards of very different lengths."""
+    for shard, length in enumerate((3, 40, 1, 30)):
+        text = "".join(f"{shard}{line:02}\n" for line in range(length))
+        (folder / f"{shard}.txt").write_text(text)
+    return {"kind": "TextDataset", "addresses": str(folder / "*.txt")}
+
+
+@pytest.mark.parametrize("tail", ["wrap", "drop", "pad"])
+def test_ddp_over_uneven_shards(
+    two: list[RankProcess], tmp_path: Path, tail: str
+) -> None:
+    """Both ranks take as many steps, so that neither waits for the other for ever."""
+    stream = uneven(tmp_path)
+    for rank in two:
+        rank.send(
+            do="steps", batch_size=4, epoch_length=41, interleave=4, tail=tail, **stream
+        )
+    found = [rank.answer() for rank in two]
+    assert all(isinstance(answer, list) for answer in found), found
+    sizes = [[len(numbers) for numbers, _ in answer] for answer in found]
+    last = [] if tail == "drop" else [1]
+    assert sizes == [[4] * 5 + last] * 2
+    if tail == "pad":
+        assert [answer[-1][1] for answer in found] == [[True], [False]]

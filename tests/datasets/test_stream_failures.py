@@ -1,0 +1,166 @@
+"""Streams that cannot be read at all end with an error under every policy."""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioloader import DataLoader
+from aioloader.datasets import TextDataset, from_async_iterable, from_iterable
+from aioloader.errors import FailureBudgetError
+from beside import beside
+
+
+def refused() -> Any:
+    """Fail to open."""
+    raise OSError("cannot connect")
+
+
+def broken() -> Iterator[int]:
+    """Fail before the first sample."""
+    yield from range(0)
+    raise OSError("cannot connect")
+
+
+async def broken_async() -> AsyncIterator[int]:
+    """Fail before the first sample."""
+    for number in range(0):
+        yield number
+    raise OSError("cannot connect")
+
+
+class Stuck:
+    """Its iterator raises the same, for ever."""
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> int:
+        raise OSError("cannot connect")
+
+
+class StuckAsync:
+    """The same for a loop."""
+
+    def __aiter__(self) -> Any:
+        return self
+
+    async def __anext__(self) -> int:
+        raise OSError("cannot connect")
+
+
+def unlucky(number: int) -> int:
+    """Refuse every fourth number."""
+    if number % 4 == 0:
+        raise ValueError(f"no {number}")
+    return number
+
+
+def refuse(number: int) -> int:
+    """Refuse every number."""
+    raise OSError(f"cannot connect for {number}")
+
+
+DEAD: dict[str, Callable[[], Any]] = {
+    "refused": lambda: from_iterable(refused),
+    "generator": lambda: from_iterable(broken),
+    "async generator": lambda: from_async_iterable(broken_async),
+    "stuck": lambda: from_iterable(Stuck),
+    "stuck async": lambda: from_async_iterable(StuckAsync),
+    "stuck iterator": Stuck,
+    "stuck async iterator": StuckAsync,
+    "map": lambda: from_iterable(range(9)).map(refuse),
+    "mix": lambda: from_iterable(range(9)).mix(from_iterable(refused)),
+    "shuffle": lambda: from_iterable(broken).shuffle(4).batch(2),
+}
+
+
+@pytest.mark.parametrize("name", DEAD)
+async def test_it_ends_with_its_error(name: str) -> None:
+    """Neither an endless epoch, nor an empty one."""
+    loader: Any = DataLoader(DEAD[name](), 4, collate_fn=list, on_error="skip")
+    with pytest.raises(OSError, match="cannot connect"):
+        await beside(lambda: list(loader))
+
+
+@pytest.mark.parametrize("fetch", ["workers", "loader"])
+async def test_in_workers(fetch: Any) -> None:
+    """There too."""
+    loader: Any = DataLoader(
+        from_iterable(Stuck), 4, on_error="skip", num_workers=1, fetch=fetch
+    )
+    with pytest.raises(OSError, match="cannot connect"):
+        await beside(lambda: list(loader))
+
+
+async def test_samples_before_the_error_are_given() -> None:
+    """Then comes the error, and then the end."""
+
+    def some() -> Iterator[int]:
+        yield from range(5)
+        raise OSError("lost")
+
+    iterator = aiter(from_iterable(some))
+    assert [await anext(iterator) for _ in range(5)] == [*range(5)]
+    with pytest.raises(OSError, match="lost"):
+        await anext(iterator)
+    assert [one async for one in iterator] == []
+
+
+def missing(folder: Path, *names: str) -> Any:
+    """Return lines of two shards that exist, and of others that do not."""
+    for name in ("0.txt", "1.txt"):
+        (folder / name).write_text("a\nb\n")
+    return TextDataset([str(folder / name) for name in names])
+
+
+async def test_no_shard_can_be_opened(tmp_path: Path) -> None:
+    """One of several is skipped; all of them are the stream."""
+    skip: Any = {"on_error": "skip", "collate_fn": list}
+    loader: Any = DataLoader(missing(tmp_path, "0.txt", "7.txt"), 4, **skip)
+    assert await beside(lambda: list(loader)) == [["a", "b"]]
+    assert len(loader.skipped) == 1
+    loader = DataLoader(missing(tmp_path, "7.txt", "8.txt"), 4, **skip)
+    with pytest.raises(FileNotFoundError, match=r"8\.txt") as caught:
+        await beside(lambda: list(loader))
+    assert any("all samples of this stream failed" in n for n in caught.value.__notes__)
+
+
+async def test_one_shard_of_a_rank_may_be_skipped(tmp_path: Path) -> None:
+    """The other rank has others."""
+    for rank, expected in ((0, [["a", "b"]]), (1, [])):
+        loader: Any = DataLoader(
+            missing(tmp_path, "0.txt", "7.txt"),
+            4,
+            rank=rank,
+            world_size=2,
+            on_error="skip",
+            collate_fn=list,
+        )
+        assert await beside(partial(list, loader)) == expected
+        assert len(loader.skipped) == rank
+
+
+@pytest.mark.parametrize("fetch", ["loader", "workers"])
+@pytest.mark.parametrize("workers", [0, 2])
+async def test_failures_of_all_readers_share_a_budget(workers: int, fetch: Any) -> None:
+    """Twenty-five of a hundred fail."""
+
+    def loader(limit: float) -> Any:
+        options: Any = {"num_workers": workers} | ({"fetch": fetch} if workers else {})
+        stream = from_iterable(range(100)).map(unlucky)
+        return DataLoader(stream, 10, on_error="skip", max_failures=limit, **options)
+
+    with pytest.raises(FailureBudgetError, match="more than max_failures=20 allows"):
+        await beside(lambda: list(loader(20)))
+    assert len(await beside(lambda: list(loader(25)))) >= 10
+
+
+async def test_a_fraction_is_of_the_samples_that_there_were() -> None:
+    """Not of the batch that they did not fill."""
+    stream = from_iterable(range(8)).map(unlucky)
+    loader: Any = DataLoader(stream, 1000, on_error="skip", max_failures=0.1)
+    with pytest.raises(FailureBudgetError, match="2 of 8 samples failed"):
+        await beside(lambda: list(loader))

@@ -1,0 +1,306 @@
+"""Files that were not written quite alike: one table, as Arrow unifies them."""
+
+import decimal
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyarrow import dataset as ds
+from pyarrow import parquet as pq
+
+from aioloader import DataLoader
+from aioloader.datasets import ArrowDataset, ParquetDataset
+from aioloader.datasets._arrow.ipc import ArrowFormat
+from aioloader.datasets._arrow.parquet import ParquetFormat
+from aioloader.datasets._arrow.rows import Rows
+from aioloader.errors import DatasetError
+from datasets.tables import Local, expected, plain, read_all, shards
+from datasets.tables import write_parquet as write
+
+Columns = dict[str, pa.Array]
+
+
+def written(folder: Path, *files: Columns, names: str = "abcdef") -> list[str]:
+    """Write files of some columns each."""
+    folder.mkdir(exist_ok=True)
+    return [
+        write(folder / f"{name}.parquet", pa.table(columns))
+        for name, columns in zip(names, files, strict=False)
+    ]
+
+
+def one_table(paths: list[str], columns: Any = None) -> list[dict[str, Any]]:
+    """Return the rows as Arrow has them."""
+    schemas = [pq.read_schema(path) for path in paths]
+    schema = pa.unify_schemas(schemas, promote_options="permissive")
+    table = ds.dataset(paths, schema=schema).to_table(columns)
+    return expected(table)
+
+
+async def test_what_differs_but_means_the_same(tmp_path: Path) -> None:
+    """Width of strings, order of columns, what may be NULL, and what is all NULL."""
+    first = {
+        "s": pa.array(["a", "b"]),
+        "n": pa.array([1, 2], pa.int32()),
+        "x": pa.nulls(2),
+        "l": pa.array([[1], []], pa.list_(pa.int16())),
+    }
+    second = {
+        "l": pa.array([[2], [3]], pa.large_list(pa.int16())),
+        "x": pa.array([0.5, None]),
+        "n": pa.array([2**40, None]),
+        "s": pa.array(["c", None], pa.large_string()),
+    }
+    paths = written(tmp_path, first, second)
+    third = pa.table(first).cast(
+        pa.schema(
+            [
+                pa.field("s", pa.string(), nullable=False),
+                pa.field("n", pa.int32(), nullable=False),
+                ("x", pa.null()),
+                ("l", pa.list_(pa.int16())),
+            ]
+        )
+    )
+    paths.append(write(tmp_path / "c.parquet", third))
+    for order in (paths, paths[::-1]):
+        rows = await read_all(ParquetFormat(order, Local()))
+        assert plain(rows) == one_table(order, [*rows[0]])
+        assert {type(row["n"]) for row in rows} == {np.int64, type(None)}
+
+
+async def test_one_kind_of_columns_in_batches(tmp_path: Path) -> None:
+    """Blocks of all files join to columns, so that a batch has one dtype."""
+    paths = written(
+        tmp_path,
+        {"n": pa.array([1, 2], pa.int8()), "s": pa.array(["a", "b"])},
+        {"n": pa.array([0.5, 1.5]), "s": pa.array(["c", "d"], pa.large_string())},
+    )
+    made = ParquetFormat(paths, Local())
+    first, second = [
+        await made.open(tuple(shard), {}, 1 << 20).pull(9)
+        for shard in await shards(made)
+    ]
+    assert isinstance(first, Rows)
+    assert first.joined([second]) is not None
+    loader: Any = DataLoader(ParquetDataset(paths), 4)
+    (batch,) = [batch async for batch in loader]
+    assert batch["n"].tolist() == [1, 2, 0.5, 1.5]
+
+
+@pytest.mark.parametrize("other", [
+    pa.array(["1"]), pa.array([decimal.Decimal("1.5")]), pa.array([[1]]),
+    pa.array([True]), pa.array([{"a": 1}]),
+], ids=str)  # fmt: skip
+async def test_real_conflicts_name_both_files(other: Any, tmp_path: Path) -> None:
+    """Also where Arrow would make other values: floats of exact numbers."""
+    paths = written(tmp_path, {"n": pa.array([0.5])}, {"n": other})
+    words = r"'n' of 'b.parquet' is of type .*, and it is double in 'a.parquet'; .*sch"
+    with pytest.raises(DatasetError, match=words):
+        await shards(ParquetFormat(paths, Local()))
+
+
+async def test_text_is_not_bytes(tmp_path: Path) -> None:
+    """Arrow would make all of it bytes."""
+    paths = written(tmp_path, {"s": pa.array(["a"])}, {"s": pa.array([b"a"])})
+    with pytest.raises(DatasetError, match=r"binary, and it is string in 'a\.parquet'"):
+        await shards(ParquetFormat(paths, Local()))
+
+
+async def test_the_file_that_set_a_type_is_named(tmp_path: Path) -> None:
+    """Not the first one, whose column is all NULL."""
+    paths = written(
+        tmp_path, {"n": pa.nulls(1)}, {"n": pa.array([1])}, {"n": pa.array(["x"])}
+    )
+    words = "'c.parquet' is of type string, and it is int64 in 'b.parquet'"
+    with pytest.raises(DatasetError, match=words):
+        await shards(ParquetFormat(paths, Local()))
+
+
+async def test_a_value_that_would_change(tmp_path: Path) -> None:
+    """2**53 + 1 is no float."""
+    columns = [{"n": pa.array([0.5])}, {"n": pa.array([2**53 + 1])}]
+    made = ParquetFormat(written(tmp_path, *columns), Local())
+    words = (
+        r"'n' of 'b.parquet' is of type int64 and has values that are no double.*sch"
+    )
+    with pytest.raises(DatasetError, match=words):
+        await read_all(made)
+
+
+# -- schema= -------------------------------------------------------------------------
+
+
+async def test_a_schema_says_what_columns_are(tmp_path: Path) -> None:
+    """Their names, order and types; what a file lacks is NULL."""
+    paths = written(
+        tmp_path,
+        {"n": pa.array([1]), "s": pa.array(["a"]), "more": pa.array([0])},
+        {"s": pa.array(["b"], pa.large_string())},
+    )
+    schema = pa.schema([("s", pa.string()), ("n", pa.float32())])
+    for is_remote in (False, True):
+        made = ParquetFormat(paths, Local(is_remote=is_remote), schema=schema)
+        rows = await read_all(made)
+        assert rows == [{"s": "a", "n": 1.0}, {"s": "b", "n": None}]
+        assert type(rows[0]["n"]) is np.float32
+    made = ParquetFormat(paths, Local(), columns=["n"], schema=schema, nulls={"n": -1})
+    assert await read_all(made) == [{"n": 1.0}, {"n": -1.0}]
+    only = pa.schema([("z", pa.int8())])
+    assert (
+        await read_all(ParquetFormat(paths, Local(), schema=only)) == [{"z": None}] * 2
+    )
+
+
+async def test_what_does_not_suit_a_schema(tmp_path: Path) -> None:
+    """Types at once, values where they are read; the errors name the file."""
+    paths = written(tmp_path, {"n": pa.array([300])}, {"n": pa.array([[1]])})
+    with pytest.raises(
+        DatasetError, match=r"'b.parquet' is of type list.*schema= says i"
+    ):
+        schema = pa.schema([("n", pa.int8())])
+        await shards(ParquetFormat(paths, Local(), schema=schema))
+    made = ParquetFormat(paths[:1], Local(), schema=schema)
+    with pytest.raises(DatasetError, match=r"'n' of 'a.parquet' .* no int8"):
+        await read_all(made)
+    schema = pa.schema([pa.field("m", pa.int8(), nullable=False)])
+    with pytest.raises(DatasetError, match=r"'a.parquet' has no column 'm'"):
+        await shards(ParquetFormat(paths, Local(), schema=schema))
+
+
+def test_wrong_schemas_are_errors() -> None:
+    """When the dataset is made."""
+    schema = pa.schema([("n", pa.int8())])
+    with pytest.raises(TypeError, match=r"must be a pyarrow\.Schema, got dict"):
+        ParquetDataset("x", schema={"n": "int8"})
+    with pytest.raises(ValueError, match=r"columns= names \['x'\], not in schema="):
+        ArrowDataset("x", ["n", "x"], schema=schema)
+
+
+async def test_arrow_files_are_one_table_too(tmp_path: Path) -> None:
+    """Of different widths, and with columns in another order."""
+    paths = []
+    for name, columns in (
+        ("a", {"n": pa.array([1], pa.int8()), "s": pa.array(["a"])}),
+        ("b", {"s": pa.array(["b"], pa.large_string()), "n": pa.array([2])}),
+    ):
+        table = pa.table(columns)
+        with pa.ipc.new_file(str(tmp_path / name), table.schema) as file:
+            file.write_table(table)
+        paths.append(str(tmp_path / name))
+    rows = await read_all(ArrowFormat(paths, Local()))
+    assert rows == [{"n": 1, "s": "a"}, {"n": 2, "s": "b"}]
+    assert type(rows[0]["n"]) is np.int64
+
+
+async def test_a_state_is_bound_to_schema_and_filters(tmp_path: Path) -> None:
+    """They determine the samples."""
+    (path,) = written(tmp_path, {"n": pa.array([1])})
+    schema = pa.schema([("n", pa.int8())])
+    made = ParquetDataset(path, schema=schema, filters=[("n", ">", 0)])
+    found = json.loads(json.dumps(made.describe()))
+    assert (found["schema"], found["filters"]) == ([["n", "int8"]], "(n > 0)")
+
+
+# -- any schemas ---------------------------------------------------------------------
+
+SCALARS = [
+    pa.int8(), pa.int32(), pa.int64(), pa.uint16(), pa.uint64(), pa.float32(),
+    pa.float64(), pa.string(), pa.large_string(), pa.binary(), pa.binary(2), pa.bool_(),
+    pa.date32(), pa.timestamp("us"), pa.timestamp("ns"), pa.timestamp("ms", "UTC"),
+    pa.decimal128(9, 2), pa.decimal128(12, 4), pa.null(),
+    pa.dictionary(pa.int32(), pa.string()),
+]  # fmt: skip
+KINDS = st.recursive(
+    st.sampled_from(SCALARS),
+    lambda inner: st.one_of(
+        inner.map(pa.list_),
+        inner.map(pa.large_list),
+        st.dictionaries(st.sampled_from("xy"), inner, min_size=1).map(
+            lambda fields: pa.struct([*fields.items()])
+        ),
+    ),
+    max_leaves=3,
+)
+
+
+@st.composite
+def files(draw: st.DrawFn) -> list[pa.Table]:
+    """Return two files, whose columns are alike in some ways."""
+    kinds = draw(st.dictionaries(st.sampled_from("abc"), KINDS, min_size=1, max_size=3))
+    found = []
+    for _ in range(2):
+        names = draw(st.permutations(sorted(kinds)))
+        columns = {}
+        for name in names:
+            kind = draw(st.one_of(st.just(kinds[name]), KINDS))
+            values = draw(st.lists(st.integers(0, 99), min_size=2, max_size=2))
+            nullable = draw(st.booleans()) or pa.types.is_null(kind)
+            columns[pa.field(name, kind, nullable=nullable)] = _values(kind, values)
+        schema = pa.schema([*columns])
+        found.append(pa.Table.from_arrays([*columns.values()], schema=schema))
+    return found
+
+
+def _values(kind: pa.DataType, values: list[int]) -> pa.Array:  # noqa: PLR0911
+    """Return an array of a type."""
+    if pa.types.is_null(kind):
+        return pa.nulls(len(values))
+    if pa.types.is_struct(kind):
+        parts = [_values(kind.field(at).type, values) for at in range(kind.num_fields)]
+        return pa.StructArray.from_arrays(parts, fields=[*kind])
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        made = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
+        inner = _values(kind.value_type, values)
+        return made.from_arrays([*range(len(values) + 1)], inner).cast(kind)
+    if pa.types.is_boolean(kind):
+        return pa.array([value % 2 == 0 for value in values])
+    if pa.types.is_dictionary(kind):
+        return _values(kind.value_type, values).cast(kind)
+    if pa.types.is_decimal(kind):
+        return pa.array([decimal.Decimal(value) for value in values], kind)
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return pa.array(values).cast(kind)
+    if pa.types.is_temporal(kind):
+        width = pa.int32() if kind.bit_width == 32 else pa.int64()
+        return pa.array(values).cast(width).view(kind)
+    return pa.array([f"{value:02d}" for value in values]).cast(pa.binary()).cast(kind)
+
+
+@pytest.mark.fuzz
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(files())
+async def test_any_two_files(tmp_path: Path, tables: list[pa.Table]) -> None:
+    """The rows that Arrow has of one table, or an error with both files' names."""
+    paths = []
+    for name, table in zip("ab", tables, strict=True):
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(table, path)
+        paths.append(str(path))
+    for order in (paths, paths[::-1]):
+        schemas = [pq.read_schema(path) for path in order]
+        try:
+            found = await read_all(ParquetFormat(order, Local()))
+        except DatasetError as error:
+            text = str(error)
+            assert (
+                "'a.parquet'" in text and "'b.parquet'" in text
+            ) or "schema=" in text
+            continue
+        schema = pa.unify_schemas(schemas, promote_options="permissive")
+        made = ParquetFormat(order, Local())
+        async with AsyncExitStack() as stack:
+            await made.shards(stack)
+        types = {field.name: field.type for field in made._wanted.table.schema}
+        assert types == {field.name: field.type for field in schema}
+        whole = pa.concat_tables(
+            [pq.read_table(path).select(schema.names) for path in order],
+            promote_options="permissive",
+        ).cast(schema)
+        assert plain(found) == plain([*Rows(whole.select([*found[0]]))])

@@ -1,0 +1,91 @@
+"""A web server that lists its files as WebDAV does."""
+
+import http.server
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote, unquote
+from xml.sax.saxutils import escape
+
+_ENTRY = (
+    "<D:response><D:href>{}</D:href><D:propstat><D:prop>"
+    "<D:getlastmodified>Mon, 01 Jan 2024 00:00:00 GMT</D:getlastmodified>"
+    "<D:getcontentlength>{}</D:getcontentlength><D:resourcetype/></D:prop>"
+    "<D:status>HTTP/1.1 200 OK</D:status></D:propstat></D:response>"
+)
+
+
+class WebDAV:
+    """Serve objects by GET, without ranges, and their names by PROPFIND.
+
+    Args:
+        objects: Contents by path.
+        is_literal: Whether the paths are as requests spell them.
+    """
+
+    def __init__(
+        self, objects: Mapping[str, bytes], *, is_literal: bool = False
+    ) -> None:
+        spelled = (lambda name: name) if is_literal else quote
+        self._objects = {f"/{spelled(name)}": data for name, data in objects.items()}
+        self._is_literal = is_literal
+        self.paths: list[str] = []
+
+    def __enter__(self) -> Self:
+        handler = type("Handler", (_Handler,), {"served": self})
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def find(self, path: str) -> bytes | None:
+        """Return what lies at the path of a request."""
+        self.paths.append(path)
+        plain = path.partition("?")[0]
+        return self._objects.get(plain if self._is_literal else quote(unquote(plain)))
+
+    def listing(self, path: str) -> bytes:
+        """Return the answer to a PROPFIND."""
+        folder = quote(unquote(path))
+        found = "".join(
+            _ENTRY.format(escape(name), len(data))
+            for name, data in self._objects.items()
+            if name.startswith(folder)
+        )
+        return (
+            '<?xml version="1.0" encoding="utf-8"?>'
+            f'<D:multistatus xmlns:D="DAV:">{found}</D:multistatus>'
+        ).encode()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    served: WebDAV
+
+    def do_GET(self) -> None:
+        body = self.served.find(self.path)
+        self._answer(404 if body is None else 200, body or b"")
+
+    def do_PROPFIND(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._answer(207, self.served.listing(self.path))
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
