@@ -30,7 +30,7 @@ from aioloader.errors import DatasetError
 # A parser of one shard: its label, and the offset of the first byte it will get.
 MakeParser = Callable[[str, int], Parser]
 # Samples that are cut at once, at most: short lines would be many.
-_AT_ONCE = 4096
+_AT_ONCE = 1024
 
 
 class ParsedShard(KnowsSize, CountsBytes):

@@ -3,9 +3,9 @@
 import codecs
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
-from aioloader.datasets._cuts import at_line_ends
+from aioloader.datasets._cuts import Cuts, at_line_ends
 from aioloader.datasets._json import JSONDecoder
 from aioloader.datasets._lines import Decoder, LineParser, without_end
 from aioloader.datasets._options import StreamOptions
@@ -29,6 +29,8 @@ class JSONLinesDataset(ByteStream[Any]):
         options: As for ``TarDataset``.
     """
 
+    cuts: ClassVar[Cuts | None] = staticmethod(at_line_ends)
+
     def __init__(
         self,
         addresses: "Addresses",
@@ -37,7 +39,7 @@ class JSONLinesDataset(ByteStream[Any]):
         **options: Unpack[StreamOptions],
     ) -> None:
         make = functools.partial(_parser, JSONDecoder(), max_sample_bytes)
-        super().__init__(addresses, make, cuts=at_line_ends, **options)
+        super().__init__(addresses, make, **options)
 
 
 class TextDataset(ByteStream[str]):
@@ -50,6 +52,8 @@ class TextDataset(ByteStream[str]):
         options: As for ``TarDataset``.
     """
 
+    cuts: ClassVar[Cuts | None] = staticmethod(at_line_ends)
+
     def __init__(
         self,
         addresses: "Addresses",
@@ -61,7 +65,7 @@ class TextDataset(ByteStream[str]):
         # A LookupError now, not at the first line.
         self._encoding = codecs.lookup(encoding).name
         make = functools.partial(_parser, _TextDecoder(encoding), max_sample_bytes)
-        super().__init__(addresses, make, cuts=at_line_ends, **options)
+        super().__init__(addresses, make, **options)
 
     def describe(self) -> dict[str, Any]:
         """Return what a state is bound to; the encoding too."""

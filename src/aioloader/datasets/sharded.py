@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar, Unpack
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Protocol,
+    Self,
+    TypeAlias,
+    TypeVar,
+    Unpack,
+)
 
 from aioloader.datasets._cuts import Cuts
 from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
@@ -301,17 +310,19 @@ class ByteStream(StoredStream[Sample_co]):
         addresses: As for ``StoredStream``. Names ending in ``.gz`` or ``.zst`` are
             unpacked.
         make: Makes a parser from a shard's address and its first byte.
-        cuts: Says where a shard can be cut, for more readers; None: nowhere.
         options: As for ``StoredStream``.
+
+    Attributes:
+        cuts: Says where a shard can be cut, for more readers; None: nowhere.
     """
+
+    cuts: ClassVar[Cuts | None] = None
 
     def __init__(
         self,
         addresses: "Addresses",
         make: Callable[[str, int], Parser],
-        *,
-        cuts: Cuts | None = None,
         **options: Unpack[StreamOptions],
     ) -> None:
-        made_by = partial(ParsedFormat, make=make, cuts=cuts)
+        made_by = partial(ParsedFormat, make=make, cuts=self.cuts)
         super().__init__(addresses, made_by, **options)

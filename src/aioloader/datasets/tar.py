@@ -1,8 +1,9 @@
 """Tar shards, read as WebDataset reads them: members of one key make a sample."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
+from aioloader.datasets._cuts import Cuts
 from aioloader.datasets._options import StreamOptions
 from aioloader.datasets._tar.index import at_samples
 from aioloader.datasets._tar.walk import TarParser
@@ -44,6 +45,8 @@ class TarDataset(ByteStream[dict[str, Any]]):
         b'hi'
     """
 
+    cuts: ClassVar[Cuts | None] = staticmethod(at_samples)
+
     def __init__(
         self,
         addresses: "Addresses",
@@ -52,7 +55,7 @@ class TarDataset(ByteStream[dict[str, Any]]):
         **options: Unpack[StreamOptions],
     ) -> None:
         make = partial(_parser, max_sample_bytes)
-        super().__init__(addresses, make, cuts=at_samples, **options)
+        super().__init__(addresses, make, **options)
 
 
 def _parser(max_sample_bytes: int, url: str, offset: int) -> TarParser:
