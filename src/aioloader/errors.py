@@ -8,6 +8,7 @@ raise an error again in another process::
 
     LoaderError
     ├── DatasetError                     .location .attempts
+    │   ├── DecodeError(ValueError)       bytes that are not what their name says
     │   ├── ObjectNotFoundError(FileNotFoundError)
     │   ├── ObjectPermissionError(PermissionError)
     │   └── TruncatedReadError(EOFError)  .expected .received
@@ -53,6 +54,10 @@ class DatasetError(LoaderError):
         self.attempts = attempts
 
 
+class DecodeError(DatasetError, ValueError):
+    """Say that the bytes of a sample are not what their extension says."""
+
+
 class ObjectNotFoundError(DatasetError, FileNotFoundError):
     """Say that a key or path does not exist in its store."""
 
@@ -80,6 +85,10 @@ class TruncatedReadError(DatasetError, EOFError):
         super().__init__(message, location=location)
         self.expected = expected
         self.received = received
+
+
+class ShardChangedError(DatasetError):
+    """Say that a shard is not what it was when a state was saved: it cannot go on."""
 
 
 class WorkerError(LoaderError, RuntimeError):

@@ -227,7 +227,9 @@ async def test_a_state_amid_an_epoch_of_ray() -> None:
     stream = from_arrow(Split(0, 1))
     _, state = await read(stream, 7)
     stream.load_state_dict(state)
-    with pytest.raises(StateMismatchError, match="cannot go on after row 7: Ray Data"):
+    with pytest.raises(
+        StateMismatchError, match=r"cannot go on after row \d: Ray Data"
+    ):
         await read(stream)
 
 

@@ -112,10 +112,15 @@ def ran(name: str, *options: str, by: Sequence[str] = ()) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["stream_tar", "stream_parquet", "stream_sql"])
+@pytest.mark.parametrize(
+    "name",
+    ["stream_tar", "stream_parquet", "stream_sql", "image_folder", "pack_pictures"],
+)
 def test_streams_train(name: str) -> None:
     """From a bucket that moto serves, from files, from SQLite: all samples, learnt."""
     lines = ran(f"{name}.py", "--epochs", "4")
+    if name == "pack_pictures":
+        assert lines.pop(0) == "1,797 samples in 8 shards: shard-{000000..000007}.tar"
     assert len(lines) == 4
     assert all("1797" in line for line in lines)
     assert float(lines[-1].split()[-1]) > 0.85

@@ -10,8 +10,10 @@ from aioloader import errors
 EXAMPLES = [
     errors.LoaderError("m"),
     errors.DatasetError("m", location="s3://b/k", attempts=3),
+    errors.DecodeError("m", location="s3://b/k"),
     errors.ObjectNotFoundError("m", location="s3://b/k"),
     errors.ObjectPermissionError("m", location="s3://b/k"),
+    errors.ShardChangedError("m", location="s3://b/k"),
     errors.TruncatedReadError("m", location="s3://b/k", expected=9, received=4),
     errors.BatchTimeoutError("m", timeout=1.5, batch=7),
     errors.FailureBudgetError("m", failures=3, attempted=10),
@@ -53,6 +55,7 @@ def test_every_class_is_shown() -> None:
 @pytest.mark.parametrize(
     ("error", "builtin"),
     [
+        (errors.DecodeError, ValueError),
         (errors.ObjectNotFoundError, FileNotFoundError),
         (errors.ObjectPermissionError, PermissionError),
         (errors.TruncatedReadError, EOFError),

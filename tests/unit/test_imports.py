@@ -14,10 +14,12 @@ import aioloader.datasets
 
 # What only some programs need, and what they cost.
 LATER = [
+    "PIL",
     "adbc_driver_manager",
     "adbc_driver_postgresql",
     "adbc_driver_sqlite",
     "aiofiles",
+    "aioloader._cli",
     "aioloader._loader.runtime",
     "aioloader._workers.process.fork_server",
     "aioloader._workers.process.pool",
@@ -118,7 +120,7 @@ def test_names_are_found_anew_in_a_fresh_process() -> None:
 def test_the_core_names_no_dataset() -> None:
     """Neither for type checkers nor inside a function."""
     root = Path(aioloader.__file__).parent
-    beyond = {"__init__.py", "accelerate.py", "datasets", "testing"}
+    beyond = {"__init__.py", "_cli", "accelerate.py", "datasets", "testing"}
     found = [
         path.name
         for path in root.rglob("*.py")

@@ -7,10 +7,11 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from aioloader.errors import DatasetError
+from aioloader.errors import DatasetError, DecodeError
 
 # They will not mend by waiting.
 _FINAL = (
+    DecodeError,
     FileNotFoundError,
     PermissionError,
     IsADirectoryError,

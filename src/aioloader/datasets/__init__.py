@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from aioloader.datasets._stores.requests import Requests
     from aioloader.datasets._streams.shards import Parser, ShardFormat, ShardReader
     from aioloader.datasets.arrow import from_arrow
+    from aioloader.datasets.decoders import Decoder
     from aioloader.datasets.files import FileDataset
     from aioloader.datasets.iterables import from_async_iterable, from_iterable
     from aioloader.datasets.lines import JSONLinesDataset, TextDataset
     from aioloader.datasets.mds import MDSDataset
+    from aioloader.datasets.named import ClassFolders
     from aioloader.datasets.objects import ObjectDataset
     from aioloader.datasets.sharded import ByteStream, ShardedStream
     from aioloader.datasets.sql import SQLRows
@@ -28,17 +30,21 @@ if TYPE_CHECKING:
         SQLDataset,
     )
     from aioloader.datasets.tar import TarDataset
+    from aioloader.datasets.writers import ParquetWriter, TarWriter, write_parquet
 
 _LATER = {
     "ArrowDataset": "aioloader.datasets.tables",
     "ByteStream": "aioloader.datasets.sharded",
     "CSVDataset": "aioloader.datasets.tables",
+    "ClassFolders": "aioloader.datasets.named",
+    "Decoder": "aioloader.datasets.decoders",
     "FileDataset": "aioloader.datasets.files",
     "JSONLinesDataset": "aioloader.datasets.lines",
     "MDSDataset": "aioloader.datasets.mds",
     "ObjectDataset": "aioloader.datasets.objects",
     "Parser": "aioloader.datasets._streams.shards",
     "ParquetDataset": "aioloader.datasets.tables",
+    "ParquetWriter": "aioloader.datasets.writers",
     "Requests": "aioloader.datasets._stores.requests",
     "SQLDataset": "aioloader.datasets.tables",
     "SQLRows": "aioloader.datasets.sql",
@@ -47,21 +53,26 @@ _LATER = {
     "ShardedStream": "aioloader.datasets.sharded",
     "Stream": "aioloader.datasets.streams",
     "TarDataset": "aioloader.datasets.tar",
+    "TarWriter": "aioloader.datasets.writers",
     "TextDataset": "aioloader.datasets.lines",
     "from_arrow": "aioloader.datasets.arrow",
     "from_async_iterable": "aioloader.datasets.iterables",
     "from_iterable": "aioloader.datasets.iterables",
+    "write_parquet": "aioloader.datasets.writers",
 }
 
 __all__ = [
     "ArrowDataset",
     "ByteStream",
     "CSVDataset",
+    "ClassFolders",
+    "Decoder",
     "FileDataset",
     "JSONLinesDataset",
     "MDSDataset",
     "ObjectDataset",
     "ParquetDataset",
+    "ParquetWriter",
     "Parser",
     "Requests",
     "SQLDataset",
@@ -71,10 +82,12 @@ __all__ = [
     "ShardedStream",
     "Stream",
     "TarDataset",
+    "TarWriter",
     "TextDataset",
     "from_arrow",
     "from_async_iterable",
     "from_iterable",
+    "write_parquet",
 ]
 
 

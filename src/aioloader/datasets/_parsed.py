@@ -25,7 +25,7 @@ from aioloader.datasets._streams.shards import (
     Summary,
     summary_of,
 )
-from aioloader.errors import DatasetError
+from aioloader.errors import DatasetError, ShardChangedError
 
 # A parser of one shard: its label, and the offset of the first byte it will get.
 MakeParser = Callable[[str, int], Parser]
@@ -85,7 +85,7 @@ class ParsedShard(KnowsSize, CountsBytes):
             if start < self._passed:
                 return self._block[start : self._passed]
         if self._skip:
-            raise DatasetError(
+            raise ShardChangedError(
                 f"{self._location!r} ends {self._skip:,} samples before the place that "
                 "the state names; it has changed since",
                 location=self._location,

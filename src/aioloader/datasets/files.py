@@ -21,17 +21,17 @@ from aioloader.datasets._options import names_options
 from aioloader.datasets._stores.failures import ShortReadError, truncated
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.per_loop import PerLoop
+from aioloader.datasets.named import Named
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
     ObjectPermissionError,
 )
-from aioloader.protocols import HasLifespan
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
 
-class FileDataset(Dataset[Coroutine[Any, Any, bytes]], HasLifespan):
+class FileDataset(Dataset[Coroutine[Any, Any, bytes]], Named):
     """Read whole files, many at a time, by ``async def __getitem__``.
 
     Several event loops may read one dataset at once; it may be pickled. As an async
@@ -71,7 +71,9 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], HasLifespan):
         if num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, got {num_threads}")
         self.root = None if root is None else os.fspath(root)
+        self._pattern = ""
         if isinstance(paths, (str, os.PathLike)):
+            self._pattern = os.fspath(paths)
             self._paths = NameTable(_expand(os.fspath(paths), self.root))
         else:
             self._paths = NameTable(os.fspath(path) for path in paths)
@@ -98,6 +100,23 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], HasLifespan):
     def paths(self) -> NameTable:
         """The paths by index, relative to ``root`` if they were given so."""
         return self._paths
+
+    @property
+    def names(self) -> NameTable:
+        """The same, under the name that all datasets of named bytes have."""
+        return self._paths
+
+    def folders(self, root: str) -> list[str]:
+        """Return the folders in ``root`` that the pattern goes through; this blocks.
+
+        Of a list of paths there are none.
+        """
+        start = f"{root.rstrip('/')}/" if root else ""
+        below = self._pattern.removeprefix(start).partition("/")[0]
+        if not self._pattern.startswith(start) or below not in {"*", "**"}:
+            return []
+        with os.scandir(self._locate(root) or ".") as entries:
+            return [e.name for e in entries if e.is_dir() and e.name[0] != "."]
 
     def __len__(self) -> int:
         return len(self._paths)

@@ -22,8 +22,8 @@ from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.reads import ObjectReader
 from aioloader.datasets._stores.requests import RefusedError, Requests, read_failure
 from aioloader.datasets._stores.stores import StoreSource
+from aioloader.datasets.named import Named
 from aioloader.errors import DatasetError
-from aioloader.protocols import HasLifespan
 
 if TYPE_CHECKING:
     import os
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 
-class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], HasLifespan):
+class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
     """Read whole objects of a store, many at a time, by ``async def __getitem__``.
 
     Several event loops may read one dataset at once. It may be pickled if no option is
@@ -130,6 +130,11 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], HasLifespan):
     @property
     def keys(self) -> NameTable:
         """The keys by index, relative to the store."""
+        return self._keys
+
+    @property
+    def names(self) -> NameTable:
+        """The same, under the name that all datasets of named bytes have."""
         return self._keys
 
     def __len__(self) -> int:

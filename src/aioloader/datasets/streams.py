@@ -25,12 +25,14 @@ from aioloader.datasets._streams.cursors import (
     State,
     Taken,
 )
+from aioloader.datasets._streams.decoded import Decoded
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterated import Iterated, check_at_least
 from aioloader.datasets._streams.iterators import Reading
 from aioloader.datasets._streams.mix import Mixed, Until
 from aioloader.datasets._streams.repeats import EpochPart, Repeated, epoch_of_pass
 from aioloader.datasets._streams.windows import Shuffled
+from aioloader.datasets.decoders import Decoder, Spec
 from aioloader.protocols import is_async_function
 
 if TYPE_CHECKING:
@@ -71,6 +73,22 @@ class Stream(Iterated[Sample_co]):
             making = _Making(MappedAsync, function, concurrency)
         named = name_of(function)
         return _Step(self, making, "map", function=named, is_async=is_async)
+
+    def decode(self, *specs: Spec) -> "Stream[Any]":
+        """Return the stream with bytes decoded by extension, in threads.
+
+        ``decode("torch")`` makes tensors of pictures, and what it says of ``cls``,
+        ``json``, ``txt``... Samples that cannot be decoded fail, as in ``map``.
+
+        Args:
+            specs: As for ``Decoder``.
+
+        Raises:
+            ValueError: If a word is not known.
+            ImportError: If pictures are to be decoded, and Pillow is not installed.
+        """
+        decoder = Decoder(*specs)
+        return _Step(self, _Making(Decoded, decoder), "decode", **decoder.describe())
 
     def filter(self, function: Callable[[Any], Any]) -> "Stream[Sample_co]":
         """Return the stream of those samples for which ``function`` says yes."""

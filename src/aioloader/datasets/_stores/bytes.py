@@ -24,6 +24,7 @@ from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
     ObjectPermissionError,
+    ShardChangedError,
     TruncatedReadError,
 )
 
@@ -309,7 +310,7 @@ def check_size(location: str, size: int, expected: int | None, start: int) -> No
         start: The first byte that is to be read.
 
     Raises:
-        DatasetError: If it is not.
+        ShardChangedError: If it is not.
     """
     if expected is not None and size != expected:
         what = f"it had {expected:,} bytes and has {size:,}"
@@ -317,7 +318,7 @@ def check_size(location: str, size: int, expected: int | None, start: int) -> No
         what = f"it is to be read from byte {start:,} on and has {size:,}"
     else:
         return
-    raise DatasetError(
+    raise ShardChangedError(
         f"{location!r} has changed since the state was saved: {what}; resume with the "
         "shards of then, or begin anew",
         location=location,

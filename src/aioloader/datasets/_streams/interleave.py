@@ -23,7 +23,7 @@ from aioloader.datasets._streams.shards import (
     ShardFormat,
     ShardReader,
 )
-from aioloader.errors import DatasetError
+from aioloader.errors import ShardChangedError
 
 # Samples that a lane asks its reader for at once, at least: many share the cost.
 _SAMPLES = 256
@@ -125,6 +125,8 @@ class Lane:
             least = _ROWS if self._has_columns else _SAMPLES
             self._block = await reader.pull(max(limit, least))
             self._has_columns = not isinstance(self._block, list)
+        except ShardChangedError:  # nothing follows the place of the state
+            raise
         except Exception as error:  # noqa: BLE001  (the loader's policy decides)
             # The rest of the shard is lost.
             self._skip = self._taken = 0
@@ -138,7 +140,7 @@ class Lane:
     async def _drop(self, reader: ShardReader) -> None:
         """Drop the samples that were passed on before the state was saved."""
         if missing := await skip(reader, self._skip):
-            raise DatasetError(
+            raise ShardChangedError(
                 f"shard {self._number} of its lane ends {missing:,} samples before the "
                 "place that the state names; it has changed since"
             )

@@ -1,0 +1,1 @@
+"""The command line: ``aioloader pack`` and ``aioloader index``."""

@@ -1,0 +1,1 @@
+"""Where shards are written to, and what they are made of."""

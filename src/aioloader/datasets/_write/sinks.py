@@ -1,0 +1,292 @@
+"""Where shards are written: a directory or a store, where readers see whole ones only.
+
+A file is written under a hidden name, synchronised and renamed. An object is uploaded
+in parts, and is there once the upload is completed; what a killed process leaves are
+parts, which nobody sees, and which a rule of the bucket should remove after some days.
+Memory holds the parts in flight.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import unquote, urlsplit
+
+from aioloader.datasets._stores.failures import failure_of
+from aioloader.datasets._stores.flights import Flights
+from aioloader.datasets._stores.outlast import in_thread, outlast
+from aioloader.datasets._stores.stores import (
+    StoreSource,
+    import_obstore,
+    obstore_errors,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from obstore.store import ObjectStore
+
+# Parts of an upload: S3 allows 10,000 of them, which makes 80 GB.
+_PART_BYTES, _PARTS = 8 << 20, 4
+_PARTIAL = ".partial"
+_DRAIN_SECONDS = 5.0
+
+
+class Upload(Protocol):
+    """One shard that is being written; unseen until it is completed."""
+
+    async def write(self, data: bytes) -> None:
+        """Add bytes."""
+
+    async def complete(self) -> None:
+        """Let readers see it."""
+
+    async def abort(self) -> None:
+        """Remove what was written."""
+
+
+class Sink(Protocol):
+    """A folder of a disk or of a store.
+
+    Attributes:
+        label: What may be shown of its address.
+    """
+
+    label: str
+
+    async def open(self, name: str) -> dict[str, int]:
+        """Return the names and sizes of what is there, of which some are ``name``'s."""
+
+    async def read(self, file: str) -> bytes | None:
+        """Return a small file, or None."""
+
+    async def put(self, file: str, data: bytes) -> None:
+        """Write a small file at once, over the one that is there."""
+
+    def begin(self, file: str) -> Upload:
+        """Begin to write a shard."""
+
+    async def aclose(self) -> None:
+        """Release connections."""
+
+
+def make_sink(
+    destination: "str | os.PathLike[str] | ObjectStore", options: "Mapping[str, Any]"
+) -> Sink:
+    """Return the sink of an address, or of a store of obstore.
+
+    Raises:
+        ImportError: If it is a store, and obstore is not installed.
+        TypeError: If it is none of these, or options come with a directory.
+        ValueError: If a URL is not of a known kind.
+    """
+    if isinstance(destination, (str, os.PathLike)):
+        address = os.fspath(destination)
+        if "://" not in address or address.startswith("file://"):
+            if options:
+                raise TypeError(
+                    f"{address!r} is a directory: no store_options are for it"
+                )
+            parts = urlsplit(address)
+            return FolderSink(unquote(parts.path) if parts.scheme else address)
+    return StoreSink(StoreSource(destination, options))
+
+
+# -- directories ------------------------------------------------------------------
+
+
+class FolderSink:
+    """A directory, made if it is not there.
+
+    Args:
+        folder: Its path.
+
+    Attributes:
+        label: The path.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.label = folder
+        self._folder = Path(folder)
+
+    async def open(self, name: str) -> dict[str, int]:
+        """Make the directory, and remove what a killed writer has left."""
+        return await in_thread(self._open, name)
+
+    def _open(self, name: str) -> dict[str, int]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Not those of a writer whose name begins with this one's.
+        left = re.compile(rf"\.{re.escape(name)}-(\d+\.\w+|shards\.json)\{_PARTIAL}")
+        with os.scandir(self._folder) as entries:
+            there = {e.name: e.stat().st_size for e in entries if e.is_file()}
+        for file in filter(left.fullmatch, there):
+            (self._folder / file).unlink(missing_ok=True)
+        return there
+
+    async def read(self, file: str) -> bytes | None:
+        """Return a small file, or None."""
+        with contextlib.suppress(FileNotFoundError):
+            return await in_thread((self._folder / file).read_bytes)
+        return None
+
+    async def put(self, file: str, data: bytes) -> None:
+        """Write a small file, and put it in the place of the old one."""
+        upload = self.begin(file)
+        await upload.write(data)
+        await upload.complete()
+
+    def begin(self, file: str) -> "_FileUpload":
+        """Begin to write a shard."""
+        return _FileUpload(self._folder, file)
+
+    async def aclose(self) -> None:
+        """Do nothing."""
+
+
+class _FileUpload:
+    """A file under a hidden name, until it is complete."""
+
+    def __init__(self, folder: Path, file: str) -> None:
+        self._folder, self._path = folder, folder / file
+        self._partial = folder / f".{file}{_PARTIAL}"
+        self._file: FileIO | None = None
+
+    async def write(self, data: bytes) -> None:
+        """Add bytes, in a thread."""
+        await in_thread(self._write, data)
+
+    def _write(self, data: bytes) -> None:
+        if self._file is None:
+            self._file = FileIO(self._partial, "w")
+        left = memoryview(data)
+        while left:
+            left = left[self._file.write(left) :]
+
+    async def complete(self) -> None:
+        """Make sure that the bytes are on the disk, then rename the file."""
+        await in_thread(self._complete)
+
+    def _complete(self) -> None:
+        assert self._file is not None
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._partial.replace(self._path)
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    async def abort(self) -> None:
+        """Remove the file."""
+        await in_thread(self._abort)
+
+    def _abort(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._partial.unlink(missing_ok=True)
+
+
+# -- stores -----------------------------------------------------------------------
+
+
+class StoreSink:
+    """A store, or the folder of it that a URL names.
+
+    Args:
+        source: The store.
+
+    Attributes:
+        label: What may be shown of its address.
+    """
+
+    def __init__(self, source: StoreSource) -> None:
+        self.label = source.label
+        self._source = source
+        self._flights: Flights | None = None
+
+    async def open(self, name: str) -> dict[str, int]:  # noqa: ARG002  (parts are unseen)
+        """Return what lies in the folder, not below it."""
+        self._flights = Flights()
+        obstore = import_obstore()
+        listed = await self.request("list", "", obstore.list_with_delimiter_async)
+        return {meta["path"]: meta["size"] for meta in listed["objects"]}
+
+    async def read(self, file: str) -> bytes | None:
+        """Return a small object, or None."""
+        obstore = import_obstore()
+        try:
+            got = await self.request("read", file, lambda s: obstore.get_async(s, file))
+        except FileNotFoundError:
+            return None
+        return bytes(await self.request("read", file, lambda _: got.bytes_async()))
+
+    async def put(self, file: str, data: bytes) -> None:
+        """Write a small object, over the one that is there."""
+        obstore = import_obstore()
+        await self.request("write", file, lambda s: obstore.put_async(s, file, data))
+
+    def begin(self, file: str) -> "_ObjectUpload":
+        """Begin to upload a shard."""
+        return _ObjectUpload(self, file)
+
+    async def aclose(self) -> None:
+        """Wait for the end of requests, and drop idle connections."""
+        if self._flights is not None:
+            await self._flights.drain(_DRAIN_SECONDS)
+        self._source.close()
+
+    async def request(self, verb: str, file: str, make: Any) -> Any:
+        """Return what a request gives.
+
+        Args:
+            verb: For an error, as in ``"write"``.
+            file: What it is about.
+            make: Makes the request, of a store.
+
+        Raises:
+            DatasetError: If the store refuses it.
+        """
+        assert self._flights is not None
+        try:
+            return await self._flights.follow(make(self._source.open()))
+        except obstore_errors() as exc:
+            failure = failure_of(verb, self._source.locate(file), exc)
+        raise failure
+
+
+class _ObjectUpload:
+    """An upload in parts, several in flight."""
+
+    def __init__(self, sink: StoreSink, file: str) -> None:
+        self._sink, self._file = sink, file
+        self._writer: Any = None
+
+    async def write(self, data: bytes) -> None:
+        """Add bytes; waits while as many parts as may be are in flight."""
+        await self._sink.request(
+            "write", self._file, lambda s: self._open(s).write(data)
+        )
+
+    def _open(self, store: "ObjectStore") -> Any:
+        if self._writer is None:
+            self._writer = import_obstore().open_writer_async(
+                store, self._file, buffer_size=_PART_BYTES, max_concurrency=_PARTS
+            )
+        return self._writer
+
+    async def complete(self) -> None:
+        """Wait for all parts, and make one object of them."""
+        await self._sink.request("write", self._file, lambda s: self._open(s).close())
+
+    async def abort(self) -> None:
+        """Make the store forget the parts; what it refuses it may keep."""
+        if self._writer is None:
+            return
+        error = RuntimeError("aborted")
+        closing = self._writer.__aexit__(type(error), error, None)
+        with contextlib.suppress(*obstore_errors()):
+            await outlast(asyncio.ensure_future(closing))

@@ -1,0 +1,197 @@
+"""Samples to values: pictures, numbers, text and arrays, decoded by extension.
+
+A ``Decoder`` is a plain, picklable function of a sample. It is CPU work: as a step of a
+stream or of a dataset it runs in threads, as a loader's ``transform`` in its workers.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from aioloader.datasets._decode.fields import DECODERS, is_buffer
+from aioloader.datasets._decode.pictures import EXTENSIONS, SPECS, Picture
+from aioloader.datasets._streams.descriptions import name_of
+from aioloader.errors import DecodeError
+
+ByExtension: TypeAlias = Mapping[str, "str | Callable[[bytes], Any]"]
+Spec: TypeAlias = str | ByExtension | Callable[[str, bytes], Any]
+
+
+class Decoder:
+    """Decode samples by the extensions of their members, as WebDataset does.
+
+    A sample is a dict of bytes by extension, as ``TarDataset`` makes it: names that
+    begin with ``__``, and values that are not bytes, are left as they are. Or it is the
+    bytes of a picture, alone or first in a tuple with its label. ``txt``, ``cls``,
+    ``id``, ``json``, ``npy``, ``npz``, ``pth`` and their synonyms are always decoded;
+    bytes that nothing here is for stay bytes, pickles too, since they run code.
+
+    Args:
+        specs: In any order:
+
+            - what all pictures become: ``"pil"`` (``"pill"``, ``"pilrgba"``): Pillow's
+              images; ``"torch"`` (``"torchrgb"``, ``"torchl"``, ``"torchrgba"``):
+              tensors ``(C, H, W)`` of float32 from 0 to 1; ``"rgb"`` (``"l"``,
+              ``"rgba"``): arrays ``(H, W, C)``, of ``"l"`` ``(H, W)``, of float32 from
+              0 to 1. With an 8 behind (``"torchrgb8"``, ``"rgb8"``): uint8;
+            - a dict: for each extension a function of bytes, or one of these words; it
+              goes before all else, and the longest that fits counts (``"mask.png"``
+              before ``"png"``);
+            - a function of ``".extension"`` and bytes, asked next, where None says that
+              it is for others: WebDataset's handlers.
+
+    Raises:
+        ValueError: If a word is not known.
+        ImportError: If pictures are to be decoded, and Pillow is not installed.
+
+    Example:
+        >>> Decoder({"bin": len})({"__key__": "a", "cls": b"7", "bin": b"123"})
+        {'__key__': 'a', 'cls': 7, 'bin': 3}
+    """
+
+    def __init__(self, *specs: Spec) -> None:
+        self.specs = specs
+        self._named: dict[str, Callable[[bytes], Any]] = {}
+        self._functions: list[Callable[[str, bytes], Any]] = []
+        self._picture: Picture | None = None
+        for spec in specs:
+            self._add(spec)
+
+    def _add(self, spec: Any) -> None:
+        if isinstance(spec, str):
+            if self._picture is not None:
+                raise ValueError(f"pictures have one format, got {self.specs}")
+            self._picture = _picture(spec)
+        elif isinstance(spec, Mapping):
+            for name, one in spec.items():
+                function = _picture(one) if isinstance(one, str) else one
+                self._named.setdefault(name.lower().lstrip("."), function)
+        elif callable(spec):
+            self._functions.append(spec)
+        else:
+            raise TypeError(
+                f"a decoder is a word, a dict of functions by extension or a function, "
+                f"got {type(spec).__name__}"
+            )
+
+    def __call__(self, sample: Any) -> Any:
+        """Return the sample decoded, as another object.
+
+        Raises:
+            DecodeError: If bytes are not what their extension says. What a function of
+                the user's raises passes, with a note of the sample.
+            TypeError: If ``sample`` is none that has bytes.
+        """
+        if isinstance(sample, Mapping):
+            where = str(sample.get("__key__", "")), str(sample.get("__url__", ""))
+            return {
+                name: self.decode(value, name, *where)
+                if is_buffer(value) and name[:2] != "__"
+                else value
+                for name, value in sample.items()
+            }
+        if is_buffer(sample):
+            return self._decode_picture(sample)
+        if isinstance(sample, tuple) and sample and is_buffer(sample[0]):
+            return (self._decode_picture(sample[0]), *sample[1:])
+        raise TypeError(
+            f"a Decoder takes dicts of bytes by extension, the bytes of a picture, or "
+            f"a tuple that begins with them, got {type(sample).__name__}"
+        )
+
+    def _decode_picture(self, data: Any) -> Any:
+        if self._picture is None:
+            raise TypeError(
+                f"bytes without an extension are decoded as a picture, and {self!r} "
+                f"has no word for pictures, such as 'torch'; or decode them where they "
+                f"have names, by the dataset's own `decode`"
+            )
+        return self.decode(data, "")
+
+    def decode(self, data: Any, extension: str, key: str = "", url: str = "") -> Any:
+        """Return what the bytes of one member stand for.
+
+        Args:
+            data: The bytes.
+            extension: Such as ``"jpg"`` or ``"mask.png"``; empty: those of a picture.
+            key: Name of the sample, for errors.
+            url: Address that it was read from, for errors.
+        """
+        data = bytes(data)
+        extension = extension.lower()
+        function = self._find(extension)
+        try:
+            if function is None:
+                for handler in self._functions:
+                    value = handler(f".{extension}", data)
+                    if value is not None:
+                        return value
+                function = self._find_own(extension)
+            return data if function is None else function(data)
+        except Exception as error:
+            place = _place(extension, len(data), key, url)
+            if isinstance(function, Picture) or function in DECODERS.values():
+                reason = f"{type(error).__name__}: {error}"
+                text = f"cannot decode {place}: {reason}"
+                raise DecodeError(text, location=url) from error
+            error.add_note(f"aioloader: decoding {place}")
+            raise
+
+    def _find(self, extension: str) -> Callable[[bytes], Any] | None:
+        """Return the user's function for an extension, or its longest tail."""
+        while extension and self._named:
+            if (function := self._named.get(extension)) is not None:
+                return function
+            extension = extension.partition(".")[2]
+        return None
+
+    def _find_own(self, extension: str) -> Callable[[bytes], Any] | None:
+        last = extension.rpartition(".")[2]
+        if self._picture is not None and (last in EXTENSIONS or not last):
+            return self._picture
+        return DECODERS.get(last)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is decoded to what, and the names of the user's functions."""
+        named = self._named.items()
+        functions = {
+            ext: name_of(one) for ext, one in named if not isinstance(one, Picture)
+        }
+        return {
+            "pictures": None if self._picture is None else self._picture.spec,
+            "extensions": {
+                ext: one.spec if isinstance(one, Picture) else "function"
+                for ext, one in sorted(named, key=lambda item: item[0])
+            },
+            "handlers": len(self._functions),
+            "function": [functions, *map(name_of, self._functions)],
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.specs
+
+    def __repr__(self) -> str:
+        return f"Decoder({', '.join(map(repr, self.specs))})"
+
+
+def extension_of(path: str) -> str:
+    """Return what follows the first dot of a path's base name, as in a tar."""
+    return path.rpartition("/")[2].partition(".")[2]
+
+
+def _place(extension: str, size: int, key: str, url: str) -> str:
+    """Say which bytes are meant."""
+    what = f"{extension!r}" if extension else "a picture"
+    owner = f" of sample {key!r}" if key else ""
+    where = f" in {url!r}" if url else ""
+    return f"{what}{owner}{where} ({size:,} bytes)"
+
+
+def _picture(spec: str) -> Picture:
+    if spec in SPECS:
+        return Picture(spec)
+    near = difflib.get_close_matches(spec, SPECS, 1)
+    hint = f": did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"{spec!r} is no format of pictures{hint or '.'} There are {', '.join(SPECS)}"
+    )

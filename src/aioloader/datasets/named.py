@@ -1,0 +1,258 @@
+"""Map-style datasets of bytes that have names: decoded, and labelled by folder.
+
+Both are views of another dataset: they read through it, several event loops may do so,
+and they may be pickled if it may be.
+"""
+
+import abc
+import asyncio
+from collections.abc import Collection, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, ClassVar, Self, SupportsIndex
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from aioloader.datasets._decode.pictures import FOLDER_EXTENSIONS
+from aioloader.datasets._stores.names import NameTable
+from aioloader.datasets.decoders import Decoder, Spec, extension_of
+from aioloader.protocols import HasLifespan
+
+
+class Named(HasLifespan):
+    """A map-style dataset whose samples are bytes, each with a name like a path."""
+
+    @property
+    @abc.abstractmethod
+    def names(self) -> NameTable:
+        """The names by index."""
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @abc.abstractmethod
+    def __getitem__(self, index: SupportsIndex) -> Coroutine[Any, Any, Any]:
+        """Read one sample."""
+
+    def decode(self, *specs: Spec) -> "Named":
+        """Return the dataset with its bytes decoded by the extension of their names.
+
+        That is done in threads, as many at a time as the loader reads samples. In
+        worker processes ``transform=Decoder("torch")`` of a loader does the same.
+
+        Args:
+            specs: As for ``Decoder``: ``"pil"``, ``"torch"``...
+
+        Raises:
+            ValueError: If a word is not known.
+            ImportError: If pictures are to be decoded, and Pillow is not installed.
+        """
+        return DecodedDataset(self, Decoder(*specs))
+
+    def class_folders(
+        self,
+        root: str = "",
+        *,
+        classes: Sequence[str] | None = None,
+        extensions: Iterable[str] = FOLDER_EXTENSIONS,
+    ) -> "ClassFolders":
+        """Return the dataset with labels by folder, as torchvision's ``ImageFolder``.
+
+        Looks up the folders of a ``FileDataset``, which blocks.
+
+        Args:
+            root: Folder that has one folder for each class; names begin with it.
+            classes: The classes, in the order of their labels. Default: the folders,
+                sorted; give those of the training set to the others.
+            extensions: What counts; other files are passed over. Default: torchvision's
+                (not ``gif``). Empty: all files.
+
+        Raises:
+            ValueError: If a file lies in no class folder or in that of no class, or
+                without ``classes`` if a folder has no file that counts.
+        """
+        return ClassFolders(self, root, classes=classes, extensions=extensions)
+
+    def folders(self, root: str) -> list[str]:  # noqa: ARG002  (stores have none)
+        """Return the folders in ``root`` that are there although they may be empty."""
+        return []
+
+
+class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):
+    """The samples of a dataset of bytes, decoded in threads.
+
+    Args:
+        dataset: Where the bytes come from.
+        decoder: What they become.
+    """
+
+    __iter__: ClassVar[None] = None
+
+    def __init__(self, dataset: Named, decoder: Decoder) -> None:
+        self.dataset = dataset
+        self.decoder = decoder
+
+    @property
+    def names(self) -> NameTable:
+        """The names by index."""
+        return self.dataset.names
+
+    async def __getitem__(self, index: SupportsIndex) -> Any:
+        """Read and decode one sample.
+
+        Raises:
+            DecodeError: If the bytes are not what the name says.
+            DatasetError: If they cannot be read.
+        """
+        data = await self.dataset[index]
+        name = self.names[index]
+        extension = extension_of(name)
+        return await asyncio.to_thread(self.decoder.decode, data, extension, name)
+
+    def lifespan(self) -> AbstractAsyncContextManager[Any]:
+        """Return that of the dataset."""
+        return self.dataset.lifespan()
+
+    def folders(self, root: str) -> list[str]:
+        """Return the folders of the dataset."""
+        return self.dataset.folders(root)
+
+    def __repr__(self) -> str:
+        return f"{self.dataset!r}.decode({', '.join(map(repr, self.decoder.specs))})"
+
+
+class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
+    """Samples with the number of the folder they are in: ``(bytes, label)``.
+
+    The order is torchvision's: by class, folder and name. Memory holds the names once
+    more, and 16 bytes for each.
+
+    Args:
+        dataset: The files or objects.
+        root: As for ``Named.class_folders``, as are the others.
+        classes: The classes, by label.
+        extensions: What counts.
+
+    Attributes:
+        classes: Names of the classes, by label.
+        class_to_idx: Label of each class.
+        targets: Label of each sample.
+
+    Raises:
+        ValueError: As for ``Named.class_folders``.
+
+    Example:
+        >>> from aioloader.datasets import FileDataset
+        >>> found = FileDataset(["cat/1.png", "dog/1.png", "cat/2.png"]).class_folders()
+        >>> found.classes, found.targets
+        (['cat', 'dog'], [0, 0, 1])
+    """
+
+    __iter__: ClassVar[None] = None
+
+    def __init__(
+        self,
+        dataset: Named,
+        root: str = "",
+        *,
+        classes: Sequence[str] | None = None,
+        extensions: Iterable[str] = FOLDER_EXTENSIONS,
+    ) -> None:
+        self.dataset = dataset
+        start = f"{root.rstrip('/')}/" if root else ""
+        wanted = {extension.lower().lstrip(".") for extension in extensions}
+        found = _labelled(dataset.names, start, wanted)
+        folders = {folder for folder, *_ in found}
+        if classes is None:
+            _check_full(sorted({*folders, *dataset.folders(root)} - folders), wanted)
+            classes = sorted(folders)
+        self.classes = list(classes)
+        self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
+        _check_known(folders, self.class_to_idx)
+        self.targets = [self.class_to_idx[folder] for folder, *_ in found]
+        self._order = np.array([at for *_, at in found], np.int64)
+        self._names = NameTable(dataset.names[at] for *_, at in found)
+
+    @property
+    def names(self) -> NameTable:
+        """The names by index."""
+        return self._names
+
+    @property
+    def samples(self) -> list[tuple[str, int]]:
+        """Names and labels, as a new list."""
+        return list(zip(self._names, self.targets, strict=True))
+
+    async def __getitem__(self, index: SupportsIndex) -> tuple[Any, int]:
+        """Read one sample.
+
+        Returns:
+            What the dataset gives, and the label.
+
+        Raises:
+            IndexError: If ``index`` is out of range.
+            DatasetError: If it cannot be read.
+        """
+        at = self._names.position(index)
+        return await self.dataset[int(self._order[at])], self.targets[at]
+
+    def decode(self, *specs: Spec) -> Self:
+        """Return the dataset with the files decoded, as ``Named.decode``."""
+        clone = object.__new__(type(self))
+        clone.__dict__.update(self.__dict__)
+        clone.dataset = self.dataset.decode(*specs)
+        return clone
+
+    def lifespan(self) -> AbstractAsyncContextManager[Any]:
+        """Return that of the dataset."""
+        return self.dataset.lifespan()
+
+    def __repr__(self) -> str:
+        count = len(self.classes)
+        return f"{self.dataset!r}.class_folders() of {len(self):,} in {count} classes"
+
+
+def _labelled(
+    names: NameTable, start: str, wanted: Collection[str]
+) -> list[tuple[str, str, str, int]]:
+    """Return class, folder, base name and index of what counts, in order.
+
+    Raises:
+        ValueError: If nothing counts, or something lies in no class folder.
+    """
+    found: list[tuple[str, str, str, int]] = []
+    for at, name in enumerate(names):
+        folder, _, base = name.rpartition("/")
+        if wanted and base.rpartition(".")[2].lower() not in wanted:
+            continue
+        label, slash, _ = name.removeprefix(start).partition("/")
+        if not name.startswith(start) or not slash or not label:
+            raise ValueError(
+                f"{name!r} lies in no class folder of {start or 'the dataset'}: move "
+                f"it, list what is in folders only ('*/**/*'), or give the folder that "
+                f"has the class folders as root"
+            )
+        found.append((label, folder, base, at))
+    if not found:
+        shown = ", ".join(sorted(wanted))
+        raise ValueError(f"none of {len(names):,} files has an extension of {shown}")
+    found.sort()
+    return found
+
+
+def _check_full(empty: Sequence[str], wanted: Collection[str]) -> None:
+    if empty:
+        raise ValueError(
+            f"no file with an extension of {', '.join(sorted(wanted))} in the class "
+            f"folders {', '.join(map(repr, empty))}: without them other classes would "
+            f"have other labels; remove the folders, or give classes"
+        )
+
+
+def _check_known(folders: Collection[str], known: Collection[str]) -> None:
+    unknown = sorted(folder for folder in folders if folder not in known)
+    if unknown:
+        raise ValueError(
+            f"files lie in folders of no class: {', '.join(map(repr, unknown))}; there "
+            f"are {len(known)} classes: {', '.join(map(repr, known))}"
+        )

@@ -1,0 +1,429 @@
+"""Writers of shards: what is read here, made: tar and Parquet, on disk and in stores.
+
+Samples come one by one and leave in shards of about one size, which readers see when
+they are whole. A writer that is opened again, after a crash too, goes on after the last
+whole shard. Memory holds some megabytes, and the parts of an upload in flight.
+"""
+
+import abc
+import asyncio
+import base64
+import json
+import re
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Callable,
+    Iterable,
+    Mapping,
+)
+from contextlib import aclosing
+from types import TracebackType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Self,
+    TypeAlias,
+    TypedDict,
+    Unpack,
+)
+
+from aioloader.datasets._options import names_options
+from aioloader.datasets._stores.outlast import in_thread
+from aioloader.datasets._streams.iterated import check_at_least
+from aioloader.datasets._write.bodies import Body, ParquetBody, TarBody
+from aioloader.datasets._write.manifest import Manifest
+from aioloader.datasets._write.sinks import Upload, make_sink
+from aioloader.errors import StateMismatchError
+
+if TYPE_CHECKING:
+    import os
+
+    from obstore.store import ObjectStore
+
+    Destination: TypeAlias = str | os.PathLike[str] | ObjectStore
+
+Rows: TypeAlias = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
+SHARD_BYTES = 256 << 20
+ROW_GROUP_BYTES = 16 << 20
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+# Rows that are taken of a plain iterable before others get their turn.
+_TURN = 64
+
+
+class WriterOptions(TypedDict, total=False):
+    """Keywords of every ``ShardWriter``."""
+
+    shard_bytes: int
+    shard_samples: int | None
+    metadata: Mapping[str, Any] | None
+    store_options: Mapping[str, Any] | None
+
+
+class ParquetOptions(WriterOptions, total=False):
+    """Keywords of ``ParquetWriter``."""
+
+    schema: Any
+    compression: str
+    row_group_bytes: int
+
+
+class ShardWriter(abc.ABC):
+    """Write samples to shards ``NAME-000000``, ``NAME-000001``...; a context manager.
+
+    Beside them lies ``NAME-shards.json``, which names them, with their sizes. A writer
+    that is opened where one was before goes on from there: with sample ``next_sample``
+    of the same samples, in the same order. One writer at a time; several machines write
+    to one place under a name each. A shard ends with the sample that reaches its size.
+
+    Args:
+        destination: A directory, a URL (``s3://bucket/train``), or a store of obstore.
+        name: What the names of the shards begin with.
+        shard_bytes: Size of a shard.
+        shard_samples: Samples of a shard, or None.
+        metadata: What the samples are made of, ready for JSON: it is kept, and writing
+            goes on only with the same.
+        store_options: Options of the store that a URL names.
+
+    Attributes:
+        next_sample: Number of the next sample, from 0 on; known once it is open.
+
+    Raises:
+        ImportError: If a store is written to, and obstore is not installed.
+        TypeError: If ``metadata`` has no form in JSON.
+        ValueError: If an argument is wrong.
+    """
+
+    ending: ClassVar[str]
+
+    @names_options
+    def __init__(
+        self,
+        destination: "Destination",
+        name: str = "shard",
+        *,
+        shard_bytes: int = SHARD_BYTES,
+        shard_samples: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        store_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_at_least(shard_bytes, 1, "shard_bytes")
+        if shard_samples is not None:
+            check_at_least(shard_samples, 1, "shard_samples")
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"name must be made of letters, digits, dots, dashes and underscores, "
+                f"got {name!r}; folders belong to the destination"
+            )
+        json.dumps(metadata)  # raises what is wrong with it
+        self.next_sample = 0
+        self._shard_bytes = shard_bytes
+        self._shard_samples = shard_samples
+        self._sink = make_sink(destination, store_options or {})
+        self._manifest = Manifest(name, self.ending, dict(metadata or {}))
+        self._saved: bytes | None = None
+        self._body: Body | None = None
+        self._upload: Upload | None = None
+        self._sent = 0
+        self._turns = asyncio.Lock()
+        self._is_open = False
+
+    @property
+    def shards(self) -> list[str]:
+        """The names of the shards that are finished."""
+        return [entry.file for entry in self._manifest.shards]
+
+    async def write(self, sample: Mapping[str, Any]) -> None:
+        """Write one sample; calls wait for each other, and the first comes first.
+
+        Raises:
+            TypeError: If the sample, or a value in it, is of no fitting type. It is not
+                written, and the writer goes on, as after a ValueError.
+            ValueError: If it would not come back as it is.
+            DatasetError: If the store refuses. The writer is over then, as after any
+                other error: open another one, which goes on after the last shard.
+            RuntimeError: If the writer is not open.
+        """
+        async with self._turns:
+            if not self._is_open:
+                raise RuntimeError(
+                    f"{self!r} is not open: it is written to in 'async with', and not "
+                    f"after an error; open another one, which goes on"
+                )
+            body = self._body
+            if body is None:
+                body = self._body = self._make_body()
+            if body.is_light(sample):
+                encoded = body.encode(sample, self.next_sample)
+            else:
+                encoded = await in_thread(body.encode, sample, self.next_sample)
+            self._is_open = False  # until all went well
+            body.append(encoded)
+            self.next_sample += 1
+            count = self.next_sample - self._manifest.num_samples
+            if body.size >= self._shard_bytes or count == self._shard_samples:
+                await self._finish(body)
+            elif body.is_due():
+                await self._send(body)
+            self._is_open = True
+
+    @abc.abstractmethod
+    def _make_body(self) -> Body:
+        """Return an empty shard."""
+
+    def _schema(self) -> str:
+        """Return the schema of the shards as text."""
+        return ""
+
+    def _take_schema(self, text: str) -> None:  # noqa: B027  (tar has none)
+        """Learn the schema of the shards that are there."""
+
+    # -- shards -------------------------------------------------------------------
+
+    async def _send(self, body: Body, *, is_end: bool = False) -> Upload:
+        data = await in_thread(lambda: body.take(is_end=is_end))
+        if self._upload is None:
+            file = self._manifest.shard(len(self._manifest.shards))
+            self._upload = self._sink.begin(file)
+        await self._upload.write(data)
+        self._sent += len(data)
+        return self._upload
+
+    async def _finish(self, body: Body) -> None:
+        """Name the shard in the manifest, then let readers see it."""
+        upload = await self._send(body, is_end=True)
+        index = body.index()
+        if index is not None:
+            file = self._manifest.shard(len(self._manifest.shards))
+            await self._sink.put(f"{file}.idx", index)
+        count = self.next_sample - self._manifest.num_samples
+        manifest = self._manifest.and_then(count, self._sent, self._schema())
+        await self._save(manifest)
+        await upload.complete()
+        self._manifest = manifest
+        self._body = self._upload = None
+        self._sent = 0
+
+    async def _save(self, manifest: Manifest) -> None:
+        found = await self._sink.read(manifest.file)
+        if found != self._saved:
+            raise StateMismatchError(
+                f"another writer has written to {self._sink.label!r} ({manifest.file}) "
+                f"meanwhile; let one write at a time, or under a name each"
+            )
+        self._saved = manifest.dump()
+        await self._sink.put(manifest.file, self._saved)
+
+    # -- as a context manager -----------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        """Find out what is written already.
+
+        Raises:
+            StateMismatchError: If what is there was made of something else, or not by
+                a writer.
+            DatasetError: If the store refuses.
+        """
+        try:
+            manifest = self._manifest
+            there = await self._sink.open(manifest.name)
+            self._saved = await self._sink.read(manifest.file)
+            self._manifest = manifest.resumed(self._saved, there, self._sink.label)
+            self._take_schema(self._manifest.schema)
+            await self._save(self._manifest)
+        except BaseException:
+            await self._sink.aclose()
+            raise
+        self._body = self._upload = None
+        self._sent = 0
+        self.next_sample = self._manifest.num_samples
+        self._is_open = True
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Finish the last shard; after an error, give it up."""
+        try:
+            if exc is None and self._is_open and self._body is not None:
+                self._is_open = False
+                if self.next_sample > self._manifest.num_samples:
+                    await self._finish(self._body)
+        finally:
+            self._is_open = False
+            if self._upload is not None:
+                await self._upload.abort()
+            await self._sink.aclose()
+
+    def __repr__(self) -> str:
+        count = len(self._manifest.shards)
+        place = f"{self._sink.label!r}, {self._manifest.name!r}"
+        return f"{type(self).__name__}({place}, {count} shards)"
+
+
+class TarWriter(ShardWriter):
+    """Write tar shards that ``TarDataset`` and WebDataset read.
+
+    A sample is a dict: ``__key__`` names it (default: its number), other names are the
+    extensions of its members. Bytes and text are written as they are; what ``Decoder``
+    makes of an extension is encoded: ``cls`` numbers, ``json``, ``npy``, ``pth``,
+    ``jpg`` and ``png`` pictures of Pillow, NumPy and torch. The same samples give the
+    same bytes. Beside each shard lies its index (``.tar.idx``), by which several
+    readers can share it. All else is as for ``ShardWriter``.
+
+    Example:
+        >>> import asyncio, tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> async def write():
+        ...     async with TarWriter(folder, "train") as writer:
+        ...         for number in range(writer.next_sample, 3):
+        ...             await writer.write({"txt": f"text {number}", "cls": number})
+        ...     return writer.shards
+        >>> asyncio.run(write())
+        ['train-000000.tar']
+    """
+
+    ending = "tar"
+
+    def _make_body(self) -> TarBody:
+        return TarBody()
+
+
+class ParquetWriter(ShardWriter):
+    """Write Parquet shards that ``ParquetDataset`` and all others read.
+
+    A sample is a row: a dict of values by column. The schema of all shards is that of
+    the first row group, if none is given.
+
+    Args:
+        destination: As for ``ShardWriter``, as are those that are not named here.
+        name: What the names of the shards begin with.
+        schema: The schema, of pyarrow.
+        compression: As for pyarrow.
+        row_group_bytes: Rows of about so many bytes make a row group.
+        options: Those of ``ShardWriter``.
+
+    Raises:
+        ImportError: If pyarrow is not installed.
+        ValueError: If an argument is wrong.
+    """
+
+    ending = "parquet"
+
+    def __init__(
+        self,
+        destination: "Destination",
+        name: str = "part",
+        *,
+        schema: Any = None,
+        compression: str = "zstd",
+        row_group_bytes: int = ROW_GROUP_BYTES,
+        **options: Unpack[WriterOptions],
+    ) -> None:
+        super().__init__(destination, name, **options)
+        _import_pyarrow()
+        check_at_least(row_group_bytes, 1, "row_group_bytes")
+        self._given = schema
+        self._compression = compression
+        self._row_group_bytes = row_group_bytes
+        self._body: ParquetBody | None = None
+
+    def _make_body(self) -> ParquetBody:
+        return ParquetBody(self._given, self._compression, self._row_group_bytes)
+
+    def _schema(self) -> str:
+        assert self._body is not None
+        self._given = self._body.schema
+        return _text_of(self._given)
+
+    def _take_schema(self, text: str) -> None:
+        if not text:
+            return
+        found = _schema_of(text)
+        if self._given is not None and not self._given.equals(found):
+            raise StateMismatchError(
+                f"{self!r} was begun with another schema: {found}",
+                expected=str(found),
+                found=str(self._given),
+            )
+        self._given = found
+
+
+async def write_parquet(
+    rows: "Rows | Callable[[int], Rows]",
+    destination: "Destination",
+    name: str = "part",
+    **options: Unpack[ParquetOptions],
+) -> list[str]:
+    """Write rows to Parquet shards, and return the names of these.
+
+    Called again after a crash, with the same rows, it goes on after the last shard.
+
+    Args:
+        rows: Dicts of values by column: an iterable, an async one, a stream, of which
+            those that are written already are passed over; or a function that returns
+            one that begins with a given number of row.
+        destination: As for ``ShardWriter``.
+        name: As for ``ShardWriter``.
+        options: Those of ``ParquetWriter``.
+
+    Raises:
+        ValueError: If there are fewer rows than are written already.
+        StateMismatchError: If something else is there.
+        DatasetError: If the store refuses.
+    """
+    async with ParquetWriter(destination, name, **options) as writer:
+        first = writer.next_sample
+        passed = first
+        if callable(rows):
+            rows, passed = rows(first), 0
+        async with aclosing(_each(rows)) as each:
+            async for row in each:
+                if passed:
+                    passed -= 1
+                else:
+                    await writer.write(row)
+        if passed:
+            raise ValueError(
+                f"{first:,} rows are in {writer!r}, but there are {passed:,} fewer"
+            )
+    return writer.shards
+
+
+async def _each(rows: Rows) -> AsyncGenerator[Mapping[str, Any], None]:
+    if isinstance(rows, AsyncIterable):
+        iterator = aiter(rows)
+        try:
+            async for row in iterator:
+                yield row
+        finally:
+            if hasattr(iterator, "aclose"):
+                await iterator.aclose()
+        return
+    for number, row in enumerate(rows):
+        if number % _TURN == 0:
+            await asyncio.sleep(0)
+        yield row
+
+
+def _import_pyarrow() -> Any:
+    try:
+        import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+    except ImportError as exc:
+        raise ImportError(
+            "writing Parquet needs pyarrow: pip install aioloader[arrow]"
+        ) from exc
+    return pa
+
+
+def _text_of(schema: Any) -> str:
+    return base64.b64encode(schema.serialize().to_pybytes()).decode()
+
+
+def _schema_of(text: str) -> Any:
+    pa = _import_pyarrow()
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))

@@ -1,0 +1,366 @@
+"""Members to values by their extensions: alone, in streams, in workers."""
+
+import doctest
+import io
+import json
+import pickle
+import sys
+import tarfile
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import webdataset as wds
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from aioloader import DataLoader
+from aioloader.datasets import Decoder, FileDataset, TarDataset, decoders
+from aioloader.datasets._decode import fields, pictures
+from aioloader.errors import DecodeError
+from aioloader.testing import check_dataset
+from datasets.pictures import SIDE, encoded, pixels
+
+COLOURS = pixels(0, 3)
+SAMPLE = {
+    "__key__": "a",
+    "__url__": "a.tar",
+    "png": encoded(COLOURS),
+    "mask.png": encoded(pixels(1)),
+    "cls": b"7\n",
+    "json": b'{"a": [1, null]}',
+    "txt": "grüße".encode(),
+    "npy": fields.encode(np.arange(3), "npy"),
+    "npz": fields.encode({"x": np.arange(2)}, "npz"),
+    "pth": fields.encode({"w": torch.ones(2)}, "pth"),
+    "pickle": pickle.dumps(1),
+    "bin": b"\x00",
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Tell whether two values are equal, types and all."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other)
+
+
+def test_the_example() -> None:
+    """What the docstring shows is what happens."""
+    result = doctest.testmod(decoders)
+    assert result.attempted
+    assert not result.failed
+
+
+def test_members_by_extension() -> None:
+    """Numbers, text, arrays; what is not known, or runs code, stays bytes."""
+    made = Decoder("rgb8", {"mask.png": "l8"})(SAMPLE)
+    expected = {
+        **SAMPLE,
+        "png": COLOURS,
+        "mask.png": pixels(1),
+        "cls": 7,
+        "json": {"a": [1, None]},
+        "txt": "grüße",
+        "npy": np.arange(3),
+        "npz": {"x": np.arange(2)},
+        "pth": {"w": torch.ones(2)},
+    }
+    assert same(made, expected)
+
+
+@pytest.mark.parametrize("spec", sorted(set(pictures.SPECS) - {"torchl", "torchl8"}))
+@pytest.mark.parametrize("shape", [(), (3,), (4,)])
+def test_pictures_as_webdataset_makes_them(spec: str, shape: tuple[int, ...]) -> None:
+    """Under every word that it has, grey, in colours and transparent."""
+    data = encoded(pixels(2, *shape))
+    theirs = wds.autodecode.ImageHandler(spec)(".png", data)
+    ours = Decoder(spec)(data)
+    if isinstance(ours, Image.Image):
+        assert ours.mode == theirs.mode
+        ours, theirs = np.asarray(ours), np.asarray(theirs)
+    assert same(ours, theirs)
+
+
+def test_grey_tensors_have_a_channel() -> None:
+    """As torchvision makes them, so that they can be stacked with others."""
+    assert Decoder("torchl")(encoded(pixels(1))).shape == (1, SIDE, SIDE)
+
+
+def test_torchvision_is_used_if_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what it decodes as Pillow does; not for pictures of 16 bits."""
+    module: Any = types.ModuleType("torchvision.io")
+    seen: list[str] = []
+
+    def decode_image(raw: torch.Tensor, mode: str) -> torch.Tensor:
+        image = Image.open(io.BytesIO(raw.numpy().tobytes())).convert(mode)
+        seen.append(str(image.mode))
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+    module.decode_image = decode_image
+    package: Any = types.ModuleType("torchvision")
+    package.io = module
+    monkeypatch.setitem(sys.modules, "torchvision", package)
+    monkeypatch.setitem(sys.modules, "torchvision.io", module)
+    pictures._torchvision.cache_clear()
+    try:
+        with_it = [Decoder("torch")(encoded(COLOURS, f)) for f in ("PNG", "JPEG")]
+        Decoder("torch")(encoded(COLOURS, "BMP"))
+    finally:
+        pictures._torchvision.cache_clear()
+    assert seen == ["RGB", "RGB"]
+    monkeypatch.setitem(sys.modules, "torchvision.io", None)
+    without = [Decoder("torch")(encoded(COLOURS, f)) for f in ("PNG", "JPEG")]
+    pictures._torchvision.cache_clear()
+    assert same(with_it[0], without[0])
+    assert same(with_it[1], without[1])
+
+
+def test_values_of_more_than_8_bits_are_not_cut() -> None:
+    """Pillow would make 255 of every value above that, in silence."""
+    deep = encoded(Image.fromarray(np.full((2, 2), 300, np.uint16)))
+    with pytest.raises(DecodeError, match=r"more than 8 bits .*'I;16'"):
+        Decoder("pil")(deep)
+    read = Decoder({"png": lambda data: Image.open(io.BytesIO(data)).getpixel((0, 0))})
+    assert read({"png": deep}) == {"png": 300}
+
+
+def test_functions_go_before_words() -> None:
+    """Dicts, with the longest extension first; then handlers as WebDataset has them."""
+    handler = wds.handle_extension("left.png", lambda _data: "handled")
+    decoder = Decoder("l8", handler, {"png": len, ".Seg.PNG": str})
+    made = decoder({"seg.png": b"12", "left.png": b"12", "x.y.png": b"123"})
+    assert made == {"seg.png": "b'12'", "left.png": 2, "x.y.png": 3}
+    assert Decoder("l8", handler)({"left.png": b""}) == {"left.png": "handled"}
+
+
+@pytest.mark.parametrize(
+    ("specs", "error", "words"),
+    [
+        (("toch",), ValueError, "'toch' .*did you mean 'torch'"),
+        (("pil", "torch"), ValueError, "one format, got"),
+        (({"png": "rbg"},), ValueError, "'rbg' .*did you mean 'rgb'"),
+        ((7,), TypeError, "got int"),
+    ],
+)
+def test_wrong_arguments(
+    specs: tuple[Any, ...], error: type[Exception], words: str
+) -> None:
+    """Are named where they are given, by streams too."""
+    with pytest.raises(error, match=words):
+        Decoder(*specs)
+    with pytest.raises(error, match=words):
+        TarDataset("x.tar").decode(*specs)
+
+
+def test_samples_that_have_no_bytes() -> None:
+    """Are refused: they would pass undecoded."""
+    with pytest.raises(TypeError, match="got str"):
+        Decoder("pil")("text")
+    with pytest.raises(TypeError, match="has no word for pictures"):
+        Decoder({"png": len})((b"1", 3))
+
+
+def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what to install; all but pictures is decoded without it."""
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ImportError, match=r"pip install aioloader\[pictures\]"):
+        Decoder("pil")
+    assert Decoder()({"cls": b"1"}) == {"cls": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("jpg", b"no", "'jpg' of sample 'a' in 'a.tar' .2 bytes.: Unidentified"),
+        ("png", SAMPLE["png"][:60], "'png' of sample 'a' .*truncated"),
+        ("cls", b"x", "'cls' of sample 'a' in 'a.tar' .1 bytes.: ValueError: invalid"),
+        ("x.json", b"{", "'x.json' of sample 'a'"),
+        ("npy", fields.encode(np.array(1), "npy")[:9], "'npy' of sample"),
+        ("pth", pickle.dumps(Decoder), "'pth' of sample"),
+    ],
+)
+def test_errors_name_the_sample(name: str, data: bytes, words: str) -> None:
+    """Key, address and extension; not tried again as a read would be."""
+    with pytest.raises(DecodeError, match=words) as raised:
+        Decoder("pil")({"__key__": "a", "__url__": "a.tar", name: data})
+    assert raised.value.location == "a.tar"
+    assert raised.value.__cause__ is not None
+
+
+@pytest.mark.filterwarnings("ignore")
+@given(
+    st.sampled_from(["png", "json", "npy", "npz", "pth", "txt", "cls"]),
+    st.integers(0, 2000),
+    st.binary(max_size=8),
+)
+def test_damage_is_an_error_of_the_sample(name: str, at: int, junk: bytes) -> None:
+    """Whatever is wrong: a value, or the house error, and no other."""
+    body: Any = SAMPLE[name]
+    at %= len(body) + 1
+    damaged = body[:at] + junk + body[at + len(junk) // 2 :]
+    try:
+        Decoder("torch")({"__key__": "a", name: damaged})
+    except DecodeError as error:
+        text = str(error)
+    else:
+        return
+    assert f"{name!r} of sample 'a'" in text
+
+
+def test_errors_of_functions_stay() -> None:
+    """With a note of the sample."""
+    with pytest.raises(ZeroDivisionError) as raised:
+        Decoder({"bin": lambda _: 1 // 0})(SAMPLE)
+    (note,) = raised.value.__notes__
+    assert note == "aioloader: decoding 'bin' of sample 'a' in 'a.tar' (1 bytes)"
+
+
+def test_pickles_are_the_arguments() -> None:
+    """So it travels to workers."""
+    decoder = Decoder("torch", {"x": len})
+    assert pickle.loads(pickle.dumps(decoder)).specs == decoder.specs
+    assert repr(decoder) == f"Decoder('torch', {{'x': {len!r}}})"
+
+
+@given(
+    st.one_of(
+        st.tuples(st.sampled_from(["txt", "transcript"]), st.text()),
+        st.tuples(st.sampled_from(["cls", "id", "x.index"]), st.integers()),
+        st.tuples(
+            st.just("json"),
+            st.recursive(
+                st.none() | st.booleans() | st.integers() | st.lists(st.text()),
+                lambda inner: st.dictionaries(st.text(), inner),
+                max_leaves=4,
+            ),
+        ),
+    )
+)
+def test_what_is_encoded_is_decoded(member: tuple[str, Any]) -> None:
+    """Text, numbers and JSON come back as they were."""
+    name, value = member
+    assert same(Decoder()({name: fields.encode(value, name)}), {name: value})
+
+
+@pytest.mark.parametrize("spec", ["rgb", "rgb8", "l8", "torch", "torchrgba8", "torchl"])
+@pytest.mark.parametrize("extension", ["png", "tif"])
+def test_pictures_come_back(spec: str, extension: str) -> None:
+    """From arrays and tensors, where the format has no loss."""
+    value = Decoder(spec)(encoded(pixels(5, 4)))
+    assert same(Decoder(spec)(fields.encode(value, extension)), value)
+
+
+@pytest.mark.parametrize(
+    ("value", "extension", "words"),
+    [
+        (np.full((2, 2), 1.5), "png", "from 0 to 1, got 1.5 to 1.5"),
+        (np.full((2, 2), np.nan), "png", "from 0 to 1, got nan"),
+        (np.zeros((2, 2), np.int64), "png", "uint8 or floats, got int64"),
+        ([1], "bin", "a list has no form for 'bin'"),
+        (np.zeros(2), "bin", "a ndarray has no form"),
+        (1.5, "cls", "float"),
+    ],
+)
+def test_what_has_no_form(value: Any, extension: str, words: str) -> None:
+    """Is refused, and not written as something else."""
+    with pytest.raises((TypeError, ValueError), match=words):
+        fields.encode(value, extension)
+
+
+def write(path: Path, bad: int = -1) -> str:
+    """Write a shard of eight pictures with labels, of which one may be damaged."""
+    with tarfile.open(path, "w") as tar:
+        for number in range(8):
+            body = encoded(np.full((2, 2, 3), number, np.uint8))
+            body = b"damaged" if number == bad else body
+            for field, data in (("png", body), ("cls", str(number).encode())):
+                member = tarfile.TarInfo(f"{number:04d}.{field}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return str(path)
+
+
+async def test_a_stream_is_decoded(tmp_path: Path) -> None:
+    """Each sample, in the order of the stream, from any state."""
+    stream = TarDataset(write(tmp_path / "a.tar")).decode("torchrgb8")
+    loader: Any = DataLoader(stream, batch_size=3)
+    batches = [batch async for batch in loader]
+    assert torch.cat([batch["cls"] for batch in batches]).tolist() == list(range(8))
+    values = torch.cat([batch["png"] for batch in batches])
+    assert values[:, 0, 0, 0].tolist() == list(range(8))
+    assert values.shape == (8, 3, 2, 2)
+    iterator = aiter(stream)
+    await iterator.pull(5)
+    stream.load_state_dict(json.loads(json.dumps(iterator.state_dict())))
+    await iterator.aclose()
+    assert [sample["cls"] async for sample in stream] == [5, 6, 7]
+
+
+async def test_a_damaged_sample_is_skipped(tmp_path: Path) -> None:
+    """If the loader says so; else the epoch ends with it, and its name."""
+    stream = TarDataset(write(tmp_path / "a.tar", bad=5)).decode("torch")
+    loader: Any = DataLoader(stream, batch_size=4)
+    with pytest.raises(DecodeError, match=r"'png' of sample '0005' in .*a\.tar"):
+        [batch async for batch in loader]
+    loader = DataLoader(stream, batch_size=4, on_error="skip")
+    labels = [label async for batch in loader for label in batch["cls"].tolist()]
+    assert labels == [0, 1, 2, 3, 4, 6, 7]
+
+
+def test_the_laws_hold(tmp_path: Path) -> None:
+    """Those of every stream, states and all."""
+    path = write(tmp_path / "a.tar")
+    stream = TarDataset([path, write(tmp_path / "b.tar")], interleave=2)
+    check_dataset(stream.shuffle(5).decode("torch"))
+
+
+def test_as_the_transform_of_workers(tmp_path: Path) -> None:
+    """Where it runs in other processes; tuples and bare pictures as well."""
+    loader: Any = DataLoader(
+        TarDataset(write(tmp_path / "a.tar")),
+        batch_size=8,
+        num_workers=1,
+        transform=Decoder("torch"),
+    )
+    with loader:
+        (batch,) = loader
+    assert batch["png"].shape == (8, 3, 2, 2)
+    assert batch["cls"].tolist() == list(range(8))
+    data = encoded(COLOURS)
+    assert same(Decoder("rgb8")((data, 3))[0], COLOURS)
+
+
+async def test_files_are_decoded(tmp_path: Path) -> None:
+    """By their names; the error says which file."""
+    (tmp_path / "a.b.png").write_bytes(encoded(COLOURS))
+    (tmp_path / "c.json").write_bytes(b"{}")
+    (tmp_path / "d.PNG").write_bytes(b"no picture")
+    names = ["a.b.png", "c.json", "d.PNG"]
+    decoded = FileDataset(names, root=tmp_path).decode("rgb8")
+    assert same(await decoded[0], COLOURS)
+    assert await decoded[-2] == {}
+    with pytest.raises(DecodeError, match=r"'png' of sample 'd.PNG'"):
+        await decoded[2]
+    assert len(pickle.loads(pickle.dumps(decoded))) == 3
+
+
+def test_the_step_is_part_of_the_description() -> None:
+    """Words and extensions bind a state; names of functions are for warnings."""
+    one = TarDataset("x.tar").decode("torch", {"a": len, "b": "l8"}).describe()
+    assert one["kind"] == "decode"
+    assert one["pictures"] == "torch"
+    assert one["extensions"] == {"a": "function", "b": "l8"}
+    assert one["function"] == [{"a": "builtins.len"}]
+    assert json.loads(json.dumps(one)) == one
+    assert one != TarDataset("x.tar").decode("pil").describe()

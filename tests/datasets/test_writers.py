@@ -1,0 +1,523 @@
+"""What is written is read: by this package, by others, whole shards only."""
+
+import asyncio
+import doctest
+import gc
+import json
+import os
+import shutil
+import tarfile
+import traceback
+import tracemalloc
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import numpy as np
+import obstore
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import webdataset as wds
+from hypothesis import given
+from hypothesis import strategies as st
+from obstore.store import MemoryStore
+
+from aioloader.datasets import (
+    ParquetDataset,
+    ParquetWriter,
+    TarDataset,
+    TarWriter,
+    from_iterable,
+    write_parquet,
+    writers,
+)
+from aioloader.datasets._write.bodies import TarBody
+from aioloader.errors import DatasetError, StateMismatchError
+from datasets.pictures import pixels
+
+COUNT = 23
+SAMPLES: list[dict[str, Any]] = [
+    {"__key__": f"cat/{number:04d}", "cls": number, "txt": f"ü{number}"}
+    for number in range(COUNT)
+]
+
+
+async def write(
+    destination: Any, *, until: int = COUNT, **options: Any
+) -> tuple[int, list[str]]:
+    """Write the samples to tars of six; return the first number, and the shards."""
+    async with TarWriter(destination, shard_samples=6, **options) as writer:
+        first = writer.next_sample
+        for sample in SAMPLES[first:until]:
+            await writer.write(sample)
+    return first, writer.shards
+
+
+async def labels(destination: Any) -> list[int]:
+    """Read the labels of all shards."""
+    stream = TarDataset("shard-*.tar", store=destination).decode()
+    return [sample["cls"] async for sample in stream]
+
+
+def test_the_example() -> None:
+    """What the docstring shows is what happens."""
+    result = doctest.testmod(writers)
+    assert result.attempted
+    assert not result.failed
+
+
+@pytest.mark.parametrize("kind", ["folder", "memory", "s3"])
+async def test_shards_are_read(
+    kind: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    s3_port: int,  # the server is no leak of the test that is its first
+) -> None:
+    """From a directory and from stores; a writer that comes later goes on."""
+    destination: Any = {"folder": tmp_path / "new", "memory": MemoryStore()}.get(kind)
+    if kind == "s3":
+        loop = request.node.callspec.id
+        destination = request.getfixturevalue("s3") + f"/written-{loop}"
+    first, shards = await write(destination, until=13)
+    assert (first, shards) == (0, [f"shard-{n:06d}.tar" for n in range(3)])
+    assert await labels(destination) == list(range(13))
+    first, shards = await write(destination)
+    assert (first, len(shards)) == (13, 5)
+    assert await labels(destination) == list(range(COUNT))
+    assert (await write(destination))[0] == COUNT
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_webdataset_reads_them(tmp_path: Path) -> None:
+    """The same keys and members, pictures and arrays too."""
+    picture, array = pixels(1, 3), np.arange(6).reshape(2, 3)
+    sample = {"__key__": "a/b", "png": picture, "npy": array, "json": [1], "cls": 3}
+
+    async def write_one() -> None:
+        async with TarWriter(tmp_path) as writer:
+            await writer.write(sample | {"pth": torch.ones(2), "x.txt": "grüße"})
+            await writer.write({"bin": memoryview(b"1")})
+
+    asyncio.run(write_one())
+    data = wds.WebDataset(f"{tmp_path}/shard-000000.tar", shardshuffle=False)
+    one, other = data.decode("rgb8")
+    gc.collect()  # it leaves files open
+    assert one["__key__"] == "a/b"
+    assert np.array_equal(one["png"], picture)
+    assert np.array_equal(one["npy"], array)
+    assert (one["json"], one["cls"], one["x.txt"]) == ([1], 3, "grüße")
+    assert torch.equal(one["pth"], torch.ones(2))
+    assert (other["__key__"], other["bin"]) == ("000000001", b"1")
+
+
+_PARTS = st.text(st.characters(codec="utf-8", exclude_characters="\0/"), max_size=120)
+
+
+@given(
+    st.lists(_PARTS, min_size=1, max_size=3).map("/".join),
+    st.dictionaries(_PARTS, st.binary(max_size=600), max_size=3),
+)
+def test_any_sample_comes_back_or_is_refused(key: str, fields: dict[str, Any]) -> None:
+    """Whatever its names: none is written that a reader would take for another."""
+    body = TarBody()
+    try:
+        body.append(body.encode({"__key__": key, **fields}, 0))
+    except ValueError:
+        return
+    from aioloader.datasets._tar.walk import TarParser  # noqa: PLC0415
+
+    parser = TarParser("x")
+    parser.feed(body.take(is_end=True))
+    parser.end()
+    (sample,) = parser.take(9)
+    expected = {name.lower(): data for name, data in fields.items() if name[:2] != "__"}
+    assert sample == {"__key__": key, "__url__": "x", **expected}
+
+
+@pytest.mark.parametrize(
+    ("sample", "words"),
+    [
+        ({"__key__": "a.b", "x": b""}, "cannot hold the key 'a.b' with 'x'"),
+        ({"__key__": "/a", "x": b""}, "cannot hold the key '/a'"),
+        ({"__key__": "", "x": b""}, "cannot hold the key ''"),
+        ({"__key__": "__meta__/a", "x": b""}, "cannot hold the key '__meta__/a'"),
+        ({"__key__": 7, "x": b""}, "cannot hold the key 7"),
+        ({"__key__": "a", "../x": b""}, "cannot hold .* with '../x'"),
+        ({"__key__": "a"}, "sample 'a' has no members"),
+        ({"__key__": "a", "JPG": b"", "jpg": b""}, "two members of one name: .*JPG"),
+        ({"__key__": "k", "x": b""}, "key 'k', as the one before"),
+        ({"__key__": "a", "x": [1]}, "a list has no form for 'x'"),
+        ({"__key__": "a", "png": np.zeros(3)}, r"the shape \(3,\)"),
+    ],
+)
+async def test_a_sample_that_is_refused(
+    sample: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """Is not written, and does no harm to the others."""
+    async with TarWriter(tmp_path) as writer:
+        await writer.write({"__key__": "k", "cls": 0})
+        with pytest.raises((TypeError, ValueError), match=words):
+            await writer.write(sample)
+        assert writer.next_sample == 1
+        await writer.write({"cls": 1})
+    assert await labels(tmp_path) == [0, 1]
+
+
+async def test_nothing_is_seen_before_it_is_whole(tmp_path: Path) -> None:
+    """Neither while it is written nor after an error, which leaves no rest."""
+    with pytest.raises(ZeroDivisionError):
+        async with TarWriter(tmp_path, shard_samples=2) as writer:
+            for _ in range(5):
+                await writer.write({"bin": bytes(5 << 20)})
+                whole = await asyncio.to_thread(members_of, tmp_path)
+                assert all(count == 2 for count in whole)
+            assert len(whole) == 2
+            raise ZeroDivisionError
+    left = await asyncio.to_thread(os.listdir, tmp_path)
+    assert sorted(left) == [
+        "shard-000000.tar",
+        "shard-000000.tar.idx",
+        "shard-000001.tar",
+        "shard-000001.tar.idx",
+        "shard-shards.json",
+    ]
+
+
+def members_of(folder: Path) -> list[int]:
+    """Return how many members each tar of a directory has."""
+    counts = []
+    for path in folder.glob("*.tar"):
+        with tarfile.open(path) as tar:
+            counts.append(len(tar.getnames()))
+    return counts
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+async def test_cancelled_anywhere(kind: str, tmp_path: Path) -> None:
+    """After any step of the loop: what comes next makes each sample, once."""
+    for steps in range(0, 90, 6):
+        destination: Any = tmp_path / f"{steps}" if kind == "folder" else MemoryStore()
+        task = asyncio.create_task(write(destination))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await write(destination)
+        assert await labels(destination) == list(range(COUNT))
+
+
+async def test_a_disk_that_fails(tmp_path: Path) -> None:
+    """The error passes; the writer is over, and says so; another one goes on."""
+    folder = tmp_path / "gone"
+    writer = TarWriter(folder, shard_samples=6)
+    with pytest.raises(FileNotFoundError):
+        async with writer:
+            await asyncio.to_thread(shutil.rmtree, folder)
+            for sample in SAMPLES:
+                await writer.write(sample)
+    with pytest.raises(RuntimeError, match=r"is not open: .*open another one"):
+        await writer.write(SAMPLES[0])
+    async with writer:  # as well as another one
+        for sample in SAMPLES[writer.next_sample :]:
+            await writer.write(sample)
+    assert await labels(folder) == list(range(COUNT))
+
+
+async def test_a_store_that_refuses() -> None:
+    """The house error, with its address."""
+    store = obstore.store.HTTPStore("http://127.0.0.1:9", client_options={
+        "allow_http": True
+    }, retry_config={"max_retries": 0})  # fmt: skip
+    with pytest.raises(DatasetError, match=r"cannot list 'http://127\.0\.0\.1:9"):
+        async with TarWriter(store):
+            pass
+
+
+@pytest.mark.parametrize("how", ["error", "cancelled"])
+async def test_an_upload_that_is_given_up(how: str, s3: str, s3_port: int) -> None:
+    """Leaves no parts in the store, which would be paid for; also if it is hurried."""
+
+    async def begin(begun: asyncio.Event) -> None:
+        async with TarWriter(f"{s3}/given-up") as writer:
+            for _ in range(3):
+                await writer.write({"bin": bytes(10 << 20)})
+            begun.set()
+            if how == "error":
+                raise ZeroDivisionError
+            await asyncio.Event().wait()
+
+    begun = asyncio.Event()
+    task = asyncio.create_task(begin(begun))
+    await begun.wait()
+    task.cancel()  # while it aborts, after an error
+    (error,) = await asyncio.gather(task, return_exceptions=True)
+    assert isinstance(error, ZeroDivisionError | asyncio.CancelledError)
+    assert b"given-up" not in await asyncio.to_thread(uploads_of, s3_port)
+    assert not await asyncio.to_thread(keys_of, "train/given-up", ".tar")
+
+
+def uploads_of(port: int) -> bytes:
+    """Return what the store says of uploads that are not completed."""
+    with urlopen(f"http://127.0.0.1:{port}/bucket?uploads") as answer:
+        body: bytes = answer.read()
+    return body
+
+
+def keys_of(prefix: str, ending: str) -> list[str]:
+    """Return what lies in the bucket."""
+    store = obstore.store.S3Store("bucket", client_options={"allow_http": True})
+    keys = [meta["path"] for page in obstore.list(store, prefix) for meta in page]
+    return [key for key in keys if key.endswith(ending)]
+
+
+async def test_no_secret_is_shown(unused_port: int) -> None:
+    """Neither by the writer nor by its errors."""
+    url = f"http://user:CANARY@127.0.0.1:{unused_port}/x?sig=CANARY"
+    options = {"retry_config": {"max_retries": 0}}
+    writer = TarWriter(url, store_options=options)
+    assert f"127.0.0.1:{unused_port}/x" in repr(writer)
+    with pytest.raises(DatasetError) as raised:
+        await writer.__aenter__()
+    shown = "".join(traceback.format_exception(raised.value)) + repr(writer)
+    assert "CANARY" not in shown
+
+
+async def test_two_writers_at_once(tmp_path: Path) -> None:
+    """The second one's shards are not overwritten in silence."""
+    first = TarWriter(tmp_path, shard_samples=2)
+    with pytest.raises(StateMismatchError, match="another writer has written"):
+        async with first:
+            await first.write(SAMPLES[0])
+            await write(tmp_path)
+            await first.write(SAMPLES[1])
+    assert await labels(tmp_path) == list(range(COUNT))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda f: (f / "shard-000001.tar").unlink(), "'shard-000001.tar' .* is gone"),
+        (lambda f: (f / "shard-000001.tar").write_bytes(b"1"), "has 1 bytes"),
+        (
+            lambda f: (f / "shard-000009.tar").touch(),
+            "does not name 'shard-000009.tar'",
+        ),
+        (lambda f: (f / "shard-shards.json").unlink(), "'shard-000000.tar', which is"),
+        (lambda f: (f / "shard-shards.json").write_text("{}"), "no list of shards"),
+        (
+            lambda f: (f / "shard-shards.json").write_text(
+                '{"version": 9, "format": 0, "metadata": 0, "schema": 0, "shards": []}'
+            ),
+            "of version 9",
+        ),
+    ],
+)
+async def test_a_place_that_was_changed(spoil: Any, words: str, tmp_path: Path) -> None:
+    """Is not written to: readers would get samples twice, or not at all."""
+    await write(tmp_path)
+    await asyncio.to_thread(spoil, tmp_path)
+    with pytest.raises(StateMismatchError, match=words):
+        await write(tmp_path)
+
+
+async def test_what_samples_are_made_of(tmp_path: Path) -> None:
+    """Other metadata, or another format, is another dataset."""
+    await write(tmp_path, until=8, metadata={"seed": 1})
+    with pytest.raises(StateMismatchError, match="another metadata") as raised:
+        await write(tmp_path, metadata={"seed": 2})
+    assert (raised.value.expected, raised.value.found) == ({"seed": 1}, {"seed": 2})
+    with pytest.raises(StateMismatchError, match="another format"):
+        await write_parquet([], tmp_path, "shard", metadata={"seed": 1})
+    await write(tmp_path, metadata={"seed": 1})
+    assert await labels(tmp_path) == list(range(COUNT))
+
+
+async def test_names_beside_each_other(tmp_path: Path) -> None:
+    """Ranks write to one folder under a name each, also if one begins the other."""
+    async with TarWriter(tmp_path, "train-1") as other:
+        await other.write({"bin": bytes(5 << 20)})  # begun, when the next is opened
+        for name in ("train", "train-1-000000.tar"):
+            async with TarWriter(tmp_path, name) as writer:
+                await writer.write({"cls": 1})
+    for name in ("train", "train-1"):
+        async with TarWriter(tmp_path, name) as writer:
+            assert writer.next_sample == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"name": "a/b"}, ValueError, "got 'a/b'; folders belong to the destination"),
+        ({"shard_bytes": 0}, ValueError, "shard_bytes must be at least 1, got 0"),
+        ({"shard_samples": 0}, ValueError, "shard_samples must be at least 1"),
+        ({"shard_size": 1}, TypeError, "did you mean 'shard_"),
+        ({"store_options": {"region": "x"}}, TypeError, "no store_options are for it"),
+        ({"metadata": {"x": object()}}, TypeError, "not JSON serializable"),
+        ({"destination": "gopher://x"}, ValueError, "no object store is known"),
+        ({"destination": 7}, TypeError, "must be a URL, path or store"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: Any, error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    """Are named when the writer is made; nothing is made on the disk."""
+    with pytest.raises(error, match=words):
+        TarWriter(**{"destination": tmp_path / "x", **arguments})
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.one_loop
+async def test_memory_is_bounded(tmp_path: Path) -> None:
+    """However large the shard: some megabytes."""
+    body = bytes(1 << 20)
+    async with TarWriter(tmp_path) as writer:
+        await writer.write({"bin": body})
+        tracemalloc.start()
+        try:
+            for _ in range(60):
+                await writer.write({"bin": body})
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+async def test_the_same_samples_give_the_same_bytes(tmp_path: Path) -> None:
+    """Whenever they are written, and whether at once or not."""
+    await write(tmp_path / "a")
+    await write(tmp_path / "b", until=12)
+    await write(tmp_path / "b")
+    one, other = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in "ab"
+    )
+    assert one == other
+
+
+async def test_each_shard_has_its_index(tmp_path: Path) -> None:
+    """Where samples begin, and where the last one ends: 64-bit numbers."""
+    async with TarWriter(tmp_path) as writer:
+        for name in ("a", "b" * 200, "c"):  # the second has a long name
+            await writer.write({"__key__": name, "bin": bytes(600), "x": b""})
+    found = np.fromfile(tmp_path / "shard-000000.tar.idx", "<u8").tolist()
+    size = (tmp_path / "shard-000000.tar").stat().st_size
+    # Headers and bodies of 512 bytes: 4 a sample, and 2 more for each long name.
+    assert found == [512 * at for at in (0, 4, 12, 16)]
+    assert size == found[-1] + 1024
+
+
+# -- Parquet ----------------------------------------------------------------------
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    """Return rows of several types; some are null."""
+    return [
+        {
+            "id": number,
+            "text": f"ü{number}" if number % 3 else None,
+            "data": bytes([number % 256]) * 40,
+            "vector": torch.full((3,), float(number)),
+        }
+        for number in range(count)
+    ]
+
+
+async def test_parquet_is_read(tmp_path: Path) -> None:
+    """By this package and by pyarrow; row groups and shards of about one size."""
+    options: Any = {"shard_bytes": 9_000, "row_group_bytes": 2_000}
+    shards = await write_parquet(rows(300), tmp_path, compression="none", **options)
+    assert len(shards) > 2
+    ids = [row["id"] async for row in ParquetDataset(f"{tmp_path}/part-*.parquet")]
+    assert ids == list(range(300))
+    tables = [pq.read_table(tmp_path / shard) for shard in shards]
+    table = pa.concat_tables(tables)  # one schema
+    assert table["text"].to_pylist()[:3] == [None, "ü1", "ü2"]
+    assert table["vector"].to_pylist()[2] == [2.0, 2.0, 2.0]
+    assert pq.ParquetFile(tmp_path / shards[0]).num_row_groups > 2
+
+
+@pytest.mark.parametrize("kind", ["list", "generator", "async", "stream", "function"])
+async def test_rows_of_any_kind(kind: str, tmp_path: Path) -> None:
+    """What is written already is passed over, or not asked for."""
+    every = [{"id": number} for number in range(20)]
+    asked: list[int] = []
+
+    async def stream() -> Any:
+        for row in every:
+            yield row
+
+    def function(first: int) -> Any:
+        asked.append(first)
+        return every[first:]
+
+    given: Any = {
+        "list": every,
+        "generator": (row for row in every),
+        "async": stream(),
+        "stream": from_iterable(every),
+        "function": function,
+    }
+    await write_parquet(every[:7], tmp_path)
+    await write_parquet(given[kind], tmp_path)
+    stream_ = ParquetDataset(f"{tmp_path}/*.parquet")
+    assert [row["id"] async for row in stream_] == list(range(20))
+    assert asked == ([7] if kind == "function" else [])
+    with pytest.raises(ValueError, match=r"20 rows are in .* there are 15 fewer"):
+        await write_parquet(every[:5], tmp_path)
+
+
+async def test_the_schema_stays(tmp_path: Path) -> None:
+    """That of the first shard, also after a crash; what does not fit is refused."""
+    await write_parquet([{"a": 1, "b": "x"}], tmp_path)
+    with pytest.raises(ValueError, match=r"column 'a' has not only int64: .*'z'"):
+        await write_parquet([{}, {"a": "z"}], tmp_path)
+    with pytest.raises(ValueError, match="row 1 has columns that the schema lacks: c"):
+        await write_parquet([{}, {"c": 1}], tmp_path)
+    with pytest.raises(StateMismatchError, match="another schema"):
+        await write_parquet([], tmp_path, schema=pa.schema({"a": pa.int8()}))
+    with pytest.raises(TypeError, match="row 1 must be a dict of columns, got int"):
+        await write_parquet([{}, 3], tmp_path)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="column 'x' has values of several types"):
+        await write_parquet([{"x": 1}, {"x": b""}], tmp_path / "new")
+    await write_parquet([{}, {"b": "y"}], tmp_path)
+    table = pq.read_table(tmp_path / "part-000001.parquet")
+    assert table.to_pylist() == [{"a": None, "b": "y"}]
+
+
+async def test_columns_of_later_rows(tmp_path: Path) -> None:
+    """Those of all rows of the first row group, not of the first row only."""
+    schema = pa.schema({"a": pa.int16(), "b": pa.list_(pa.float32())})
+    await write_parquet([{"a": 1}, {"b": "x"}], tmp_path / "found")
+    (found,) = (tmp_path / "found").glob("*.parquet")
+    assert pq.read_table(found).to_pylist() == [
+        {"a": 1, "b": None},
+        {"a": None, "b": "x"},
+    ]
+    given: list[Any] = [{"a": 1}, {"b": np.ones(2, np.float32)}]
+    await write_parquet(given, tmp_path / "given", schema=schema)
+    (found,) = (tmp_path / "given").glob("*.parquet")
+    assert pq.read_schema(found).equals(schema)
+
+
+async def test_parquet_that_ends_early(tmp_path: Path) -> None:
+    """The iterable is closed; what is whole stays."""
+    closed: list[str] = []
+
+    async def failing() -> Any:
+        try:
+            for number in range(5):
+                yield {"id": number}
+            raise ZeroDivisionError
+        finally:
+            closed.append("closed")
+
+    with pytest.raises(ZeroDivisionError):
+        await write_parquet(failing(), tmp_path, shard_samples=2)
+    assert closed == ["closed"]
+    manifest = json.loads((tmp_path / "part-shards.json").read_text())
+    assert [entry["samples"] for entry in manifest["shards"]] == [2, 2]
+    async with ParquetWriter(tmp_path) as writer:
+        assert writer.next_sample == 4
