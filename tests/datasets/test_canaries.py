@@ -22,6 +22,7 @@ from aioloader.datasets import (
     SQLDataset,
     SQLRows,
     TarDataset,
+    TarWriter,
     TextDataset,
 )
 from datasets.test_secrets import GOOGLE, KEY, MARKER, S3_KEYS, everything_said
@@ -140,6 +141,14 @@ def test_addresses(url: str) -> None:
         check(make([url, url]))
     check(TextDataset("a.txt", store=url.partition("*")[0]))
     check(ObjectDataset(url, ["k"]))
+
+
+@pytest.mark.parametrize("url", URLS, ids=range(len(URLS)))
+def test_writers(url: str) -> None:
+    """Of what they write to."""
+    writer = TarWriter(url)
+    assert has_canary([*dumped(writer)]) is None
+    assert has_canary(pickled(writer)) is None
 
 
 @pytest.mark.parametrize(("url", "options"), OPTIONS, ids=range(len(OPTIONS)))

@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from aioloader import DataLoader
-from aioloader.datasets import Decoder, FileDataset, TarDataset, decoders
+from aioloader.datasets import (
+    Decoder,
+    FileDataset,
+    ParquetDataset,
+    TarDataset,
+    decoders,
+    write_parquet,
+)
 from aioloader.datasets._decode import fields, pictures
 from aioloader.errors import DecodeError
 from aioloader.testing import check_dataset
@@ -305,6 +312,16 @@ async def test_a_stream_is_decoded(tmp_path: Path) -> None:
     stream.load_state_dict(json.loads(json.dumps(iterator.state_dict())))
     await iterator.aclose()
     assert [sample["cls"] async for sample in stream] == [5, 6, 7]
+
+
+async def test_columns_are_decoded(tmp_path: Path) -> None:
+    """By their names, as rows of tables; other columns stay."""
+    rows = [{"image": encoded(pixels(n, 3)), "label": n} for n in range(20)]
+    await write_parquet(rows, tmp_path)
+    stream = ParquetDataset(f"{tmp_path}/*.parquet").decode({"image": "rgb8"})
+    found = [sample async for sample in stream]
+    assert [sample["label"] for sample in found] == list(range(20))
+    assert all(same(sample["image"], pixels(n, 3)) for n, sample in enumerate(found))
 
 
 async def test_a_damaged_sample_is_skipped(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["pack", "{tree}", "{out}", "--shard-size", "big"], "such as 64MB, got 'big'"),
     (["pack", "{tree}", "{out}", "--jobs", "0"], "must be at least 1, got '0'"),
     (["pack", "{tree}", "{out}", "--dst-option", "x"], "must be KEY=VALUE"),
-    (["pack", "{tree}", "{out}", "--dst-option", "x=y"], "no store_options are for"),
+    (["pack", "{tree}", "{out}", "--dst-option", "x=y"], "takes no store_options"),
     (["pack", "{tree}", "{out}", "--src-option", "x=y"], "is for stores, and"),
     (["pack", "{tree}", "{out}", "--name", "a/b"], "got 'a/b'"),
     (["pack", "{tree}", "s9://x"], "no object store is known"),

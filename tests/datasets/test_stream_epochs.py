@@ -155,6 +155,7 @@ async def test_tails_of_streams_of_unknown_length() -> None:
             ):
                 DataLoader(stream, rank=0, world_size=2, tail=tail)
     assert numbers().epoch_length(4).shuffle(2).map(str).total() == 4
+    assert numbers().epoch_length(4).decode().total() == 4
 
 
 async def test_an_epoch_of_several_lengths_of_the_stream() -> None:

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from aioloader._cli.usage import UsageError
 from aioloader._loader.loader import DataLoader
+from aioloader._order.permutation import keyed_order
 from aioloader.datasets._decode.pictures import FOLDER_EXTENSIONS
 from aioloader.datasets._stores.addresses import shown_address
 from aioloader.datasets._stores.names import NameTable
@@ -26,7 +27,7 @@ from aioloader.datasets.files import FileDataset
 from aioloader.datasets.lines import JSONLinesDataset
 from aioloader.datasets.named import ClassFolders, Named
 from aioloader.datasets.objects import ObjectDataset
-from aioloader.datasets.streams import Stream, keyed_order
+from aioloader.datasets.streams import Stream
 from aioloader.datasets.tables import ParquetDataset
 from aioloader.datasets.tar import TarDataset
 
@@ -165,7 +166,8 @@ class _Folder(Source, Dataset[Any]):
         self._dataset, self._jobs = dataset, options.jobs
         self._order: Sequence[int] = range(count)
         if options.shuffle is not None:
-            self._order = keyed_order(count, options.shuffle, 0, 0)
+            order = keyed_order(count, options.shuffle, 0, 0)
+            self._order = order.take(0, count).tolist()
         digest = hashlib.sha256()
         for number in self._order:
             digest.update(repr(self.plan(number)).encode("utf-8", "surrogateescape"))

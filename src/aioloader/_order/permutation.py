@@ -8,6 +8,7 @@ methods 2 and 3.
 """
 
 import operator
+import time
 from collections.abc import Iterator
 from typing import TypeAlias
 
@@ -24,6 +25,12 @@ _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MASK_64 = (1 << 64) - 1
+
+
+# Positions that are looked up at once by ``paced``: about half a millisecond's.
+_MOMENT = 1 << 10
+# Seconds that a thread sleeps, so that others get the interpreter.
+_PAUSE = 1e-5
 
 
 class ShuffledIndices:
@@ -142,3 +149,27 @@ def _splitmix(state: int) -> int:
     mixed = ((mixed ^ (mixed >> 30)) * int(_MIX_1)) & _MASK_64
     mixed = ((mixed ^ (mixed >> 27)) * int(_MIX_2)) & _MASK_64
     return mixed ^ (mixed >> 31)
+
+
+def keyed_order(length: int, seed: int, epoch: int, place: int) -> ShuffledIndices:
+    """Return a permutation of ``range(length)`` for one place of an epoch."""
+    order = ShuffledIndices(length, seed * _GAMMA + place)
+    order.set_epoch(epoch)
+    return order
+
+
+def is_quick(length: int) -> bool:
+    """Tell whether a permutation may be looked up as a whole on an event loop."""
+    return length <= _MOMENT
+
+
+def paced(order: ShuffledIndices) -> Iterator[list[int]]:
+    """Yield all of a permutation in parts; if there are many, it is for a thread.
+
+    Other threads get the interpreter between two parts, and wait for one at most.
+    """
+    for start in range(0, order.n, _MOMENT):
+        if start:
+            time.sleep(_PAUSE)
+        places: list[int] = order.take(start, min(start + _MOMENT, order.n)).tolist()
+        yield places

@@ -32,6 +32,15 @@ def steps_of(description: Description) -> list[Description]:
     return [{k: v for k, v in one.items() if k != "of"} for one in reversed(steps)]
 
 
+def is_repeatable(description: Description) -> bool:
+    """Tell whether a stream gives the same samples when it is read again."""
+    return all(
+        step.get("deterministic", True)
+        and all(map(is_repeatable, step.get("streams", ())))
+        for step in steps_of(description)
+    )
+
+
 def differences(saved: Description, found: Description) -> Differences:
     """Compare two descriptions; in words, for an error or a warning."""
     before, now = steps_of(saved), steps_of(found)

@@ -7,7 +7,14 @@ that fails without ending the iterable counts as a sample.
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeAlias
@@ -71,6 +78,10 @@ class _Iterable(Stream[Any]):
         """Return a cursor over this reader's samples."""
         cursor: Cursor = self._cursor(self._source, reading.share, state.get("read", 0))
         return cursor
+
+    def may_read_ahead(self) -> bool:
+        """Tell whether all samples are there: an iterator may wait for each."""
+        return isinstance(self._source, Sequence)
 
     def describe(self) -> State:
         """Return the name of what is iterated."""

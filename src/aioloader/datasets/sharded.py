@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from itertools import chain
 from pathlib import PurePath
 from typing import (
     TYPE_CHECKING,
@@ -17,6 +18,12 @@ from typing import (
     Unpack,
 )
 
+from aioloader._order.permutation import (
+    ShuffledIndices,
+    is_quick,
+    keyed_order,
+    paced,
+)
 from aioloader.datasets._cuts import Cuts
 from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
 from aioloader.datasets._parsed import ParsedFormat
@@ -41,7 +48,7 @@ from aioloader.datasets._streams.shards import (
     ShardFormat,
     Summary,
 )
-from aioloader.datasets.streams import CACHE_BYTES, Stream, long_order
+from aioloader.datasets.streams import CACHE_BYTES, Stream
 from aioloader.errors import StateMismatchError
 
 if TYPE_CHECKING:
@@ -134,10 +141,14 @@ class ShardedStream(Stream[Sample_co]):
         budget = self._max_bytes // max(1, len(mine) * share.hosted)
         kind = Interleaved if self._deterministic else AsTheyCome
         opened = [
-            self._lane([shards[at] for at in order[lane::lanes]], budget, one)
+            self._lane(_Dealt(shards, order, lane, lanes), budget, one)
             for lane, one in zip(mine, states, strict=True)
         ]
         return _Sharded(kind(opened, state), summary)
+
+    def may_read_ahead(self) -> bool:
+        """Tell whether lanes have the same order when they are read again."""
+        return self._deterministic
 
     def describe(self) -> State:
         """Return what the format says, and the order of shards and lanes."""
@@ -196,8 +207,11 @@ class ShardedStream(Stream[Sample_co]):
             return range(count)
         place = id(self), reading.epoch
         if place not in reading.listed:
-            order = await long_order(count, self._seed, reading.epoch, 0)
-            reading.listed[place] = order
+            order = keyed_order(count, self._seed, reading.epoch, 0)
+            if is_quick(count):
+                reading.listed[place] = _whole(order)
+            else:
+                reading.listed[place] = await asyncio.to_thread(_whole, order)
         found: Sequence[int] = reading.listed[place]
         return found
 
@@ -222,6 +236,26 @@ class ShardedStream(Stream[Sample_co]):
                 expected=known,
                 found=summary,
             )
+
+
+def _whole(order: ShuffledIndices) -> list[int]:
+    return [*chain.from_iterable(paced(order))]
+
+
+class _Dealt(Sequence[Shard]):
+    """The shards of one lane, looked up as they come: there may be millions."""
+
+    def __init__(
+        self, shards: Sequence[Shard], order: Sequence[int], lane: int, lanes: int
+    ) -> None:
+        self._shards, self._order = shards, order
+        self._places = range(lane, len(order), lanes)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, number: Any) -> Shard:
+        return self._shards[self._order[self._places[number]]]
 
 
 class _Sharded:

@@ -7,13 +7,12 @@ holds what is read ahead (``max_bytes``) and, per reader, two windows of each
 ``shuffle``.
 """
 
-import asyncio
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
-from aioloader._order.permutation import ShuffledIndices
+from aioloader._order.permutation import ShuffledIndices, keyed_order
 from aioloader._order.ranks import Tail
 from aioloader.datasets._streams.cursors import (
     Batched,
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
 Sample_co = TypeVar("Sample_co", covariant=True)
 # Default bound of a cache, in bytes.
 CACHE_BYTES = 10 << 30
-# Samples that are permuted at once on the loop; it takes half a millisecond.
-_MOMENT = 1 << 10
 
 
 class Stream(Iterated[Sample_co]):
@@ -190,6 +187,10 @@ class Stream(Iterated[Sample_co]):
 # -- streams made of streams ------------------------------------------------------
 
 
+# Steps that pass on as many samples as they get.
+_ONE_TO_ONE = {"decode", "map"}
+
+
 class _Making:
     """A step to be: its cursor and that one's arguments; it can be pickled."""
 
@@ -219,6 +220,10 @@ class _Over(Stream[Any]):
         clone = self._clone()
         clone.upstream = self.upstream.cache(directory, max_bytes)
         return clone
+
+    def may_read_ahead(self) -> bool:
+        """Tell whether its source may."""
+        return self.upstream.may_read_ahead()
 
     def evened(self, tail: Tail) -> Self:
         """Return the stream whose source is so."""
@@ -255,7 +260,7 @@ class _Step(_Over):
 
     def total(self) -> int | None:
         """Return the length of an epoch, if it is known."""
-        return self.upstream.total() if self._kind == "map" else None
+        return self.upstream.total() if self._kind in _ONE_TO_ONE else None
 
     def describe(self) -> State:
         """Return the step's parameters, and the stream before it."""
@@ -275,7 +280,7 @@ class _Shuffle(_Over):
         """Return a cursor that permutes windows of the stream before it."""
         upstream = await self.upstream.open(reading, state.get("up", {}))
 
-        def order(number: int, length: int) -> list[int]:
+        def order(number: int, length: int) -> ShuffledIndices:
             # Readers permute their windows differently too.
             place = number * reading.share.readers + reading.share.reader
             return keyed_order(length, self._seed, reading.epoch, place)
@@ -404,21 +409,10 @@ class _Mix(Stream[Any]):
         clone.streams = [one.cache(directory, max_bytes) for one in self.streams]
         return clone
 
+    def may_read_ahead(self) -> bool:
+        """Tell whether all its sources may."""
+        return all(one.may_read_ahead() for one in self.streams)
+
     def __repr__(self) -> str:
         first, *others = map(repr, self.streams)
         return f"{first}.mix({', '.join(others)})"
-
-
-def keyed_order(length: int, seed: int, epoch: int, place: int) -> list[int]:
-    """Return a permutation of ``range(length)`` for one place of an epoch."""
-    order = ShuffledIndices(length, seed * 0x9E3779B97F4A7C15 + place)
-    order.set_epoch(epoch)
-    places: list[int] = order.take(0, length).tolist()
-    return places
-
-
-async def long_order(length: int, seed: int, epoch: int, place: int) -> Sequence[int]:
-    """Return ``keyed_order``, made beside the loop if it takes more than a moment."""
-    if length <= _MOMENT:
-        return keyed_order(length, seed, epoch, place)
-    return await asyncio.to_thread(keyed_order, length, seed, epoch, place)

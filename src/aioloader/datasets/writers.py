@@ -30,6 +30,7 @@ from typing import (
 )
 
 from aioloader.datasets._options import names_options
+from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._streams.iterated import check_at_least
 from aioloader.datasets._write.bodies import Body, ParquetBody, TarBody
@@ -120,7 +121,7 @@ class ShardWriter(abc.ABC):
         self.next_sample = 0
         self._shard_bytes = shard_bytes
         self._shard_samples = shard_samples
-        self._sink = make_sink(destination, store_options or {})
+        self._sink = make_sink(destination, hidden(store_options))
         self._manifest = Manifest(name, self.ending, dict(metadata or {}))
         self._saved: bytes | None = None
         self._body: Body | None = None
@@ -255,9 +256,11 @@ class ShardWriter(abc.ABC):
                     await self._finish(self._body)
         finally:
             self._is_open = False
-            if self._upload is not None:
-                await self._upload.abort()
-            await self._sink.aclose()
+            try:
+                if self._upload is not None:
+                    await self._upload.abort()
+            finally:
+                await self._sink.aclose()
 
     def __repr__(self) -> str:
         count = len(self._manifest.shards)

@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from aioloader._observe.warnings import warn
-from aioloader._order.stream_chains import Description, differences, steps_of
+from aioloader._order.stream_chains import (
+    Description,
+    differences,
+    is_repeatable,
+    steps_of,
+)
 from aioloader._order.stream_states import check_version
 from aioloader.datasets._streams.cursors import State
 from aioloader.errors import StateMismatchError
@@ -62,8 +67,26 @@ def fitted(state: State, found: Description, *, strict: bool) -> State:
         )
     if errors:
         state = _moved(state, errors, state["stream"], found)
+    if not is_repeatable(found) and any(map(_counts, state["streams"].values())):
+        warn(
+            "the stream has deterministic=False: what its steps had read ahead comes "
+            "in another order now, so that samples may be lost or doubled; "
+            "use deterministic=True to go on exactly"
+        )
     state = {**state, "stream": found}
     return state if strict else {**state, "strict": False}
+
+
+def _counts(one: State) -> bool:
+    """Tell whether steps of a reader had read ahead of what they passed on."""
+    found = [one["state"]]
+    while found:
+        state = found.pop()
+        taken, up = state.get("taken", 0), state.get("up", {})
+        if max(taken) if isinstance(taken, list) else taken:
+            return True
+        found += up if isinstance(up, list) else [up]
+    return False
 
 
 def _moved(

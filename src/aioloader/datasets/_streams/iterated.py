@@ -119,6 +119,14 @@ class Iterated(Dataset[Sample_co], OwnStream):
         clone.num_readers = operator.index(count)
         return clone
 
+    def may_read_ahead(self) -> bool:
+        """Tell whether a block of samples may be read to give the first of them.
+
+        Not where they come in another order when they are read again, and not where a
+        sample that is there would wait for one that is not.
+        """
+        return True
+
     def total(self) -> int | None:
         """Return how many samples an epoch of all ranks has, if that is known.
 

@@ -22,6 +22,8 @@ from aioloader.errors import StateMismatchError
 from aioloader.protocols import BlockIterator
 
 Sample_co = TypeVar("Sample_co", covariant=True)
+# Samples that ``async for`` reads at once, at most, if they come quickly.
+_AHEAD = 256
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ class Opens(Protocol):
 
     def describe(self) -> State:
         """Return what a state is bound to."""
+
+    def may_read_ahead(self) -> bool:
+        """Tell whether a block of samples may be read to give the first of them."""
 
     def total(self) -> int | None:
         """Return how many samples an epoch of all ranks has, if that is known."""
@@ -188,7 +193,8 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
                 cursor = await self._cursor(reading, known["state"])
                 self._cursors.append(cursor)
             if self.fills and cursor is not None:
-                return Alone(reader, cursor, at, known)
+                ahead = _AHEAD if self._stream.may_read_ahead() else 1
+                return Alone(reader, cursor, at, known, ahead=ahead)
             hosted.append(Hosted(cursor, known, wanted, deal.stride))
         return Turns(deal, hosted, at)
 

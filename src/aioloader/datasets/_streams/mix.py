@@ -6,6 +6,7 @@ is woven into one block, of which pulls are cut.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -19,9 +20,9 @@ Until: TypeAlias = Literal["all", "first"]
 Numbers: TypeAlias = npt.NDArray[np.int64]
 # Draws that one generator makes.
 _BLOCK = 4096
-# Samples that are drawn at once, at most; so many pulls' at most.
+# Samples that are drawn at once, at most, and seconds that these may take to come.
 _SAMPLES = 512
-_PULLS = 8
+_QUICK = 2e-3
 # Rows of columns that are woven on the loop, at most.
 _ROWS = 256
 
@@ -98,6 +99,7 @@ class Mixed:
         self._weights = np.asarray(weights, np.float64)
         self._key = [word & 0xFFFFFFFFFFFFFFFF for word in key]
         self._until = until
+        self._ask = 0
         self._drawn: int = state.get("drawn", 0)
         self._ended: set[int] = set(state.get("ended", ()))
         # A block's choices; its number, and how many streams had ended.
@@ -128,12 +130,15 @@ class Mixed:
         self._note()
         self._woven, self._choices = [], self._choices[:0]
         self._given = self._noted = 0
-        most = max(limit, min(_PULLS * limit, _SAMPLES))
+        # As many as come quickly: a stream may have to wait for each sample.
+        most, began = max(limit, self._ask), time.perf_counter()
         while len(self._ended) < len(self._parts):
             choices = self._draw(most)
             choices = choices[: await self._fill(choices)]
             if len(choices):
                 await self._put_in_order(choices)
+                is_quick = time.perf_counter() - began < _QUICK
+                self._ask = min(2 * most, _SAMPLES) if is_quick else 0
                 return
             # The next one is drawn of a stream that has ended.
             self._ended.add(int(self._draw(1)[0]))

@@ -21,6 +21,10 @@ Position: TypeAlias = dict[str, Any]
 Summary: TypeAlias = dict[str, Any]
 
 
+# Names that are compared at once.
+_PART = 1 << 10
+
+
 class Parser(Protocol):
     """Bytes to samples; pure, without I/O.
 
@@ -165,13 +169,17 @@ def summary_of(addresses: Iterable[Address]) -> Summary:
         ``"count"``, and ``"names"``, a digest.
     """
     plain = [name_of(address) for address in addresses]
-    first, last = min(plain, default=""), max(plain, default="")
+    # In parts: a thread gives other threads their turn meanwhile.
+    parts = [plain[start : start + _PART] for start in range(0, len(plain), _PART)]
+    first, last = min(map(min, parts), default=""), max(map(max, parts), default="")
     # What the first and the last one begin with, all begin with.
     shared = next(
         (at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
         min(len(first), len(last)),
     )
     start = first.rfind("/", 0, shared) + 1
-    names = "\0".join(name[start:] for name in plain)
-    digest = blake2b(names.encode("utf-8", "surrogateescape"), digest_size=8)
+    digest = blake2b(digest_size=8)
+    for part in parts:
+        names = "".join(f"{name[start:]}\0" for name in part)
+        digest.update(names.encode("utf-8", "surrogateescape"))
     return {"count": len(plain), "names": digest.hexdigest()}

@@ -38,9 +38,13 @@ class Alone:
         cursor: What is read.
         at: Where to begin.
         known: What ``streams`` returned of it.
+        ahead: Samples that ``one`` may read at once; those that it did not give are
+            read again when a state is loaded.
     """
 
-    def __init__(self, reader: int, cursor: Cursor, at: int, known: State) -> None:
+    def __init__(
+        self, reader: int, cursor: Cursor, at: int, known: State, *, ahead: int
+    ) -> None:
         self.at = at
         self._name = str(reader)
         self._cursor = cursor
@@ -52,7 +56,7 @@ class Alone:
         self._ahead: Block = []
         self._given = 0
         self._before: State = {}
-        self._limit = 1
+        self._limit, self._most = 1, ahead
 
     async def pull(self, limit: int) -> Block | None:
         """Return the next samples, from 1 to ``limit``; None at the end."""
@@ -77,7 +81,7 @@ class Alone:
         if block is None:
             return None
         is_quick = time.perf_counter() - began < _QUICK
-        grown = min(2 * self._limit, _SAMPLES)
+        grown = min(2 * self._limit, self._most)
         self._limit = grown if is_quick else max(1, self._limit // 4)
         self.at -= len(block)
         self._ahead, self._given, self._before = block, 0, before

@@ -7,11 +7,13 @@ saved is where the window began and how much of it was passed on.
 
 import asyncio
 from collections.abc import Callable
+from itertools import chain
 
 from aioloader._order.blocks import Block, cut, join, pick
+from aioloader._order.permutation import ShuffledIndices, is_quick, paced
 from aioloader.datasets._streams.cursors import Cursor, State
 
-Order = Callable[[int, int], list[int]]
+Order = Callable[[int, int], ShuffledIndices]
 
 
 class Shuffled:
@@ -60,16 +62,16 @@ class Shuffled:
     async def _turn(self, number: int) -> None:
         """Go on to a window, and begin to read the one after it."""
         if self._next is None:
-            self._next = asyncio.create_task(self._read())
+            self._next = asyncio.create_task(self._read(number))
         await asyncio.wait([self._next])  # a cancellation leaves it alone
-        self._start, block = self._next.result()
+        self._start, self._window = self._next.result()
         self._next = None
         self._number = number
-        self._window = pick(block, self._order(number, len(block)))
-        if len(block):
-            self._next = asyncio.create_task(self._read())
+        if len(self._window):
+            self._next = asyncio.create_task(self._read(number + 1))
 
-    async def _read(self) -> tuple[State, Block]:
+    async def _read(self, number: int) -> tuple[State, Block]:
+        """Return where a window begins, and its samples, permuted."""
         start = self._upstream.state()
         parts: list[Block] = []
         found = 0
@@ -79,4 +81,13 @@ class Shuffled:
                 break
             parts.append(block)
             found += len(block)
-        return start, join(parts)
+        if is_quick(found):
+            return start, self._permuted(parts, number, found)
+        # Beside the loop, and meanwhile the window before is passed on.
+        return start, await asyncio.to_thread(self._permuted, parts, number, found)
+
+    def _permuted(self, parts: list[Block], number: int, length: int) -> Block:
+        whole, order = join(parts), paced(self._order(number, length))
+        if not isinstance(whole, list):
+            return pick(whole, [*chain.from_iterable(order)])
+        return [sample for places in order for sample in pick(whole, places)]

@@ -172,7 +172,7 @@ class ParquetBody:
         return True
 
     def encode(self, sample: Mapping[str, Any], number: int) -> dict[str, Any]:
-        """Return the values that pyarrow takes."""
+        """Return a copy of the row."""
         if not isinstance(sample, Mapping):
             kind = type(sample).__name__
             raise TypeError(f"row {number:,} must be a dict of columns, got {kind}")
@@ -182,7 +182,7 @@ class ParquetBody:
                 f"row {number:,} has columns that the schema lacks: "
                 f"{', '.join(unknown)}; pass a schema that has all"
             )
-        return {name: _plain(value) for name, value in sample.items()}
+        return {name: _copied(value) for name, value in sample.items()}
 
     def append(self, encoded: dict[str, Any]) -> None:
         """Add a row."""
@@ -236,21 +236,27 @@ class ParquetBody:
 
 
 def _column(pa: Any, values: list[Any], name: str, kind: Any) -> Any:
+    # pyarrow takes arrays of one dimension only.
+    values = [
+        value.tolist() if isinstance(value, np.ndarray) and value.ndim != 1 else value
+        for value in values
+    ]
     try:
         return pa.array(values, kind)
     except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-        what = "values of several types" if kind is None else f"not only {kind}"
+        what = "one type" if kind is None else str(kind)
         raise ValueError(
-            f"column {name!r} has {what}: {error}; pass a schema that fits all rows"
+            f"column {name!r} cannot be written as {what}: {error}; pass a schema that "
+            f"fits all rows"
         ) from error
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as pyarrow takes it: arrays as lists, buffers as bytes."""
+def _copied(value: Any) -> Any:
+    """Return a value that its owner does not change until the row group is written."""
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().numpy()
-    if isinstance(value, np.ndarray):
-        return value if value.ndim == 1 else value.tolist()
+        return value.detach().cpu().numpy().copy()
+    if isinstance(value, (np.ndarray, list, dict)):
+        return value.copy()
     return bytes(value) if is_buffer(value) else value
 
 

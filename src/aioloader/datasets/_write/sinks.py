@@ -13,10 +13,11 @@ import re
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import unquote, urlsplit
 
+from aioloader.datasets._stores.addresses import is_local, path_of
 from aioloader.datasets._stores.failures import failure_of
 from aioloader.datasets._stores.flights import Flights
+from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.outlast import in_thread, outlast
 from aioloader.datasets._stores.stores import (
     StoreSource,
@@ -25,8 +26,6 @@ from aioloader.datasets._stores.stores import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from obstore.store import ObjectStore
 
 # Parts of an upload: S3 allows 10,000 of them, which makes 80 GB.
@@ -74,24 +73,21 @@ class Sink(Protocol):
 
 
 def make_sink(
-    destination: "str | os.PathLike[str] | ObjectStore", options: "Mapping[str, Any]"
+    destination: "str | os.PathLike[str] | ObjectStore", options: Options
 ) -> Sink:
     """Return the sink of an address, or of a store of obstore.
 
     Raises:
         ImportError: If it is a store, and obstore is not installed.
-        TypeError: If it is none of these, or options come with a directory.
-        ValueError: If a URL is not of a known kind.
+        TypeError: If it is none of these.
+        ValueError: If a URL is not of a known kind, or takes no such options.
     """
     if isinstance(destination, (str, os.PathLike)):
-        address = os.fspath(destination)
-        if "://" not in address or address.startswith("file://"):
-            if options:
-                raise TypeError(
-                    f"{address!r} is a directory: no store_options are for it"
-                )
-            parts = urlsplit(address)
-            return FolderSink(unquote(parts.path) if parts.scheme else address)
+        address = os.fsdecode(destination)
+        if is_local(address):
+            folder = path_of(address)
+            check_no_options(folder, options)
+            return FolderSink(folder)
     return StoreSink(StoreSource(destination, options))
 
 
@@ -134,9 +130,7 @@ class FolderSink:
 
     async def put(self, file: str, data: bytes) -> None:
         """Write a small file, and put it in the place of the old one."""
-        upload = self.begin(file)
-        await upload.write(data)
-        await upload.complete()
+        await in_thread(self.begin(file).put, data)
 
     def begin(self, file: str) -> "_FileUpload":
         """Begin to write a shard."""
@@ -153,6 +147,15 @@ class _FileUpload:
         self._folder, self._path = folder, folder / file
         self._partial = folder / f".{file}{_PARTIAL}"
         self._file: FileIO | None = None
+
+    def put(self, data: bytes) -> None:
+        """Write all of it, in the calling thread."""
+        try:
+            self._write(data)
+            self._complete()
+        except BaseException:
+            self._abort()
+            raise
 
     async def write(self, data: bytes) -> None:
         """Add bytes, in a thread."""

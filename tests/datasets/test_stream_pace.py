@@ -1,0 +1,193 @@
+"""What streams do ahead of their consumer, beside the loop, and without tasks."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from aioloader._order.permutation import ShuffledIndices
+from aioloader.datasets import TextDataset, from_async_iterable, from_iterable
+from aioloader.datasets.sharded import ShardedStream
+from datasets.shards import parquet, read, text
+from datasets.test_interleave import Memory
+
+
+def numbers(count: int = 40) -> Any:
+    """Return a stream of the first numbers."""
+    return from_iterable(range(count))
+
+
+async def test_an_async_map_refills_as_calls_end() -> None:
+    """Not only when a pull comes; and no further than twice its concurrency."""
+    started: list[int] = []
+    reached = {count: asyncio.Event() for count in (4, 8)}
+    release = asyncio.Event()
+
+    async def call(number: int) -> int:
+        started.append(number)
+        for count, event in reached.items():
+            if len(started) == count:
+                event.set()
+        if number:
+            await release.wait()
+        return number
+
+    iterator = aiter(numbers(100).map(call, concurrency=4))
+    assert await iterator.pull(1) == [0]
+    await asyncio.wait_for(reached[4].wait(), 10)
+    release.set()
+    await asyncio.wait_for(reached[8].wait(), 10)  # nobody pulls
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert len(started) <= 1 + 2 * 4
+    await iterator.aclose()
+
+
+async def test_an_async_map_tells_an_error_after_the_samples_before_it() -> None:
+    """What was read before the upstream broke is given first."""
+
+    def broken() -> Iterator[int]:
+        yield from range(5)
+        raise OSError("lost")
+
+    async def same(number: int) -> int:
+        await asyncio.sleep(0)
+        return number
+
+    iterator = aiter(from_iterable(broken).map(same, concurrency=2))
+    found: list[int] = []
+    with pytest.raises(OSError, match="lost"):
+        while block := await iterator.pull(100):
+            found += block
+    assert found == [*range(5)]
+    await iterator.aclose()
+
+
+async def test_states_while_an_async_map_reads_ahead() -> None:
+    """Each is that of the samples given, whatever is under way."""
+
+    async def same(number: int) -> int:
+        await asyncio.sleep(0)
+        return number
+
+    stream = numbers(50).batch(1).map(same, concurrency=3)
+    iterator = aiter(stream)
+    given = 0
+    while block := await iterator.pull(2):
+        given += len(block)
+        await asyncio.sleep(0)
+        stream.load_state_dict(iterator.state_dict())
+        assert (await read(stream, 1))[0] == ([[given]] if given < 50 else [])
+    await iterator.aclose()
+
+
+@pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Return how many places of permutations were looked up, by thread."""
+    found: dict[int, int] = {}
+    take = ShuffledIndices.take
+
+    def counted(order: ShuffledIndices, start: int, stop: int) -> Any:
+        thread = threading.get_ident()
+        found[thread] = found.get(thread, 0) + stop - start
+        return take(order, start, stop)
+
+    monkeypatch.setattr(ShuffledIndices, "take", counted)
+    return found
+
+
+async def test_long_orders_are_made_beside_the_loop(looked_up: dict[int, int]) -> None:
+    """Of shards, and of windows."""
+    here = threading.get_ident()
+    made = Memory(list)
+    made.made = [[shard] for shard in range(5000)]
+    shards: ShardedStream[int] = ShardedStream(made, shuffle=True)
+    assert len((await read(shards, 3))[0]) == 3
+    assert sum(looked_up.values()) == 5000
+    window = numbers(5000).shuffle(5000)
+    assert sorted((await read(window))[0]) == [*range(5000)]
+    assert sum(looked_up.values()) == 10000
+    assert here not in looked_up
+    await read(numbers(100).shuffle(50))  # a short one is not worth a thread
+    assert looked_up[here] == 100
+
+
+class Counting:
+    """Counts the tasks that a loop makes."""
+
+    def __init__(self) -> None:
+        self.tasks = 0
+
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+
+        def make(loop: Any, job: Any, **options: Any) -> Any:
+            self.tasks += 1
+            return asyncio.Task(job, loop=loop, **options)
+
+        loop.set_task_factory(make)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        asyncio.get_running_loop().set_task_factory(None)
+
+
+async def test_no_task_for_each_sample(tmp_path: Path) -> None:
+    """One for many; the state is that of the sample given, all the same."""
+    (tmp_path / "a.txt").write_text("".join(f"{n}\n" for n in range(3000)))
+    stream = TextDataset(str(tmp_path / "a.txt"))
+    for made in (stream, stream.mix(stream.take(500)), stream.readers(1)):
+        with Counting() as counting:
+            assert len((await read(made))[0]) >= 3000
+        assert counting.tasks < 300
+    for at in (1, 2, 700, 1999, 3000):
+        found, state = await read(stream, at)
+        assert state["position"] == at
+        stream.load_state_dict(state)
+        assert found + (await read(stream))[0] == [str(n) for n in range(3000)]
+
+
+async def test_no_sample_waits_for_another_one() -> None:
+    """Of an iterable that waits: what came is given at once."""
+    more = asyncio.Event()
+
+    async def live() -> AsyncIterator[int]:
+        for number in range(20):
+            yield number
+        await more.wait()
+        yield 20
+
+    iterator = aiter(from_async_iterable(live))
+    for number in range(20):
+        assert await asyncio.wait_for(anext(iterator), 10) == number
+    more.set()
+    assert await anext(iterator) == 20
+    await iterator.aclose()
+
+
+@pytest.mark.parametrize("until", ["all", "first"])
+async def test_mix_at_any_size_of_pull(until: Any, tmp_path: Path) -> None:
+    """One order, and exact states, whatever is drawn at once and whichever ends."""
+    table = parquet(tmp_path)
+    streams = [
+        numbers(90).mix(numbers(7), numbers(30), weights=[5, 1, 1], until=until),
+        text(tmp_path).mix(numbers(300), weights=[1, 3], until=until),
+        table.mix(parquet(tmp_path, shuffle=True), until=until),
+    ]
+    for stream in streams:
+        stream.set_epoch(1)
+        whole = [str(one) for one in (await read(stream))[0]]
+        for limit in (1, 3, 64, 1000):
+            iterator = aiter(stream)
+            found: list[str] = []
+            while len(block := await iterator.pull(limit)):
+                found += map(str, block)
+                if len(found) % 5 == 0:
+                    stream.load_state_dict(iterator.state_dict())
+                    rest = [str(one) for one in (await read(stream))[0]]
+                    assert found + rest == whole
+            assert found == whole
+            await iterator.aclose()
