@@ -8,6 +8,7 @@ import os
 import resource
 import tarfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from aioloader import DataLoader
 from aioloader._order.blocks import Bad
 from aioloader.datasets import JSONLinesDataset, TarDataset, TextDataset
-from aioloader.datasets._lines import LineParser
+from aioloader.datasets._lines import LineParser, without_end
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.errors import DatasetError, TruncatedReadError
 from beside import beside
@@ -41,21 +42,37 @@ async def outcomes(stream: Any) -> list[Any]:
                 found.append(error)
 
 
+class Raw:
+    """Lines as they are, one by one or together."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        self._at_once = at_once
+
+    def one(self, line: bytes) -> bytes:
+        """Return it."""
+        return line
+
+    def many(self, lines: Sequence[bytes]) -> list[bytes] | None:
+        """Return them, without carriage returns."""
+        return list(map(without_end, lines)) if self._at_once else None
+
+
 @given(
     lines=st.lists(st.binary(max_size=12).filter(lambda b: b"\n" not in b)),
     cuts=st.lists(st.integers(0, 200)),
     is_closed=st.booleans(),
     limit=st.integers(1, 5),
+    at_once=st.booleans(),
 )
 def test_lines_whatever_the_pieces(
-    lines: list[bytes], cuts: list[int], is_closed: bool, limit: int
+    lines: list[bytes], cuts: list[int], is_closed: bool, limit: int, at_once: bool
 ) -> None:
     """Cut anywhere, they are the same; and offsets are where they begin."""
     data = b"\n".join(lines) + (b"\n" if is_closed else b"")
     expected = data.split(b"\n")
     if not expected[-1]:
         expected.pop()
-    parser = LineParser("x", bytes, max_sample_bytes=100)
+    parser = LineParser("x", Raw(at_once=at_once), max_sample_bytes=100)
     found: list[bytes] = []
     bounds = [0, *sorted(cut for cut in cuts if cut <= len(data)), len(data)]
     for start, stop in itertools.pairwise(bounds):
@@ -269,7 +286,7 @@ async def test_no_shards(tmp_path: Path) -> None:
 
 def test_what_fails_is_marked() -> None:
     """A parser gives ``Bad`` in place of the sample."""
-    parser = LineParser("x", bytes, max_sample_bytes=2)
+    parser = LineParser("x", Raw(at_once=True), max_sample_bytes=2)
     parser.feed(b"abc\nde\n")
     first, second = parser.take(9)
     assert type(first) is Bad

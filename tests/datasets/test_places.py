@@ -223,6 +223,24 @@ async def test_no_more_is_in_flight_than_the_budget(tmp_path: Path) -> None:
     assert count == 6000
 
 
+async def test_small_shards_are_requested_far_ahead() -> None:
+    """One after the other they would cost the time of a request each."""
+    shards = {f"{at:02}.tar": big_shard(4, 100_000) for at in range(30)}
+    budget = 8 << 20  # of which four are for what comes after the first shard
+    with ObjectServer(shards) as server:
+        stream = TarDataset("{00..29}.tar", store=server.url, max_bytes=budget)
+        async with aiter(stream) as iterator:
+            found = [(await anext(iterator))["__key__"]]
+
+            def are_requested() -> bool:
+                return all(server.counts(f"0{at}.tar").requests for at in range(5))
+
+            await asyncio.to_thread(server.wait_for, are_requested)
+            assert server.counts().bytes <= budget
+            found += [sample["__key__"] async for sample in iterator]
+    assert found == [f"{at:06}" for at in range(4)] * 30
+
+
 def nothing() -> Any:
     """Stand for a whole that nobody asks for."""
     raise AssertionError
@@ -248,7 +266,8 @@ async def test_pieces_grow_and_end_where_blocks_do() -> None:
     found.begin()
     await settled()
     assert asked[0] == (1000, 1 << 16)
-    assert asked[-1][1] == budget // 2
+    assert asked[-1][1] == budget // 8
+    assert found.bytes_ahead() == budget // 8 - 1000
     assert not found.is_draining()
     received = 1000
     while length := len(memoryview(await found.read())):
@@ -271,10 +290,10 @@ async def test_a_thread_that_reads_is_waited_for(tmp_path: Path) -> None:
     file = FileBytes(str(tmp_path / "a"), 0, 1 << 20)
     entered, release = threading.Event(), threading.Event()
 
-    def use(piece: Any) -> bytes:
+    def use(read: Any) -> bytes:
         entered.set()
         release.wait()
-        return bytes(piece)
+        return bytes(read())
 
     task = asyncio.create_task(file.use(use))
     await asyncio.to_thread(entered.wait)
@@ -285,7 +304,7 @@ async def test_a_thread_that_reads_is_waited_for(tmp_path: Path) -> None:
     release.set()
     await asyncio.wait([task])
     assert (was_done, task.cancelled()) == (False, True)
-    assert await file.use(bytes) == b""
+    assert await file.read() == b""
     await file.aclose()
 
 

@@ -243,8 +243,8 @@ async def test_steps_keep_the_readers() -> None:
 
 async def test_too_few_shards_for_readers(tmp_path: Path) -> None:
     """Both numbers are named."""
-    with pytest.raises(ValueError, match="13 shards for 24 readers"):
-        await read(lines(tmp_path).readers(24))
+    with pytest.raises(ValueError, match=r"13 shards .* but there are 200 readers"):
+        await read(lines(tmp_path).readers(200))
 
 
 async def test_no_order_no_turns(tmp_path: Path) -> None:

@@ -127,6 +127,14 @@ def test_streams_train(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["zarr_arrays", "lance_rows"])
+def test_other_stores_are_read_as_datasets(name: str) -> None:
+    """Each in a process of its own: Lance starts threads, and zarr a loop."""
+    pytest.importorskip("lance" if name == "lance_rows" else "zarr")
+    assert "which add up to 32,640" in ran(f"{name}.py")[0]
+
+
+@pytest.mark.slow
 def test_a_service_streams_rows(server: Server) -> None:
     """Through its own pool, beside other requests."""
     lines = ran("service_rows.py", server.url())

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aioloader.datasets._stores.requests import Requests
+    from aioloader.datasets._streams.shards import Parser, ShardFormat, ShardReader
     from aioloader.datasets.arrow import from_arrow
     from aioloader.datasets.decoders import Decoder
     from aioloader.datasets.files import FileDataset
     from aioloader.datasets.iterables import from_async_iterable, from_iterable
     from aioloader.datasets.lines import JSONLinesDataset, TextDataset
+    from aioloader.datasets.mds import MDSDataset
     from aioloader.datasets.named import ClassFolders
     from aioloader.datasets.objects import ObjectDataset
-    from aioloader.datasets.sharded import ShardedStream
+    from aioloader.datasets.sharded import ByteStream, ShardedStream
     from aioloader.datasets.sql import SQLRows
     from aioloader.datasets.streams import Stream
     from aioloader.datasets.tables import (
@@ -32,17 +34,22 @@ if TYPE_CHECKING:
 
 _LATER = {
     "ArrowDataset": "aioloader.datasets.tables",
+    "ByteStream": "aioloader.datasets.sharded",
     "CSVDataset": "aioloader.datasets.tables",
     "ClassFolders": "aioloader.datasets.named",
     "Decoder": "aioloader.datasets.decoders",
     "FileDataset": "aioloader.datasets.files",
     "JSONLinesDataset": "aioloader.datasets.lines",
+    "MDSDataset": "aioloader.datasets.mds",
     "ObjectDataset": "aioloader.datasets.objects",
+    "Parser": "aioloader.datasets._streams.shards",
     "ParquetDataset": "aioloader.datasets.tables",
     "ParquetWriter": "aioloader.datasets.writers",
     "Requests": "aioloader.datasets._stores.requests",
     "SQLDataset": "aioloader.datasets.tables",
     "SQLRows": "aioloader.datasets.sql",
+    "ShardFormat": "aioloader.datasets._streams.shards",
+    "ShardReader": "aioloader.datasets._streams.shards",
     "ShardedStream": "aioloader.datasets.sharded",
     "Stream": "aioloader.datasets.streams",
     "TarDataset": "aioloader.datasets.tar",
@@ -56,17 +63,22 @@ _LATER = {
 
 __all__ = [
     "ArrowDataset",
+    "ByteStream",
     "CSVDataset",
     "ClassFolders",
     "Decoder",
     "FileDataset",
     "JSONLinesDataset",
+    "MDSDataset",
     "ObjectDataset",
     "ParquetDataset",
     "ParquetWriter",
+    "Parser",
     "Requests",
     "SQLDataset",
     "SQLRows",
+    "ShardFormat",
+    "ShardReader",
     "ShardedStream",
     "Stream",
     "TarDataset",

@@ -4,9 +4,9 @@ Lines end with a line feed, or the shard's end; a carriage return before it is d
 Memory holds one piece, and a line that crosses from one piece to the next.
 """
 
-from collections import deque
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Sequence
+from io import BytesIO
+from typing import Any, Final, Protocol
 
 from typing_extensions import Buffer
 
@@ -14,7 +14,25 @@ from aioloader._order.blocks import Bad
 from aioloader.errors import DatasetError
 
 SKIP: Final = object()
-"""What ``decode`` returns for a line that is no sample."""
+"""What ``Decoder.one`` returns for a line that is no sample."""
+
+
+class Decoder(Protocol):
+    """Lines to samples."""
+
+    def one(self, line: bytes) -> Any:
+        """Return the sample of a line without its end, or ``SKIP``.
+
+        Raises:
+            ValueError: If there is none.
+        """
+
+    def many(self, lines: Sequence[bytes]) -> list[Any] | None:
+        """Return what ``one`` makes of each line, faster; None if that cannot be said.
+
+        Args:
+            lines: With their ends: a line feed, after a carriage return or not.
+        """
 
 
 class LineParser:
@@ -22,82 +40,97 @@ class LineParser:
 
     Args:
         url: Address of the shard, for errors.
-        decode: Line without its end to a sample, or ``SKIP``; raises ``ValueError``.
+        decoder: Makes the samples.
         max_sample_bytes: Longer lines fail, and are not held.
         offset: Where in the shard the first byte that is fed lies.
     """
 
     def __init__(
-        self,
-        url: str,
-        decode: Callable[[bytes], Any],
-        *,
-        max_sample_bytes: int,
-        offset: int = 0,
+        self, url: str, decoder: Decoder, *, max_sample_bytes: int, offset: int = 0
     ) -> None:
         self.offset = offset
         self.is_over = False
         self._url = url
-        self._decode = decode
+        self._decoder = decoder
         self._limit = max_sample_bytes
-        self._lines: deque[bytes] = deque()
+        self._lines: list[bytes] = []
+        self._taken = 0  # of those
         self._parts: list[bytes] = []  # of a line whose end has not come
         self._length = 0  # of that line, held or not
+        self._has_long = False  # whether a line was too long to be held
 
     def feed(self, piece: Buffer) -> None:
         """Add bytes."""
-        first, *lines = bytes(piece).split(b"\n")
-        self._extend(first)
-        if lines:
-            self._complete()
-            self._lines.extend(lines[:-1])
-            self._extend(lines[-1])
+        # Twice as fast as `split`: ends are looked for many bytes at a time.
+        lines = BytesIO(piece).readlines()
+        last = b"" if not lines or lines[-1].endswith(b"\n") else lines.pop()
+        if self._length and lines:
+            self._extend(lines[0])
+            lines[0] = self._completed()
+        self._lines += lines
+        if last:
+            self._extend(last)
 
     def end(self) -> None:
         """Learn that there are no more bytes."""
         if self._length:
-            self._complete()
+            self._lines.append(self._completed())
 
     def take(self, limit: int) -> list[Any]:
         """Return up to ``limit`` samples."""
         samples: list[Any] = []
-        lines = self._lines
-        while lines and len(samples) < limit:
-            line = lines.popleft()
-            start = self.offset
-            if isinstance(line, _TooLong):
-                self.offset += line.length + 1
-                samples.append(self._too_long(start, line.length))
-                continue
-            self.offset += len(line) + 1
-            sample = self._sample(line, start)
-            if sample is not SKIP:
-                samples.append(sample)
+        while self._taken < len(self._lines) and len(samples) < limit:
+            stop = self._taken + limit - len(samples)
+            lines = self._lines[self._taken : stop]
+            samples += self._many(lines)
+            self._taken += len(lines)
+        if self._taken >= len(self._lines):
+            self._lines, self._taken = [], 0
         return samples
 
-    def _extend(self, part: bytes) -> None:
-        self._length += len(part)
-        if self._length > self._limit:
-            self._parts.clear()
-        else:
-            self._parts.append(part)
+    def _many(self, lines: list[bytes]) -> list[Any]:
+        """Return the samples of lines: at once if all are well."""
+        lengths = list(map(len, lines))
+        if max(lengths) <= self._limit and not self._has_long:
+            made = self._decoder.many(lines)
+            if made is not None:
+                self.offset += sum(lengths)
+                return made
+        samples = map(self._one, lines)
+        return [sample for sample in samples if sample is not SKIP]
 
-    def _complete(self) -> None:
-        is_held = self._length <= self._limit
-        line = b"".join(self._parts) if is_held else _TooLong.of(self._length)
-        self._lines.append(line)
-        self._parts, self._length = [], 0
-
-    def _sample(self, line: bytes, start: int) -> Any:
-        if len(line) > self._limit:
-            return self._too_long(start, len(line))
+    def _one(self, line: bytes) -> Any:
+        start = self.offset
+        if isinstance(line, _TooLong):
+            self.offset += line.length
+            return self._too_long(start, line.length - line.has_end)
+        self.offset += len(line)
+        if len(line) - line.endswith(b"\n") > self._limit:
+            return self._too_long(start, len(line) - line.endswith(b"\n"))
         try:
-            return self._decode(line[:-1] if line.endswith(b"\r") else line)
+            return self._decoder.one(without_end(line))
         except ValueError as error:
             text = f"{self._url!r}: the line at byte {start:,} is damaged: {error}"
             failure = DatasetError(text, location=self._url)
             failure.__cause__ = error
             return Bad(failure)
+
+    def _extend(self, part: bytes) -> None:
+        """Add to the line whose end has not come."""
+        self._length += len(part)
+        if self._length > self._limit + 1:
+            self._parts = [part[-1:]]
+        else:
+            self._parts.append(part)
+
+    def _completed(self) -> bytes:
+        """Return that line, or what stands for it."""
+        line = b"".join(self._parts)
+        if self._length > self._limit + 1:
+            line = _TooLong.of(self._length, has_end=line.endswith(b"\n"))
+            self._has_long = True
+        self._parts, self._length = [], 0
+        return line
 
     def _too_long(self, start: int, length: int) -> Bad:
         text = (
@@ -107,13 +140,20 @@ class LineParser:
         return Bad(DatasetError(text, location=self._url))
 
 
+def without_end(line: bytes) -> bytes:
+    """Return a line without the line feed, and the carriage return before it."""
+    line = line.removesuffix(b"\n")
+    return line.removesuffix(b"\r")
+
+
 class _TooLong(bytes):
     """Stands for a line that was too long to be held."""
 
     length: int
+    has_end: bool
 
     @classmethod
-    def of(cls, length: int) -> "_TooLong":
+    def of(cls, length: int, *, has_end: bool) -> "_TooLong":
         line = cls()
-        line.length = length
+        line.length, line.has_end = length, has_end
         return line

@@ -2,18 +2,22 @@
 
 import asyncio
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Self
 
 from typing_extensions import Buffer
 
+from aioloader.datasets._cuts import Cuts, Part, checksum_of, cut_shards
 from aioloader.datasets._stores.bytes import Bytes, FileBytes
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import Unpacked, unpacker_of
 from aioloader.datasets._streams.shards import (
+    CountsBytes,
+    CutsShards,
     KnowsSize,
     Parser,
     Position,
@@ -21,7 +25,7 @@ from aioloader.datasets._streams.shards import (
     Summary,
     summary_of,
 )
-from aioloader.errors import ShardChangedError
+from aioloader.errors import DatasetError, ShardChangedError
 
 # A parser of one shard: its label, and the offset of the first byte it will get.
 MakeParser = Callable[[str, int], Parser]
@@ -29,7 +33,7 @@ MakeParser = Callable[[str, int], Parser]
 _AT_ONCE = 1024
 
 
-class ParsedShard(KnowsSize):
+class ParsedShard(KnowsSize, CountsBytes):
     """Samples of one shard, in order.
 
     They are cut in threads, a block at a time. A position is where a block begins, and
@@ -67,6 +71,7 @@ class ParsedShard(KnowsSize):
         self._cutting: asyncio.Task[tuple[int, list[Any]]] | None = None
         # Whether there is more in the last piece, and no piece after it.
         self._has_rest = self._has_ended = False
+        self._failure: DatasetError | None = None
         self.is_draining = source.is_draining
         self.begin = source.begin
 
@@ -97,6 +102,10 @@ class ParsedShard(KnowsSize):
         passed = self._before + self._passed + self._skip
         return {"byte": self._byte, "sample": passed}
 
+    def bytes_ahead(self) -> int | None:
+        """Return what was requested of the shard and not cut yet."""
+        return self._source.bytes_ahead()
+
     async def aclose(self) -> None:
         """End what is under way, and wait for its end."""
         if self._cutting is not None:
@@ -115,6 +124,8 @@ class ParsedShard(KnowsSize):
             await asyncio.wait([self._cutting])  # a cancellation leaves it alone
             cutting, self._cutting = self._cutting, None
             byte, block = cutting.result()
+            if self._has_rest or not self._has_ended:  # the next one meanwhile
+                self._cutting = asyncio.create_task(self._cut())
             if block:
                 if self._is_packed:
                     self._before += len(self._block)
@@ -126,42 +137,70 @@ class ParsedShard(KnowsSize):
 
     async def _cut(self) -> tuple[int, list[Any]]:
         """Return where the next block begins, and the block."""
+        if self._failure is not None:
+            raise self._failure
         if self._has_rest:
-            return await in_thread(self._take)
+            return await in_thread(self._take, _AT_ONCE)
         if isinstance(self._source, FileBytes):
-            return await self._source.use(self._feed)
-        return await in_thread(self._feed, await self._source.read())
+            feed = functools.partial(self._feed_pieces, self._source.at_once)
+            return await self._source.use(feed)
+        return await in_thread(self._feed, await self._source.read(), _AT_ONCE)
 
-    def _feed(self, piece: Buffer) -> tuple[int, list[Any]]:
+    def _feed_pieces(
+        self, length: int, read: Callable[[], Buffer]
+    ) -> tuple[int, list[Any]]:
+        """Cut one block from several pieces."""
+        begin, block = self._parser.offset, list[Any]()
+        while length > 0 and not (self._has_rest or self._has_ended):
+            try:
+                piece = read()
+            except DatasetError as error:
+                if not block:
+                    raise
+                self._failure = error  # told after the samples before it
+                break
+            length -= len(memoryview(piece))
+            block += self._feed(piece, _AT_ONCE - len(block))[1]
+        return begin, block
+
+    def _feed(self, piece: Buffer, limit: int) -> tuple[int, list[Any]]:
         if memoryview(piece):
             self._parser.feed(piece)
         else:
             self._parser.end()
             self._has_ended = True
-        return self._take()
+        return self._take(limit)
 
-    def _take(self) -> tuple[int, list[Any]]:
+    def _take(self, limit: int) -> tuple[int, list[Any]]:
         parser = self._parser
         byte = parser.offset
-        block = parser.take(_AT_ONCE)
-        self._has_rest = len(block) == _AT_ONCE
+        block = parser.take(limit)
+        self._has_rest = len(block) == limit
         self._has_ended = self._has_ended or parser.is_over
         return byte, block
 
 
-class ParsedFormat:
+class ParsedFormat(CutsShards):
     """Shards that are bytes, cut by a parser.
 
     Args:
         addresses: Patterns of the shards' addresses.
         places: Where they lie.
         make: Makes a parser.
+        cuts: Says where a shard can be cut; None: nowhere.
     """
 
-    def __init__(self, addresses: Any, places: Places, make: MakeParser) -> None:
+    def __init__(
+        self,
+        addresses: Any,
+        places: Places,
+        make: MakeParser,
+        cuts: Cuts | None = None,
+    ) -> None:
         self._addresses = addresses
         self.places = places
         self._make = make
+        self._cuts = cuts
 
     def cached(self, cache: CacheDir) -> Self:
         """Return the same format, with shards read through a cache."""
@@ -176,9 +215,22 @@ class ParsedFormat:
         stack.push_async_callback(self.places.aclose)
         return await self.places.expand(self._addresses)
 
+    async def cut(self, shards: Sequence[Any], count: int) -> Sequence[Any]:
+        """Return ``count`` parts of the shards, if they can be cut.
+
+        Raises:
+            ValueError: If only some of them can be.
+        """
+        if self._cuts is None:
+            return shards
+        return await cut_shards(self.places, shards, count, self._cuts)
+
     def summary(self, shards: Sequence[Any]) -> Summary:
-        """Return how many there are, and a checksum of their names."""
-        return summary_of(shards)
+        """Return how many there are, which, and where they are cut."""
+        if not isinstance(shards[0], Part):
+            return summary_of(shards)
+        names = summary_of(part.address for part in shards)
+        return {**names, "cuts": checksum_of(shards)}
 
     def describe(self) -> dict[str, Any]:
         """Return nothing: the kind of stream says what its parser makes."""
@@ -186,10 +238,15 @@ class ParsedFormat:
 
     def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
         """Return a reader of one shard."""
-        unpacker = unpacker_of(self.places.name(shard))
-        label = self.places.label(shard)
-        start = 0 if unpacker else position.get("byte", 0)
-        source = self.places.open(shard, start, budget, position.get("size"))
+        address, first, size, stop = shard, 0, None, None
+        if isinstance(shard, Part):
+            address, first, stop, size = shard
+        unpacker = unpacker_of(self.places.name(address))
+        label = self.places.label(address)
+        start, size = position.get("byte", first), position.get("size", size)
+        if unpacker is not None:
+            start, stop = 0, None
+        source = self.places.open(address, start, budget, size, stop)
         if unpacker is not None:
             source = Unpacked(source, unpacker, label)
         return ParsedShard(

@@ -2,11 +2,12 @@
 
 import codecs
 import functools
-import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
-from aioloader.datasets._lines import SKIP, LineParser
+from aioloader.datasets._cuts import Cuts, at_line_ends
+from aioloader.datasets._json import JSONDecoder
+from aioloader.datasets._lines import Decoder, LineParser, without_end
 from aioloader.datasets._options import StreamOptions, check_at_least
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
 
@@ -18,13 +19,17 @@ class JSONLinesDataset(ByteStream[Any]):
     """Stream samples from files with one JSON value per line.
 
     Empty lines are left out. A line that is no JSON is one failed sample; the error
-    names the shard and the byte offset. ``orjson`` is used where it is installed.
+    names the shard and the byte offset. Values are those that Python's ``json`` gives,
+    with ``NaN`` and integers of any size; ``orjson``, if it is installed, is faster and
+    used for lines of which it makes the same.
 
     Args:
         addresses: Paths or URLs, such as ``"https://host/{0..9}.jsonl.zst"``.
         max_sample_bytes: As for ``TarDataset``.
         options: As for ``TarDataset``.
     """
+
+    cuts: ClassVar[Cuts | None] = staticmethod(at_line_ends)
 
     def __init__(
         self,
@@ -34,7 +39,7 @@ class JSONLinesDataset(ByteStream[Any]):
         **options: Unpack[StreamOptions],
     ) -> None:
         check_at_least(max_sample_bytes, 1, "max_sample_bytes")
-        make = functools.partial(_parser, _json, max_sample_bytes)
+        make = functools.partial(_parser, JSONDecoder(), max_sample_bytes)
         super().__init__(addresses, make, **options)
 
 
@@ -48,6 +53,8 @@ class TextDataset(ByteStream[str]):
         options: As for ``TarDataset``.
     """
 
+    cuts: ClassVar[Cuts | None] = staticmethod(at_line_ends)
+
     def __init__(
         self,
         addresses: "Addresses",
@@ -58,9 +65,8 @@ class TextDataset(ByteStream[str]):
     ) -> None:
         # A LookupError now, not at the first line.
         self._encoding = codecs.lookup(encoding).name
-        decode = functools.partial(_text, encoding)
         check_at_least(max_sample_bytes, 1, "max_sample_bytes")
-        make = functools.partial(_parser, decode, max_sample_bytes)
+        make = functools.partial(_parser, _TextDecoder(encoding), max_sample_bytes)
         super().__init__(addresses, make, **options)
 
     def describe(self) -> dict[str, Any]:
@@ -68,28 +74,24 @@ class TextDataset(ByteStream[str]):
         return {**super().describe(), "encoding": self._encoding}
 
 
+class _TextDecoder:
+    """Lines of text to strings."""
+
+    def __init__(self, encoding: str) -> None:
+        self._encoding = encoding
+
+    def one(self, line: bytes) -> str:
+        return line.decode(self._encoding)
+
+    def many(self, lines: Sequence[bytes]) -> list[str] | None:
+        encoding = self._encoding
+        try:
+            return [without_end(line).decode(encoding) for line in lines]
+        except ValueError:
+            return None
+
+
 def _parser(
-    decode: Callable[[bytes], Any], max_sample_bytes: int, url: str, offset: int
+    decoder: Decoder, max_sample_bytes: int, url: str, offset: int
 ) -> LineParser:
-    return LineParser(url, decode, max_sample_bytes=max_sample_bytes, offset=offset)
-
-
-def _text(encoding: str, line: bytes) -> str:
-    return line.decode(encoding)
-
-
-def _json(line: bytes) -> Any:
-    if not line.strip():
-        return SKIP
-    return _loads()(line)
-
-
-@functools.cache
-def _loads() -> Callable[[bytes], Any]:
-    """Return what reads JSON here: imported with the first line, not before."""
-    try:
-        import orjson  # noqa: PLC0415  (an optional dependency)
-    except ImportError:
-        return json.loads
-    loads: Callable[[bytes], Any] = orjson.loads
-    return loads
+    return LineParser(url, decoder, max_sample_bytes=max_sample_bytes, offset=offset)

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import (
     TYPE_CHECKING,
     Any,
+    ClassVar,
     Protocol,
     Self,
     SupportsIndex,
@@ -25,6 +26,7 @@ from aioloader._order.permutation import (
     keyed_order,
     paced,
 )
+from aioloader.datasets._cuts import Cuts
 from aioloader.datasets._options import (
     OrderOptions,
     StreamOptions,
@@ -46,7 +48,13 @@ from aioloader.datasets._stores.requests import Requests, policy_of
 from aioloader.datasets._streams.cursors import Ahead, Cursor, State
 from aioloader.datasets._streams.interleave import AsTheyCome, Interleaved, Lane
 from aioloader.datasets._streams.iterators import Reading
-from aioloader.datasets._streams.shards import Parser, Shard, ShardFormat, Summary
+from aioloader.datasets._streams.shards import (
+    CutsShards,
+    Parser,
+    Shard,
+    ShardFormat,
+    Summary,
+)
 from aioloader.datasets.streams import CACHE_BYTES, Stream
 from aioloader.errors import StateMismatchError
 
@@ -171,13 +179,15 @@ class ShardedStream(Stream[Sample_co]):
             DatasetError: If other ranks have found others.
         """
         if reading.agreement is None:
-            return await self._list(reading.stack, known)
+            return await self._list(reading.stack, known, reading.share.readers)
         what = [self.describe(), self._place]
         question = await reading.agreement.ask(what, repr(self))
         for _ in range(2):
             theirs = question.first and question.first["summary"]
             async with AsyncExitStack() as stack:
-                shards, summary = await self._list(stack, known or theirs)
+                shards, summary = await self._list(
+                    stack, known or theirs, reading.share.readers
+                )
                 if await question.settle(summary):
                     reading.stack.push_async_callback(stack.pop_all().aclose)
                     return shards, summary
@@ -186,10 +196,12 @@ class ShardedStream(Stream[Sample_co]):
         raise question.refuse(summary)
 
     async def _list(
-        self, stack: AsyncExitStack, known: Summary | None
+        self, stack: AsyncExitStack, known: Summary | None, readers: int
     ) -> tuple[Sequence[Shard], Summary]:
-        """Return all shards, and what a state holds of them."""
+        """Return all shards, cut if too few, and what a state holds of them."""
         shards = await self.made_by.shards(stack, known)
+        if len(shards) < readers and isinstance(self.made_by, CutsShards):
+            shards = await self.made_by.cut(shards, readers)
         # For many shards it takes a while, beside the loop then.
         summarise = self.made_by.summary
         is_long = len(shards) > _MANY
@@ -356,7 +368,12 @@ class ByteStream(StoredStream[Sample_co]):
             unpacked.
         make: Makes a parser from a shard's address and its first byte.
         options: As for ``StoredStream``.
+
+    Attributes:
+        cuts: Says where a shard can be cut, for more readers; None: nowhere.
     """
+
+    cuts: ClassVar[Cuts | None] = None
 
     def __init__(
         self,
@@ -364,4 +381,5 @@ class ByteStream(StoredStream[Sample_co]):
         make: Callable[[str, int], Parser],
         **options: Unpack[StreamOptions],
     ) -> None:
-        super().__init__(addresses, partial(ParsedFormat, make=make), **options)
+        made_by = partial(ParsedFormat, make=make, cuts=self.cuts)
+        super().__init__(addresses, made_by, **options)

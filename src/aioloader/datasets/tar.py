@@ -1,9 +1,11 @@
 """Tar shards, read as WebDataset reads them: members of one key make a sample."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
+from aioloader.datasets._cuts import Cuts
 from aioloader.datasets._options import StreamOptions, check_at_least
+from aioloader.datasets._tar.index import at_samples
 from aioloader.datasets._tar.walk import TarParser
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
 
@@ -17,7 +19,8 @@ class TarDataset(ByteStream[dict[str, Any]]):
     Consecutive members with the same key (the path up to the first dot of the name)
     make one sample: ``{"__key__": ..., "__url__": ..., "jpg": b"...", "cls": b"7"}``,
     with bytes owned by the caller. Plain, gzip and zstandard; a plain tar can be
-    resumed at any sample, and reads at most 8 MB of what was before again.
+    resumed at any sample, and reads at most 8 MB of what was before again. Where there
+    are fewer shards than readers, ``a.tar`` is cut by its index ``a.tar.idx``.
 
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/train-{000..127}.tar"``.
@@ -42,6 +45,8 @@ class TarDataset(ByteStream[dict[str, Any]]):
         b'hi'
     """
 
+    cuts: ClassVar[Cuts | None] = staticmethod(at_samples)
+
     def __init__(
         self,
         addresses: "Addresses",
@@ -50,7 +55,8 @@ class TarDataset(ByteStream[dict[str, Any]]):
         **options: Unpack[StreamOptions],
     ) -> None:
         check_at_least(max_sample_bytes, 1, "max_sample_bytes")
-        super().__init__(addresses, partial(_parser, max_sample_bytes), **options)
+        make = partial(_parser, max_sample_bytes)
+        super().__init__(addresses, make, **options)
 
 
 def _parser(max_sample_bytes: int, url: str, offset: int) -> TarParser:

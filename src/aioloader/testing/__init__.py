@@ -1,6 +1,7 @@
 """Checks that users can run on their own datasets and loaders."""
 
 from aioloader.testing._datasets import check_dataset
+from aioloader.testing._formats import check_parser, check_shard_format
 from aioloader.testing._laws import assert_resumes_exactly, assert_resumes_exactly_async
 from aioloader.testing.leaks import Resources, no_leaks
 from aioloader.testing.objects import Counts, Faults, ObjectServer
@@ -13,5 +14,7 @@ __all__ = [
     "assert_resumes_exactly",
     "assert_resumes_exactly_async",
     "check_dataset",
+    "check_parser",
+    "check_shard_format",
     "no_leaks",
 ]

@@ -26,6 +26,8 @@ def frozen(value: Any) -> Hashable:
     for base, freeze in _FREEZERS.items():
         if isinstance(value, base):
             return kind, freeze(value)
+    if hasattr(value, "__array_interface__"):  # a picture
+        return kind, _frozen_array(value)
     if type(getattr(value, "__dict__", None)) is dict and not callable(value):
         return kind, frozen(vars(value))
     return kind, pickle.dumps(value)

@@ -10,7 +10,7 @@ kept ``Sealed``, so that no traceback that prints variables shows it.
 import fnmatch
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 from urllib.parse import quote, unquote
 
@@ -143,6 +143,14 @@ def name_of(address: Address) -> str:
         return path_of(opened(address))
     root, path, _ = _split(opened(address))
     return f"{redact_url(root)}/{unquote(path)}"
+
+
+def beside(address: Address, rename: Callable[[str], str]) -> Address:
+    """Return the address of another file, named by its path and with the same query."""
+    url = opened(address)
+    marks = "[?#]" if url[:4].lower() == "http" and _SCHEME.match(url) else r"\Z"
+    at = len(re.split(marks, url, maxsplit=1)[0])
+    return _sealed(rename(url[:at]) + url[at:])
 
 
 def shown_address(address: Address) -> str:

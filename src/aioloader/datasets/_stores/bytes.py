@@ -8,6 +8,7 @@ against the size and version that came with the first.
 
 import asyncio
 import os
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -31,10 +32,13 @@ T = TypeVar("T")
 
 _LARGEST = 8 << 20
 _SMALLEST = 1 << 16
-# Small enough for the cache, large enough for a hop to a thread.
-_FILE_PIECE = 1 << 22
+# A piece of a file is small enough for one core's cache, where it is cut; several make
+# a hop to a thread worth its while.
+_FILE_PIECE, _FILE_PIECES = 1 << 19, 1 << 22
 # Pieces in flight per object, but fewer before they are smaller than that.
 _AHEAD, _WORTHWHILE = 16, 1 << 20
+# What part of the budget may be requested of a shard before it is read: one of so many.
+BEGUN = 8
 
 
 class Bytes(Protocol):
@@ -61,6 +65,9 @@ class Bytes(Protocol):
 
     def is_draining(self) -> bool:
         """Tell whether another shard may be opened: the rest of this one is coming."""
+
+    def bytes_ahead(self) -> int | None:
+        """Return what was requested and not read; None if the size is not known."""
 
     async def aclose(self) -> None:
         """End what is under way, and wait for its end."""
@@ -136,9 +143,10 @@ class ObjectBytes:
         start: First byte.
         budget: Bytes to hold at most.
         expected: Size that the object must have, if that is known.
+        stop: Where to end before the end of the object.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917  (what is read, and which part of it)
         self,
         fetch: Fetch,
         whole: Callable[[], Whole],
@@ -146,21 +154,23 @@ class ObjectBytes:
         start: int,
         budget: int,
         expected: int | None = None,
+        stop: int | None = None,
     ) -> None:
         self.size: int | None = None
+        self._end = sys.maxsize if stop is None else stop
         self._fetch = fetch
         self._whole = whole
         self._chunks: Whole | None = None
         self._expected = expected
         self._location = location
         self._start = self._read = self._at = start
-        self._is_over = False
+        self._is_over = start >= self._end
         largest = max(budget // _AHEAD, min(budget // 4, _WORTHWHILE))
         # A power of two, for pieces end at multiples of it.
         largest = 1 << max(_SMALLEST, min(_LARGEST, largest)).bit_length() - 1
         self._largest, self._length = largest, _SMALLEST
         self._most = max(2 * largest, min(budget, _AHEAD * largest))
-        self._window = self._most // 2  # until somebody reads
+        self._window = max(_SMALLEST, budget // BEGUN)  # until somebody reads
         self._version: Version | None = None
         self._pieces: deque[asyncio.Task[Piece]] = deque()
 
@@ -191,8 +201,14 @@ class ObjectBytes:
 
     def is_draining(self) -> bool:
         """Tell whether all was requested, and half of the budget is free."""
-        is_all = self.size is not None and self._at >= self.size
+        is_all = self.size is not None and self._at >= min(self.size, self._end)
+        is_all = is_all or self._is_over
         return is_all and self._at - self._read <= self._most // 2
+
+    def bytes_ahead(self) -> int | None:
+        """Return how much is held, or on its way."""
+        is_known = self.size is not None or self._is_over
+        return self._at - self._read if is_known else None
 
     async def aclose(self) -> None:
         """Cancel the requests in flight."""
@@ -217,14 +233,16 @@ class ObjectBytes:
                 return data
             fresh = data[self._start :]
             self._start -= len(data) - len(fresh)
-            if fresh:
+            if fresh := fresh[: self._end - self._read]:
+                self._read += len(fresh)
+            if fresh or self._read >= self._end:
                 return fresh
 
     def _fill(self) -> None:
         """Send requests until the window is full; what is beyond the end is not."""
         if self._is_over:
             return
-        size = self.size or 0
+        size = min(self.size or 0, self._end)
         self._at = min(self._at, size)
         while self._at < size and self._stop() - self._read <= self._window:
             self._request()
@@ -232,7 +250,7 @@ class ObjectBytes:
     def _stop(self) -> int:
         """Return where the next piece ends: as blocks of a cache, at a multiple."""
         stop = self._at - self._at % self._length + self._length
-        return stop if self.size is None else min(stop, self.size)
+        return min(stop, self._end, self.size or sys.maxsize)
 
     def _request(self) -> None:
         start, self._at = self._at, self._stop()
@@ -321,6 +339,7 @@ class Closing:
         self.read = inner.read
         self.begin = inner.begin
         self.is_draining = inner.is_draining
+        self.bytes_ahead = inner.bytes_ahead
 
     @property
     def size(self) -> int | None:
@@ -336,22 +355,33 @@ class Closing:
 class FileBytes:
     """A file's bytes, opened by ``aiofiles`` and read into one buffer.
 
+    Attributes:
+        at_once: Bytes that are best read in one hop to a thread.
+
     Args:
         path: The file.
         start: First byte.
         budget: Bytes to hold at most.
         expected: Size that the file must have, if that is known.
+        stop: Where to end before the end of the file.
     """
 
     def __init__(
-        self, path: str, start: int, budget: int, expected: int | None = None
+        self,
+        path: str,
+        start: int,
+        budget: int,
+        expected: int | None = None,
+        stop: int | None = None,
     ) -> None:
         self.size: int | None = None
+        self._end = sys.maxsize if stop is None else stop
         self._expected = expected
         self._path = path
         self._at = start
         # Besides the buffer there is what is made of it.
-        self._length = max(_SMALLEST, min(_FILE_PIECE, budget // 2))
+        self.at_once = max(_SMALLEST, min(_FILE_PIECES, budget // 2))
+        self._length = min(_FILE_PIECE, self.at_once)
         self._buffer = memoryview(b"")
         self._file: Any = None
         self._facts: tuple[int, int] = 0, 0
@@ -361,23 +391,28 @@ class FileBytes:
 
     async def read(self) -> Buffer:
         """Return the next piece."""
-        return await self.use(_same)
+        return await self.use(_next)
 
-    async def use(self, function: Callable[[Buffer], T]) -> T:
-        """Return what ``function`` makes of the next piece, in the same thread.
+    async def use(self, function: Callable[[Callable[[], Buffer]], T]) -> T:
+        """Return what ``function`` makes of the next pieces, in the same thread.
 
-        One hop is cheaper than two, and the piece is in that core's cache.
+        It is called with what reads a piece, which is valid until the next one is read.
+        One hop is cheaper than one per piece, and pieces are in that core's cache.
         """
         if self._file is None:
             try:
                 await outlast(asyncio.create_task(self._open()))
             except OSError as error:
                 raise file_failure(self._path, error) from error
-        return await in_thread(self._use, function)
+        return await in_thread(function, self._next)
 
     def is_draining(self) -> bool:
         """Tell whether the end is near."""
-        return self._file is not None and self._at >= self._facts[0]
+        return self._file is not None and self._at >= min(self._facts[0], self._end)
+
+    def bytes_ahead(self) -> int:
+        """Return 0: a file is read when it is asked for."""
+        return 0
 
     async def aclose(self) -> None:
         """Close the file."""
@@ -399,20 +434,21 @@ class FileBytes:
         facts = os.fstat(self._file.fileno())
         return facts.st_size, facts.st_mtime_ns
 
-    def _use(self, function: Callable[[Buffer], T]) -> T:
+    def _next(self) -> Buffer:
         try:
             length = self._fill()
         except OSError as error:
             raise file_failure(self._path, error) from error
-        return function(self._buffer[:length])
+        return self._buffer[:length]
 
     def _fill(self) -> int:
         """Read one piece; hold the file against what it was at the beginning."""
-        wanted = min(self._length, max(0, self._facts[0] - self._at))
+        stop = min(self._facts[0], self._end)
+        wanted = min(self._length, max(0, stop - self._at))
         if not self._buffer:
             # Not mapped: once the C library has freed a block of this size, it keeps as
             # much for samples, which else cost up to a page fault for every 4 KB.
-            self._buffer = np.empty(wanted, np.uint8).data
+            self._buffer = np.empty(min(_FILE_PIECES, self._facts[0]), np.uint8).data
         length = self._read_into(self._buffer[:wanted]) if wanted else 0
         self._at += length
         self._check(wanted, length)
@@ -440,8 +476,8 @@ class FileBytes:
             )
 
 
-def _same(piece: Buffer) -> Buffer:
-    return piece
+def _next(read: Callable[[], Buffer]) -> Buffer:
+    return read()
 
 
 def file_failure(path: str, cause: OSError) -> DatasetError:

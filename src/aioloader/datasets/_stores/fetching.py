@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from aioloader.datasets._stores.bytes import NoRangesError, Piece, Version, changed
 from aioloader.datasets._stores.failures import ShortReadError, reason_of, truncated
 from aioloader.datasets._stores.flights import Flights
+from aioloader.datasets._stores.hub import HubSource
 from aioloader.datasets._stores.requests import (
     RefusedError,
     Requests,
@@ -54,7 +55,7 @@ class LoopRequests:
 
     async def fetch(
         self,
-        source: StoreSource,
+        source: StoreSource | HubSource,
         key: str,
         start: int,
         stop: int,
@@ -84,13 +85,17 @@ class LoopRequests:
 
     async def _get(
         self,
-        source: StoreSource,
+        source: StoreSource | HubSource,
         key: str,
         start: int,
         stop: int,
         version: Version | None,
     ) -> Piece | None:
         """Return a range; None if the object ends before it."""
+        if isinstance(source, HubSource):
+            piece = await source.get(key, start, stop)
+            location = source.locate(key)
+            return piece if version is None else _same(location, version, piece)
         obstore, location = import_obstore(), source.locate(key)
         options: dict[str, Any] = {"range": (start, stop)}
         if version is not None and version.strong:
@@ -128,7 +133,10 @@ class WholeObject:
         key: The object.
     """
 
-    def __init__(self, here: LoopRequests, source: StoreSource, key: str) -> None:
+    def __init__(
+        self, here: LoopRequests, source: StoreSource | HubSource, key: str
+    ) -> None:
+        assert isinstance(source, StoreSource)  # the Hub has ranges
         self._here = here
         self._source = source
         self._key = key

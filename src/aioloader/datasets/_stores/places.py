@@ -12,7 +12,7 @@ import glob
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from typing_extensions import Buffer
 
@@ -38,10 +38,12 @@ from aioloader.datasets._stores.bytes import (
     Fetch,
     FileBytes,
     ObjectBytes,
+    file_failure,
 )
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.cached import CachedRanges
 from aioloader.datasets._stores.fetching import LoopRequests, WholeObject
+from aioloader.datasets._stores.hub import HubSource, is_hub
 from aioloader.datasets._stores.listing import list_async
 from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.per_loop import PerLoop
@@ -53,6 +55,7 @@ from aioloader.datasets._stores.stores import (
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+Source: TypeAlias = StoreSource | HubSource
 _CHUNK = 1 << 20
 
 
@@ -76,15 +79,15 @@ class Places:
         self.kept_in = cache
         self._options = options
         self._requests = requests
-        self._base: StoreSource | None = None
+        self._base: Source | None = None
         self._folder = ""
         if store is not None:
             if isinstance(store, (str, os.PathLike)) and is_local(os.fspath(store)):
                 self._folder = path_of(os.fspath(store))
                 check_no_options(self._folder, options)
             else:
-                self._base = StoreSource(store, options)
-        self._sources: dict[Address, StoreSource] = {}
+                self._base = _source(store, options)
+        self._sources: dict[Address, Source] = {}
         self._per_loop: PerLoop[LoopRequests] = PerLoop(
             functools.partial(LoopRequests, requests)
         )
@@ -160,9 +163,13 @@ class Places:
         return found
 
     async def _match(
-        self, source: StoreSource, root: Address | None, pattern: str
+        self, source: Source, root: Address | None, pattern: str
     ) -> list[Address]:
-        listing = await list_async(source, folder_of(pattern), self._requests)
+        listing: Iterable[str]
+        if isinstance(source, HubSource):
+            listing = await source.keys(folder_of(pattern))
+        else:
+            listing = await list_async(source, folder_of(pattern), self._requests)
         return await asyncio.to_thread(_matching, listing, pattern, root)
 
     def label(self, address: Address) -> str:
@@ -176,22 +183,27 @@ class Places:
         """Return the name of a shard, as it may be shown; its end tells its packing."""
         return opened(address) if self._base is not None else name_of(address)
 
-    def _source_of(self, address: Address) -> tuple[StoreSource, str]:
+    def _source_of(self, address: Address) -> tuple[Source, str]:
         if self._base is not None:
             return self._base, opened(address)
         root, key = split(address)
         return self._source(root), key
 
-    def _source(self, root: Address) -> StoreSource:
+    def _source(self, root: Address) -> Source:
         source = self._sources.get(root)
         if source is None:
-            source = self._sources[root] = StoreSource(root, self._options)
+            source = self._sources[root] = _source(root, self._options)
         return source
 
     # -- bytes --------------------------------------------------------------------
 
     def open(
-        self, address: Address, start: int, budget: int, size: int | None = None
+        self,
+        address: Address,
+        start: int,
+        budget: int,
+        size: int | None = None,
+        stop: int | None = None,
     ) -> Bytes:
         """Return the bytes of a shard from ``start`` on; nothing is read yet.
 
@@ -200,19 +212,20 @@ class Places:
             start: First byte.
             budget: Bytes to hold at most.
             size: Length that the shard must have, if that is known.
+            stop: Where to end before its end.
         """
         here = self._per_loop.here()
         if self._base is None and is_local(address):
-            return FileBytes(self.label(address), start, budget, size)
+            return FileBytes(self.label(address), start, budget, size, stop)
         source, key = self._source_of(address)
         location = source.locate(key)
         fetch: Fetch = functools.partial(here.fetch, source, key)
         whole = functools.partial(WholeObject, here, source, key)
         if self._keeps_nothing(source):
-            return ObjectBytes(fetch, whole, location, start, budget, size)
+            return ObjectBytes(fetch, whole, location, start, budget, size, stop)
         assert self.kept_in is not None
         cached = CachedRanges(fetch, self.kept_in, self._full(address))
-        found = ObjectBytes(cached.fetch, whole, location, start, budget, size)
+        found = ObjectBytes(cached.fetch, whole, location, start, budget, size, stop)
         return Closing(found, cached.aclose)
 
     def path(self, address: Address) -> str | None:
@@ -222,7 +235,12 @@ class Places:
         return None
 
     async def size(self, address: Address) -> int:
-        """Return the length of an object, in bytes; its version is remembered."""
+        """Return the length of a shard, in bytes; an object's version is remembered."""
+        if (path := self.path(address)) is not None:
+            try:
+                return (await asyncio.to_thread(os.stat, path)).st_size
+            except OSError as error:
+                raise file_failure(path, error) from error
         source, key = self._source_of(address)
         here = self._per_loop.here()
         piece = await here.fetch(source, key, 0, 1, None)
@@ -245,7 +263,7 @@ class Places:
         clone.kept_in = cache
         return clone
 
-    def _keeps_nothing(self, source: StoreSource) -> bool:
+    def _keeps_nothing(self, source: Source) -> bool:
         """Tell whether there is no cache; stores in memory all have one name."""
         return self.kept_in is None or source.label == "memory://"
 
@@ -264,6 +282,10 @@ class Places:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_sources": {}}
+
+
+def _source(store: Any, options: Options) -> Source:
+    return HubSource(store, options) if is_hub(store) else StoreSource(store, options)
 
 
 # -- patterns, in a thread --------------------------------------------------------

@@ -126,6 +126,7 @@ class Unpacked:
         self._has_ended = False
         self.begin = packed.begin
         self.is_draining = packed.is_draining
+        self.bytes_ahead = packed.bytes_ahead
         self.aclose = packed.aclose
 
     @property

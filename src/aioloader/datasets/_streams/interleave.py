@@ -3,16 +3,19 @@
 The shards, permuted if wanted, go to the lanes by round robin; each lane reads its
 shards one after the other, and the lanes take turns. Ranks and workers take whole
 lanes, so that with a fixed number of lanes the order does not depend on how many
-readers there are. A lane opens its next shard when all of the present one has been
-requested.
+readers there are. A lane opens its next shards when all of the present one has been
+requested: as many as fit into half of its bytes.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 
 from aioloader._order.blocks import Bad, Block, cut, weave
+from aioloader.datasets._stores.bytes import BEGUN
 from aioloader.datasets._streams.cursors import State, skip
 from aioloader.datasets._streams.shards import (
+    CountsBytes,
     KnowsSize,
     NamesPositions,
     Position,
@@ -56,7 +59,7 @@ class Lane:
         self._mismatch: ShardChangedError | None = None
         self._has_columns = False
         self._reader: ShardReader | None = None
-        self._next: ShardReader | None = None
+        self._ahead: deque[ShardReader] = deque()
         self._done: ShardReader | None = None  # until it is closed
 
     def begin(self) -> None:
@@ -110,8 +113,9 @@ class Lane:
 
     async def aclose(self) -> None:
         """Close what is open."""
-        readers = [self._reader, self._next, self._done]
-        self._reader = self._next = self._done = None
+        readers = [self._reader, *self._ahead, self._done]
+        self._reader = self._done = None
+        self._ahead.clear()
         for reader in readers:
             if reader is not None:
                 await reader.aclose()
@@ -147,17 +151,32 @@ class Lane:
             )
 
     def _open_next(self) -> None:
-        """Let the next shard be read ahead; it has the rest of the budget soon."""
-        if self._next is None and self._number + 1 < len(self._shards):
-            self._next = self._open(self._number + 1, {})
-            self._next.begin()
+        """Let the next shards be read ahead, with half of the budget: the rest is free.
+
+        Small shards would otherwise cost the time of a request each.
+        """
+        ahead = self._ahead
+        while self._number + len(ahead) + 1 < len(self._shards) and self._has_room():
+            ahead.append(self._open(self._number + len(ahead) + 1, {}))
+            ahead[-1].begin()
+
+    def _has_room(self) -> bool:
+        """Tell whether one more shard may be read ahead."""
+        left = self._budget // 2
+        for reader in self._ahead:
+            count = reader.bytes_ahead() if isinstance(reader, CountsBytes) else left
+            if count is not None and not reader.is_draining():
+                return False
+            left -= self._budget // BEGUN if count is None else count
+        return not self._ahead or left >= self._budget // BEGUN
 
     def _open(self, number: int, position: Position) -> ShardReader:
         return self._format.open(self._shards[number], position, self._budget)
 
     async def _turn(self) -> None:
         """Go on to the next shard."""
-        self._done, self._reader, self._next = self._reader, self._next, None
+        self._done = self._reader
+        self._reader = self._ahead.popleft() if self._ahead else None
         self._number += 1
         self._position, self._is_broken = {}, False
         self._block, self._taken = [], 0

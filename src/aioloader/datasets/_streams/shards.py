@@ -76,6 +76,21 @@ class NamesPositions(abc.ABC):
         """Return the position after the first ``count`` samples of the last block."""
 
 
+class CountsBytes(abc.ABC):
+    """A reader that can tell what it holds, so that many small shards are begun.
+
+    Of others, one is begun while the one before it ends.
+    """
+
+    @abc.abstractmethod
+    def bytes_ahead(self) -> int | None:
+        """Return how many bytes were requested and not yet pulled.
+
+        None until the size of the shard is known: that may become an eighth of the
+        budget (``BEGUN``), all that a reader requests before it is pulled.
+        """
+
+
 class KnowsSize(abc.ABC):
     """A reader that knows how long its shard is: a state then holds that too.
 
@@ -124,6 +139,20 @@ class ShardFormat(Protocol):
             shard: One of ``shards``.
             position: What a reader's ``position`` returned.
             budget: Bytes that it may read ahead of what was pulled.
+        """
+
+
+class CutsShards(abc.ABC):
+    """A format whose shards can be cut, where there are fewer than readers."""
+
+    @abc.abstractmethod
+    async def cut(self, shards: Sequence[Shard], count: int) -> Sequence[Shard]:
+        """Return ``count`` shards that have the same samples in the same order.
+
+        All ranks must find the same; what decides of it belongs into ``summary``.
+
+        Raises:
+            ValueError: If they cannot be cut; it says what to do.
         """
 
 

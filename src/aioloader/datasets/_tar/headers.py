@@ -7,7 +7,10 @@ place; the parser says where.
 
 from collections.abc import Iterator
 from functools import lru_cache
+from struct import Struct
 from zlib import adler32
+
+from typing_extensions import Buffer
 
 BLOCK_BYTES = 512
 ZEROS = bytes(BLOCK_BYTES)
@@ -21,6 +24,8 @@ EXTENDED = b"LKxXg"  # X is what Solaris has for x
 _PLAIN = b"0\0"
 _BODILESS = b"123456"  # links, devices, directories, fifos: whatever size they tell
 
+# Name, size, checksum, and the rest from the typeflag on.
+FIELDS = Struct("100s24x12s12x8s356s")
 _TAIL = 156  # where what most members have in common begins, with the typeflag
 
 
@@ -41,27 +46,25 @@ def sum_plain(block: bytes) -> int | None:
     return sum(block[_TAIL:].translate(None, b"\0"))
 
 
-def read_plain(block: bytes, tail_sum: int) -> tuple[str, int] | None:
-    """Return name and size, None if the checksum or another field is not plain.
+def read_plain(head: Buffer, fields: tuple[bytes, ...], tail_sum: int) -> int:
+    """Return the size, -1 if the checksum or another field is not plain.
 
     The low half of an Adler sum is 1 and the sum of the bytes, modulo 65521, which 148
     bytes do not reach: exact, and much faster than ``sum``.
 
     Args:
-        block: A header.
+        head: The first 148 bytes of a header.
+        fields: What ``FIELDS`` unpacks of it.
         tail_sum: What ``sum_plain`` says of it, or of one with the same tail.
     """
     try:
-        checksum = int(block[148:156].rstrip(b"\0 "), 8)
-        size = int(block[124:136].rstrip(b"\0 "), 8)
+        checksum = int(fields[2].rstrip(b"\0 "), 8)
+        size = int(fields[1].rstrip(b"\0 "), 8)
     except ValueError:
-        return None
+        return -1
     # 255: eight spaces in place of the checksum, less the 1.
-    if (adler32(block[:148]) & 0xFFFF) + 255 + tail_sum != checksum or size < 0:
-        return None
-    stop = block.find(0, 0, 100)
-    name = block[: stop if stop >= 0 else 100]
-    return name.decode("utf-8", "surrogateescape"), size
+    is_sound = (adler32(head) & 0xFFFF) + 255 + tail_sum == checksum
+    return size if is_sound else -1
 
 
 def is_sound(block: bytes) -> bool:

@@ -15,6 +15,7 @@ from aioloader.datasets._tar.groups import Groups
 from aioloader.datasets._tar.headers import (
     BLOCK_BYTES,
     EXTENDED,
+    FIELDS,
     PAX,
     REGULAR,
     SPARSE,
@@ -26,6 +27,7 @@ from aioloader.datasets._tar.headers import (
     read_member,
     read_pax,
     read_plain,
+    read_text,
     size_of_pax,
     sum_plain,
 )
@@ -112,13 +114,13 @@ class TarParser:
             needed, or nothing more will come.
         """
         self._walk(limit)
-        groups, ready = self._groups, self._groups.ready
-        taken = [ready.popleft()[1] for _ in range(min(limit, len(ready)))]
-        if ready:
-            self.offset = ready[0][0]
+        groups = self._groups
+        taken = groups.take(limit)
+        if groups.ready:
+            self.offset = groups.starts[0]
         else:
             self.offset = self._from if groups.key is None else groups.start
-        self.is_over = self._is_stopped and not ready
+        self.is_over = self._is_stopped and not groups.ready
         return taken
 
     def _walk(self, limit: int) -> None:
@@ -154,26 +156,30 @@ class TarParser:
         """
         view, pos, start, base = self._view, self._pos, self._from, self._base
         groups, ready, length = self._groups, self._groups.ready, len(view)
+        name = b""
         while (body := pos + BLOCK_BYTES) <= length and len(ready) < limit:
-            block = bytes(view[pos:body])
-            if block[156:] != self._tail:
+            fields = FIELDS.unpack_from(view, pos)
+            if fields[3] != self._tail:
+                block = bytes(view[pos:body])
                 if block[156] == PAX and (following := self._pass_pax(block, body)):
                     pos = following
                     continue
                 if not self._learn(block):
                     break
-            plain = read_plain(block, self._tail_sum)
-            if plain is None:
+            size = read_plain(view[pos : pos + 148], fields, self._tail_sum)
+            if size < 0:
                 break
-            name, size = plain
             following = (stop := body + size) + (-size & 511)
             if following > length:
                 break
-            field = groups.place(name, size, start)
+            name = fields[0]
+            field = groups.place_plain(name, size, start)
             if field is not None:
                 groups.fields[field] = bytes(view[body:stop])
-            self._name, pos = name, following
+            pos = following
             start = base + pos
+        if name:
+            self._name = read_text(name)
         if pos != self._pos:
             self._pos = pos
             self._expect_header()

@@ -1,0 +1,306 @@
+"""Streams: what do samples cost beside the bytes they are made of?
+
+All ways of one question take turns in one process, so that a ratio is of the same
+machine; a row shows the median time and the median of the ratios within a round.
+
+Tar, local: four shards of 32 MB in the page cache, samples of 20 KB in lists of 64,
+beside reading the same bytes in pieces of 64 samples. Tar, HTTP: 24 shards of 5 MB from
+a server in a process of its own that answers after 20 or 50 ms, as configured by
+default, beside torch's loader with two workers, each with ``tarfile`` on a response.
+JSON lines: beside ``orjson.loads`` of each line of an open file, with lines of three
+kinds. Steps and tables are measured by ``stream_steps.py`` and ``stream_tables.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import io
+import json
+import mmap
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import urllib.request
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import orjson
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset, get_worker_info
+
+from aioloader import DataLoader
+from aioloader.datasets import JSONLinesDataset, TarDataset
+from harness import render
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+warnings.filterwarnings("ignore", message="This DataLoader will create")
+
+BATCH, BODY = 64, 20_000
+MEMBER = 512 + -(-BODY // 512) * 512
+LOCAL = (4, 1_536)  # shards, samples of each
+REMOTE = (24, 240)
+LATENCIES = (0.02, 0.05)
+Rounds = dict[str, list[float]]
+
+
+def compare(
+    title: str, ways: Mapping[str, Callable[[], int]], count: int, rounds: int
+) -> None:
+    """Time all ways in turn, and print a row for each, with its ratio to the first."""
+    for way in ways.values():
+        assert way() >= count, title  # once without a clock: threads, connections
+    took: Rounds = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way()
+            took[name].append(time.perf_counter() - began)
+    base = next(iter(took.values()))
+    rows = [[title, "us/sample", "ms/batch", "x time"]]
+    for name, seconds in took.items():
+        middle = statistics.median(seconds) / count
+        ratio = statistics.median(a / b for a, b in zip(seconds, base, strict=True))
+        cells = [f"{middle * 1e6:,.2f}", f"{middle * BATCH * 1e3:,.2f}", f"{ratio:.2f}"]
+        rows.append([name, *cells])
+    print(render(rows), end="\n\n", flush=True)
+
+
+def drained(batches: Iterable[list[Any]]) -> int:
+    """Read all batches; return how many samples they have."""
+    return sum(map(len, batches))
+
+
+async def adrained(loader: DataLoader[Any]) -> int:
+    return sum([len(batch) async for batch in loader])
+
+
+def batched(samples: Iterator[Any]) -> int:
+    """Put samples into lists of 64, and forget them."""
+    count, batch = 0, []
+    for sample in samples:
+        batch.append(sample)
+        count += 1
+        if len(batch) == BATCH:
+            batch = []
+    return count
+
+
+# -- tar ------------------------------------------------------------------------------
+
+
+def write_tars(folder: str, shards: int, samples: int) -> list[str]:
+    paths = [f"{folder}/{shard:03}.tar" for shard in range(shards)]
+    for shard, path in enumerate(paths):
+        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+            for place in range(samples):
+                member = tarfile.TarInfo(f"{shard:03}{place:06}.bin")
+                member.size = BODY
+                tar.addfile(member, io.BytesIO(os.urandom(BODY)))
+    return paths
+
+
+def pieces(paths: list[str]) -> int:
+    """Read the bytes of 64 samples at a time."""
+    count = 0
+    for path in paths:
+        with Path(path).open("rb", buffering=0) as file:
+            while piece := file.read(BATCH * MEMBER):
+                count += len(piece) // MEMBER
+    return count
+
+
+def by_hand(paths: list[str]) -> Iterator[bytes]:
+    for path in paths:
+        with tarfile.open(path) as tar:
+            for member in tar:
+                body = tar.extractfile(member)
+                assert body is not None
+                yield body.read()
+
+
+def local_tar(folder: str, rounds: int) -> None:
+    paths = write_tars(folder, *LOCAL)
+    loader: Any = DataLoader(TarDataset(paths), BATCH, collate_fn=list)
+    ways = {
+        "the bytes, 64 samples at a time": lambda: pieces(paths),
+        "aioloader, for": lambda: drained(loader),
+        "aioloader, async for": lambda: asyncio.run(adrained(loader)),
+        "tarfile by hand": lambda: batched(by_hand(paths)),
+    }
+    with loader:
+        compare("tar, local", ways, LOCAL[0] * LOCAL[1], rounds)
+
+
+class Responses(IterableDataset[dict[str, Any]]):
+    """What one writes by hand: a response per shard, and ``tarfile`` on it."""
+
+    def __init__(self, urls: list[str]) -> None:
+        self._urls = urls
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        worker = get_worker_info()
+        at, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        for url in self._urls[at::step]:
+            with (
+                urllib.request.urlopen(url) as response,
+                tarfile.open(fileobj=response, mode="r|") as tar,
+            ):
+                for member in tar:
+                    body = tar.extractfile(member)
+                    assert body is not None
+                    yield {"__key__": member.name, "bin": body.read()}
+
+
+class Server:
+    """The shards, from a process of its own."""
+
+    def __init__(self, folder: str, latency: float) -> None:
+        self._command = [sys.executable, __file__, "--serve", folder, str(latency)]
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self.url = self._process.stdout.readline().strip()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        # Not by the end of its stdin: torch's workers, which were forked, have it too.
+        self._process.terminate()
+        self._process.communicate()
+
+
+def serve(folder: str, latency: float) -> None:
+    from aioloader.testing import ObjectServer  # noqa: PLC0415
+
+    objects = {}
+    for path in Path(folder).glob("*.tar"):
+        with path.open("rb") as file:
+            objects[path.name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with ObjectServer(objects, latency=latency) as server:
+        print(server.url, flush=True)
+        sys.stdin.read()
+
+
+def http_tar(folder: str, rounds: int) -> None:
+    write_tars(folder, *REMOTE)
+    for latency in LATENCIES:
+        with Server(folder, latency) as server:
+            urls = [f"{server.url}/{shard:03}.tar" for shard in range(REMOTE[0])]
+            hand: Any = TorchLoader(
+                Responses(urls),
+                BATCH,
+                collate_fn=list,
+                num_workers=2,
+                persistent_workers=True,
+            )
+            plain: Any = DataLoader(TarDataset(urls), BATCH, collate_fn=list)
+            woven = DataLoader(TarDataset(urls, interleave=8), BATCH, collate_fn=list)
+            ways: dict[str, Callable[[], int]] = {
+                "torch, tarfile, 2 workers": lambda hand=hand: drained(hand),  # type: ignore[misc]
+                "aioloader": lambda plain=plain: asyncio.run(adrained(plain)),  # type: ignore[misc]
+                "aioloader, interleave=8": lambda woven=woven: asyncio.run(  # type: ignore[misc]
+                    adrained(woven)
+                ),
+            }
+            title = f"tar, 5 MB over HTTP, {latency * 1e3:.0f} ms"
+            compare(title, ways, REMOTE[0] * REMOTE[1], rounds)
+            del hand
+
+
+# -- JSON lines -----------------------------------------------------------------------
+
+WORDS = [
+    "alpha",
+    "beta",
+    "gamma",
+    "of",
+    "the",
+    "and",
+    "data",
+    "loader",
+    "stream",
+    "sample",
+]
+KINDS: dict[str, tuple[int, Callable[[int], dict[str, Any]]]] = {
+    "60 words": (60_000, lambda k: {"id": k, "text": _words(k, 60)}),
+    "350 words": (20_000, lambda k: {"id": k, "text": _words(k, 350)}),
+    "20 floats": (40_000, lambda k: {"id": k, "x": _floats(k)}),
+}
+
+
+def _words(seed: int, count: int) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=count))
+
+
+def _floats(seed: int) -> list[float]:
+    rng = random.Random(seed)
+    return [rng.random() for _ in range(20)]
+
+
+def lines(path: str) -> Iterator[Any]:
+    with Path(path).open("rb") as file:
+        for line in file:
+            yield orjson.loads(line)
+
+
+async def pulled(dataset: JSONLinesDataset, size: int) -> int:
+    """Read a stream without a loader, by the block."""
+    count = 0
+    async with aiter(dataset) as blocks:
+        while block := await blocks.pull(size):
+            count += len(block)
+    return count
+
+
+def json_lines(folder: str, rounds: int) -> None:
+    for kind, (count, make) in KINDS.items():
+        path = f"{folder}/{kind}.jsonl"
+        text = "".join(json.dumps(make(k)) + "\n" for k in range(count))
+        Path(path).write_text(text)
+        dataset = JSONLinesDataset(path)
+        loader: Any = DataLoader(dataset, BATCH, collate_fn=list)
+        ways: dict[str, Callable[[], int]] = {
+            "orjson alone": lambda path=path: batched(lines(path)),  # type: ignore[misc]
+            "aioloader, blocks": lambda one=dataset: asyncio.run(pulled(one, 1024)),  # type: ignore[misc]
+            "aioloader, batches of 64": lambda one=loader: drained(one),  # type: ignore[misc]
+        }
+        with loader:
+            compare(f"JSON lines of {kind}", ways, count, rounds)
+
+
+def measure(rounds: int = 7) -> None:
+    """Print all rows: of tar and of lines, then of steps and of tables."""
+    for question in (local_tar, http_tar, json_lines):
+        with tempfile.TemporaryDirectory() as folder:
+            question(folder, rounds)
+    for name in ("stream_steps", "stream_tables"):
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name).measure()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--serve", nargs=2, metavar=("FOLDER", "LATENCY"))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="one round")
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve[0], float(args.serve[1]))
+    else:
+        measure(1 if args.quick else args.rounds)
+
+
+if __name__ == "__main__":
+    main()

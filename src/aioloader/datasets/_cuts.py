@@ -1,0 +1,172 @@
+"""Shards cut into parts, where there are fewer shards than readers.
+
+A part is a range of bytes that begins and ends between two samples. All parts are about
+of one size, and found by the shards' sizes alone, so that each rank finds the same.
+"""
+
+import re
+import zlib
+from bisect import bisect_left
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+from typing import NamedTuple, Protocol
+
+from aioloader.datasets._stores.addresses import Address
+from aioloader.datasets._stores.bytes import Bytes, NoRangesError
+from aioloader.datasets._stores.places import Places
+from aioloader.datasets._stores.unpack import unpacker_of
+
+# Bytes to look for the end of a line in, at once.
+_LOOK = 1 << 16
+# What may be read whole to find as many lines as there are readers.
+_SMALL = 1 << 24
+
+
+class Part(NamedTuple):
+    """A part of a shard: the bytes from ``start`` to ``stop``, of ``size``."""
+
+    address: Address
+    start: int
+    stop: int
+    size: int
+
+
+class CannotCutError(Exception):
+    """Says, within this room, why a shard cannot be cut, and what to do."""
+
+
+class Cuts(Protocol):
+    """Where the shards of one format can be cut."""
+
+    async def __call__(
+        self, places: Places, address: Address, size: int, count: int
+    ) -> Sequence[int]:
+        """Return where parts begin, but for the first one: in order, without doubles.
+
+        Args:
+            places: Where shards lie.
+            address: The shard.
+            size: Its length, in bytes.
+            count: How many parts of about one size are wanted.
+
+        Raises:
+            CannotCutError: If it cannot be cut.
+        """
+
+
+async def cut_shards(
+    places: Places, shards: Sequence[Address], count: int, cuts: Cuts
+) -> list[Part]:
+    """Return ``count`` parts of all shards, in order; shards stay whole where they can.
+
+    Raises:
+        ValueError: If so many cannot be cut.
+    """
+    sizes = [await _size(places, shard) for shard in shards]
+    parts: list[Part] = []
+    reasons: list[str] = []
+    for shard, size, wanted in zip(shards, sizes, shares(sizes, count), strict=True):
+        inner: Sequence[int] = ()
+        if unpacker_of(places.name(shard)):
+            reasons.append(f"{places.label(shard)!r} is packed: unpack or split it")
+        elif wanted > 1:
+            try:
+                inner = await cuts(places, shard, size, wanted)
+            except CannotCutError as error:
+                reasons.append(f"{places.label(shard)!r} {error}")
+        starts = [0, *inner]
+        ends = [*inner, size]
+        parts += [Part(shard, *edges, size) for edges in zip(starts, ends, strict=True)]
+    if len(parts) < count:
+        why = "; ".join(reasons) or "they have too few samples"
+        raise ValueError(
+            f"{len(shards)} shards can be cut into {len(parts)} parts only, but there "
+            f"are {count} readers (ranks x workers, or as `readers` says): {why}; or "
+            "use fewer readers"
+        )
+    return parts
+
+
+async def _size(places: Places, shard: Address) -> int:
+    try:
+        return await places.size(shard)
+    except NoRangesError:
+        label = places.label(shard)
+        raise ValueError(
+            f"{label!r} cannot be cut for more readers: its server gives no ranges; "
+            "use fewer readers, or more shards"
+        ) from None
+
+
+def checksum_of(parts: Sequence[Part]) -> str:
+    """Return a checksum of where shards are cut."""
+    text = ";".join(f"{part.start}-{part.stop}" for part in parts)
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def shares(sizes: Sequence[int], count: int) -> list[int]:
+    """Return how many parts each shard becomes: always one more of the largest ones."""
+    shares = [1] * len(sizes)
+    heap = [(-size, at) for at, size in enumerate(sizes)]
+    heapify(heap)
+    for _ in range(count - len(sizes)):
+        at = heap[0][1]
+        shares[at] += 1
+        heapreplace(heap, (-sizes[at] // shares[at], at))
+    return shares
+
+
+async def at_line_ends(
+    places: Places, address: Address, size: int, count: int
+) -> Sequence[int]:
+    """Return where lines begin, as ``Cuts`` says: after an even share of the bytes."""
+    found: list[int] = []
+    for number in range(1, count):
+        start = await _line_after(places, address, size * number // count, size)
+        if start < size and start > (found[-1] if found else 0):
+            found.append(start)
+    if len(found) < count - 1 and size <= _SMALL:  # few lines, of uneven lengths
+        data = await read_whole(places.open(address, 0, _LOOK, stop=size))
+        ends = [0, *(one.end() for one in re.finditer(rb"\n", data))]
+        return nearest([end for end in ends if end < size], size, count)
+    return found
+
+
+async def _line_after(places: Places, address: Address, at: int, size: int) -> int:
+    """Return where the first line begins that begins at ``at`` or later."""
+    at = max(0, at - 1)
+    source = places.open(address, at, _LOOK, stop=size)
+    try:
+        while data := bytes(await source.read()):
+            end = data.find(b"\n")
+            if end >= 0:
+                return at + end + 1
+            at += len(data)
+    finally:
+        await source.aclose()
+    return size
+
+
+def nearest(starts: Sequence[int], size: int, count: int) -> Sequence[int]:
+    """Return those of ``starts``, without the first, next to even shares of ``size``.
+
+    There are ``count - 1``, all of them different, if there are enough.
+    """
+    last = len(starts) - count
+    place, found = 0, []
+    for one in range(1, min(count, len(starts))):
+        place = max(place + 1, bisect_left(starts, size * one // count))
+        place = min(place, max(last, 0) + one)
+        found.append(starts[place])
+    return found
+
+
+async def read_whole(source: Bytes) -> bytes:
+    """Read and close."""
+    parts: list[bytes] = []
+    try:
+        while data := bytes(await source.read()):
+            parts.append(data)
+    finally:
+        await source.aclose()
+    return b"".join(parts)

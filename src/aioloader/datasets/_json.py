@@ -1,0 +1,110 @@
+"""JSON as Python's ``json`` reads it, by ``orjson`` where that gives the same.
+
+They differ: of integers beyond 64 bits orjson makes floats, and it refuses ``NaN``,
+``Infinity``, numbers too large for a float, lone surrogates, byte order marks and
+UTF-16. A line that it refuses is read by ``json``, and so is one that may hold a large
+integer. Of a key that occurs twice both keep the last.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from aioloader.datasets._lines import SKIP
+
+# Integers that orjson reads as such have fewer digits.
+_DIGITS = 19
+# Two digits so far from each other, in all bytes at one distance, show a large integer.
+_STRIDE = (_DIGITS - 1) // 2
+_ZEROS = bytes(ord("0") if chr(one).isdigit() else one for one in range(128)) + bytes(
+    range(128, 256)
+)
+_END = re.compile(rb"[^0]")
+_RUN, _POINT = b"0" * _DIGITS, ord(".")
+# How deep values may be nested before orjson is not asked; both end near a thousand.
+_DEPTH = 500
+
+
+class JSONDecoder:
+    """Lines of JSON to values."""
+
+    def one(self, line: bytes) -> Any:
+        """Return the value of a line; ``SKIP`` if it is empty.
+
+        Raises:
+            ValueError: If it is no JSON.
+        """
+        if not line.strip():
+            return SKIP
+        fast = _orjson_loads()
+        if fast is not None and not _may_differ(line):
+            try:
+                return fast(line)
+            except ValueError:
+                pass  # it may still be JSON to Python
+        try:
+            return json.loads(line)
+        except RecursionError:
+            raise ValueError("values are nested too deep") from None
+
+    def many(self, lines: Sequence[bytes]) -> list[Any] | None:
+        """Return the values of lines, if orjson is there and they raise no question."""
+        fast = _orjson_loads()
+        if b"\n" in lines:
+            lines = [line for line in lines if line != b"\n"]
+        if fast is None:
+            return None
+        try:
+            if _may_one_differ(lines):
+                return [self.one(x) if _may_differ(x) else fast(x) for x in lines]
+            return list(map(fast, lines))
+        except ValueError:
+            return None
+
+
+def _may_one_differ(lines: Sequence[bytes]) -> bool:
+    """Tell whether ``json`` may read one of many lines in another way than orjson."""
+    text = b"".join(lines)
+    if b"00" in text[::_STRIDE].translate(_ZEROS) and _has_large(text):
+        return True
+    long = b"".join([line for line in lines if len(line) > 2 * _DEPTH])
+    return _may_be_deep(long) and any(map(_is_deep, lines))
+
+
+def _may_differ(line: bytes) -> bool:
+    return _has_large(line) or _is_deep(line)
+
+
+def _has_large(text: bytes) -> bool:
+    """Tell whether so many digits stand together, but for those after a point."""
+    digits = text.translate(_ZEROS)
+    at = digits.find(_RUN)
+    while at > 0 and text[at - 1] == _POINT:
+        end = _END.search(digits, at)
+        at = digits.find(_RUN, end.start()) if end else -1
+    return at >= 0
+
+
+def _may_be_deep(text: bytes) -> bool:
+    """Tell whether many values are opened; `count` takes as long as orjson."""
+    signs = np.frombuffer(text, np.uint8) | 0x20  # the brackets differ in one bit
+    return bool(np.count_nonzero(signs == ord("{")) > _DEPTH)
+
+
+def _is_deep(line: bytes) -> bool:
+    return line.count(b"[") + line.count(b"{") > _DEPTH
+
+
+@functools.cache
+def _orjson_loads() -> Callable[[bytes], Any] | None:
+    """Return what is faster: imported with the first line, not before."""
+    try:
+        import orjson  # noqa: PLC0415  (an optional dependency)
+    except ImportError:
+        return None
+    loads: Callable[[bytes], Any] = orjson.loads
+    return loads

@@ -1,0 +1,1 @@
+"""MosaicML shards: their index, their samples, the encodings of columns."""

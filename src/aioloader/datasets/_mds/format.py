@@ -1,0 +1,195 @@
+"""The shards of MDS datasets: what ``index.json`` lists, opened and cut."""
+
+import functools
+import itertools
+import json
+import posixpath
+import struct
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Any, NamedTuple
+
+from aioloader.datasets._cuts import nearest, read_whole, shares
+from aioloader.datasets._mds.encodings import decoder_of
+from aioloader.datasets._mds.parser import Column, MDSParser
+from aioloader.datasets._parsed import ParsedFormat, ParsedShard
+from aioloader.datasets._stores.addresses import Address, beside
+from aioloader.datasets._stores.places import Places
+from aioloader.datasets._stores.unpack import Unpacked, unpacker_of
+from aioloader.datasets._streams.shards import (
+    Position,
+    ShardReader,
+    Summary,
+    summary_of,
+)
+from aioloader.errors import DatasetError
+
+_PIECE = 1 << 20
+
+
+class MDSShard(NamedTuple):
+    """A shard, or a part of one.
+
+    Attributes:
+        address: Where the file is.
+        samples: How many the whole shard has.
+        size: Its length, unpacked, in bytes.
+        columns: Name, encoding and size of each column.
+        start: Where the part begins; 0 for a whole shard.
+        stop: Where it ends.
+    """
+
+    address: Address
+    samples: int
+    size: int
+    columns: tuple[tuple[str, str, int | None], ...]
+    start: int
+    stop: int
+
+
+class MDSFormat(ParsedFormat):
+    """Shards that an ``index.json`` lists.
+
+    Args:
+        addresses: Of the directories that have it.
+        places: Where they lie.
+        allow_unsafe_types: Whether pickles are loaded.
+    """
+
+    def __init__(
+        self, addresses: Any, places: Places, *, allow_unsafe_types: bool
+    ) -> None:
+        super().__init__(addresses, places, _no_parser)
+        self._allow_unsafe_types = allow_unsafe_types
+
+    async def shards(
+        self, stack: AsyncExitStack, _known: Summary | None = None
+    ) -> list[Any]:
+        """Return the shards, in the order of the indexes."""
+        folders = await super().shards(stack)
+        found: list[MDSShard] = []
+        for folder in folders:
+            address = _joined(folder, "index.json")
+            label = self.places.label(address)
+            data = await read_whole(self.places.open(address, 0, _PIECE))
+            try:
+                entries = json.loads(data)["shards"]
+                found += [_shard(folder, entry) for entry in entries]
+            except (ValueError, KeyError, TypeError) as error:
+                text = f"{label!r} is no index of MDS shards: {error!r}"
+                raise DatasetError(text, location=label) from error
+        if not found:
+            raise ValueError(
+                f"no shards: the index of {self.places.label(folders[0])!r} lists none"
+            )
+        for columns in {shard.columns for shard in found}:
+            self._columns(columns)  # an unknown encoding is told now
+        return found
+
+    async def cut(self, shards: Sequence[Any], count: int) -> Sequence[Any]:
+        """Return ``count`` parts of the shards, cut at the offsets of samples."""
+        found: list[MDSShard] = []
+        wanted = shares([shard.size for shard in shards], count)
+        for shard, number in zip(shards, wanted, strict=True):
+            starts: Sequence[int] = ()
+            if number > 1 and not unpacker_of(self.places.name(shard.address)):
+                starts = nearest(await self._offsets(shard), shard.size, number)
+            edges = [0, *starts, shard.size]
+            found += [
+                shard._replace(start=start, stop=stop)
+                for start, stop in itertools.pairwise(edges)
+            ]
+        if len(found) < count:
+            raise ValueError(
+                f"{len(shards)} shards can be cut into {len(found)} parts only, but "
+                f"there are {count} readers (ranks x workers, or as `readers` says): "
+                "packed shards cannot be cut; use fewer readers, or smaller shards"
+            )
+        return found
+
+    async def _offsets(self, shard: MDSShard) -> Sequence[int]:
+        """Read where the samples of a shard begin."""
+        stop = 4 + 4 * shard.samples
+        head = await read_whole(self.places.open(shard.address, 0, _PIECE, stop=stop))
+        return struct.unpack_from(f"<{shard.samples}I", head, 4)
+
+    def summary(self, shards: Sequence[Any]) -> Summary:
+        """Return how many there are, which, and how many samples they have."""
+        edges = [[shard.start, shard.stop, shard.samples] for shard in shards]
+        names = summary_of(shard.address for shard in shards)
+        whole = summary_of([json.dumps(edges)])
+        return {**names, "samples": whole["names"]}
+
+    def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
+        """Return a reader of one shard."""
+        unpacker = unpacker_of(self.places.name(shard.address))
+        label = self.places.label(shard.address)
+        start = 0 if unpacker else position.get("byte", shard.start)
+        stop = None if unpacker else shard.stop
+        size = position.get("size")
+        source = self.places.open(shard.address, start, budget, size, stop)
+        if unpacker is not None:
+            source = Unpacked(source, unpacker, label)
+        parser = MDSParser(
+            label,
+            self._columns(shard.columns),
+            samples=shard.samples,
+            stop=shard.stop,
+            offset=start,
+        )
+        return ParsedShard(
+            source,
+            parser,
+            skip=position.get("sample", 0),
+            is_packed=unpacker is not None,
+            location=label,
+        )
+
+    def _columns(
+        self, columns: tuple[tuple[str, str, int | None], ...]
+    ) -> tuple[Column, ...]:
+        return _decoders(columns, allow_unsafe_types=self._allow_unsafe_types)
+
+
+@functools.lru_cache(maxsize=16)
+def _decoders(
+    columns: tuple[tuple[str, str, int | None], ...], *, allow_unsafe_types: bool
+) -> tuple[Column, ...]:
+    found = []
+    for name, encoding, size in columns:
+        try:
+            decode = decoder_of(encoding, allow_unsafe_types=allow_unsafe_types)
+        except ValueError as error:
+            raise ValueError(f"column {name!r}: {error}") from None
+        found.append(Column(name, decode, size))
+    return tuple(found)
+
+
+def _shard(folder: Address, entry: dict[str, Any]) -> MDSShard:
+    """Read one entry of an index.
+
+    Raises:
+        ValueError: If it is of another format or version.
+    """
+    if entry["format"] != "mds" or entry["version"] != 2:
+        found = f"format {entry['format']!r}, version {entry['version']!r}"
+        raise ValueError(f"a shard of {found}, where 'mds', 2 is read")
+    packed, raw = entry["zip_data"], entry["raw_data"]
+    name = (packed or raw)["basename"]
+    if packed and unpacker_of(name) is None:
+        raise ValueError(
+            f"{name!r} is packed by {entry['compression']!r}; only gz and zstd are read"
+        )
+    fields = ("column_names", "column_encodings", "column_sizes")
+    columns = tuple(zip(*(entry[field] for field in fields), strict=True))
+    size = raw["bytes"]
+    address = _joined(folder, name)
+    return MDSShard(address, entry["samples"], size, columns, 0, size)
+
+
+def _joined(folder: Address, name: str) -> Address:
+    return beside(folder, lambda path: posixpath.join(path, name))
+
+
+def _no_parser(_url: str, _offset: int) -> Any:
+    raise NotImplementedError

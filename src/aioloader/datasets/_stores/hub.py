@@ -1,0 +1,191 @@
+"""Shards on the Hugging Face Hub, by the file system of ``huggingface_hub``.
+
+Its calls block, and are made in threads. A branch is pinned to the commit that it names
+at the first read, so that what is read is of one version. The address of the Hub is
+that of ``HF_ENDPOINT``, the token that of ``HF_TOKEN`` or of the user's login.
+"""
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from aioloader.datasets._stores.addresses import Address, opened
+from aioloader.datasets._stores.bytes import Piece, Version
+from aioloader.datasets._stores.options import Options, revealed
+from aioloader.datasets._stores.outlast import in_thread
+from aioloader.datasets._stores.redact import Sealed, redact_url
+from aioloader.datasets._stores.requests import RefusedError
+from aioloader.errors import (
+    DatasetError,
+    ObjectNotFoundError,
+    ObjectPermissionError,
+)
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfFileSystem
+
+SCHEME = "hf://"
+_OPTIONS = {"endpoint", "token"}
+# Answers that another try will not change; 408 and 429 ask for one.
+_FINAL = frozenset(range(400, 500)) - {408, 425, 429}
+
+
+class HubSource:
+    """The repositories of the Hub, or one folder of one.
+
+    Args:
+        url: ``hf://``, or with what all keys are in: ``hf://datasets/name/of-it``.
+        options: ``token`` and ``endpoint``.
+
+    Raises:
+        ImportError: If huggingface_hub is not installed.
+        TypeError: If there are other options.
+    """
+
+    def __init__(self, url: Address, options: Options) -> None:
+        try:
+            import huggingface_hub  # noqa: F401, PLC0415  (an optional dependency)
+        except ImportError as exc:
+            raise ImportError(
+                "hf:// needs huggingface_hub: pip install aioloader[hub]"
+            ) from exc
+        if unknown := sorted(set(revealed(options)) - _OPTIONS):
+            raise TypeError(
+                f"unknown store options of hf://: {', '.join(unknown)}; it has "
+                "'token' and 'endpoint'"
+            )
+        self.label = redact_url(opened(url))
+        self._options = options
+        self._system: HfFileSystem | None = None
+        self._pinned: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def locate(self, key: str) -> str:
+        """Return the address of ``key``, for errors."""
+        return f"{self.label}/{key}"
+
+    def close(self) -> None:
+        """Forget what is open, and pinned."""
+        self._system = None
+        self._pinned = {}
+
+    async def get(self, key: str, start: int, stop: int) -> Piece:
+        """Return a range of a file.
+
+        Raises:
+            DatasetError: If another try may help.
+            RefusedError: If not.
+        """
+        return await in_thread(self._get, key, start, stop)
+
+    async def keys(self, folder: str) -> list[str]:
+        """Return the keys of all files in a folder and those in it, sorted.
+
+        Raises:
+            DatasetError: If they cannot be listed.
+        """
+        try:
+            return await in_thread(self._keys, folder)
+        except RefusedError as refused:
+            raise refused.error from None
+
+    def _get(self, key: str, start: int, stop: int) -> Piece:
+        failure: Exception
+        try:
+            with self._lock:  # the file system's cache is not made for threads
+                system, path = self._open(), self._pin(key)
+                info = system.info(path)
+                size = info["size"]
+                file = system.open(path, "rb", cache_type="none")
+            _check_file(info)
+            with file:
+                file.seek(min(start, size))
+                data = file.read(max(0, min(stop, size) - start))
+        except Exception as error:  # noqa: BLE001  (of several HTTP clients)
+            failure = self._failure(key, error)
+        else:
+            return Piece(data, Version(size, info.get("blob_id")))
+        raise failure
+
+    def _keys(self, folder: str) -> list[str]:
+        try:
+            with self._lock:
+                system, path = self._open(), self._pin(folder)
+                found = system.find(path)
+        except Exception as error:  # noqa: BLE001  (of several HTTP clients)
+            failure = self._failure(folder, error)
+        else:
+            start = len(path) + 1
+            return sorted(f"{folder}/{name[start:]}".lstrip("/") for name in found)
+        raise failure
+
+    def _open(self) -> "HfFileSystem":
+        if self._system is None:
+            from huggingface_hub import HfFileSystem  # noqa: PLC0415
+
+            # Not one of fsspec's instances, which all share: its listings are old.
+            self._system = HfFileSystem(skip_instance_cache=True, **self._access())
+        return self._system
+
+    def _access(self) -> dict[str, Any]:
+        # The Hub's client reads its variable only when it is imported.
+        endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/")
+        return {
+            **({"endpoint": endpoint} if endpoint else {}),
+            **revealed(self._options),
+        }
+
+    def _pin(self, key: str) -> str:
+        """Return the path of a key, at the commit that its branch names now."""
+        path = self.locate(key).removeprefix(SCHEME)
+        resolved: Any = self._open().resolve_path(path)
+        kind = getattr(resolved, "repo_type", None)
+        if kind is None:  # a bucket has no commits
+            return path
+        name = f"{kind}s/{resolved.repo_id}" if kind != "model" else resolved.repo_id
+        root = f"{name}@{resolved.revision}"
+        if root not in self._pinned:
+            from huggingface_hub import HfApi  # noqa: PLC0415
+
+            commit = HfApi(**self._access()).repo_info(
+                resolved.repo_id, repo_type=kind, revision=resolved.revision
+            )
+            self._pinned[root] = f"{name}@{commit.sha}"
+        return f"{self._pinned[root]}/{resolved.path_in_repo}".rstrip("/")
+
+    def _failure(self, key: str, error: Exception) -> Exception:
+        """Return the error to raise; texts of the client may hold signed addresses."""
+        location = self.locate(key)
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        kind = type(error).__name__
+        if status in {401, 403} and "NotFound" not in kind:
+            text = f"may not read {location!r}: HTTP {status} ({kind})"
+            return RefusedError(ObjectPermissionError(text, location=location))
+        if isinstance(error, FileNotFoundError) or status in {401, 404}:
+            text = (
+                f"no such file: {location!r} ({kind}); is it private, and HF_TOKEN set?"
+            )
+            return RefusedError(ObjectNotFoundError(text, location=location))
+        said = f"HTTP {status} ({kind})" if status else kind
+        failure = DatasetError(f"cannot read {location!r}: {said}", location=location)
+        is_final = isinstance(error, (ValueError, IsADirectoryError))
+        return RefusedError(failure) if is_final or status in _FINAL else failure
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**self.__dict__, "_system": None, "_pinned": {}}
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+
+def is_hub(store: Any) -> bool:
+    """Tell whether a store or the root of an address is the Hub."""
+    return isinstance(store, (str, Sealed)) and opened(store).startswith(SCHEME)
+
+
+def _check_file(info: dict[str, Any]) -> None:
+    if info["type"] == "directory":
+        raise IsADirectoryError

@@ -1,0 +1,106 @@
+"""Where the samples of a tar archive begin: ``shard.tar.idx``, beside the archive.
+
+Little-endian 64-bit numbers, one for each sample, and at last one for the end of the
+last member: as NVIDIA's Megatron-Energon and NeMo write and read it. By it an archive
+is cut between samples where there are fewer shards than readers.
+"""
+
+import array
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aioloader._order.blocks import Bad
+from aioloader.datasets._cuts import CannotCutError, nearest, read_whole
+from aioloader.datasets._stores.addresses import Address, beside
+from aioloader.datasets._stores.places import Places
+from aioloader.datasets._tar.walk import TarParser
+from aioloader.errors import DatasetError, ObjectNotFoundError
+
+if TYPE_CHECKING:
+    StrPath = str | os.PathLike[str]
+
+_PIECE = 1 << 20
+# What may follow the last member: zeros to the end of a record.
+_RECORD_BYTES = 1 << 16
+_NO_SIZE = 1 << 62
+
+
+def _index_of(path: str) -> str:
+    return f"{path}.idx"
+
+
+def write_index(path: "StrPath", index: "StrPath | None" = None) -> int:
+    """Write the index of a tar archive on disk; whole or not at all.
+
+    Args:
+        path: The archive, not packed.
+        index: The file to write; default: ``path`` and ``.idx``.
+
+    Returns:
+        The number of samples.
+
+    Raises:
+        DatasetError: If a sample of the archive cannot be read.
+        OSError: If it cannot be read or the index cannot be written.
+    """
+    path = os.fspath(path)
+    target = Path(os.fspath(index) if index is not None else _index_of(path))
+    offsets = array.array("Q", _offsets(path))
+    if sys.byteorder != "little":
+        offsets.byteswap()
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(offsets.tobytes())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return len(offsets) - 1
+
+
+def _offsets(path: str) -> Sequence[int]:
+    """Return where the samples of an archive begin, and where the last one ends."""
+    parser = TarParser(path, max_sample_bytes=_NO_SIZE)
+    starts: list[int] = []
+    with Path(path).open("rb", buffering=0) as file:
+        while not parser.is_over:
+            if piece := file.read(_PIECE):
+                parser.feed(piece)
+            else:
+                parser.end()
+            while True:
+                start, found = parser.offset, parser.take(1)
+                if not found:
+                    break
+                if type(found[0]) is Bad:
+                    raise found[0].error
+                starts.append(start)
+    return [*starts, parser.offset]
+
+
+async def at_samples(
+    places: Places, address: Address, size: int, count: int
+) -> Sequence[int]:
+    """Return where samples begin, as ``Cuts`` says: by the index of the archive."""
+    name = beside(address, _index_of)
+    try:
+        data = await read_whole(places.open(name, 0, _PIECE))
+    except ObjectNotFoundError:
+        raise CannotCutError(
+            f"has no index, {places.label(name)!r}: write it by `aioloader index`"
+        ) from None
+    starts = array.array("Q", data[: len(data) & ~7])
+    if sys.byteorder != "little":
+        starts.byteswap()
+    end = starts.pop() if starts else 0
+    is_rising = all(a < b for a, b in zip(starts, [*starts[1:], end], strict=True))
+    if len(data) % 8 or not is_rising or not end <= size <= end + _RECORD_BYTES:
+        text = f"{places.label(name)!r} is not the index of {places.label(address)!r}"
+        raise DatasetError(
+            f"{text} with its {size:,} bytes (it says {end:,}); write it again by "
+            "`aioloader index`",
+            location=places.label(name),
+        )
+    return nearest(starts, size, count)

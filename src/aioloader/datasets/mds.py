@@ -1,0 +1,40 @@
+"""MosaicML shards, as the writer of MosaicML Streaming makes them."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Unpack
+
+from aioloader.datasets._mds.format import MDSFormat
+from aioloader.datasets._options import StreamOptions
+from aioloader.datasets.sharded import StoredStream
+
+if TYPE_CHECKING:
+    from aioloader.datasets.sharded import Addresses
+
+
+class MDSDataset(StoredStream[dict[str, Any]]):
+    """Stream samples from MDS shards.
+
+    A sample is a dict of its columns, decoded as MosaicML Streaming does it: numbers,
+    text, bytes, JSON, arrays (copied), and pictures by Pillow. Plain, gzip and
+    zstandard; a plain shard is resumed at any sample without a look at what was
+    before, and cut where there are fewer shards than readers.
+
+    Args:
+        addresses: Directories that have an ``index.json``, paths or URLs.
+        allow_unsafe_types: Whether columns of pickles are loaded, which runs code of
+            whoever wrote them.
+        options: As for ``TarDataset``.
+
+    Raises:
+        ValueError: If an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        addresses: "Addresses",
+        *,
+        allow_unsafe_types: bool = False,
+        **options: Unpack[StreamOptions],
+    ) -> None:
+        made_by = partial(MDSFormat, allow_unsafe_types=allow_unsafe_types)
+        super().__init__(addresses, made_by, **options)

@@ -1,0 +1,315 @@
+"""The laws of a format and of a parser: what streams of shards take for granted.
+
+Readers are opened as a stream does it: side by side, from every position, with little
+to read ahead, and closed amid everything.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import cloudpickle
+
+from aioloader._order.blocks import Bad, Block
+from aioloader.datasets._streams.shards import (
+    NamesPositions,
+    Parser,
+    Position,
+    Shard,
+    ShardFormat,
+    ShardReader,
+)
+from aioloader.testing._frozen import frozen, shown
+
+_BUDGETS = (1, 1 << 14, 1 << 24)
+_LIMITS = (1, 2, 7, 1000)
+_SIZES = (1, 3, 64, 1000, 1 << 30)
+# Turns of the loop after which a pull is cancelled.
+_TURNS = (0, 1, 2, 5, 20)
+
+MakeParser = Callable[[str, int], Parser]
+
+
+async def check_shard_format(made_by: ShardFormat, *, samples: int = 64) -> None:
+    """Check that ``made_by`` is what a ``ShardedStream`` needs.
+
+    Shards are listed alike each time, also by a copy sent to another process; what a
+    state holds of them is JSON. A reader gives from 1 to ``limit`` samples, an empty
+    block at its end and ever after, the same ones whatever the limits and the budget,
+    and beside other readers. From the position after each sample, which is JSON, a new
+    reader gives the rest. It can be closed at any time, also twice, before it has
+    begun, and after a pull was cancelled, and leaves no task.
+
+    Args:
+        made_by: The format, over a few small shards; not all of them empty.
+        samples: Of each shard, from so many positions it is read again.
+
+    Raises:
+        AssertionError: If it is not; says what differs. What reading raises is raised.
+    """
+    before = asyncio.all_tasks()
+    async with AsyncExitStack() as stack:
+        shards = await _check_listing(made_by, stack)
+        whole = [await _read(made_by, shard) for shard in shards]
+        assert any(whole), "there is not one sample in all shards"
+        for number, (shard, expected) in enumerate(zip(shards, whole, strict=True)):
+            where = f"shard {number}"
+            for budget in _BUDGETS:
+                for limit in _LIMITS:
+                    found = await _read(made_by, shard, limit=limit, budget=budget)
+                    what = f"{where}, pulled by {limit} with budget={budget}"
+                    _compare(what, expected, found)
+            await _check_positions(made_by, shard, expected, where, samples)
+            await _check_closing(made_by, shard, expected, where)
+        await _check_beside(made_by, shards, whole)
+    left = asyncio.all_tasks() - before
+    assert not left, f"tasks are left after all was closed: {left}"
+
+
+async def _check_listing(made_by: ShardFormat, stack: AsyncExitStack) -> list[Shard]:
+    shards = list(await made_by.shards(stack))
+    summary = made_by.summary(shards)
+    assert summary.get("count") == len(shards), (
+        f"summary must have 'count', the number of shards: {len(shards)}, got {summary}"
+    )
+    for name, said in (("summary", summary), ("describe", made_by.describe())):
+        assert json.loads(json.dumps(said)) == said, f"{name} must be JSON, got {said}"
+    again = list(await made_by.shards(stack, summary))
+    copy: ShardFormat = cloudpickle.loads(cloudpickle.dumps(made_by))
+    copied = list(await copy.shards(stack))
+    for how, found in (("again", again), ("by a copy from a pickle", copied)):
+        said = made_by.summary(found)
+        assert said == summary, f"shards listed {how} are {said}, they were {summary}"
+    assert copy.describe() == made_by.describe(), "a copy describes itself otherwise"
+    return shards
+
+
+async def _check_positions(
+    made_by: ShardFormat, shard: Shard, expected: list[Any], where: str, samples: int
+) -> None:
+    """Read the rest from the position after each sample, and after each of a block."""
+    for limit in (1, 5):
+        reader = made_by.open(shard, {}, _BUDGETS[-1])
+        try:
+            count = 0
+            while count <= min(samples, len(expected)):
+                await _check_rest(made_by, shard, reader.position(), count, expected)
+                block = await reader.pull(limit)
+                if not len(block):
+                    break
+                if isinstance(reader, NamesPositions):
+                    for one in range(1, len(block) + 1):
+                        position, at = reader.position_after(one), count + one
+                        await _check_rest(made_by, shard, position, at, expected)
+                count += len(block)
+        except AssertionError as error:
+            raise AssertionError(f"{where}, {error}") from None
+        finally:
+            await reader.aclose()
+
+
+async def _check_rest(
+    made_by: ShardFormat,
+    shard: Shard,
+    position: Position,
+    count: int,
+    expected: list[Any],
+) -> None:
+    sent = json.loads(json.dumps(position))
+    assert sent == position, f"a position must be JSON, got {position}"
+    found = await _read(made_by, shard, sent)
+    _compare(f"after {count} samples, from {position}", expected[count:], found)
+
+
+async def _check_closing(
+    made_by: ShardFormat, shard: Shard, expected: list[Any], where: str
+) -> None:
+    """Close a reader at every stage, and after a pull that was cancelled."""
+
+    async def begin(reader: ShardReader) -> None:
+        reader.begin()
+        await asyncio.sleep(0)
+
+    async def pull(reader: ShardReader) -> None:
+        await reader.pull(1)
+
+    async def nothing(_reader: ShardReader) -> None:
+        pass
+
+    stages: dict[str, Callable[[ShardReader], Awaitable[None]]] = {
+        "opened": nothing,
+        "begun": begin,
+        "pulled": pull,
+        **{f"cancelled after {one} turns": _cancelled(one) for one in _TURNS},
+    }
+    for stage, act in stages.items():
+        before = asyncio.all_tasks()
+        reader = made_by.open(shard, {}, _BUDGETS[1])
+        await act(reader)
+        assert isinstance(reader.is_draining(), bool), "is_draining must be a bool"
+        await reader.aclose()
+        await reader.aclose()
+        left = asyncio.all_tasks() - before
+        assert not left, f"{where}: closed when {stage}, a reader leaves {left}"
+    _compare(
+        f"{where}, after others were closed", expected, await _read(made_by, shard)
+    )
+
+
+def _cancelled(turns: int) -> Callable[[ShardReader], Awaitable[None]]:
+    async def act(reader: ShardReader) -> None:
+        task = asyncio.ensure_future(reader.pull(1))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.result()
+
+    return act
+
+
+async def _check_beside(
+    made_by: ShardFormat, shards: Sequence[Shard], whole: list[list[Any]]
+) -> None:
+    """Read all shards at once, and each while the others are half read."""
+    readers = [made_by.open(shard, {}, _BUDGETS[1]) for shard in shards]
+    found: list[list[Any]] = [[] for _ in readers]
+    try:
+        for reader in readers:
+            reader.begin()
+        going = list(range(len(readers)))
+        while going:
+            for at in list(going):
+                block = await _pulled(readers[at], 3)
+                found[at] += map(_frozen, block)
+                if not len(block):
+                    going.remove(at)
+    finally:
+        for reader in readers:
+            await reader.aclose()
+    for number, (expected, got) in enumerate(zip(whole, found, strict=True)):
+        _compare(f"shard {number}, read beside the others", expected, got)
+
+
+async def _read(
+    made_by: ShardFormat,
+    shard: Shard,
+    position: Position | None = None,
+    *,
+    limit: int = 1000,
+    budget: int = _BUDGETS[-1],
+) -> list[Any]:
+    """Return all samples from a position on."""
+    reader = made_by.open(shard, position or {}, budget)
+    found: list[Any] = []
+    try:
+        while len(block := await _pulled(reader, limit)):
+            found += map(_frozen, block)
+        assert not len(await reader.pull(limit)), "there are samples after the end"
+    finally:
+        await reader.aclose()
+    return found
+
+
+async def _pulled(reader: ShardReader, limit: int) -> Block:
+    block = await reader.pull(limit)
+    length = len(block)
+    assert length <= limit, f"pull({limit}) gave {length} samples, over its limit"
+    return block
+
+
+def check_parser(make: MakeParser, data: bytes) -> None:
+    """Check that ``make`` makes what a ``ByteStream`` needs.
+
+    Samples are the same whatever pieces the bytes come in and however many are taken;
+    they do not change when the buffer of a piece is used again. ``take`` gives less
+    than its limit only if there are no more. From ``offset``, before each sample, a new
+    parser gives the rest. After the end, and once ``is_over``, there is nothing more.
+
+    Args:
+        make: Makes a parser of an address and the offset of its first byte.
+        data: A small shard, of a few samples.
+
+    Raises:
+        AssertionError: If it does not; says what differs.
+    """
+    expected = _parsed(make, data, len(data) or 1, 1 << 30)
+    assert expected, "there is not one sample in the data"
+    for size in _SIZES:
+        for limit in _LIMITS:
+            found = _parsed(make, data, size, limit)
+            what = f"in pieces of {size:,} bytes, taken by {limit}"
+            _compare(what, expected, found)
+    _check_offsets(make, data, expected)
+
+
+def _check_offsets(make: MakeParser, data: bytes, expected: list[Any]) -> None:
+    parser = make("shard", 0)
+    assert parser.offset == 0, f"offset must be 0 at the beginning, not {parser.offset}"
+    parser.feed(data)
+    is_ended = False
+    for count in range(len(expected) + 1):
+        offset = parser.offset
+        assert 0 <= offset <= len(data), f"offset {offset} is outside of the data"
+        rest = _parsed(make, data, len(data) or 1, 1000, offset)
+        what = f"from offset {offset}, before sample {count}"
+        _compare(what, expected[count:], rest)
+        if not (found := parser.take(1)) and not is_ended:
+            is_ended = True
+            parser.end()
+            found = parser.take(1)
+        assert len(found) == (count < len(expected)), (
+            f"take(1) gave {len(found)} samples after {count} of {len(expected)}"
+        )
+
+
+def _parsed(
+    make: MakeParser, data: bytes, size: int, limit: int, offset: int = 0
+) -> list[Any]:
+    """Return all samples of ``data`` from an offset on, fed in pieces of ``size``."""
+    parser = make("shard", offset)
+    taken: list[Any] = []
+    buffer = bytearray(min(size, max(1, len(data))))
+    for start in range(offset, len(data), size):
+        if parser.is_over:
+            break
+        piece = data[start : start + size]
+        buffer[: len(piece)] = piece
+        parser.feed(memoryview(buffer)[: len(piece)])
+        _take_all(parser, limit, taken)
+        buffer[:] = b"\xff" * len(buffer)  # the piece is not valid any more
+    if not parser.is_over:
+        parser.end()
+        _take_all(parser, limit, taken)
+    assert not parser.take(limit), "there are samples after the end"
+    return [_frozen(sample) for sample in taken]
+
+
+def _take_all(parser: Parser, limit: int, taken: list[Any]) -> None:
+    while found := parser.take(limit):
+        assert len(found) <= limit, f"take({limit}) gave {len(found)} samples"
+        taken += found
+        if len(found) < limit:
+            break
+    more = parser.take(limit)
+    assert not more, f"take({limit}) gave fewer samples, and there were more"
+
+
+def _frozen(sample: Any) -> Hashable:
+    if type(sample) is Bad:
+        return "a failed sample", type(sample.error), str(sample.error)
+    return frozen(sample)
+
+
+def _compare(where: str, expected: list[Any], found: list[Any]) -> None:
+    """Name the first sample that differs."""
+    for at, (first, second) in enumerate(zip(expected, found, strict=False)):
+        assert first == second, (
+            f"{where}: sample {at} is {shown(second)}, it was {shown(first)}"
+        )
+    assert len(expected) == len(found), (
+        f"{where}: there are {len(found)} samples, there were {len(expected)}"
+    )

@@ -1,0 +1,184 @@
+"""Fewer shards than readers: lines are cut by ranges, tar by an index."""
+
+import asyncio
+import json
+import struct
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioloader.datasets import JSONLinesDataset, TarDataset, TextDataset
+from aioloader.datasets._cuts import at_line_ends
+from aioloader.datasets._stores.places import Places
+from aioloader.datasets._stores.requests import Requests
+from aioloader.datasets._tar.index import write_index
+from aioloader.errors import DatasetError, StateMismatchError
+from aioloader.testing import ObjectServer
+from datasets.shards import names
+from datasets.tar_archives import Member, archive
+
+LINES = [f"line {at} {'x' * (at * 37 % 90)}" for at in range(200)]
+TAR = [Member(f"{at:03}.txt", b"%d" % at * (at % 700)) for at in range(60)]
+
+
+def write(folder: Path) -> dict[str, Any]:
+    """Write two shards of each kind; return what reads them, and their samples."""
+    for shard in range(2):
+        lines = LINES[shard * 100 : (shard + 1) * 100]
+        (folder / f"{shard}.txt").write_text("\n".join(lines))
+        rows = [json.dumps({"name": line}) + "\n" for line in lines]
+        (folder / f"{shard}.jsonl").write_text("".join(rows))
+        data = archive(TAR[shard * 30 : (shard + 1) * 30], "pax" if shard else "gnu")
+        (folder / f"{shard}.tar").write_bytes(data)
+        assert write_index(folder / f"{shard}.tar") == 30
+    return {
+        "txt": (TextDataset, LINES),
+        "jsonl": (JSONLinesDataset, LINES),
+        "tar": (TarDataset, [member.body.decode() for member in TAR]),
+    }
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return all files by their names."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+KINDS = pytest.mark.parametrize("kind", ["txt", "jsonl", "tar"])
+
+
+@KINDS
+@pytest.mark.parametrize("readers", [2, 3, 7])
+async def test_ranks_share_what_is_cut(kind: str, readers: int, tmp_path: Path) -> None:
+    """In order, and about equally; from disk and from a store."""
+    dataset, expected = (await asyncio.to_thread(write, tmp_path))[kind]
+    objects = await asyncio.to_thread(contents, tmp_path)
+    with ObjectServer(objects) as server:
+        for root in (str(tmp_path), server.url):
+            stream = dataset(f"{{0..1}}.{kind}", store=root)
+            parts = [await names(stream.shard(at, readers)) for at in range(readers)]
+            assert [name for part in parts for name in part] == expected
+            assert all(parts)
+
+
+@KINDS
+async def test_a_state_at_any_sample_of_a_part(kind: str, tmp_path: Path) -> None:
+    """What follows is the same; with other cuts the state is refused."""
+    dataset, _ = (await asyncio.to_thread(write, tmp_path))[kind]
+    stream = dataset(f"{tmp_path}/0.{kind}").shard(1, 3)
+    expected = await names(stream)
+    for count in range(len(expected) + 1):
+        async with aiter(stream) as iterator:
+            before = [await anext(iterator) for _ in range(count)]
+            state = json.loads(json.dumps(iterator.state_dict()))
+        stream.load_state_dict(state)
+        rest = await names(stream)
+        assert (len(before), rest) == (count, expected[count:])
+    path = tmp_path / f"0.{kind}"
+    if kind != "tar":
+        path.write_bytes(path.read_bytes()[:-900])
+        stream.load_state_dict(state)
+        with pytest.raises(StateMismatchError):
+            await names(stream)
+
+
+@given(
+    st.lists(st.binary(max_size=9).map(lambda one: one.replace(b"\n", b""))),
+    st.integers(1, 9),
+    st.booleans(),
+)
+def test_cuts_are_between_lines(lines: list[bytes], count: int, ends: bool) -> None:
+    """Each begins after the end of a line, whatever the lines."""
+    data = b"\n".join(lines) + b"\n" * ends
+
+    async def cut() -> Any:
+        places = Places(None, {}, Requests())
+        places.open = _opener(data)  # type: ignore[method-assign]
+        return await at_line_ends(places, "x", len(data), count)
+
+    found = asyncio.run(cut())
+    assert list(found) == sorted(set(found))
+    assert len(found) < count
+    assert all(0 < at < len(data) and data[at - 1 : at] == b"\n" for at in found)
+
+
+def _opener(data: bytes) -> Any:
+    class Source:
+        def __init__(self, _address: str, start: int, _budget: int, stop: int) -> None:
+            self.left = data[start:stop]
+
+        async def read(self) -> bytes:
+            piece, self.left = self.left[:3], self.left[3:]
+            return piece
+
+        async def aclose(self) -> None:
+            pass
+
+    return Source
+
+
+@pytest.mark.parametrize("form", ["gnu", "pax", "ustar"])
+def test_an_index_names_the_first_headers(form: str, tmp_path: Path) -> None:
+    """Of each sample, and at last the end: as Energon's does."""
+    members = [Member(f"{at}/{'d' * 90}/{at}.{x}", b"x") for at in (1, 2) for x in "ab"]
+    path = tmp_path / "a.tar"
+    path.write_bytes(archive(members, form))
+    assert write_index(path) == 2
+    data = (tmp_path / "a.tar.idx").read_bytes()
+    with tarfile.open(path) as tar:
+        found = tar.getmembers()
+        end = found[-1].offset_data + 512
+    starts = (found[0].offset, found[2].offset, end)
+    assert struct.unpack("<3Q", data) == starts
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_no_index_of_a_damaged_archive(tmp_path: Path) -> None:
+    """And nothing is left of it."""
+    path = tmp_path / "a.tar"
+    path.write_bytes(archive(TAR)[:50_100])
+    with pytest.raises(DatasetError, match="ends amid"):
+        write_index(path)
+    assert [one.name for one in tmp_path.iterdir()] == ["a.tar"]
+
+
+async def test_what_cannot_be_cut_says_what_to_do(tmp_path: Path) -> None:
+    """A tar without an index, what is packed, too few lines, an index of another."""
+    await asyncio.to_thread(write, tmp_path)
+    await asyncio.to_thread((tmp_path / "1.tar.idx").unlink)
+    (tmp_path / "a.txt.gz").write_bytes(b"")
+    (tmp_path / "b.txt").write_bytes(b"one line")
+    for name, words in (
+        (
+            "1.tar",
+            r"2 readers .*1\.tar' has no index, .*1\.tar\.idx'.* `aioloader index",
+        ),
+        ("a.txt.gz", "is packed: unpack or split it; or use fewer readers"),
+        ("b.txt", "cut into 1 parts only, but there are 2 readers .* too few samples"),
+    ):
+        dataset: Any = TarDataset if "tar" in name else TextDataset
+        with pytest.raises(ValueError, match=words):
+            await names(dataset(f"{tmp_path}/{name}").shard(0, 2))
+    (tmp_path / "0.tar.idx").write_bytes(struct.pack("<2Q", 0, 1 << 30))
+    with pytest.raises(DatasetError, match=r"is not the index of .*write it again"):
+        await names(TarDataset(f"{tmp_path}/0.tar").shard(0, 2))
+
+
+async def test_a_part_that_became_shorter_is_told(tmp_path: Path) -> None:
+    """Between the cut and the reading of it."""
+    path = tmp_path / "a.txt"
+    path.write_text("line\n" * 1000)
+    async with aiter(TextDataset(str(path)).readers(2)) as iterator:
+        stream: Any = iterator
+        reading = stream._stream
+        parts = await reading.made_by.cut([str(path)], 2)
+        path.write_text("line\n" * 900)
+        reader = reading.made_by.open(parts[1], {}, 1 << 20)
+        with pytest.raises(
+            DatasetError, match=r"has changed since .* it had 5,000 bytes and has 4,500"
+        ):
+            await reader.pull(1)
+        await reader.aclose()

@@ -1,0 +1,258 @@
+"""The laws of formats and parsers hold for ours, and find what others do wrong."""
+
+import asyncio
+import gzip
+import json
+import struct
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import own_format
+import pytest
+
+from aioloader.datasets import Parser, ShardedStream, ShardFormat, ShardReader
+from aioloader.datasets._json import JSONDecoder
+from aioloader.datasets._lines import LineParser
+from aioloader.datasets._tar.walk import TarParser
+from aioloader.testing import ObjectServer, check_parser, check_shard_format
+from datasets.shards import (
+    Make,
+    arrow,
+    json_lines,
+    names,
+    parquet,
+    sqlite,
+    tar,
+    tar_zstd,
+    text,
+)
+from datasets.tar_archives import Member, archive
+
+ALL: list[Make] = [text, json_lines, tar, tar_zstd, parquet, arrow, sqlite]
+
+
+@pytest.mark.parametrize("make", ALL, ids=lambda make: make.__name__)
+async def test_every_format_keeps_the_laws(make: Make, tmp_path: Path) -> None:
+    """From disk."""
+    await check_shard_format(make(tmp_path).made_by, samples=12)
+
+
+async def test_the_laws_hold_in_a_store(tmp_path: Path) -> None:
+    """With requests in flight when it is closed."""
+    text(tmp_path)
+    packed = gzip.compress((tmp_path / "0.txt").read_bytes())
+    objects = {"0.txt": (tmp_path / "0.txt").read_bytes(), "1.txt.gz": packed}
+    with ObjectServer(objects) as server:
+        stream = text(tmp_path)
+        stream = type(stream)(["0.txt", "1.txt.gz"], store=server.url)
+        await check_shard_format(stream.made_by, samples=3)
+
+
+def test_every_parser_keeps_the_laws() -> None:
+    """Of tar archives, of lines and of the example."""
+    members = [Member(f"{at}.txt", b"x" * at * 300) for at in range(9)]
+
+    def tar_parser(url: str, offset: int) -> TarParser:
+        return TarParser(url, offset=offset)
+
+    def line_parser(url: str, offset: int) -> LineParser:
+        decoder = JSONDecoder()
+        return LineParser(url, decoder, max_sample_bytes=99, offset=offset)
+
+    check_parser(tar_parser, archive(members, "pax"))
+    check_parser(line_parser, b'{"a": 1}\n\n[]\n"x\n' + b"9" * 200 + b"\n3")
+    own_format.main()
+
+
+class Rows:
+    """A format of the smallest kind: each shard is a list in a JSON file."""
+
+    def __init__(self, folder: Path) -> None:
+        files = sorted(folder.glob("*.json"))
+        self.rows = {path.name: json.loads(path.read_text()) for path in files}
+        self.reader: Any = RowsReader
+
+    async def shards(self, _stack: AsyncExitStack, _known: Any = None, /) -> list[str]:
+        """Return the names of the files."""
+        return list(self.rows)
+
+    def summary(self, shards: Any) -> dict[str, Any]:
+        """Return names."""
+        return {"count": len(shards), "names": list(shards)}
+
+    def describe(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def open(self, shard: str, position: dict[str, Any], _budget: int) -> ShardReader:
+        """Return a reader."""
+        reader: ShardReader = self.reader(self.rows[shard], position.get("at", 0))
+        return reader
+
+
+class RowsReader:
+    """What ``Rows`` reads."""
+
+    def __init__(self, rows: list[int], at: int) -> None:
+        self.rows, self.at = rows, at
+
+    def begin(self) -> None:
+        """Do nothing."""
+
+    async def pull(self, limit: int) -> list[int]:
+        """Return the next rows."""
+        await asyncio.sleep(0)
+        found = self.rows[self.at : self.at + limit]
+        self.at += len(found)
+        return found
+
+    def position(self) -> dict[str, Any]:
+        """Return the number of the next one."""
+        return {"at": self.at}
+
+    def is_draining(self) -> bool:
+        """Return whether it is at its end."""
+        return self.at >= len(self.rows)
+
+    async def aclose(self) -> None:
+        """Do nothing."""
+
+
+class TooMany(RowsReader):
+    """Gives more than it is asked for."""
+
+    async def pull(self, limit: int) -> list[int]:
+        """Return one row too many."""
+        return await super().pull(limit + 1)
+
+
+class LosesOne(RowsReader):
+    """Names a position one too far."""
+
+    def position(self) -> dict[str, Any]:
+        """Return another one."""
+        return {"at": self.at + (self.at > 2)}
+
+
+class ForgetsCancelled(RowsReader):
+    """Leaves a task when it is closed."""
+
+    async def pull(self, limit: int) -> list[int]:
+        """Read in a task."""
+        self.task = asyncio.create_task(self.slow(limit))
+        return await asyncio.shield(self.task)
+
+    async def slow(self, limit: int) -> list[int]:
+        """Take a while."""
+        for _ in range(30):
+            await asyncio.sleep(0)
+        return await super().pull(limit)
+
+
+class AfterTheEnd(RowsReader):
+    """Begins again after the end."""
+
+    async def pull(self, limit: int) -> list[int]:
+        """Return rows for ever."""
+        found = await super().pull(limit)
+        self.at = self.at if found else 0
+        return found
+
+
+class Tuples(RowsReader):
+    """Has a position that JSON changes."""
+
+    def position(self) -> dict[str, Any]:
+        """Return a tuple."""
+        return {"at": (self.at,)}
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Rows:
+    """Return two shards."""
+    (tmp_path / "a.json").write_text("[1, 2, 3, 4, 5]")
+    (tmp_path / "b.json").write_text("[]")
+    return Rows(tmp_path)
+
+
+async def test_a_format_of_ones_own(rows: Rows) -> None:
+    """It keeps the laws, and is a stream like the others."""
+    made_by: ShardFormat = rows
+    await check_shard_format(made_by)
+    assert await names(ShardedStream(made_by)) == ["1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("reader", "words"),
+    [
+        (TooMany, r"pull\(1\) gave 2 samples|pull\(2\) gave 3 samples"),
+        (LosesOne, r"after \d samples, from {'at': 4}: sample 0 is"),
+        (ForgetsCancelled, "a reader leaves|tasks are left"),
+        (AfterTheEnd, "there are samples after the end"),
+        (Tuples, "a position must be JSON"),
+    ],
+)
+async def test_what_is_wrong_is_named(rows: Rows, reader: Any, words: str) -> None:
+    """Each by the law that it breaks."""
+    rows.reader = reader
+    with pytest.raises(AssertionError, match=words):
+        await check_shard_format(rows)
+
+
+async def test_a_summary_without_a_count_is_named(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lanes are dealt by it."""
+    monkeypatch.setattr(rows, "summary", lambda _shards: {})
+    with pytest.raises(AssertionError, match="summary must have 'count'"):
+        await check_shard_format(rows)
+
+
+class Broken(own_format.RecordParser):
+    """A parser with a switch for each mistake."""
+
+    mistake = ""
+
+    def take(self, limit: int) -> list[Any]:
+        """Return records, wrongly."""
+        before = self.offset
+        found = super().take(1 if self.mistake == "few" else limit)
+        if self.mistake == "offset":
+            self.offset = before
+        return found
+
+
+class Keeps(own_format.RecordParser):
+    """Keeps the piece, and not its bytes."""
+
+    def feed(self, piece: Any) -> None:
+        """Keep the view."""
+        self._view = piece
+
+    def take(self, limit: int) -> list[Any]:
+        """Add it too late, when it is another's."""
+        found = super().take(limit)
+        if not found and hasattr(self, "_view"):
+            self._rest += bytes(self._view)
+            del self._view
+        return found
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [("few", "and there were more"), ("offset", "from offset 0, before sample 1")],
+)
+def test_what_is_wrong_with_a_parser_is_named(mistake: str, words: str) -> None:
+    """Each by the law that it breaks."""
+    data = b"".join(struct.pack("<I", at) + bytes([at] * at) for at in range(9))
+
+    def make(url: str, offset: int) -> Parser:
+        parser = Broken(url, offset)
+        parser.mistake = mistake
+        return parser
+
+    with pytest.raises(AssertionError, match=words):
+        check_parser(make, data)
+    with pytest.raises((AssertionError, ValueError)):
+        check_parser(Keeps, data)

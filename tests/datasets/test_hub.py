@@ -1,0 +1,117 @@
+"""``hf://``: what ``huggingface_hub`` reads, from a stand-in for its endpoint."""
+
+import asyncio
+import pickle
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioloader.datasets import JSONLinesDataset, TarDataset, TextDataset
+from aioloader.datasets._stores.requests import Requests
+from aioloader.errors import DatasetError, ObjectNotFoundError
+from datasets.hub_server import REPO, TOKEN, Hub
+from datasets.shards import LENGTHS, NAMES, names, write_tar, write_text
+
+ROOT = f"hf://datasets/{REPO}"
+QUICK = Requests(base_delay=0.001, max_delay=0.01, deadline=5)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    """Return a repository with tar and text shards."""
+    write_tar(tmp_path)
+    write_text(tmp_path)
+    files = {f"data/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
+    with Hub({**files, "README.md": b"words"}) as hub:
+        yield hub
+
+
+def options(hub: Hub, **more: Any) -> dict[str, Any]:
+    """Return what leads to the stand-in."""
+    return {"store_options": {"endpoint": hub.url, **more}, "requests": QUICK}
+
+
+@pytest.mark.parametrize("ways", ["braces", "star", "store"])
+async def test_every_way_to_name_shards(ways: str, hub: Hub) -> None:
+    """Spelled out, listed, and relative to a repository."""
+    pattern = {"braces": "data/{0..7}.tar"}.get(ways, "data/*.tar")
+    if ways == "store":
+        stream = TarDataset(pattern, store=ROOT, **options(hub))
+    else:
+        stream = TarDataset(f"{ROOT}/{pattern}", **options(hub))
+    assert await names(stream) == NAMES
+
+
+async def test_the_endpoint_of_the_environment(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether ``huggingface_hub`` was imported before or not."""
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    stream = TextDataset(f"{ROOT}/data/*.txt", requests=QUICK)
+    assert await names(stream.shard(1, 2)) != []
+
+
+async def test_resumes_and_is_cut(hub: Hub) -> None:
+    """As shards of every store."""
+    stream = TextDataset(f"{ROOT}/data/3.txt", **options(hub))
+    parts = [await names(stream.shard(rank, 3)) for rank in range(3)]
+    assert [len(part) > 0 for part in parts] == [True] * 3
+    assert sum(map(len, parts)) == LENGTHS[3]
+    async with aiter(stream) as iterator:
+        before = [await anext(iterator) for _ in range(5)]
+        state = iterator.state_dict()
+    stream.load_state_dict(state)
+    assert before + await names(stream) == [f"3-{at}" for at in range(LENGTHS[3])]
+
+
+async def test_a_branch_that_moves_is_not_followed(hub: Hub) -> None:
+    """Within an iteration all is of one commit."""
+    stream = TextDataset(f"{ROOT}/data/{{0..7}}.txt", **options(hub))
+    async with aiter(stream) as iterator:
+        found = [await anext(iterator)]
+        hub.commits["b" * 40] = {"data/0.txt": b"other\n"}
+        hub.main = "b" * 40
+        found += [name async for name in iterator]
+    assert found == NAMES
+    assert await names(TextDataset(f"{ROOT}/data/*.txt", **options(hub))) == ["other"]
+
+
+async def test_failures_are_tried_again(hub: Hub) -> None:
+    """What waiting can mend; and the rest is told at once."""
+    hub.fail = [408, 425, 408]  # the client tries 429 and 5xx again itself, slowly
+    assert await names(TextDataset(f"{ROOT}/data/*.txt", **options(hub))) == NAMES
+    with pytest.raises(ObjectNotFoundError, match=r"no such file: 'hf://.*/none\.txt'"):
+        await names(TextDataset(f"{ROOT}/data/none.txt", **options(hub)))
+    with pytest.raises(ValueError, match="no shard matches"):
+        await names(TextDataset(f"{ROOT}/data/*.none", **options(hub)))
+
+
+async def test_tokens_are_sent_and_never_shown(hub: Hub) -> None:
+    """Not in a pickle, which is refused, nor in an error."""
+    hub.token = TOKEN
+    stream = JSONLinesDataset(f"{ROOT}/README.md", **options(hub, token=TOKEN))
+    with pytest.raises(DatasetError, match="byte 0 is damaged"):
+        await names(stream)
+    assert TOKEN not in repr(stream)
+    with pytest.raises(pickle.PicklingError, match="store options token in clear"):
+        pickle.dumps(TextDataset("x", store=ROOT, **options(hub, token=TOKEN)))
+    wrong = f"{TOKEN}-wrong"
+    with pytest.raises(DatasetError, match=r"HF_TOKEN|may not read") as caught:
+        await names(TextDataset(f"{ROOT}/README.md", **options(hub, token=wrong)))
+    assert TOKEN not in "".join(traceback.format_exception(caught.value))
+
+
+def test_wrong_options_are_named() -> None:
+    """And what there is."""
+    with pytest.raises(TypeError, match=r"region; it has 'token' and 'endpoint'"):
+        TextDataset("x", store=ROOT, store_options={"region": "here"})
+
+
+def test_a_stream_can_be_sent(hub: Hub) -> None:
+    """To a worker, which opens it anew."""
+    stream = TextDataset("data/*.txt", store=ROOT, **options(hub))
+    copy = pickle.loads(pickle.dumps(stream))
+    assert asyncio.run(names(copy)) == NAMES

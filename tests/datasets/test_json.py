@@ -1,0 +1,117 @@
+"""JSON lines give the same samples with and without orjson: those of ``json``."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from aioloader._order.blocks import Bad
+from aioloader.datasets import _json
+from aioloader.datasets._json import JSONDecoder
+from aioloader.datasets._lines import LineParser
+
+# What one of the two reads in a way of its own, or not at all.
+ODD = [
+    b"18446744073709551616",
+    b"-9223372036854775809",
+    b'{"id": [1, 123456789012345678901234567890]}',
+    b"9223372036854775807",
+    b"18446744073709551615",
+    b"1e999",
+    b"-1e999",
+    b"NaN",
+    b'{"a": [-Infinity, Infinity]}',
+    b'{"a": 1, "a": 2}',
+    rb'"\ud800"',
+    rb'"\ude00\ud83d"',
+    b'"\xed\xa0\x80"',
+    b"\xef\xbb\xbf1",
+    b'"a\x00b"',
+    b"{'a'}",
+    '"x"'.encode("utf-16"),
+    b"-0",
+    b"-0.0",
+    b"0.1234567890123456789012345678901234567890",
+    b"9" * 5000,
+    b"[" * 600 + b"]" * 600,
+    b"[" * 100_000,
+    b'{"a":' * 1020 + b"1" + b"}" * 1020,
+    b'"\xff"',
+    b"[1,]",
+    b"\r",
+    b"  ",
+    b"",
+    b"1 \r",
+    b"\x0c1",
+]
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(2**63 - 3, 2**64 + 3)
+    | st.floats()
+    | st.text(st.characters(exclude_categories=())),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=8,
+)
+LINES = st.builds(
+    lambda value, ascii_only: json.dumps(value, ensure_ascii=ascii_only).encode(
+        "utf-8", "surrogatepass"
+    ),
+    VALUES,
+    st.booleans(),
+)
+
+
+def samples(lines: list[bytes], limit: int = 1024) -> Iterator[Any]:
+    """Yield what lines become: type, value and place of each."""
+    parser = LineParser("x", JSONDecoder(), max_sample_bytes=1 << 20)
+    parser.feed(b"\n".join(lines))
+    parser.end()
+    while found := parser.take(limit):
+        for sample in found:
+            yield str(sample.error) if type(sample) is Bad else repr(sample)
+        yield parser.offset
+
+
+def both(lines: list[bytes], limit: int = 1024) -> tuple[list[Any], list[Any]]:
+    """Return what lines become with orjson and without it."""
+    with_it = list(samples(lines, limit))
+    with mock.patch.object(_json, "_orjson_loads", return_value=None):
+        return with_it, list(samples(lines, limit))
+
+
+@given(
+    st.lists(LINES | st.sampled_from(ODD) | st.binary(max_size=9), max_size=9),
+    st.integers(1, 9),
+)
+@example(lines=ODD, limit=1024)
+@example(lines=ODD, limit=1)
+def test_the_same_with_and_without_orjson(lines: list[bytes], limit: int) -> None:
+    """Values, types, errors and places."""
+    found, expected = both(lines, limit)
+    assert found == expected
+
+
+@pytest.mark.parametrize("line", ODD)
+def test_what_json_reads_is_read(line: bytes) -> None:
+    """As ``json`` reads it, or it is one failed sample."""
+    found = next(iter(samples([line])), None)
+    try:
+        assert found == repr(json.loads(line))
+    except (ValueError, RecursionError):
+        assert found is None or not line.strip() or "damaged" in str(found)
+
+
+def test_integers_are_exact_in_large_blocks() -> None:
+    """Wherever in a block a large one is, and whatever is beside it."""
+    for at in range(40):
+        lines = [b'{"n": %d}' % n for n in range(40)]
+        lines[at] = b'{"pad": "%s", "n": %d}' % (b"x" * at, 10**18 + 10**19)
+        found, expected = both(lines)
+        assert found == expected
+        assert str(10**18 + 10**19) in found[at]
