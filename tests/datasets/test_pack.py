@@ -191,8 +191,8 @@ def test_tables_with_bytes(tmp_path: Path) -> None:
 def test_from_a_store_to_a_store(s3: str, s3_port: int, tmp_path: Path) -> None:
     """Objects to objects; options of stores are passed on."""
     region = ("--src-option", "region=us-east-1", "--dst-option", "region=us-east-1")
-    packed(s3 + "/dogs", f"{s3}/packed", *region)
-    samples = read(TarDataset("shard-*.tar", store=f"{s3}/packed"))
+    packed(s3 + "/dogs", f"{s3}-packed", *region)
+    samples = read(TarDataset("shard-*.tar", store=f"{s3}-packed"))
     keys = ["a b", "big", "empty", "per%20cent", "z", "ünicode"]
     assert [sample["__key__"] for sample in samples] == keys
     assert samples[0]["bin"] == b"dogs-a b"

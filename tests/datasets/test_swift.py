@@ -152,15 +152,15 @@ async def test_options_go_before_the_environment(
     """The same dataset reads or is refused, by its options; it shows none of them."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
     keys = ["train/cats/z.bin"]
-    async with ObjectDataset(bucket, keys, **filled.options()) as dataset:
+    async with ObjectDataset(bucket, keys, store_options=filled.options()) as dataset:
         assert bytes(await dataset[0]) == CONTENTS["cats/z.bin"]
     wrong = filled.options(secret=f"not-{SECRET}")
-    async with ObjectDataset(bucket, keys, **wrong) as dataset:
+    async with ObjectDataset(bucket, keys, store_options=wrong) as dataset:
         with pytest.raises(ObjectPermissionError, match="SignatureDoesNotM") as caught:
             await dataset[0]
     with pytest.raises(pickle.PicklingError, match="secret_access_key") as refused:
         pickle.dumps(dataset)
-    stream = TarDataset(f"{bucket}/tar/*.tar", **wrong)
+    stream = TarDataset(f"{bucket}/tar/*.tar", store_options=wrong)
     with pytest.raises(ObjectPermissionError, match="SignatureDoesNotM") as listed:
         await read(stream)
     said = [*map(everything_said, (caught.value, refused.value, listed.value))]

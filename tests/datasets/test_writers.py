@@ -73,7 +73,7 @@ async def test_shards_are_read(
     destination: Any = {"folder": tmp_path / "new", "memory": MemoryStore()}.get(kind)
     if kind == "s3":
         loop = request.node.callspec.id
-        destination = request.getfixturevalue("s3") + f"/written-{loop}"
+        destination = request.getfixturevalue("s3") + f"-written-{loop}"
     first, shards = await write(destination, until=13)
     assert (first, shards) == (0, [f"shard-{n:06d}.tar" for n in range(3)])
     assert await labels(destination) == list(range(13))
@@ -235,7 +235,7 @@ async def test_an_upload_that_is_given_up(how: str, s3: str, s3_port: int) -> No
     """Leaves no parts in the store, which would be paid for; also if it is hurried."""
 
     async def begin(begun: asyncio.Event) -> None:
-        async with TarWriter(f"{s3}/given-up") as writer:
+        async with TarWriter(f"{s3}-given-up") as writer:
             for _ in range(3):
                 await writer.write({"bin": bytes(10 << 20)})
             begun.set()

@@ -7,7 +7,7 @@ import asyncio
 import copy
 import importlib
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -29,7 +29,7 @@ from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._stores.addresses import sealed, shown_addresses
 from aioloader.datasets._stores.bytes import file_failure
 from aioloader.datasets._stores.cache_dir import CacheDir
-from aioloader.datasets._streams.shards import summary_of
+from aioloader.datasets._streams.shards import CutsShards, summary_of
 from aioloader.errors import TruncatedReadError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class End(Protocol):
 SomeEnd = TypeVar("SomeEnd", bound=End)
 
 
-class TableFormat(ABC, Generic[SomeEnd]):
+class TableFormat(CutsShards, Generic[SomeEnd]):
     """Tables in files, of which each has several shards.
 
     Args:

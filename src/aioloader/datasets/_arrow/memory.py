@@ -16,7 +16,7 @@ from aioloader._order.blocks import Block
 from aioloader.datasets._arrow.reader import Place, Slice, Source, TableReader
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._streams.cursors import State
-from aioloader.datasets._streams.shards import summary_of
+from aioloader.datasets._streams.shards import CutsShards, summary_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -31,7 +31,7 @@ _BUDGET = 16 << 20
 Range: TypeAlias = tuple[int, int]
 
 
-class MemoryFormat:
+class MemoryFormat(CutsShards):
     """Ranges of rows of a table.
 
     Args:
