@@ -92,7 +92,9 @@ class Pipeline:
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closing = asyncio.Event()
         self._fetchers: FetcherPool | None = None
-        self._early: deque[tuple[Callable[[BatchTask], None], BatchTask]] = deque()
+        # Steps to take on the loop, and whether it was called for them.
+        self._arriving: deque[tuple[Callable[[BatchTask], None], BatchTask]] = deque()
+        self._is_called = False
         self._to_pull: asyncio.Queue[BatchTask] = asyncio.Queue()
         self._stream: SyncStream | None = None
         self._async_stream: AsyncStream | None = None
@@ -188,12 +190,11 @@ class Pipeline:
             self._fetchers = fetchers
             if self._async_stream is not None:
                 fetchers.spawn(self._read_stream(self._async_stream, stack))
-            while self._early:
-                step, task = self._early.popleft()
-                step(task)
+            self._arrive()
             await self._closing.wait()
         finally:
             self._fetchers = None
+            self._arriving.clear()  # they refer to this pipeline
             await fetchers.aclose()
 
     def end(self) -> None:
@@ -202,6 +203,7 @@ class Pipeline:
         ``main`` ends if it was begun.
         """
         self._closing.set()
+        self._arriving.clear()
         pool = self.pool
         self._release_pool()
         if self.host.loop is None:
@@ -393,15 +395,18 @@ class Pipeline:
         """Take a step of ``task`` on the loop, as soon as its fetchers are there."""
         if self._is_on_loop():
             step(task)
-        elif self.host.loop is not None and not call_threadsafe(
-            self.host.loop, self._arrive, step, task
-        ):
-            self.fail(LoaderClosedError("the event loop of the loader is closed"))
+        elif self.host.loop is not None:
+            self._arriving.append((step, task))
+            if not self._is_called:  # one call for what comes before it is answered
+                self._is_called = True
+                if not call_threadsafe(self.host.loop, self._arrive):
+                    text = "the event loop of the loader is closed"
+                    self.fail(LoaderClosedError(text))
 
-    def _arrive(self, step: Callable[[BatchTask], None], task: BatchTask) -> None:
-        if self._fetchers is None:
-            self._early.append((step, task))
-        elif not self._is_closing:
+    def _arrive(self) -> None:
+        self._is_called = False
+        while self._arriving and self._fetchers is not None and not self._is_closing:
+            step, task = self._arriving.popleft()
             step(task)
 
     def _is_on_loop(self) -> bool:
