@@ -352,9 +352,25 @@ def noise() -> Iterator[list[dict[str, Any]]]:
     assert not heard
 
 
+# Those that run on both loops every time; ``make fuzz`` runs the others on uvloop.
+ON_BOTH_LOOPS = {
+    "test_cached",
+    "test_files",
+    "test_interleave",
+    "test_laws",
+    "test_objects",
+    "test_places",
+    "test_rank_lists",
+    "test_requests",
+    "test_rows",
+    "test_stream_steps",
+    "test_tar_walk",
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the laws of streams on uvloop to ``make fuzz``: loaders run them there."""
+    """Leave what does not touch the loop by itself to ``make fuzz``, on uvloop."""
     for item in items:
-        is_repeated = item.path.stem in {"test_stream_laws", "test_stream_cancellation"}
-        if is_repeated and "uvloop" in item.name:
+        is_here = "tests/datasets/" in item.path.as_posix()
+        if is_here and "uvloop" in item.name and item.path.stem not in ON_BOTH_LOOPS:
             item.add_marker(pytest.mark.fuzz)

@@ -1,6 +1,7 @@
 """The examples run, end to end."""
 
 import asyncio
+import importlib.util
 import os
 import re
 import subprocess
@@ -130,7 +131,9 @@ def test_streams_train(name: str) -> None:
 @pytest.mark.parametrize("name", ["zarr_arrays", "lance_rows"])
 def test_other_stores_are_read_as_datasets(name: str) -> None:
     """Each in a process of its own: Lance starts threads, and zarr a loop."""
-    pytest.importorskip("lance" if name == "lance_rows" else "zarr")
+    module = "lance" if name == "lance_rows" else "zarr"
+    if importlib.util.find_spec(module) is None:  # not imported: it warns at forks
+        pytest.skip(f"{module} is not installed")
     assert "which add up to 32,640" in ran(f"{name}.py")[0]
 
 
