@@ -266,6 +266,26 @@ def test_wrong_options_are_errors() -> None:
         CSVDataset("x", delimeter=";")  # type: ignore[call-arg]
 
 
+async def test_cuts_before_the_first_row(tmp_path: Path) -> None:
+    """Within empty lines, or a first line of several: names are never a row."""
+    for text, names in (
+        ("\n" * 40 + "a,b\nx,y\n", "ab"),
+        ('"a\n1,2\n3,4",b\nx,y\n', ""),
+    ):
+        (path,) = written(tmp_path, text)
+        parts = [await read(CSVDataset(path).shard(at, 4)) for at in range(4)]
+        rows = [row for found, _ in parts for row in found]
+        assert [list(row.values()) for row in rows] == [["x", "y"]]
+        assert not names or list(rows[0]) == list(names)
+
+
+async def test_carriage_returns_alone(tmp_path: Path) -> None:
+    """All would be in the first line, and no row would be left."""
+    (path,) = written(tmp_path, "a,b\r1,2\r3,4\r")
+    with pytest.raises(DatasetError, match="carriage returns alone"):
+        await read(CSVDataset(path))
+
+
 def test_what_a_state_is_bound_to() -> None:
     """All that determines the rows."""
     one = CSVDataset("x", column_types={"a": "int8"}).describe()

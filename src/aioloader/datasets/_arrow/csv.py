@@ -204,11 +204,19 @@ class CSVFormat(TableFormat[Head]):
                 with contextlib.suppress(ValueError):
                     types = dict.fromkeys(many, pa.string())
                     table = self._dialect.parse(line, many, types)
-                    return [str(column[0].as_py() or "") for column in table.columns]
+                    break
                 many.pop()
         except UnicodeDecodeError as error:
             raise DatasetError(f"{text}: {error}", location=location) from error
-        raise DatasetError(text, location=location)
+        if not many:
+            raise DatasetError(text, location=location)
+        if table.num_rows > 1:
+            raise DatasetError(
+                f"{text}: it has carriage returns alone, without newlines after them, "
+                "and lines end with newlines; convert the file",
+                location=location,
+            )
+        return [str(column[0].as_py() or "") for column in table.columns]
 
     async def _open(
         self,
@@ -226,14 +234,16 @@ class CSVFormat(TableFormat[Head]):
             None,
             _packing(place.location),
         )
-        span = Range(start or head.start, stop or None, is_first=not start)
+        # A cut may be within the first line, or within empty ones before it.
+        first = max(start, head.start)
+        span = Range(first, stop or None, is_first=start <= head.start)
         if path is None:
             most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
-            first = 0 if packing else span.begin
+            begin = 0 if packing else span.begin
             ranges = Ranges(
                 partial(self._opener.read, address),
                 head.size,
-                plan([(first, stop or head.size)], most),
+                plan([(begin, stop or head.size)], most),
                 budget=window,
                 location=place.location,
                 in_order=True,
