@@ -9,6 +9,7 @@ read it again from its beginning.
 import asyncio
 import contextlib
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from aioloader._order.blocks import Bad
-    from aioloader.datasets._streams.shards import Position
+    from aioloader.datasets._streams.shards import Position, Summary
 
 # An address, the first byte, and one past the last (0: that of the file).
 Lines: TypeAlias = tuple[str, int, int]
@@ -106,6 +107,15 @@ class CSVFormat(TableFormat[Head]):
             "column_names": self._column_names,
             "column_types": types,
         }
+
+    def summary(self, shards: "Sequence[Part]") -> "Summary":
+        """Return how many there are, checksums of their names and of the ranges.
+
+        Where a file is cut depends on its length, which may grow.
+        """
+        edges = "".join(f"{start}-{stop};" for _, start, stop in shards if start + stop)
+        cuts = {"cuts": f"{zlib.crc32(edges.encode()):08x}"} if edges else {}
+        return {**super().summary(shards), **cuts}
 
     def open(self, shard: Lines, position: "Position", budget: int) -> TableReader:
         """Return a reader of a range."""
