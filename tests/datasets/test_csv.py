@@ -22,7 +22,7 @@ from aioloader.datasets._arrow import csv as formats
 from aioloader.datasets._arrow import lines
 from aioloader.datasets._arrow.csv import CSVFormat
 from aioloader.datasets._arrow.lines import Dialect
-from aioloader.errors import DatasetError
+from aioloader.errors import DatasetError, StateMismatchError
 from datasets.shards import read
 from datasets.tables import (
     Local,
@@ -264,6 +264,38 @@ def test_wrong_options_are_errors() -> None:
         CSVDataset("x", column_names="ab")
     with pytest.raises(TypeError, match="did you mean 'delimiter'"):
         CSVDataset("x", delimeter=";")  # type: ignore[call-arg]
+
+
+async def test_cuts_before_the_first_row(tmp_path: Path) -> None:
+    """Within empty lines, or a first line of several: names are never a row."""
+    for text, names in (
+        ("\n" * 40 + "a,b\nx,y\n", "ab"),
+        ('"a\n1,2\n3,4",b\nx,y\n', ""),
+    ):
+        (path,) = written(tmp_path, text)
+        parts = [await read(CSVDataset(path).shard(at, 4)) for at in range(4)]
+        rows = [row for found, _ in parts for row in found]
+        assert [list(row.values()) for row in rows] == [["x", "y"]]
+        assert not names or list(rows[0]) == list(names)
+
+
+@pytest.mark.usefixtures("small")
+async def test_a_file_that_grew_is_cut_elsewhere(tmp_path: Path) -> None:
+    """A state of its first cuts is refused, also if there are as many."""
+    (path,) = written(tmp_path, "n\n" + "".join(f"{n:03}\n" for n in range(100)))
+    stream = CSVDataset(path).shard(0, 100)
+    _, state = await read(stream)
+    put(Path(path), b"n\n" + b"".join(b"%03d\n" % n for n in range(104)))
+    stream.load_state_dict(state)
+    with pytest.raises(StateMismatchError):
+        await read(stream)
+
+
+async def test_carriage_returns_alone(tmp_path: Path) -> None:
+    """All would be in the first line, and no row would be left."""
+    (path,) = written(tmp_path, "a,b\r1,2\r3,4\r")
+    with pytest.raises(DatasetError, match="carriage returns alone"):
+        await read(CSVDataset(path))
 
 
 def test_what_a_state_is_bound_to() -> None:

@@ -14,6 +14,7 @@ from pyarrow import parquet as pq
 
 from aioloader import DataLoader
 from aioloader.datasets import ArrowDataset, ParquetDataset
+from aioloader.datasets._arrow.filters import Filters
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.errors import DatasetError
 from datasets.shards import read
@@ -182,6 +183,25 @@ async def test_damaged_text_among_filtered_rows(tmp_path: Path) -> None:
         True, True, False, True, True,
     ]  # fmt: skip
     assert "row 2" in str(rows[2].error)
+
+
+def test_a_state_is_bound_to_all_of_a_long_list() -> None:
+    """pyarrow shows its ends; and sets have no order."""
+    values = [*range(100)]
+    others = [*range(50), 777, *range(51, 100)]
+    first, second, third = (
+        ParquetDataset("x", filters=filters).describe()["filters"]
+        for filters in (
+            pc.field("n").isin(values),
+            pc.field("n").isin(others),
+            pc.field("n").isin(list(values)),
+        )
+    )
+    assert first != second
+    assert first == third
+    words = [{"b", "a", "c"}, frozenset(("c", "b", "a"))]
+    shown = [Filters([("s", "in", one)]).describe() for one in words]
+    assert shown[0] == shown[1] == Filters([("s", "in", ["a", "b", "c"])]).describe()
 
 
 def test_wrong_filters_are_errors() -> None:

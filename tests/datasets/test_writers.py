@@ -1,6 +1,7 @@
 """What is written is read: by this package, by others, whole shards only."""
 
 import asyncio
+import contextlib
 import doctest
 import gc
 import os
@@ -288,6 +289,34 @@ async def test_two_writers_at_once(tmp_path: Path) -> None:
             await write(tmp_path)
             await first.write(SAMPLES[1])
     assert await labels(tmp_path) == list(range(COUNT))
+
+
+async def test_two_writers_of_one_shard_at_once(tmp_path: Path) -> None:
+    """Neither renames what the other has written, nor puts its index there."""
+    first, second = (TarWriter(tmp_path, shard_bytes=size) for size in (3_000, 6_000))
+    rows = [{"bin": bytes(512) + bytes([at])} for at in range(9)]
+    async with contextlib.AsyncExitStack() as stack:
+        for writer in (first, second):
+            await stack.enter_async_context(writer)
+        for writer in (first, second):
+            await writer.write(rows[0])
+            body = writer._body
+            assert body is not None
+            await writer._send(body)
+        for row in rows[1:3]:
+            await first.write(row)
+        index = tmp_path / "shard-000000.tar.idx"
+        before = await asyncio.to_thread(index.read_bytes)
+        assert first.shards
+        with pytest.raises(StateMismatchError, match="another writer has written"):
+            for row in rows[1:]:
+                await second.write(row)
+    stream = TarDataset(f"{tmp_path}/*.tar")
+    assert [sample["bin"] async for sample in stream] == [
+        one["bin"] for one in rows[:3]
+    ]
+    assert await asyncio.to_thread(index.read_bytes) == before
+    assert not await asyncio.to_thread(lambda: [*tmp_path.glob(".*")])
 
 
 @pytest.mark.parametrize(

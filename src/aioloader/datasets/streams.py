@@ -173,9 +173,15 @@ class Stream(Iterated[Sample_co]):
                 the end of one is the end.
 
         Raises:
-            ValueError: If there is not one positive weight for each stream.
+            ValueError: If there is not one positive weight for each stream, or if
+                another one has ranks or readers of its own.
         """
         streams = (self, *others)
+        for other in others:
+            if other.ranks not in {None, self.ranks}:
+                raise ValueError(f"shard() is for all that is mixed, not {other!r}")
+            if other.num_readers not in {None, self.num_readers}:
+                raise ValueError(f"readers() is for all that is mixed, not {other!r}")
         weights = [float(one) for one in weights or [1.0] * len(streams)]
         if len(weights) != len(streams) or min(weights) <= 0:
             raise ValueError(

@@ -193,13 +193,12 @@ class ShardWriter(abc.ABC):
     async def _finish(self, body: Body) -> None:
         """Name the shard in the manifest, then let readers see it."""
         upload = await self._send(body, is_end=True)
-        index = body.index()
-        if index is not None:
-            file = self._manifest.shard(len(self._manifest.shards))
-            await self._sink.put(f"{file}.idx", index)
         count = self.next_sample - self._manifest.num_samples
         manifest = self._manifest.and_then(count, self._sent, self._schema())
         await self._save(manifest)
+        index = body.index()
+        if index is not None:  # not before it is clear that nobody else writes
+            await self._sink.put(f"{manifest.shards[-1].file}.idx", index)
         await upload.complete()
         self._manifest = manifest
         self._body = self._upload = None

@@ -9,6 +9,7 @@ read it again from its beginning.
 import asyncio
 import contextlib
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from aioloader._order.blocks import Bad
-    from aioloader.datasets._streams.shards import Position
+    from aioloader.datasets._streams.shards import Position, Summary
 
 # An address, the first byte, and one past the last (0: that of the file).
 Lines: TypeAlias = tuple[str, int, int]
@@ -106,6 +107,15 @@ class CSVFormat(TableFormat[Head]):
             "column_names": self._column_names,
             "column_types": types,
         }
+
+    def summary(self, shards: "Sequence[Part]") -> "Summary":
+        """Return how many there are, checksums of their names and of the ranges.
+
+        Where a file is cut depends on its length, which may grow.
+        """
+        edges = "".join(f"{start}-{stop};" for _, start, stop in shards if start + stop)
+        cuts = {"cuts": f"{zlib.crc32(edges.encode()):08x}"} if edges else {}
+        return {**super().summary(shards), **cuts}
 
     def open(self, shard: Lines, position: "Position", budget: int) -> TableReader:
         """Return a reader of a range."""
@@ -204,11 +214,19 @@ class CSVFormat(TableFormat[Head]):
                 with contextlib.suppress(ValueError):
                     types = dict.fromkeys(many, pa.string())
                     table = self._dialect.parse(line, many, types)
-                    return [str(column[0].as_py() or "") for column in table.columns]
+                    break
                 many.pop()
         except UnicodeDecodeError as error:
             raise DatasetError(f"{text}: {error}", location=location) from error
-        raise DatasetError(text, location=location)
+        if not many:
+            raise DatasetError(text, location=location)
+        if table.num_rows > 1:
+            raise DatasetError(
+                f"{text}: it has carriage returns alone, without newlines after them, "
+                "and lines end with newlines; convert the file",
+                location=location,
+            )
+        return [str(column[0].as_py() or "") for column in table.columns]
 
     async def _open(
         self,
@@ -226,14 +244,16 @@ class CSVFormat(TableFormat[Head]):
             None,
             _packing(place.location),
         )
-        span = Range(start or head.start, stop or None, is_first=not start)
+        # A cut may be within the first line, or within empty ones before it.
+        first = max(start, head.start)
+        span = Range(first, stop or None, is_first=start <= head.start)
         if path is None:
             most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
-            first = 0 if packing else span.begin
+            begin = 0 if packing else span.begin
             ranges = Ranges(
                 partial(self._opener.read, address),
                 head.size,
-                plan([(first, stop or head.size)], most),
+                plan([(begin, stop or head.size)], most),
                 budget=window,
                 location=place.location,
                 in_order=True,

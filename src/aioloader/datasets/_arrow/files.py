@@ -166,12 +166,11 @@ class TableFormat(CutsShards, Generic[SomeEnd]):
         void = [shard for shard in shards if shard[-1] == SKIPPED]
         if not whole:
             return (void * count)[:count]
+        # Those with nothing in them are left out, so that each reader has some.
         found: list[Part] = []
-        for shard, parts in zip(
-            whole, shares(count - len(void), len(whole)), strict=True
-        ):
+        for shard, parts in zip(whole, shares(count, len(whole)), strict=True):
             found += self._cut(shard, parts) if parts > 1 else [shard]
-        return found + void
+        return found
 
     def _cut(self, shard: Part, count: int) -> list[Part]:
         """Return a shard in parts: the reader of each decodes what is before it too."""

@@ -4,6 +4,7 @@ A condition is pyarrow's: an expression, or a list of tuples as ``pyarrow.parque
 """
 
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from aioloader.datasets._arrow.ranges import RangeFile
@@ -29,13 +30,24 @@ class Filters:
 
         if not isinstance(filters, compute.Expression):
             try:
-                filters = parquet.filters_to_expression(filters)
+                filters = parquet.filters_to_expression(_ordered(filters))
             except (ValueError, TypeError) as error:
                 raise ValueError(
                     f"filters must be an expression of pyarrow or a list of (column, "
                     f"op, value), got {filters!r}: {error}"
                 ) from error
         self.expression = filters
+
+    def describe(self) -> str:
+        """Return the condition as text; long lists, of which pyarrow shows some, too.
+
+        What is shown is the same in all versions of pyarrow, a digest may not be.
+        """
+        text = str(self.expression)
+        if "..." not in text:
+            return text
+        _, (data, *_) = self.expression.__reduce__()
+        return f"{text} {blake2b(data, digest_size=8).hexdigest()}"
 
     def names(self, schema: "pa.Schema") -> list[str]:
         """Return the columns that the condition is about.
@@ -95,6 +107,17 @@ class Filters:
 
     def __repr__(self) -> str:
         return str(self.expression)
+
+
+def _ordered(filters: Any) -> Any:
+    """Return filters with their sets in order, for that differs by process."""
+    if isinstance(filters, list):
+        return [*map(_ordered, filters)]
+    if isinstance(filters, tuple):
+        return (*map(_ordered, filters),)
+    if isinstance(filters, (set, frozenset)):
+        return sorted(filters, key=lambda value: (str(type(value)), repr(value)))
+    return filters
 
 
 def _no_more(_start: int, _stop: int) -> bytes:

@@ -77,7 +77,7 @@ class Wanted:
             "columns": self._names,
             "nulls": nulls,
             "schema": described(self._given),
-            "filters": None if self.filters is None else str(self.filters),
+            "filters": None if self.filters is None else self.filters.describe(),
         }
 
     def begin(self, first: "pa.Schema", location: str) -> None:

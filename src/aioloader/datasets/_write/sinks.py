@@ -1,8 +1,9 @@
 """Where shards are written: a directory or a store, where readers see whole ones only.
 
-A file is written under a hidden name, synchronised and renamed. An object is uploaded
-in parts, and is there once the upload is completed; what a killed process leaves are
-parts, which nobody sees, and which a rule of the bucket should remove after some days.
+A file is written under a hidden name of its own, synchronised and renamed. An object is
+uploaded in parts, and is there once the upload is completed; what a killed process
+leaves are parts, which nobody sees, and which a rule of the bucket should remove after
+some days.
 Memory holds the parts in flight.
 """
 
@@ -10,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import re
+import secrets
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,6 +26,7 @@ from aioloader.datasets._stores.stores import (
     import_obstore,
     obstore_errors,
 )
+from aioloader.errors import StateMismatchError
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -115,7 +118,8 @@ class FolderSink:
     def _open(self, name: str) -> dict[str, int]:
         self._folder.mkdir(parents=True, exist_ok=True)
         # Not those of a writer whose name begins with this one's.
-        left = re.compile(rf"\.{re.escape(name)}-(\d+\.\w+|shards\.json)\{_PARTIAL}")
+        file = rf"{re.escape(name)}-(\d+\.\w+(\.idx)?|shards\.json)"
+        left = re.compile(rf"\.{file}(\.\w+)?{re.escape(_PARTIAL)}")
         with os.scandir(self._folder) as entries:
             there = {e.name: e.stat().st_size for e in entries if e.is_file()}
         for file in filter(left.fullmatch, there):
@@ -145,7 +149,8 @@ class _FileUpload:
 
     def __init__(self, folder: Path, file: str) -> None:
         self._folder, self._path = folder, folder / file
-        self._partial = folder / f".{file}{_PARTIAL}"
+        # Nobody else writes to it, nor renames it: not even another writer by mistake.
+        self._partial = folder / f".{file}.{secrets.token_hex(4)}{_PARTIAL}"
         self._file: FileIO | None = None
 
     def put(self, data: bytes) -> None:
@@ -176,7 +181,13 @@ class _FileUpload:
         assert self._file is not None
         os.fsync(self._file.fileno())
         self._file.close()
-        self._partial.replace(self._path)
+        try:
+            self._partial.replace(self._path)
+        except FileNotFoundError as error:
+            raise StateMismatchError(
+                f"another writer has removed {str(self._partial)!r} meanwhile; let one "
+                "write at a time, or under a name each"
+            ) from error
         folder = os.open(self._folder, os.O_RDONLY)
         try:
             os.fsync(folder)
