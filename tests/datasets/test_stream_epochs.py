@@ -1,5 +1,7 @@
 """Streams that repeat, epochs of a given length, and equal work for all ranks."""
 
+import asyncio
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +12,9 @@ from typing import Any
 import pytest
 
 from aioloader import DataLoader
-from aioloader.datasets import from_iterable
+from aioloader._order.shares import Share
+from aioloader.datasets import TextDataset, from_iterable
+from aioloader.datasets._streams.iterators import Reading
 from beside import beside
 from datasets.rank_process import RankProcess
 from datasets.ranks import Ranks, lines
@@ -212,3 +216,17 @@ def test_ddp_over_uneven_shards(
     assert sizes == [[4] * 5 + last] * 2
     if tail == "pad":
         assert [answer[-1][1] for answer in found] == [[True], [False]]
+
+
+async def test_orders_of_old_passes_are_not_kept(tmp_path: Path) -> None:
+    """However often a stream begins again."""
+    path = tmp_path / "a.txt"
+    await asyncio.to_thread(path.write_text, "x\n")
+    stream = TextDataset([str(path)] * 3, shuffle=True)
+    async with contextlib.AsyncExitStack() as stack:
+        reading = Reading(0, Share(), stack)
+        cursor = await stream.repeat(9).open(reading, {})
+        assert sum([len(await cursor.pull(1)) for _ in range(28)]) == 27
+        await cursor.aclose()
+        (orders,) = (one for one in reading.listed.values() if isinstance(one, dict))
+        assert len(orders) == 2

@@ -70,6 +70,8 @@ Sample_co = TypeVar("Sample_co", covariant=True)
 MAX_BYTES = 128 << 20
 MAX_SAMPLE_BYTES = 1 << 28
 _MANY = 1 << 10
+# Orders of passes that are kept for all readers here.
+_ORDERS = 2
 
 
 class ShardedStream(Stream[Sample_co]):
@@ -214,14 +216,16 @@ class ShardedStream(Stream[Sample_co]):
         """Return the order of the shards; the same object for all readers here."""
         if not self._shuffle:
             return range(count)
-        place = id(self), reading.epoch
-        if place not in reading.listed:
+        # Of each pass of ``repeat``; readers here may be in different ones.
+        orders = reading.listed.setdefault((id(self), "orders"), {})
+        found: Sequence[int] | None = orders.get(reading.epoch)
+        if found is None:
             order = keyed_order(count, self._seed, reading.epoch, 0)
-            if is_quick(count):
-                reading.listed[place] = _whole(order)
-            else:
-                reading.listed[place] = await asyncio.to_thread(_whole, order)
-        found: Sequence[int] = reading.listed[place]
+            quick = is_quick(count)
+            found = _whole(order) if quick else await asyncio.to_thread(_whole, order)
+            orders[reading.epoch] = found
+            while len(orders) > _ORDERS:
+                del orders[next(iter(orders))]
         return found
 
     def _lane(self, shards: Sequence[Shard], budget: int, state: State) -> Lane:
