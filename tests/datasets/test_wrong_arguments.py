@@ -11,6 +11,7 @@ from obstore.store import MemoryStore
 
 from aioloader.datasets import (
     ArrowDataset,
+    CSVDataset,
     FileDataset,
     JSONLinesDataset,
     ObjectDataset,
@@ -294,3 +295,11 @@ async def test_missing_zstandard(
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ImportError, match=r"pip install 'aioloader\[zstd\]'"):
         await first(TextDataset(str(tmp_path / "a.txt.zst")))
+
+
+def test_sets_have_no_order() -> None:
+    """A state would name another order in each process."""
+    with pytest.raises(TypeError, match="columns must be a list of names, got"):
+        CSVDataset("a.csv", {"a", "b"})
+    with pytest.raises(TypeError, match="null_values must be a list, got"):
+        CSVDataset("a.csv", null_values={"-", "?"})  # type: ignore[arg-type]

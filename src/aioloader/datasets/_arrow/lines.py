@@ -6,6 +6,7 @@ those around it are read.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -53,7 +54,7 @@ class Dialect:
             is_off = sign is False and name != "delimiter"
             if not is_off and not (isinstance(sign, str) and len(sign.encode()) == 1):
                 raise ValueError(f"{name} must be one character, got {sign!r}")
-        if isinstance(self.null_values, str):
+        if isinstance(self.null_values, str | AbstractSet):
             raise TypeError(f"null_values must be a list, got {self.null_values!r}")
         object.__setattr__(self, "_quoted", self._pattern())
 

@@ -5,6 +5,7 @@ looked at again later must still fit it.
 """
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 from aioloader.datasets._arrow.filters import Filters
@@ -41,7 +42,8 @@ class Wanted:
         schema: "pa.Schema | None" = None,
         filters: Any = None,
     ) -> None:
-        if isinstance(columns, str) or not isinstance(columns, Iterable | None):
+        has_order = not isinstance(columns, str | AbstractSet)
+        if not (has_order and isinstance(columns, Iterable | None)):
             raise TypeError(f"columns must be a list of names, got {columns!r}")
         names = None if columns is None else list(columns)
         if not all(isinstance(name, str) for name in names or ()):
