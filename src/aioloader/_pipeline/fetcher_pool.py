@@ -20,7 +20,7 @@ _RESERVE = 8  # fetchers that wait for work
 # Until what follows the first batch is read, if the consumer does not ask for it:
 # seconds, and then turns of the loop, which are long where there are many requests. An
 # iteration may end with its first batch, as that of a request does.
-_HEAD_START = 0.0005
+_HEAD_START = 0.001
 _TURNS = 8
 Job: TypeAlias = Callable[[BatchTask, int], Awaitable[None]]
 # Takes a batch whose samples are all there; returns what is still to be awaited.
