@@ -113,6 +113,21 @@ async def test_a_plain_step_after_a_cancelled_one() -> None:
     assert torch.equal(found.sort().values, dataset.tensors[0])
 
 
+async def test_all_tasks_are_cancelled_before_a_pipeline_takes_its_first_step() -> None:
+    """As a service does that gives up: closing waits for nothing, and says nothing."""
+    async with DataLoader(AsyncMap(8), batch_size=2, loop="caller") as loader:
+        iterator = aiter(loader)
+        step = asyncio.ensure_future(anext(iterator))
+        await asyncio.sleep(0)  # the step begins
+        await asyncio.sleep(0)  # the pipeline's task is made
+        assert len(asyncio.all_tasks()) == 3  # this one, the step, the pipeline's
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.wait([step])
+        await asyncio.wait_for(iterator.aclose(), 5)
+    assert len(asyncio.all_tasks()) == 1
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 async def test_the_exit_of_one_iterator_leaves_its_siblings_alone(loop: Any) -> None:
     """Its error is its own, and no group."""

@@ -12,7 +12,6 @@ import sniffio
 import trio
 
 from aioloader import DataLoader
-from aioloader._pipeline import loop_host as home
 from aioloader._pipeline import pipeline as run
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
 
@@ -99,10 +98,10 @@ async def test_a_pipeline_that_cannot_start_fails_its_consumer(
 ) -> None:
     """What goes wrong while it is started is raised by the first batch."""
 
-    def refuse(self: Any, guest: Any) -> None:
+    def refuse(self: Any) -> None:
         raise LookupError("planted")
 
-    monkeypatch.setattr(home.LoopHost, "_live", refuse)
+    monkeypatch.setattr(run.Pipeline, "main", refuse)
     loader = DataLoader(AsyncMap(), batch_size=4, loop=loop)
     with pytest.raises(LookupError, match="planted"):
         await collect(loader)

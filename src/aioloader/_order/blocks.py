@@ -99,7 +99,7 @@ async def read_block_async(
     return block, False
 
 
-class Repeated:
+class SameErrors:
     """Notes an error that an iterator raises over and over, and will for ever."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import ChainDataset
 from aioloader._order.blocks import (
     Bad,
     Block,
-    Repeated,
+    SameErrors,
     cut,
     failed,
     is_cancelled,
@@ -67,12 +67,12 @@ class PlainSource:
     def __init__(self, iterator: Iterator[Any], most: int) -> None:
         self._iterator = iterator
         self._most = most
-        self._repeated = Repeated()
+        self._same_errors = SameErrors()
 
     async def read(self, limit: int) -> Read:
         """Read without suspending."""
         block, has_ended = read_block(self._iterator, min(limit, self._most))
-        is_stuck = self._repeated.is_stuck(block)
+        is_stuck = self._same_errors.is_stuck(block)
         return Read(block, len(block), has_ended or is_stuck)
 
 
@@ -89,13 +89,13 @@ class AsyncSource:
     def __init__(self, iterator: AsyncIterator[Any], most: int) -> None:
         self._iterator = iterator
         self._most = most
-        self._repeated = Repeated()
+        self._same_errors = SameErrors()
 
     async def read(self, limit: int) -> Read:
         """Read sample by sample."""
         limit = min(limit, self._most)
         block, has_ended = await read_block_async(self._iterator, limit)
-        is_stuck = self._repeated.is_stuck(block)
+        is_stuck = self._same_errors.is_stuck(block)
         return Read(block, len(block), has_ended or is_stuck)
 
 

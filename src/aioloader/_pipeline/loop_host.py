@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -160,6 +161,8 @@ class LoopHost(Host):
             await asyncio.wait(self._tasks)
 
     def _begin(self, pipeline: Hosted, context: contextvars.Context) -> None:
+        if self._broken is not None:  # it has failed with the others
+            return
         if self.opened.is_set():
             self._start(pipeline, context)
         else:
@@ -170,21 +173,21 @@ class LoopHost(Host):
         """Start a pipeline; one that cannot start fails, and leaves."""
         assert self.loop is not None
         try:
-            live = self._live(pipeline)
-            task = self.loop.create_task(live, name=_NAME, context=context)
+            main = pipeline.main()
+            task = self.loop.create_task(main, name=_NAME, context=context)
         except Exception as error:  # handed to the consumer
             pipeline.fail(error)
             self._return(pipeline, pipeline.ended)
         else:
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(partial(self._left, pipeline))
 
-    async def _live(self, pipeline: Hosted) -> None:
-        """Run ``pipeline`` to its end, and take back its lease."""
-        try:
-            await pipeline.main()
-        finally:
-            self._return(pipeline, pipeline.ended)
+    def _left(self, pipeline: Hosted, task: asyncio.Task[None]) -> None:
+        """Take back the lease of a pipeline whose task has ended."""
+        self._tasks.discard(task)
+        if task.cancelled():  # before its first step, perhaps: nothing has run then
+            pipeline.release_workers()
+        self._return(pipeline, pipeline.ended)
 
     def _end(self, pipeline: Hosted) -> None:
         pipeline.end()
@@ -207,6 +210,7 @@ class LoopHost(Host):
     def _finish(self, _task: asyncio.Task[None] | None = None) -> None:
         """Release what is left when the host task is gone, however it ended."""
         self._break(LoaderClosedError("the event loop of the loader has ended"))
+        self._waiting.clear()
         for pipeline in list(self._pipelines):
             pipeline.release_workers()
             self._take_back(pipeline)

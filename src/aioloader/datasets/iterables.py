@@ -19,7 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeAlias
 
-from aioloader._order.blocks import Bad, Repeated, failed, read_block, read_block_async
+from aioloader._order.blocks import (
+    Bad,
+    SameErrors,
+    failed,
+    read_block,
+    read_block_async,
+)
 from aioloader._order.shares import Share
 from aioloader.datasets._streams.cursors import Ahead, Cursor, State
 from aioloader.datasets._streams.descriptions import name_of
@@ -109,7 +115,7 @@ class _Cursor:
         self._iterator: Any = None
         self._has_ended = False
         self._error: Exception | None = None  # that ended it, until it is raised
-        self._repeated = Repeated()
+        self._same_errors = SameErrors()
 
     def state(self) -> State:
         """Return how many samples were read; it is the same for all readers."""
@@ -131,7 +137,7 @@ class _Cursor:
 
     def _mine(self, block: list[Any], *, has_ended: bool) -> list[Any]:
         """Count samples; return those to be passed on."""
-        self._has_ended = has_ended or self._repeated.is_stuck(block)
+        self._has_ended = has_ended or self._same_errors.is_stuck(block)
         before, self._read = self._read, self._read + len(block)
         reader, readers = self._share.reader, self._share.readers
         first = max(before, self._start)

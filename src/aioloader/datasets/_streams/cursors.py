@@ -122,6 +122,7 @@ class Mapped:
     """Each sample through a plain function, a block at a time, in a thread."""
 
     has_state = False
+    stage = "map"  # for notes of errors
 
     def __init__(self, upstream: Cursor, function: Callable[[Any], Any]) -> None:
         self._upstream = upstream
@@ -143,7 +144,7 @@ class Mapped:
             try:
                 made.append(sample if type(sample) is Bad else function(sample))
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
-                made.append(bad(error, "map"))
+                made.append(bad(error, self.stage))
         return made
 
 
