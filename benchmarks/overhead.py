@@ -255,12 +255,15 @@ def tensor_contenders(batch: int) -> dict[str, Contender]:
 
 
 def python_contenders() -> dict[str, Contender]:
-    makes = {"limit": BarePython, "aioloader for": ours, "torch": torch_plain}
+    def one(make: Make, **more: Any) -> Contender:
+        run = partial(epochs, make, 64, python=True, **more)
+        return Contender(run, against="python: limit")
+
     return {
-        f"python: {name}": Contender(
-            partial(epochs, make, 64, python=True), against="python: torch"
-        )
-        for name, make in makes.items()
+        "python: limit": one(BarePython),
+        "python: aioloader for": one(ours),
+        "python: aioloader async for": one(ours, counter=count_in_loop),
+        "python: torch": one(torch_plain),
     }
 
 

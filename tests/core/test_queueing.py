@@ -1,13 +1,14 @@
 """Who waits for whom: nothing that is ready waits for reads of later batches."""
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 
 from aioloader import DataLoader
 from core.kit import ASYNC_WAYS, BY, PATIENCE, Gated, bounded, make, quiet
-from samples import AsyncMap, SyncMap, collect
+from samples import AsyncMap, SyncMap, collect, labels
 
 ENTERED = asyncio.Event  # one in each process, made where it is used
 MARKS: dict[str, asyncio.Event] = {}
@@ -180,3 +181,54 @@ def test_a_plain_for_with_a_timeout_reads_two_batches_ahead() -> None:
         next(iterator)
         assert dataset.read <= taken + 2
     iterator.close()
+
+
+# -- tasks that share an iterator -------------------------------------------------
+
+IN_ORDER = [[i, i + 1, i + 2, i + 3] for i in range(0, 16, 4)]
+
+
+class Closed(SyncMap):
+    """Samples wait until the gate is open."""
+
+    def __init__(self, n: int, gate: threading.Event) -> None:
+        super().__init__(n)
+        self.gate = gate
+
+    def __getitem__(self, index: int) -> Any:
+        assert self.gate.wait(PATIENCE)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.parametrize("kind", [SyncMap, AsyncMap])
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+async def test_tasks_get_batches_in_the_order_in_which_they_came(
+    way: str, kind: Any, turns: int
+) -> None:
+    """Also one that comes when a batch is there, and the first is not awake yet."""
+    iterator = aiter(make(way, kind(16)))
+    steps = []
+    for _ in range(4):
+        steps.append(asyncio.create_task(anext(iterator)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+    assert labels(await bounded(asyncio.gather(*steps))) == IN_ORDER
+
+
+@pytest.mark.parametrize("cancelled", range(4))
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+async def test_a_task_leaves_the_queue_when_it_is_cancelled(
+    way: str, cancelled: int
+) -> None:
+    """Those behind it move up, and no batch is lost."""
+    gate = threading.Event()
+    iterator = aiter(make(way, Closed(16, gate)))
+    steps = [asyncio.create_task(anext(iterator)) for _ in range(4)]
+    await asyncio.sleep(0)
+    steps.pop(cancelled).cancel()
+    await asyncio.sleep(0)
+    gate.set()
+    found = await bounded(asyncio.gather(*steps, anext(iterator)))
+    assert labels(found) == IN_ORDER
+    await iterator.aclose()

@@ -19,7 +19,7 @@ from aioloader._pipeline.host import GRACE
 from aioloader._pipeline.inline import ClosedIterator, LocalIterator
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.pipeline_iterator import PipelineIterator
-from aioloader._pipeline.waiting import require_asyncio
+from aioloader._pipeline.waiting import Queueing, require_asyncio
 
 Batch = TypeVar("Batch", default=Any)
 Source: TypeAlias = LocalIterator | PipelineIterator
@@ -143,6 +143,7 @@ class _Steps:
         self._check = check
         self._prepared = prepared
         self._lock = fork_safe(threading.RLock())
+        self._queueing = Queueing()  # of several tasks, the first gets the first batch
 
     def next(self) -> Any:
         source = self.source or self.begin()
@@ -154,8 +155,12 @@ class _Steps:
     async def next_async(self) -> Any:
         if self.source is None:
             require_asyncio()
-        source = self.source or self.begin()
-        batch = await source.next_async()
+        await self._queueing.enter()
+        try:
+            source = self.source or self.begin()
+            batch = await source.next_async()
+        finally:
+            self._queueing.leave()
         if self._check is not None:
             self._check(source.counters.batches)
         return batch

@@ -87,7 +87,6 @@ class Pipeline:
         self._concurrency = concurrency
         self._head_start = head_start
         self.seconds_per_batch = 0.0  # of those that are made in the thread
-        self._hop = 0.0  # when the batches to be handed over next were begun
         self._is_closing = self._is_dismissed = self._is_abandoned = False
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closing = asyncio.Event()
@@ -270,7 +269,6 @@ class Pipeline:
             task.result = BatchResult(error=_of_user(error))
         now = time.perf_counter()
         self.seconds_per_batch += (now - began - self.seconds_per_batch) / 4
-        self._hop = self._hop or began
         self._go_on(task)
 
     def _read_on_loop(self, task: BatchTask) -> None:
@@ -450,11 +448,7 @@ class Pipeline:
                 self._sink(task, result)
 
     def _put(self, task: BatchTask, result: BatchResult) -> None:
-        more = bool(self._hop and self.under_way)
-        if more and time.perf_counter() - self._hop > HOP:
-            more = False
-        self._hop = self._hop if more else 0.0
-        self.ready.put(task.number, result, more=more)
+        self.ready.put(task.number, result, more=bool(self.under_way))
 
     def receive(
         self, task: BatchTask, result: BatchResult, failures: Sequence[Failure] = ()

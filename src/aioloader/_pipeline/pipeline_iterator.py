@@ -50,6 +50,15 @@ class Window:
         size = samples / in_flight if samples else 1
         return self.batches + math.ceil(self.samples / size)
 
+    def is_low(self, in_flight: int) -> bool:
+        """Tell whether it is time for more requests.
+
+        The batches of a hop are requested together, when the last of those before are
+        taken. A thread that begins with each of them would contend for the
+        interpreter's lock with a consumer that frees tensors, which releases it.
+        """
+        return not self.per_hop or in_flight <= self.batches
+
     def is_open(self, in_flight: int, samples: int, seconds: float) -> bool:
         """Tell whether another batch may be requested.
 
@@ -283,6 +292,8 @@ class PipelineIterator:
     def _fill(self) -> None:
         """Issue requests until the window is full."""
         with self._lock:
+            if not self._window.is_low(len(self._in_flight)):
+                return
             while not self._is_exhausted and self._may_issue(len(self._in_flight)):
                 self._issue()
 
