@@ -257,10 +257,15 @@ def null_error(where: str, row: int, rows: int) -> TypeError:
 
 
 def copied(values: Values) -> torch.Tensor:
-    """Return an array as a tensor, in memory of its own, as ``tensor_of`` does."""
-    if values.nbytes < MIN_BYTES:
-        return torch.from_numpy(values.copy())
-    return tensor_of([values])
+    """Return an array as a tensor, in memory of its own, as ``tensor_of`` does.
+
+    A small one is copied without numpy, which gives up the GIL for each array: a switch
+    to a thread that waits for it takes longer than the copy.
+    """
+    if not 0 < values.nbytes < MIN_BYTES:
+        return tensor_of([values])
+    flat = torch.frombuffer(bytearray(values.data), dtype=torch_dtype(values.dtype))
+    return flat if values.ndim == 1 else flat.view(values.shape)
 
 
 def tensor_of(arrays: Sequence[Values]) -> torch.Tensor:

@@ -9,7 +9,7 @@ verified where they were written.
 import asyncio
 import contextlib
 import struct
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -23,16 +23,24 @@ from aioloader.datasets._arrow.files import (
 )
 from aioloader.datasets._arrow.filters import Filters
 from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
-from aioloader.datasets._arrow.reader import Place, Slice, Source, TableReader, between
+from aioloader.datasets._arrow.reader import (
+    Place,
+    Slice,
+    Source,
+    TableReader,
+    begin_together,
+    between,
+)
 from aioloader.datasets._arrow.wanted import Wanted, checked
 from aioloader.datasets._stores.bytes import check_size
+from aioloader.datasets._streams.shards import OpensTogether
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyarrow import parquet as pq
 
-    from aioloader.datasets._streams.shards import Position
+    from aioloader.datasets._streams.shards import Position, ShardReader
 
 # An address and a number; and a word if no row of it is wanted, or which part of it is
 # meant, of how many.
@@ -49,6 +57,9 @@ _BATCH = 1 << 20
 _KEPT = 64 << 20
 # Columns that are looked up sooner than a thread is asked.
 _FEW = 64
+# Row groups that are decoded with one hop to a thread: bytes in all, and how many, at
+# least. While less than four are left, the next ones are opened (see ``BEGUN``).
+_TOGETHER, _FEWEST = 4 << 20, 2
 _LEAST_REQUEST, _MOST_REQUEST = 1 << 16, 8 << 20
 _LEAST_BUFFER, _MOST_BUFFER = 1 << 14, 1 << 20
 
@@ -89,7 +100,7 @@ class Group(NamedTuple):
     batch_rows: int
 
 
-class ParquetFormat(TableFormat[Footer]):
+class ParquetFormat(TableFormat[Footer], OpensTogether):
     """Row groups of Parquet files; a shard is an address and a number.
 
     Arguments and errors are those of ``TableFormat``.
@@ -106,6 +117,38 @@ class ParquetFormat(TableFormat[Footer]):
         place = Place(label, unit, Slice(*more))
         opening = partial(self._open, address, number, place, position.get("size"))
         return TableReader(opening, place, position.get("row", 0), budget)
+
+    def open_together(
+        self, shards: Sequence[RowGroup], budget: int
+    ) -> list["ShardReader"]:
+        """Return readers of the first row groups, if several are small and local."""
+        left = nbytes = min(_TOGETHER, budget // 4)
+        readers: list[TableReader] = []
+        for shard in shards:
+            size = self._small(shard)
+            if size is None or size > left:
+                break
+            left -= size
+            readers.append(self.open(shard, {}, budget))
+        if len(readers) < _FEWEST:
+            return []
+        begin_together(readers, nbytes)
+        return [*readers]
+
+    def _small(self, shard: RowGroup) -> int | None:
+        """Return about how many bytes a row group has; None if to open it is a wait."""
+        address, number, *more = shard
+        footer = self._kept.get(address)
+        if more or footer is None or not footer.is_sound or not footer.leaves:
+            return None
+        if len(footer.leaves) > _FEW or self._opener.path(address) is None:
+            return None
+        metadata = footer.metadata
+        if number >= metadata.num_row_groups:
+            return None
+        whole: int = metadata.row_group(number).total_byte_size
+        nbytes: int = max(0, whole) * len(footer.leaves) // metadata.num_columns
+        return nbytes
 
     def _parts_of(self, end: Footer) -> Iterable[Part]:
         return ((number,) for number in range(end.metadata.num_row_groups))

@@ -9,15 +9,16 @@ a ``Bad``, and what is damaged otherwise ends the shard with an error.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aioloader._order.blocks import Bad, Block, cut
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._stores.bytes import file_failure
-from aioloader.datasets._streams.shards import KnowsSize
+from aioloader.datasets._streams.shards import CountsBytes, KnowsSize
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -139,29 +140,33 @@ class Steps:
         source: What is read.
         place: Its name.
         skip: Rows to leave out at the beginning.
-        nbytes: About as much is decoded in one step.
     """
 
-    def __init__(self, source: Source, place: Place, skip: int, nbytes: int) -> None:
+    def __init__(self, source: Source, place: Place, skip: int) -> None:
         self.is_over = False
         self.failure: Exception | None = None
         self._source = source
         self._place = place
         self._skip = skip
-        self._nbytes = nbytes
         # Rows that were read, and rows that were made of them, for there are filters.
         self._read = self._row = 0
         self._is_warm = False
         self._batches: Iterator[pa.RecordBatch | Bad] | None = None
 
-    def step(self) -> list[Block]:
-        """Return the next blocks; ``is_over`` or ``failure`` tell if there are more."""
+    def step(self, nbytes: int) -> tuple[list[Block], int]:
+        """Decode the next blocks; ``is_over`` or ``failure`` tell if there are more.
+
+        Args:
+            nbytes: About as much is decoded.
+
+        Returns:
+            The blocks, and what is left of ``nbytes``.
+        """
         blocks: list[Block] = []
-        nbytes = 0
         try:
             if self._batches is None:
                 self._batches = self._source.batches()
-            while nbytes < self._nbytes and not self.is_over:
+            while nbytes > 0 and not self.is_over:
                 batch = next(self._batches, None)
                 if batch is None:
                     self._end()
@@ -169,10 +174,10 @@ class Steps:
                     blocks.append(block)
                     # Of a damaged batch, pyarrow may crash when asked for its size.
                     if type(block) is Rows and not isinstance(batch, Bad):
-                        nbytes += batch.nbytes
+                        nbytes -= batch.nbytes
         except Exception as error:  # noqa: BLE001  (a decoder may raise anything)
             self._fail(error)
-        return blocks
+        return blocks, nbytes
 
     def close(self) -> None:
         """Close the file; not while a step runs."""
@@ -259,6 +264,15 @@ class Steps:
         )
 
 
+def _step_all(shards: "Sequence[Steps]", nbytes: int) -> list[list[Block]]:
+    """Return a step of each shard; of the last ones nothing, if it is enough before."""
+    found: list[list[Block]] = []
+    for steps in shards:
+        blocks, nbytes = steps.step(nbytes)
+        found.append(blocks)
+    return found
+
+
 def _warm(rows: Rows) -> None:
     """Make one row, so that what this looks up (time zones) is looked up in a thread.
 
@@ -268,7 +282,11 @@ def _warm(rows: Rows) -> None:
         rows[0]
 
 
-class TableReader(KnowsSize):
+# The next blocks of readers.
+_Decoded: TypeAlias = dict["TableReader", list[Block]]
+
+
+class TableReader(KnowsSize, CountsBytes):
     """A shard's rows, in order.
 
     Args:
@@ -296,14 +314,24 @@ class TableReader(KnowsSize):
         self._steps: Steps | None = None
         self._size: int | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._work: asyncio.Future[list[Block]] | None = None
-        self._next: asyncio.Task[list[Block]] | None = None
+        self._work: asyncio.Future[Any] | None = None
+        self._next: asyncio.Task[_Decoded] | None = None
+        self._is_small = False
 
     def begin(self) -> None:
         """Begin to read."""
         is_over = self._steps is not None and self._steps.is_over
         if self._next is None and not is_over and not self._is_closed:
-            self._next = asyncio.create_task(self._advance())
+            self.join(asyncio.create_task(_advance([self])))
+
+    def join(self, step: "asyncio.Task[_Decoded]", *, is_small: bool = False) -> None:
+        """Get the next blocks from ``step``.
+
+        Args:
+            step: What reads them, perhaps for other readers too.
+            is_small: Whether the shard is far smaller than its budget.
+        """
+        self._next, self._is_small = step, is_small
 
     async def pull(self, limit: int) -> Block:
         """Return the next rows, from 1 to ``limit``; an empty list at the end.
@@ -317,7 +345,7 @@ class TableReader(KnowsSize):
                 return self._end()
             await asyncio.wait([self._next])  # a cancellation leaves it alone
             step, self._next = self._next, None
-            self._blocks.extend(step.result())
+            self._blocks.extend(step.result().pop(self, ()))
             self.begin()
         block = self._blocks[0]
         part = cut(block, self._taken, self._taken + limit)
@@ -336,6 +364,10 @@ class TableReader(KnowsSize):
     def position(self) -> "Position":
         """Return the number of the next row."""
         return {"row": self._row}
+
+    def bytes_ahead(self) -> int | None:
+        """Return all that it may hold; None of a small shard, for it is far less."""
+        return None if self._is_small else sum(self._budget)
 
     def is_draining(self) -> bool:
         """Tell whether all was requested."""
@@ -366,18 +398,59 @@ class TableReader(KnowsSize):
             raise self._steps.failure
         return []
 
-    async def _advance(self) -> list[Block]:
-        """Decode the next step; open the shard before the first."""
+    async def open(self) -> Steps:
+        """Open the shard before the first step; return what decodes it."""
         if self._steps is None:
             source = await self._opening(self._budget.window)
-            self._steps = Steps(source, self._place, self._row, self._budget.step)
+            self._steps = Steps(source, self._place, self._row)
             self._ranges, self._size = source.ranges, source.size
             if self._ranges is not None or source.has_thread:
                 # A thread that waits for the network must not be one of the loop's.
                 self._pool = ThreadPoolExecutor(1, "aioloader-arrow")
             if self._ranges is not None:
                 self._ranges.begin()
-        loop = asyncio.get_running_loop()
-        self._work = loop.run_in_executor(self._pool, self._steps.step)
-        await asyncio.wait([self._work])  # a thread goes on when it is cancelled
-        return self._work.result()
+        return self._steps
+
+    def decode(
+        self, shards: Sequence[Steps], nbytes: int | None
+    ) -> "asyncio.Future[list[list[Block]]]":
+        """Begin a step of each of ``shards`` in a thread, of so many bytes in all."""
+        job = partial(_step_all, shards, nbytes or self._budget.step)
+        return asyncio.get_running_loop().run_in_executor(self._pool, job)
+
+    def await_at_close(self, work: "asyncio.Future[Any] | None") -> None:
+        """Have ``aclose`` wait for a thread."""
+        self._work = work
+
+
+def begin_together(readers: Sequence[TableReader], nbytes: int) -> None:
+    """Begin to read small local shards with one hop to a thread, which costs as much.
+
+    Args:
+        readers: Of shards that are less than a step each.
+        nbytes: How much is decoded of all of them, about.
+    """
+    step = asyncio.create_task(_advance(readers, nbytes))
+    for one in readers:
+        one.join(step, is_small=True)
+
+
+async def _advance(
+    readers: Sequence[TableReader], nbytes: int | None = None
+) -> _Decoded:
+    """Decode the next step of one shard, or of several small ones."""
+    shards: dict[TableReader, Steps] = {}
+    for one in readers:
+        try:
+            shards[one] = await one.open()
+        except Exception:
+            if len(readers) == 1:
+                raise
+            break  # when that one is pulled, it is opened again, alone
+    work = readers[0].decode([*shards.values()], nbytes)
+    for one in readers:
+        one.await_at_close(work)
+    await asyncio.wait([work])  # a thread goes on when it is cancelled
+    for one in readers:
+        one.await_at_close(None)
+    return dict(zip(shards, work.result(), strict=True))

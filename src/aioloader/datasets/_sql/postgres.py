@@ -30,6 +30,7 @@ from aioloader.datasets._sql.postgres_values import (
     infinite_error,
 )
 from aioloader.datasets._sql.source import Source, column, select
+from aioloader.datasets._stores.outlast import outlast
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -40,9 +41,11 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("aioloader")
 _BEGIN = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
 # A scan takes as long as its consumer; and keys are to be written one way. As pg_dump.
+# The view pg_settings would make all of them, for each connection.
 _SETTINGS = """
-SELECT set_config(name, '0', true) FROM pg_settings WHERE name IN
-('statement_timeout', 'idle_in_transaction_session_timeout', 'transaction_timeout')
+SELECT set_config(name, '0', true) FROM (VALUES ('statement_timeout'),
+('idle_in_transaction_session_timeout'), ('transaction_timeout')) AS s (name)
+WHERE current_setting(name, true) IS NOT NULL
 UNION ALL SELECT set_config('DateStyle', 'ISO, YMD', true)
 """
 _RANGE = (
@@ -68,6 +71,7 @@ class Postgres:
         self._leader: Link | None = None
         self._snapshot = ""
         self._renewing = asyncio.Lock()
+        self._first: asyncio.Task[Link] | None = None
         self._idle: list[Link] = []
         self._plan: Plan | None = None
 
@@ -77,14 +81,9 @@ class Postgres:
         await leader.open()
         self._snapshot = await leader.run(_lead)
         # The first reader's connection is made meanwhile: that takes as long.
-        first = asyncio.create_task(self.join())
-        try:
-            self._plan = await leader.run(planned, self.source, self._values)
-            return await leader.run(divided, self.source, self._plan, partitions)
-        finally:
-            (link,) = await asyncio.gather(first, return_exceptions=True)
-            if isinstance(link, Link):
-                self._idle.append(link)
+        self._first = asyncio.create_task(self._new())
+        self._plan = await leader.run(planned, self.source, self._values)
+        return await leader.run(divided, self.source, self._plan, partitions)
 
     async def join(self) -> Link:
         """Return a connection that reads the snapshot; a new one if that is lost.
@@ -92,9 +91,20 @@ class Postgres:
         Raises:
             RuntimeError: If the iteration is over.
         """
-        while not self._idle:
-            if self._leader is None:
-                raise RuntimeError("the iteration is over")
+        first, self._first = self._first, None
+        if first is not None:
+            try:
+                await asyncio.wait([first])
+            except asyncio.CancelledError:
+                self._first = first
+                raise
+            if first.exception() is None:
+                return first.result()
+        return self._idle.pop() if self._idle else await self._new()
+
+    async def _new(self) -> Link:
+        """Make a connection that reads the snapshot."""
+        while self._leader is not None:
             snapshot = self._snapshot
             link = Link(self.address, like=self._leader)
             try:
@@ -106,7 +116,7 @@ class Postgres:
                 raise
             await link.aclose()
             await self._renew(snapshot)
-        return self._idle.pop()
+        raise RuntimeError("the iteration is over")
 
     async def leave(
         self, link: Link, batches: "Batches | None", *, is_sound: bool
@@ -184,7 +194,15 @@ class Postgres:
         """Disconnect."""
         leader, self._leader = self._leader, None
         links, self._idle = self._idle, []
-        await close_all(links if leader is None else [leader, *links])
+        first, self._first = self._first, None
+        links += [] if leader is None else [leader]
+        try:
+            if first is not None:
+                first.cancel()
+                found = await outlast(asyncio.gather(first, return_exceptions=True))
+                links += [link for link in found if isinstance(link, Link)]
+        finally:
+            await close_all(links)
 
     async def _renew(self, lost: str) -> None:
         """Take a new snapshot, unless another reader has done so meanwhile."""

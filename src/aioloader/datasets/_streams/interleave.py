@@ -18,6 +18,7 @@ from aioloader.datasets._streams.shards import (
     CountsBytes,
     KnowsSize,
     NamesPositions,
+    OpensTogether,
     Position,
     Shard,
     ShardFormat,
@@ -29,6 +30,8 @@ from aioloader.errors import ShardChangedError
 _SAMPLES = 256
 # As many rows of columns, which are in memory anyway.
 _ROWS = 1 << 14
+# Shards that may be opened together.
+_TOGETHER = 16
 # Samples that are woven at once, at most: it costs little per sample if they are many.
 _WOVEN = 1 << 15
 
@@ -155,10 +158,16 @@ class Lane:
 
         Small shards would otherwise cost the time of a request each.
         """
-        ahead = self._ahead
-        while self._number + len(ahead) + 1 < len(self._shards) and self._has_room():
-            ahead.append(self._open(self._number + len(ahead) + 1, {}))
-            ahead[-1].begin()
+        ahead, shards = self._ahead, self._shards
+        while (number := self._number + len(ahead) + 1) < len(shards):
+            if not self._has_room():
+                return
+            if isinstance(self._format, OpensTogether):
+                few = [shards[at] for at in range(number, len(shards))[:_TOGETHER]]
+                ahead.extend(self._format.open_together(few, self._budget))
+            if len(ahead) < number - self._number:  # none of them
+                ahead.append(self._open(number, {}))
+                ahead[-1].begin()
 
     def _has_room(self) -> bool:
         """Tell whether one more shard may be read ahead."""

@@ -156,6 +156,19 @@ class CutsShards(abc.ABC):
         """
 
 
+class OpensTogether(abc.ABC):
+    """A format that can read several small shards at the cost of one."""
+
+    @abc.abstractmethod
+    def open_together(self, shards: Sequence[Shard], budget: int) -> list[ShardReader]:
+        """Return readers that have begun, of the first of ``shards``; perhaps of none.
+
+        Args:
+            shards: In order.
+            budget: Bytes that all of them may read ahead of what was pulled.
+        """
+
+
 def summary_of(addresses: Iterable[Address]) -> Summary:
     """Return the summary of shards that have addresses: how many, and which.
 
