@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import functools
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Self
@@ -29,8 +30,10 @@ from aioloader.errors import DatasetError, ShardChangedError
 
 # A parser of one shard: its label, and the offset of the first byte it will get.
 MakeParser = Callable[[str, int], Parser]
-# Samples that are cut at once, at most: short lines would be many.
-_AT_ONCE = 2048
+# Samples that are cut at once, at most: short lines would be many. Fewer that have
+# containers of their own, for the collector would look at all that are held: with more
+# of them it costs more than to parse them.
+_AT_ONCE, _TRACKED_AT_ONCE = 2048, 256
 
 
 class ParsedShard(KnowsSize, CountsBytes):
@@ -68,6 +71,7 @@ class ParsedShard(KnowsSize, CountsBytes):
         self._before = 0
         self._block: list[Any] = []
         self._passed = 0
+        self._limit = _TRACKED_AT_ONCE
         self._cutting: asyncio.Task[tuple[int, list[Any]]] | None = None
         # Whether there is more in the last piece, and no piece after it.
         self._has_rest = self._has_ended = False
@@ -124,6 +128,9 @@ class ParsedShard(KnowsSize, CountsBytes):
             await asyncio.wait([self._cutting])  # a cancellation leaves it alone
             cutting, self._cutting = self._cutting, None
             byte, block = cutting.result()
+            if block:
+                is_tracked = gc.is_tracked(block[-1])
+                self._limit = _TRACKED_AT_ONCE if is_tracked else _AT_ONCE
             if self._has_rest or not self._has_ended:  # the next one meanwhile
                 self._cutting = asyncio.create_task(self._cut())
             if block:
@@ -150,14 +157,14 @@ class ParsedShard(KnowsSize, CountsBytes):
         begin = self._parser.offset
         if piece is not None:
             self._feed(piece)
-        return begin, self._take(_AT_ONCE)
+        return begin, self._take(self._limit)
 
     def _cut_pieces(
         self, length: int, read: Callable[[], Buffer]
     ) -> tuple[int, list[Any]]:
         """Cut one block from what is left of the last piece, and from several more."""
         begin, block = self._parser.offset, list[Any]()
-        while len(block) < _AT_ONCE:
+        while len(block) < self._limit:
             if not self._has_rest:
                 if length <= 0 or self._has_ended:
                     break
@@ -170,7 +177,7 @@ class ParsedShard(KnowsSize, CountsBytes):
                     break
                 length -= len(memoryview(piece))
                 self._feed(piece)
-            block += self._take(_AT_ONCE - len(block))
+            block += self._take(self._limit - len(block))
         return begin, block
 
     def _feed(self, piece: Buffer) -> None:
