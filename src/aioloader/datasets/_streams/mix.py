@@ -195,7 +195,7 @@ class Mixed:
             bounds = np.cumsum(weights)
             draws = rng.random(_BLOCK) * bounds[-1]
             found = np.searchsorted(bounds, draws, side="right")
-            # Small numbers are sorted by their digits.
+            # Integers of one or two bytes are sorted much faster.
             self._draws = found.astype(np.min_scalar_type(len(weights)))
             self._drawn_of = key
         return self._draws[place : place + count]
