@@ -115,3 +115,13 @@ def test_integers_are_exact_in_large_blocks() -> None:
         found, expected = both(lines)
         assert found == expected
         assert str(10**18 + 10**19) in found[at]
+
+
+@pytest.mark.parametrize("pad", range(20))
+def test_integers_are_exact_at_any_place(pad: int) -> None:
+    """Alone, beside fractions that are as long, at both ends of what is looked at."""
+    large = b"9" * 20
+    for rest in (b"%s", b"-%s", b"0.%s", b"[0.%s, %s]", b"[%s, 0.%s]", b"[0.1, %s]"):
+        line = b" " * pad + rest.replace(b"%s", large)
+        found, expected = both([b"[]" * (pad % 2), line])
+        assert found == expected

@@ -291,3 +291,15 @@ def test_what_fails_is_marked() -> None:
     first, second = parser.take(9)
     assert type(first) is Bad
     assert (second, parser.offset) == (b"de", 7)
+
+
+async def test_blocks_are_smaller_where_samples_hold_containers(tmp_path: Path) -> None:
+    """The collector looks at what is held; a block goes on from piece to piece."""
+    text = '"' + "x" * 300 + '"'  # of which 5,000 are three pieces
+    lengths = []
+    for line in (text, f"[{text}]"):
+        (tmp_path / "shard.jsonl").write_text(f"{line}\n" * 5000)
+        async with aiter(JSONLinesDataset(tmp_path / "shard.jsonl")) as blocks:
+            pulls = [len(await blocks.pull(5000)) for _ in range(3)]
+        lengths.append(pulls)
+    assert lengths == [[256, 2048, 2048], [256, 256, 256]]

@@ -13,6 +13,8 @@ from typing_extensions import Buffer
 from aioloader._order.blocks import Bad
 from aioloader.errors import DatasetError
 
+# Lines that are decoded at once: what is made of them on the way stays in the cache.
+_AT_ONCE = 128
 SKIP: Final = object()
 """What ``Decoder.one`` returns for a line that is no sample."""
 
@@ -80,7 +82,7 @@ class LineParser:
         """Return up to ``limit`` samples."""
         samples: list[Any] = []
         while self._taken < len(self._lines) and len(samples) < limit:
-            stop = self._taken + limit - len(samples)
+            stop = self._taken + min(limit - len(samples), _AT_ONCE)
             lines = self._lines[self._taken : stop]
             samples += self._many(lines)
             self._taken += len(lines)

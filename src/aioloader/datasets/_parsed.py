@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import functools
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Self
@@ -29,8 +30,10 @@ from aioloader.errors import DatasetError, ShardChangedError
 
 # A parser of one shard: its label, and the offset of the first byte it will get.
 MakeParser = Callable[[str, int], Parser]
-# Samples that are cut at once, at most: short lines would be many.
-_AT_ONCE = 1024
+# Samples that are cut at once, at most: short lines would be many. Fewer that have
+# containers of their own, for the collector would look at all that are held: with more
+# of them it costs more than to parse them.
+_AT_ONCE, _TRACKED_AT_ONCE = 2048, 256
 
 
 class ParsedShard(KnowsSize, CountsBytes):
@@ -68,6 +71,7 @@ class ParsedShard(KnowsSize, CountsBytes):
         self._before = 0
         self._block: list[Any] = []
         self._passed = 0
+        self._limit = _TRACKED_AT_ONCE
         self._cutting: asyncio.Task[tuple[int, list[Any]]] | None = None
         # Whether there is more in the last piece, and no piece after it.
         self._has_rest = self._has_ended = False
@@ -124,6 +128,9 @@ class ParsedShard(KnowsSize, CountsBytes):
             await asyncio.wait([self._cutting])  # a cancellation leaves it alone
             cutting, self._cutting = self._cutting, None
             byte, block = cutting.result()
+            if block:
+                is_tracked = gc.is_tracked(block[-1])
+                self._limit = _TRACKED_AT_ONCE if is_tracked else _AT_ONCE
             if self._has_rest or not self._has_ended:  # the next one meanwhile
                 self._cutting = asyncio.create_task(self._cut())
             if block:
@@ -139,45 +146,52 @@ class ParsedShard(KnowsSize, CountsBytes):
         """Return where the next block begins, and the block."""
         if self._failure is not None:
             raise self._failure
-        if self._has_rest:
-            return await in_thread(self._take, _AT_ONCE)
         if isinstance(self._source, FileBytes):
-            feed = functools.partial(self._feed_pieces, self._source.at_once)
+            feed = functools.partial(self._cut_pieces, self._source.at_once)
             return await self._source.use(feed)
-        return await in_thread(self._feed, await self._source.read(), _AT_ONCE)
+        piece = None if self._has_rest else await self._source.read()
+        return await in_thread(self._cut_piece, piece)
 
-    def _feed_pieces(
+    def _cut_piece(self, piece: Buffer | None) -> tuple[int, list[Any]]:
+        """Cut one block from a piece, or from what is left of the last one."""
+        begin = self._parser.offset
+        if piece is not None:
+            self._feed(piece)
+        return begin, self._take(self._limit)
+
+    def _cut_pieces(
         self, length: int, read: Callable[[], Buffer]
     ) -> tuple[int, list[Any]]:
-        """Cut one block from several pieces."""
+        """Cut one block from what is left of the last piece, and from several more."""
         begin, block = self._parser.offset, list[Any]()
-        while length > 0 and not (self._has_rest or self._has_ended):
-            try:
-                piece = read()
-            except DatasetError as error:
-                if not block:
-                    raise
-                self._failure = error  # told after the samples before it
-                break
-            length -= len(memoryview(piece))
-            block += self._feed(piece, _AT_ONCE - len(block))[1]
+        while len(block) < self._limit:
+            if not self._has_rest:
+                if length <= 0 or self._has_ended:
+                    break
+                try:
+                    piece = read()
+                except DatasetError as error:
+                    if not block:
+                        raise
+                    self._failure = error  # told after the samples before it
+                    break
+                length -= len(memoryview(piece))
+                self._feed(piece)
+            block += self._take(self._limit - len(block))
         return begin, block
 
-    def _feed(self, piece: Buffer, limit: int) -> tuple[int, list[Any]]:
+    def _feed(self, piece: Buffer) -> None:
         if memoryview(piece):
             self._parser.feed(piece)
         else:
             self._parser.end()
             self._has_ended = True
-        return self._take(limit)
 
-    def _take(self, limit: int) -> tuple[int, list[Any]]:
-        parser = self._parser
-        byte = parser.offset
-        block = parser.take(limit)
-        self._has_rest = len(block) == limit
-        self._has_ended = self._has_ended or parser.is_over
-        return byte, block
+    def _take(self, limit: int) -> list[Any]:
+        taken = self._parser.take(limit)
+        self._has_rest = len(taken) == limit
+        self._has_ended = self._has_ended or self._parser.is_over
+        return taken
 
 
 class ParsedFormat(CutsShards):

@@ -17,7 +17,7 @@ from aioloader._order.blocks import Block, cut, join, pick
 from aioloader.datasets._streams.cursors import Ahead, Cursor, State, Trail, skip
 
 Until: TypeAlias = Literal["all", "first"]
-Numbers: TypeAlias = npt.NDArray[np.int64]
+Numbers: TypeAlias = npt.NDArray[np.integer[Any]]
 # Draws that one generator makes.
 _BLOCK = 4096
 # Samples that are drawn at once, at most, and seconds that these may take to come.
@@ -138,7 +138,7 @@ class Mixed:
         most, began = max(limit, self._ask), time.perf_counter()
         while len(self._ended) < len(self._parts):
             choices = self._draw(most)
-            choices = choices[: await self._fill(choices)]
+            choices = choices[: await self._fill(choices, began + _QUICK)]
             if len(choices):
                 await self._put_in_order(choices)
                 is_quick = time.perf_counter() - began < _QUICK
@@ -150,14 +150,17 @@ class Mixed:
             if self._until == "first":
                 self._ended.update(range(len(self._parts)))
 
-    async def _fill(self, choices: Numbers) -> int:
-        """Have the streams give what was drawn; return for how many draws they do."""
+    async def _fill(self, choices: Numbers, until: float) -> int:
+        """Have the streams give what was drawn; return for how many draws they do.
+
+        After the time ``until`` each is asked but once.
+        """
         counts = np.bincount(choices, minlength=len(self._parts)).tolist()
         length = len(choices)
         for at, (part, count) in enumerate(zip(self._parts, counts, strict=True)):
             while part.ready() < count and not part.has_ended:
                 await part.fill(count - part.ready())
-                if self._ahead is not Ahead.NEVER:
+                if self._ahead is not Ahead.NEVER and time.perf_counter() > until:
                     break  # what the others give too much can be read again
             if part.ready() < count:
                 places = np.flatnonzero(choices == at)
@@ -191,7 +194,9 @@ class Mixed:
             weights[list(self._ended)] = 0
             bounds = np.cumsum(weights)
             draws = rng.random(_BLOCK) * bounds[-1]
-            self._draws = np.searchsorted(bounds, draws, side="right").astype(np.int64)
+            found = np.searchsorted(bounds, draws, side="right")
+            # Integers of one or two bytes are sorted much faster.
+            self._draws = found.astype(np.min_scalar_type(len(weights)))
             self._drawn_of = key
         return self._draws[place : place + count]
 
