@@ -79,8 +79,9 @@ class DataLoader(TorchLoader[Batch]):
         generator: Source of the shuffle order and of ``base_seed``.
         prefetch_factor: Batches requested and not yet taken, for each worker (or in
             all, without workers: wider than torch), never more. ``None`` is 2; for
-            ``async for`` over a plain dataset, those made in 2 ms besides; for async
-            datasets, those that keep ``concurrency`` samples in flight, and three.
+            async datasets, those that keep ``concurrency`` samples in flight, and
+            three. For ``async for`` over a plain dataset, and for aioloader's streams
+            on the private loop, those made in 2 ms besides.
         persistent_workers: Keep workers between epochs.
         pin_memory_device: Deprecated, as in torch.
         in_order: Deliver batches in the sampler's order, else as they complete.

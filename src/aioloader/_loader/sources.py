@@ -156,7 +156,12 @@ def _window(
         return Window(readers * 2 + on_device, per_hop=hops)
     # One batch is being collated, one is handed over, and one is late.
     spare = 3 * readers + on_device
-    return Window(spare, samples=options.concurrency * readers)
+    is_beside = pool is None and not on_device and options.loop == "thread"
+    return Window(
+        spare,
+        samples=options.concurrency * readers,
+        per_hop=is_beside and options.is_own_stream,
+    )
 
 
 def default_window(concurrency: int, batch_size: int) -> int:

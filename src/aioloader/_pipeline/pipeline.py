@@ -267,9 +267,13 @@ class Pipeline:
                     task.result = maker.finish(task)
         except BaseException as error:  # handed to the consumer
             task.result = BatchResult(error=_of_user(error))
-        now = time.perf_counter()
-        self.seconds_per_batch += (now - began - self.seconds_per_batch) / 4
+        self._time(began)
         self._go_on(task)
+
+    def _time(self, began: float) -> None:
+        """Note that a batch was begun at ``began`` and is read."""
+        seconds = time.perf_counter() - began
+        self.seconds_per_batch += (seconds - self.seconds_per_batch) / 4
 
     def _read_on_loop(self, task: BatchTask) -> None:
         assert self._fetchers is not None
@@ -290,6 +294,7 @@ class Pipeline:
             # once.
             while not reader.cancelling():
                 task = await self._to_pull.get()
+                began = time.perf_counter()
                 try:
                     await stream.pull(task, stack)
                 except GeneratorExit:
@@ -300,6 +305,7 @@ class Pipeline:
                         raise
                     task.result = BatchResult(error=_of_user(error))
                 self._go_on(task)
+                self._time(began)
         finally:
             del reader  # its cancellation has this frame
 

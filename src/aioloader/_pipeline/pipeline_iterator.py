@@ -50,14 +50,14 @@ class Window:
         size = samples / in_flight if samples else 1
         return self.batches + math.ceil(self.samples / size)
 
-    def is_low(self, in_flight: int) -> bool:
+    def is_low(self, in_flight: int, samples: int) -> bool:
         """Tell whether it is time for more requests.
 
         The batches of a hop are requested together, when the last of those before are
         taken. A thread that begins with each of them would contend for the
         interpreter's lock with a consumer that frees tensors, which releases it.
         """
-        return not self.per_hop or in_flight <= self.batches
+        return not self.per_hop or self.is_open(in_flight, samples, 0)
 
     def is_open(self, in_flight: int, samples: int, seconds: float) -> bool:
         """Tell whether another batch may be requested.
@@ -158,7 +158,7 @@ class PipelineIterator:
                 self.close()
                 raise StopIteration
             began = time.perf_counter()
-            came = self._ready.wait(self._timeout)
+            came = self._wait()
             waited = self._count_wait(began)
             if not came:
                 self._time_out(waited)
@@ -196,21 +196,30 @@ class PipelineIterator:
             elif not came:
                 self._time_out(waited)
 
-    async def _wait_async(self) -> bool:
-        """Suspend until there is a result; tell whether it came in time.
+    def _wait(self) -> bool:
+        """Block until there is a result; tell whether it came in time."""
+        if self._naps():
+            with self.pipeline.ready.napping() as ready:
+                if ready.wait(_NAP) or len(ready):
+                    return True
+        return self._ready.wait(self._timeout)
 
-        The batches of one hop to their thread come together: a wake-up for each would
-        cost more than they do. None is kept back for longer than two hops.
-        """
-        ready = self.pipeline.ready
-        if self._window.per_hop and self._ready is ready:
-            ready.naps = True
-            try:
+    async def _wait_async(self) -> bool:
+        """Suspend until there is a result; tell whether it came in time."""
+        if self._naps():
+            with self.pipeline.ready.napping() as ready:
                 if await ready.wait_async(_NAP) or len(ready):
                     return True
-            finally:
-                ready.naps = False
         return await self._ready.wait_async(self._timeout)
+
+    def _naps(self) -> bool:
+        """Tell whether to wait for the batches of a whole hop.
+
+        A wake-up for each would cost more than they do. None is kept back for longer
+        than two hops.
+        """
+        is_quick = 0 < self.pipeline.seconds_per_batch < HOP
+        return self._window.per_hop and is_quick and self.pipeline.stage is None
 
     def is_finished(self) -> bool:
         """Tell whether there is no more to come."""
@@ -292,7 +301,7 @@ class PipelineIterator:
     def _fill(self) -> None:
         """Issue requests until the window is full."""
         with self._lock:
-            if not self._window.is_low(len(self._in_flight)):
+            if not self._window.is_low(len(self._in_flight), self._samples):
                 return
             while not self._is_exhausted and self._may_issue(len(self._in_flight)):
                 self._issue()

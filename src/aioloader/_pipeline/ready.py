@@ -5,7 +5,9 @@ loop, or any thread. An item stays in the queue until it is taken, so that a can
 wait loses nothing.
 """
 
+import contextlib
 from collections import deque
+from collections.abc import Iterator
 
 from aioloader._order.reorder import Reorder
 from aioloader._pipeline.batch_task import BatchResult
@@ -39,7 +41,7 @@ class ReadyQueue:
         self._broken: BaseException | None = None
         ends = self._ends = list[None]()  # not empty: every wait ends
         self._is_closed = False
-        self.naps = False  # whether the consumer wakes by itself before long
+        self._naps = False  # whether the consumer wakes by itself before long
         self._pump = pump
 
         def is_settled() -> bool:  # does not refer to the queue, which has the waiters
@@ -57,16 +59,25 @@ class ReadyQueue:
         Args:
             number: Of the request.
             result: What came of it.
-            more: Whether more results come at once: a consumer that ``naps`` is woken
-                with the last of them, or by its own clock.
+            more: Whether more results come at once: a consumer that is ``napping`` is
+                woken with the last of them, or by its own clock.
         """
         with self._waiters.lock:
             if self._is_closed:
                 return
             self._items.extend(self._reorder.accept(number, result))
-            is_quiet = more and self.naps
+            is_quiet = more and self._naps
         if self._items and not is_quiet:
             self._waiters.wake(len(self._items))
+
+    @contextlib.contextmanager
+    def napping(self) -> Iterator["ReadyQueue"]:
+        """Let the consumer be woken with the last result of several only."""
+        self._naps = True
+        try:
+            yield self
+        finally:
+            self._naps = False
 
     def fail(self, error: BaseException) -> None:
         """Let every wait end with ``error`` once the items are gone."""
