@@ -15,6 +15,7 @@ from aioloader import DataLoader
 from aioloader._order.shares import Share
 from aioloader.datasets import TextDataset, from_iterable
 from aioloader.datasets._streams.iterators import Reading
+from aioloader.errors import StateMismatchError
 from beside import beside
 from datasets.rank_process import RankProcess
 from datasets.ranks import Ranks, lines
@@ -148,6 +149,32 @@ async def test_tails(count: int, workers: int) -> None:
             assert sum(masks) == count
     uneven = await beside(partial(found, "uneven"))
     assert sum(len(batch) for rank in uneven for batch in rank) == count
+
+
+async def test_a_state_is_bound_to_its_tail() -> None:
+    """For ranks' parts would have other lengths; one from before names none."""
+
+    def make(tail: Any) -> Any:
+        stream = numbers(40).readers(2).epoch_length(21)
+        return DataLoader(stream, 2, rank=0, world_size=2, tail=tail)
+
+    def check() -> None:
+        saved = []
+        for tail in (None, "drop"):
+            with make(tail) as loader:
+                next(iter(loader))
+                saved.append(json.loads(json.dumps(loader.state_dict())))
+        wrapped, dropped = saved
+        said = "saved with tail='drop', but the loader has tail='wrap'"
+        with make("wrap") as loader, pytest.raises(StateMismatchError, match=said):
+            loader.load_state_dict(dropped)
+        with make("wrap") as loader:
+            loader.load_state_dict(wrapped)
+        old = {key: one for key, one in dropped.items() if key != "tail"}
+        with make("wrap") as loader:
+            loader.load_state_dict(old)
+
+    await beside(check)
 
 
 async def test_tails_of_streams_of_unknown_length() -> None:
