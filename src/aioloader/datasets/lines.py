@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class JSONLinesDataset(ByteStream[Any]):
     """Stream samples from files with one JSON value per line.
 
-    Empty lines are left out, and so is a byte order mark. A line that is no JSON is one failed sample; the error
-    names the shard and the byte offset. Values are those that Python's ``json`` gives,
-    with ``NaN`` and integers of any size; ``orjson``, if it is installed, is faster and
-    used for lines of which it makes the same.
+    Empty lines are left out, and so is a byte order mark. A line that is no JSON is one
+    failed sample; the error names the shard and the byte offset. Values are those that
+    Python's ``json`` gives, with ``NaN`` and integers of any size; ``orjson``, if it is
+    installed, is faster and used for lines of which it makes the same.
 
     Args:
         addresses: Paths or URLs, such as ``"https://host/{0..9}.jsonl.zst"``.
