@@ -319,7 +319,7 @@ async def test_two_writers_in_the_same_moment(
         await barrier.wait()
         return found
 
-    pair = [TarWriter(destination, shard_samples=6) for _ in range(2)]
+    pair: list[Any] = [TarWriter(destination, shard_samples=6) for _ in range(2)]
     async with contextlib.AsyncExitStack() as stack:
         if is_resumed:
             for writer in pair:
@@ -327,7 +327,7 @@ async def test_two_writers_in_the_same_moment(
                 for sample in SAMPLES[6:11]:
                     await writer.write(sample)
             monkeypatch.setattr(sinks.StoreSink, "_version", both_have_seen)
-            jobs = [writer.write(SAMPLES[11]) for writer in pair]
+            jobs: list[Any] = [writer.write(SAMPLES[11]) for writer in pair]
         else:
             monkeypatch.setattr(sinks.StoreSink, "_version", both_have_seen)
             jobs = [stack.enter_async_context(writer) for writer in pair]
