@@ -58,9 +58,11 @@ class BlockIterator(HasLifespan):
         fills: Whether a batch may be filled by several blocks. If not, one block is one
             batch: the samples at its positions, of which some may be empty.
         real: How many samples of an epoch are no padding; None: all.
+        leaves_out: Whether a sample that failed has no place: the next one has it.
     """
 
     fills: bool
+    leaves_out: bool
     real: int | None
 
     @abc.abstractmethod
@@ -101,8 +103,13 @@ class OwnStream(abc.ABC):
         """Return how many samples an epoch of all ranks has, if that is known."""
 
     @abc.abstractmethod
-    def evened(self, tail: Any) -> "OwnStream":
-        """Return the stream whose ranks have equal parts of a known total."""
+    def evened(self, tail: Any, *, is_skipped: bool = False) -> "OwnStream":
+        """Return the stream whose ranks have equal parts of a known total.
+
+        Args:
+            tail: What becomes of what cannot be shared out evenly.
+            is_skipped: Whether samples that failed are left out.
+        """
 
     @abc.abstractmethod
     def fitted(self, state: dict[str, Any], *, strict: bool = True) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def die_before(number: int) -> None:
 
     kinds: Any = sinks
     for kind in ("FolderSink", "_FileUpload", "StoreSink", "_ObjectUpload"):
-        for name in ("open", "read", "put", "write", "complete"):
+        for name in ("open", "read", "put", "swap", "write", "complete"):
             cls = getattr(kinds, kind)
             method = getattr(cls, name, None)
             if inspect.iscoroutinefunction(method):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -24,6 +25,12 @@ class Whole(SimpleHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     asked: list[str]
+    sockets: list[socket.socket]
+
+    def setup(self) -> None:
+        """Note the connection."""
+        super().setup()
+        self.sockets.append(self.connection)
 
     def log_message(self, *_args: Any) -> None:
         """Keep quiet."""
@@ -37,7 +44,7 @@ class Whole(SimpleHTTPRequestHandler):
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Serve a folder; yield its URL and what is asked for."""
-    handler = type("Handler", (Whole,), {"asked": []})
+    handler = type("Handler", (Whole,), {"asked": [], "sockets": []})
     server = ThreadingHTTPServer(
         ("127.0.0.1", 0), functools.partial(handler, directory=str(folder))
     )
@@ -49,6 +56,10 @@ def serving(folder: Path) -> Iterator[tuple[str, list[str]]]:
     finally:
         server.shutdown()
         thread.join()
+        # Clients may keep connections for a while, and their threads are waited for.
+        for connection in handler.sockets:  # type: ignore[attr-defined]
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         server.server_close()
 
 

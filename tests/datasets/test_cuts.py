@@ -18,7 +18,7 @@ from aioloader.datasets._stores.requests import Requests
 from aioloader.datasets._tar.index import write_index
 from aioloader.errors import DatasetError, StateMismatchError
 from aioloader.testing import ObjectServer
-from datasets.shards import names
+from datasets.shards import names, read
 from datasets.tar_archives import Member, archive
 
 LINES = [f"line {at} {'x' * (at * 37 % 90)}" for at in range(200)]
@@ -45,6 +45,25 @@ def write(folder: Path) -> dict[str, Any]:
 def contents(folder: Path) -> dict[str, bytes]:
     """Return all files by their names."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+@pytest.mark.parametrize("ending", ["", "\n"])
+async def test_a_byte_order_mark(ending: str, readers: int, tmp_path: Path) -> None:
+    """It is no part of the first line, wherever a file is cut and resumed."""
+    rows = [f'"{at}"' for at in range(9)]
+    for shard, lines in enumerate((rows[:5], rows[5:], [])):
+        text = "\ufeff" + "\n".join(lines) + ending * bool(lines)
+        (tmp_path / str(shard)).write_text(text)
+    for kind in (TextDataset, JSONLinesDataset):
+        expected = rows if kind is TextDataset else [json.loads(row) for row in rows]
+        stream: Any = kind(str(tmp_path / "?"))
+        parts = [stream.shard(rank, readers) for rank in range(readers)]
+        assert sum([(await read(one))[0] for one in parts], []) == expected  # noqa: RUF017
+        for count in range(len(rows)):
+            _, state = await read(stream, count)
+            stream.load_state_dict(state)
+            assert (await read(stream))[0] == expected[count:]
 
 
 KINDS = pytest.mark.parametrize("kind", ["txt", "jsonl", "tar"])

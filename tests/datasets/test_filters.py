@@ -119,6 +119,15 @@ async def test_nothing_is_left(numbered: str) -> None:
         assert (await read(made.shard(rank, 5)))[0] == []
 
 
+async def test_what_is_left_is_cut(numbered: str) -> None:
+    """Each reader has some, where more shards than readers have nothing."""
+    made = ParquetDataset(numbered, filters=N >= 60)  # two row groups of five
+    parts = [(await read(made.shard(rank, 4)))[0] for rank in range(4)]
+    found = [[row["n"] for row in part] for part in parts]
+    assert sum(found, []) == [*range(60, 100)]  # noqa: RUF017
+    assert min(map(len, found)) > 0
+
+
 async def test_batches_of_filtered_rows(numbered: str) -> None:
     """Tensors, of a filter over columns that are not delivered."""
     loader: Any = DataLoader(

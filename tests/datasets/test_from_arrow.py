@@ -159,6 +159,23 @@ async def test_a_dataset_skips_what_it_can(tmp_path: Path) -> None:
     assert (await read(nothing))[0] == []
 
 
+@pytest.mark.parametrize("make", [hive, feather])
+@pytest.mark.parametrize("filters", [None, pc.field("n") >= 60], ids=["all", "some"])
+async def test_fragments_are_cut(make: Make, filters: Any, tmp_path: Path) -> None:
+    """Where they are fewer than readers; a part is resumed at every row."""
+    stream = from_arrow(make(tmp_path), ["n"], filters=filters)
+    whole = [row["n"] for row in (await read(stream))[0]]
+    found = [(await read(stream.shard(rank, 9)))[0] for rank in range(9)]
+    assert [row["n"] for part in found for row in part] == whole
+    assert max(map(len, found)) <= 20
+    assert make is not hive or min(map(len, found)) > 0
+    for row in range(len(found[4]) + 1):
+        part = stream.shard(4, 9)
+        before, state = await read(part, row)
+        part.load_state_dict(json.loads(json.dumps(state)))
+        assert before + (await read(part))[0] == found[4]
+
+
 async def test_errors_stay_the_users() -> None:
     """Of the same type, after the rows before."""
 
@@ -187,6 +204,10 @@ def test_wrong_sources_are_errors() -> None:
         from_arrow(batches, shuffle=True)
     with pytest.raises(DatasetError, match="has no column 'z'"):
         from_arrow(TABLE, ["z"])
+    for name, nearest in (("shufle", "shuffle"), ("filter", "filters")):
+        said = rf"^from_arrow\(\) got an unknown option '{name}': .* '{nearest}'"
+        with pytest.raises(TypeError, match=said):
+            from_arrow(TABLE, **{name: True})  # type: ignore[arg-type]
 
 
 # -- Ray Data ------------------------------------------------------------------------

@@ -13,8 +13,10 @@ import pytest
 
 from aioloader import DataLoader
 from aioloader._order.shares import Share
-from aioloader.datasets import TextDataset, from_iterable
+from aioloader.datasets import JSONLinesDataset, TextDataset, from_iterable
 from aioloader.datasets._streams.iterators import Reading
+from aioloader.datasets._streams.repeats import Repeated
+from aioloader.errors import StateMismatchError
 from beside import beside
 from datasets.rank_process import RankProcess
 from datasets.ranks import Ranks, lines
@@ -51,6 +53,36 @@ async def test_shards_are_shuffled_in_each_pass(tmp_path: Path) -> None:
     half = len(found) // 2
     assert sorted(found[:half]) == sorted(found[half:])
     assert found[:half] != found[half:]
+
+
+async def test_a_pass_whose_end_is_cancelled_is_closed() -> None:
+    """Before the cancellation goes on."""
+    closed: list[int] = []
+    is_closing = asyncio.Event()
+
+    class Pass:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        async def pull(self, _limit: int) -> list[Any]:
+            return []
+
+        async def aclose(self) -> None:
+            is_closing.set()
+            await asyncio.sleep(0)
+            closed.append(self.number)
+
+    async def open_pass(number: int, _state: Any) -> Any:
+        return Pass(number)
+
+    repeated = Repeated(Pass(0), open_pass, None, {"good": True})  # type: ignore[arg-type]
+    pulling = asyncio.create_task(repeated.pull(1))
+    await is_closing.wait()
+    pulling.cancel()
+    await asyncio.gather(pulling, return_exceptions=True)
+    assert closed == [0]
+    await repeated.aclose()
+    assert closed == [0, 1]
 
 
 async def test_nothing_is_not_repeated() -> None:
@@ -121,7 +153,7 @@ def loaders(stream: Any, world_size: int, **options: Any) -> list[list[Any]]:
 
 def _listed(batch: Any) -> Any:
     if isinstance(batch, (tuple, list)):
-        return tuple(one.tolist() for one in batch)
+        return [one.tolist() for one in batch]
     return batch.tolist()
 
 
@@ -148,6 +180,66 @@ async def test_tails(count: int, workers: int) -> None:
             assert sum(masks) == count
     uneven = await beside(partial(found, "uneven"))
     assert sum(len(batch) for rank in uneven for batch in rank) == count
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [1, 3])
+async def test_failed_samples_do_not_count(
+    batch_size: int, workers: int, tmp_path: Path
+) -> None:
+    """All ranks have as many batches, all full, where some skip more than others."""
+    for shard in range(4):
+        text = [f"{shard}{n:02}" if n % 9 < 4 * shard else "{" for n in range(40)]
+        (tmp_path / f"{shard}.jsonl").write_text("\n".join(["1", *text]))
+    stream = JSONLinesDataset(str(tmp_path / "*"), interleave=4).epoch_length(72)
+    options: Any = {"num_workers": workers, "fetch": "workers"} if workers else {}
+    options |= {"batch_size": batch_size, "on_error": "skip", "tail": "pad"}
+
+    def check() -> None:
+        both = loaders(stream, 2, **options)
+        assert [len(rank) for rank in both] == [36 // batch_size] * 2
+        assert all(mask == [True] * batch_size for rank in both for _, mask in rank)
+        for at in range(0, len(both[0]), 5):
+            for rank in range(2):
+                asked = {**options, "rank": rank, "snapshot_every_n_steps": 3}
+                first: Any = DataLoader(stream, world_size=2, **asked)
+                with first:
+                    iterator = iter(first)
+                    before = [_listed(next(iterator)) for _ in range(at)]
+                    state = json.loads(json.dumps(first.state_dict()))
+                again: Any = DataLoader(stream, world_size=2, **asked)
+                with again:
+                    again.load_state_dict(state)
+                    rest = [_listed(batch) for batch in again]
+                assert before + rest == both[rank]
+
+    await beside(check)
+
+
+async def test_a_state_is_bound_to_its_tail() -> None:
+    """For ranks' parts would have other lengths; one from before names none."""
+
+    def make(tail: Any) -> Any:
+        stream = numbers(40).readers(2).epoch_length(21)
+        return DataLoader(stream, 2, rank=0, world_size=2, tail=tail)
+
+    def check() -> None:
+        saved = []
+        for tail in (None, "drop"):
+            with make(tail) as loader:
+                next(iter(loader))
+                saved.append(json.loads(json.dumps(loader.state_dict())))
+        wrapped, dropped = saved
+        said = "saved with tail='drop', but the loader has tail='wrap'"
+        with make("wrap") as loader, pytest.raises(StateMismatchError, match=said):
+            loader.load_state_dict(dropped)
+        with make("wrap") as loader:
+            loader.load_state_dict(wrapped)
+        old = {key: one for key, one in dropped.items() if key != "tail"}
+        with make("wrap") as loader:
+            loader.load_state_dict(old)
+
+    await beside(check)
 
 
 async def test_tails_of_streams_of_unknown_length() -> None:

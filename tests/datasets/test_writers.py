@@ -7,7 +7,9 @@ import gc
 import os
 import shutil
 import tarfile
+import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -19,7 +21,7 @@ import torch
 import webdataset as wds
 from hypothesis import given
 from hypothesis import strategies as st
-from obstore.store import MemoryStore
+from obstore.store import LocalStore, MemoryStore
 
 from aioloader.datasets import (
     TarDataset,
@@ -27,6 +29,7 @@ from aioloader.datasets import (
     write_parquet,
     writers,
 )
+from aioloader.datasets._write import sinks
 from aioloader.datasets._write.bodies import TarBody
 from aioloader.errors import DatasetError, StateMismatchError
 from datasets.pictures import pixels
@@ -63,7 +66,7 @@ def test_the_example() -> None:
     assert not result.failed
 
 
-@pytest.mark.parametrize("kind", ["folder", "memory", "s3"])
+@pytest.mark.parametrize("kind", ["folder", "memory", "plain", "s3"])
 async def test_shards_are_read(
     kind: str,
     tmp_path: Path,
@@ -72,6 +75,8 @@ async def test_shards_are_read(
 ) -> None:
     """From a directory and from stores; a writer that comes later goes on."""
     destination: Any = {"folder": tmp_path / "new", "memory": MemoryStore()}.get(kind)
+    if kind == "plain":  # it has no conditional writes
+        destination = LocalStore(tmp_path)
     if kind == "s3":
         loop = request.node.callspec.id
         destination = request.getfixturevalue("s3") + f"-written-{loop}"
@@ -289,6 +294,65 @@ async def test_two_writers_at_once(tmp_path: Path) -> None:
             await write(tmp_path)
             await first.write(SAMPLES[1])
     assert await labels(tmp_path) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+@pytest.mark.parametrize("kind", ["memory", "s3"])
+async def test_two_writers_in_the_same_moment(
+    kind: str,
+    is_resumed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    s3_port: int,
+) -> None:
+    """One of them succeeds, also if both have seen the same manifest."""
+    destination: Any = MemoryStore()
+    if kind == "s3":
+        loop = request.node.callspec.id
+        destination = request.getfixturevalue("s3") + f"-meeting-{loop}"
+    if is_resumed:
+        await write(destination, until=6)
+    barrier, version = asyncio.Barrier(2), sinks.StoreSink._version
+
+    async def both_have_seen(sink: Any, file: str) -> Any:
+        found = await version(sink, file)
+        await barrier.wait()
+        return found
+
+    pair: list[Any] = [TarWriter(destination, shard_samples=6) for _ in range(2)]
+    async with contextlib.AsyncExitStack() as stack:
+        if is_resumed:
+            for writer in pair:
+                await stack.enter_async_context(writer)
+                for sample in SAMPLES[6:11]:
+                    await writer.write(sample)
+            monkeypatch.setattr(sinks.StoreSink, "_version", both_have_seen)
+            jobs: list[Any] = [writer.write(SAMPLES[11]) for writer in pair]
+        else:
+            monkeypatch.setattr(sinks.StoreSink, "_version", both_have_seen)
+            jobs = [stack.enter_async_context(writer) for writer in pair]
+        ended = await asyncio.gather(*jobs, return_exceptions=True)
+        lost = [one for one in ended if isinstance(one, BaseException)]
+        assert [type(one) for one in lost] == [StateMismatchError]
+        assert "let one write at a time, or under a name each" in str(lost[0])
+
+
+@pytest.mark.parametrize("before", [None, b"old"])
+def test_one_file_is_swapped_once(before: bytes | None, tmp_path: Path) -> None:
+    """By whichever of many threads is the first."""
+    if before is not None:
+        (tmp_path / "list.json").write_bytes(before)
+    sink = sinks.FolderSink(str(tmp_path))
+    barrier = threading.Barrier(8)
+
+    def swap(number: int) -> bool:
+        barrier.wait(10)
+        return sink._swap(tmp_path / "list.json", before, b"%d" % number)
+
+    with ThreadPoolExecutor(8) as pool:
+        done = list(pool.map(swap, range(8)))
+    assert sum(done) == 1
+    assert (tmp_path / "list.json").read_bytes() == b"%d" % done.index(True)
 
 
 async def test_two_writers_of_one_shard_at_once(tmp_path: Path) -> None:

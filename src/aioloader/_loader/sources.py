@@ -198,7 +198,8 @@ def make_maker(options: Options, epoch: Epoch, slots: SlotPool) -> BatchMaker:
         if options.rank is not None:
             dataset = dataset.shard(part.rank, part.world_size)
         if (dataset.ranks or (0, 1))[1] > 1:
-            dataset = dataset.evened(options.tail or "wrap")
+            is_skipped = epoch.policy.on_error == "skip"
+            dataset = dataset.evened(options.tail or "wrap", is_skipped=is_skipped)
         part = replace(part, rank=0, world_size=1)
     return BatchMaker(
         dataset,

@@ -36,7 +36,8 @@ class LoaderState(TypedDict):
 
     Attributes:
         kind: Of the dataset; with ``length``, ``batch_size`` (of all ranks together),
-            ``readers`` and ``ranks`` what has to be the same where it is loaded.
+            ``readers``, ``ranks`` and ``tail`` (of streams of ours that several ranks
+            read) what has to be the same where it is loaded.
         epoch: Its number.
         seed: What random draws are keyed with; None: it is not drawn yet.
         done: Batches below this number were delivered.
@@ -57,6 +58,7 @@ class LoaderState(TypedDict):
     batch_size: int | None
     readers: int
     ranks: int | None
+    tail: str | None
     epoch: int
     seed: int | None
     done: int
@@ -116,7 +118,16 @@ def identity(options: Options) -> State:
         "batch_size": size,
         "readers": options.readers,
         "ranks": options.part.world_size if size is None else None,
+        "tail": _tail(options),
     }
+
+
+def _tail(options: Options) -> str | None:
+    """Return what decides of the lengths of ranks' parts of a stream of ours."""
+    if not options.is_own_stream:
+        return None
+    ranks = max(options.part.world_size, (options.dataset.ranks or (0, 1))[1])
+    return (options.tail or "wrap") if ranks > 1 else None
 
 
 # -- written ------------------------------------------------------------------------

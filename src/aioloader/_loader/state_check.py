@@ -29,7 +29,7 @@ def check(options: Options, state: State) -> None:
     mine = identity(options)
     for name, message in _MESSAGES.items():
         saved, found = state.get(name), mine[name]
-        is_known = name != "length" or not (saved is None or found is None)
+        is_known = name not in _UNKNOWN or not (saved is None or found is None)
         if is_known and saved != found:
             raise StateMismatchError(
                 message.format(saved=_counted(saved), found=_counted(found)),
@@ -66,6 +66,8 @@ def fitted(options: Options, state: State, *, strict: bool) -> State:
     return state
 
 
+# What need not be known, or have a meaning, where a state is saved or loaded.
+_UNKNOWN = {"length", "tail"}
 _MESSAGES = {
     "kind": "the state was saved for a dataset of kind {saved}, but this one's is "
     "{found}; load it with the same dataset",
@@ -76,6 +78,8 @@ _MESSAGES = {
     "world_size",
     "ranks": "the state was saved on {saved} ranks, but there are {found}; with a "
     "batch_sampler of its own a run cannot go on with others",
+    "tail": "the state was saved with tail={saved}, but the loader has tail={found}; "
+    "load it with the same tail, or begin the epoch anew",
     "readers": "the state was saved with {saved} readers of the iterable (workers that "
     "each read a part of their own), but the loader has {found}; load it with the same "
     "num_workers and fetch",

@@ -46,9 +46,11 @@ class BlockSource(Protocol):
 
     Attributes:
         fills: As in ``BlockIterator``.
+        leaves_out: As in ``BlockIterator``.
     """
 
     fills: bool
+    leaves_out: bool
 
     async def read(self, limit: int) -> Read:
         """Read at most ``limit`` places, at least one unless the stream ends."""
@@ -63,6 +65,7 @@ class PlainSource:
     """
 
     fills = True
+    leaves_out = False
 
     def __init__(self, iterator: Iterator[Any], most: int) -> None:
         self._iterator = iterator
@@ -85,6 +88,7 @@ class AsyncSource:
     """
 
     fills = True
+    leaves_out = False
 
     def __init__(self, iterator: AsyncIterator[Any], most: int) -> None:
         self._iterator = iterator
@@ -108,6 +112,7 @@ class OwnSource:
 
     def __init__(self, iterator: BlockIterator) -> None:
         self.fills = iterator.fills
+        self.leaves_out = iterator.leaves_out
         self._iterator = iterator
         self._rest: Block = []  # of a block, after a failed sample
 

@@ -144,8 +144,10 @@ class _Stream(abc.ABC):
             assert self._source is not None
             block, more, self._has_ended = await self._source.read(places - dropped)
             dropped += more
-            if self._has_ended and len(block) and type(block[-1]) is Bad:
-                raise block[-1].error
+            if len(block) and type(block[-1]) is Bad:
+                if self._has_ended:
+                    raise block[-1].error
+                dropped -= self._source.leaves_out  # it has no place
         return dropped
 
     # -- the samples of a batch -----------------------------------------------------
@@ -163,12 +165,13 @@ class _Stream(abc.ABC):
             raise self._noted(failed(last.error).error, task)
         if (found + len(block) - 1) % self._ranks == self._rank:
             try:
-                self._replace(task, last.error)
+                is_left_out = self._replace(task, last.error)
             except BaseException:
                 # Nothing comes of these samples, but they were read.
                 self._position.read += found + places
                 self._owed = wanted - found - places if self._maker.keeps_step else 0
                 raise
+            places -= is_left_out
         return places
 
     def _add(self, task: BatchTask, block: Block, found: int) -> None:
@@ -182,16 +185,24 @@ class _Stream(abc.ABC):
                 self._latest_mine = block[-1]
         task.samples = join([task.samples, block]) if len(task.samples) else block
 
-    def _replace(self, task: BatchTask, error: Exception) -> None:
-        """Add what stands for a failed sample, or raise by the policy."""
+    def _replace(self, task: BatchTask, error: Exception) -> bool:
+        """Add what stands for a failed sample, or raise by the policy.
+
+        Return whether nothing does, and the next sample takes its place.
+        """
         sample = self._maker.resolve("fetch", task, len(task.samples), error)
         if sample is not SKIP:
             self._has_good = True
         elif not self._has_good:
             self._lost = [*self._lost[-1:], error]
+        assert self._source is not None
+        if sample is SKIP and self._source.leaves_out:
+            self._maker.policy.begin(1)  # one more is tried
+            return True
         task.samples = [*task.samples, sample]
         if self._ranks > 1 and sample is not SKIP:
             self._latest_mine = sample
+        return False
 
     # -- after them -------------------------------------------------------------------
 

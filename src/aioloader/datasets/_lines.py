@@ -1,6 +1,7 @@
 """Cutting bytes into lines, each of which becomes a sample or a failure of its own.
 
-Lines end with a line feed, or the shard's end; a carriage return before it is dropped.
+Lines end with a line feed, or the shard's end; a carriage return before it is dropped,
+and so is a byte order mark of UTF-8 at the beginning of a shard.
 Memory holds one piece, and a line that crosses from one piece to the next.
 """
 
@@ -15,6 +16,8 @@ from aioloader.errors import DatasetError
 
 # Lines that are decoded at once: what is made of them on the way stays in the cache.
 _AT_ONCE = 128
+_BOM = "\ufeff".encode()
+
 SKIP: Final = object()
 """What ``Decoder.one`` returns for a line that is no sample."""
 
@@ -80,6 +83,8 @@ class LineParser:
 
     def take(self, limit: int) -> list[Any]:
         """Return up to ``limit`` samples."""
+        if not self.offset:
+            self._drop_mark()
         samples: list[Any] = []
         while self._taken < len(self._lines) and len(samples) < limit:
             stop = self._taken + min(limit - len(samples), _AT_ONCE)
@@ -89,6 +94,14 @@ class LineParser:
         if self._taken >= len(self._lines):
             self._lines, self._taken = [], 0
         return samples
+
+    def _drop_mark(self) -> None:
+        """Drop a byte order mark, which the first line of a shard may begin with."""
+        if self._lines and self._lines[0].startswith(_BOM):
+            self.offset = len(_BOM)
+            self._lines[0] = self._lines[0].removeprefix(_BOM)
+            if not self._lines[0]:
+                self._lines.pop(0)  # there was nothing else
 
     def _many(self, lines: list[bytes]) -> list[Any]:
         """Return the samples of lines: at once if all are well."""

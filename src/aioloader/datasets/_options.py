@@ -16,6 +16,7 @@ from typing import (
     SupportsIndex,
     TypedDict,
     TypeVar,
+    get_args,
 )
 
 from aioloader.datasets._stores.requests import Requests
@@ -86,7 +87,8 @@ def check_is(value: object, kind: Any, name: str, words: str) -> None:
 def names_options(function: Callable[P, T]) -> Callable[P, T]:
     """Make a function refuse options it does not know, and name the nearest one.
 
-    A constructor that others pass keywords on to also names theirs.
+    A constructor that others pass keywords on to also names theirs, and a function that
+    passes on those of a typed dictionary names these.
     """
 
     @functools.wraps(function)
@@ -96,7 +98,7 @@ def names_options(function: Callable[P, T]) -> Callable[P, T]:
                 raise _unknown(function, args[0], name)
         return function(*args, **options)
 
-    known = frozenset(inspect.signature(function).parameters)
+    known = {*inspect.signature(function).parameters, *_passed_on(function)}
     return checked
 
 
@@ -109,6 +111,7 @@ def _unknown(function: Callable[..., Any], first: object, name: str) -> TypeErro
             vars(kind).get("__init__", kind) for kind in type(first).__mro__
         ]
     known = {option for one in constructors for option in _keywords(one)}
+    known |= _passed_on(function)
     nearest = difflib.get_close_matches(name, sorted(known), 1)
     if "store_options" in known and name.lower().startswith(_OF_STORES):
         hint = f"options of the store go into store_options={{{name!r}: ...}}"
@@ -117,6 +120,14 @@ def _unknown(function: Callable[..., Any], first: object, name: str) -> TypeErro
     else:
         hint = f"it has {', '.join(sorted(known))}"
     return TypeError(f"{label}() got an unknown option {name!r}: {hint}")
+
+
+def _passed_on(function: Callable[..., Any]) -> set[str]:
+    """Return the names in the typed dictionary of ``**options``, if there is one."""
+    for one in inspect.signature(function).parameters.values():
+        if one.kind is one.VAR_KEYWORD and (passed := get_args(one.annotation)):
+            return set(passed[0].__annotations__)
+    return set()
 
 
 def _keywords(function: Callable[..., Any]) -> Iterator[str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from aioloader.datasets._arrow.memory import FragmentFormat, MemoryFormat, StreamCursor
 from aioloader.datasets._arrow.wanted import Wanted
-from aioloader.datasets._options import OrderOptions
+from aioloader.datasets._options import OrderOptions, names_options
 from aioloader.datasets._streams.cursors import Cursor, State
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterators import Reading
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
+@names_options
 def from_arrow(
     source: Any,
     columns: Iterable[str] | None = None,

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class JSONLinesDataset(ByteStream[Any]):
     """Stream samples from files with one JSON value per line.
 
-    Empty lines are left out. A line that is no JSON is one failed sample; the error
-    names the shard and the byte offset. Values are those that Python's ``json`` gives,
-    with ``NaN`` and integers of any size; ``orjson``, if it is installed, is faster and
-    used for lines of which it makes the same.
+    Empty lines are left out, and so is a byte order mark. A line that is no JSON is one
+    failed sample; the error names the shard and the byte offset. Values are those that
+    Python's ``json`` gives, with ``NaN`` and integers of any size; ``orjson``, if it is
+    installed, is faster and used for lines of which it makes the same.
 
     Args:
         addresses: Paths or URLs, such as ``"https://host/{0..9}.jsonl.zst"``.
@@ -48,7 +48,9 @@ class TextDataset(ByteStream[str]):
 
     Args:
         addresses: Paths or URLs.
-        encoding: Of the text. A line that is not in it is one failed sample.
+        encoding: Of the text, in which a line feed is one byte. A line that is not in
+            it is one failed sample. A byte order mark of UTF-8 at the beginning of a
+            file is dropped.
         max_sample_bytes: As for ``TarDataset``.
         options: As for ``TarDataset``.
     """
@@ -65,6 +67,12 @@ class TextDataset(ByteStream[str]):
     ) -> None:
         # A LookupError now, not at the first line.
         self._encoding = codecs.lookup(encoding).name
+        end = "\n\n".encode(encoding).removeprefix("\n".encode(encoding))
+        if end != b"\n":
+            raise ValueError(
+                f"lines in {encoding!r} do not end with the byte of a line feed; "
+                "convert the files to UTF-8"
+            )
         check_at_least(max_sample_bytes, 1, "max_sample_bytes")
         make = functools.partial(_parser, _TextDecoder(encoding), max_sample_bytes)
         super().__init__(addresses, make, **options)

@@ -202,8 +202,9 @@ class ShardedStream(Stream[Sample_co]):
     ) -> tuple[Sequence[Shard], Summary]:
         """Return all shards, cut if too few, and what a state holds of them."""
         shards = await self.made_by.shards(stack, known)
-        if len(shards) < readers and isinstance(self.made_by, CutsShards):
-            shards = await self.made_by.cut(shards, readers)
+        made_by = self.made_by
+        if isinstance(made_by, CutsShards) and made_by.count(shards) < readers:
+            shards = await made_by.cut(shards, readers)
         # For many shards it takes a while, beside the loop then.
         summarise = self.made_by.summary
         is_long = len(shards) > _MANY

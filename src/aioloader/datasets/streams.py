@@ -126,10 +126,12 @@ class Stream(Iterated[Sample_co]):
         """Return the stream with epochs of ``count`` samples, of all ranks together.
 
         It begins again as often as is needed, so that ranks whose shards are uneven
-        have equal numbers of batches, and no one waits for another at the end. Where
-        ranks do not divide ``count``, the loader's ``tail`` says what becomes of the
-        last samples. Each epoch begins at the beginning: with ``shuffle`` it has other
-        samples, without it the same.
+        have equal numbers of batches, and no one waits for another at the end. For that
+        it is the last step: with ``on_error="skip"`` the next samples then take the
+        places of those that failed, but not with ``readers``. Where ranks do not divide
+        ``count``, the loader's ``tail`` says what becomes of the last samples. Each
+        epoch begins at the beginning: with ``shuffle`` it has other samples, without it
+        the same.
         """
         check_at_least(count, 1, "count")
         return _EpochLength(self, count)
@@ -233,8 +235,8 @@ class _Over(Stream[Any]):
         """Return how far its source may be read ahead."""
         return self.upstream.ahead()
 
-    def evened(self, tail: Tail) -> Self:
-        """Return the stream whose source is so."""
+    def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:  # noqa: ARG002
+        """Return the stream whose source is so; this step may fail after it."""
         clone = self._clone()
         clone.upstream = self.upstream.evened(tail)
         return clone
@@ -352,16 +354,18 @@ class _EpochLength(_Over):
         elif self._tail != "uneven":
             count += -count % share.ranks
         mine = count // share.readers + (share.reader < count % share.readers)
-        return EpochPart(upstream, mine, share, state)
+        counts_failed = not self.leaves_out or share.in_turns
+        return EpochPart(upstream, mine, share, state, counts_failed=counts_failed)
 
     def total(self) -> int:
         """Return the length of an epoch."""
         return self._count
 
-    def evened(self, tail: Tail) -> Self:
+    def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:
         """Return the stream whose ranks have equal parts, unless that is "uneven"."""
         made = self._clone()
         vars(made)["_tail"] = tail
+        made.leaves_out = is_skipped
         return made
 
     def describe(self) -> State:

@@ -205,14 +205,13 @@ class ShardWriter(abc.ABC):
         self._sent = 0
 
     async def _save(self, manifest: Manifest) -> None:
-        found = await self._sink.read(manifest.file)
-        if found != self._saved:
+        data = manifest.dump()
+        if not await self._sink.swap(manifest.file, self._saved, data):
             raise StateMismatchError(
                 f"another writer has written to {self._sink.label!r} ({manifest.file}) "
                 f"meanwhile; let one write at a time, or under a name each"
             )
-        self._saved = manifest.dump()
-        await self._sink.put(manifest.file, self._saved)
+        self._saved = data
 
     # -- as a context manager -----------------------------------------------------
 

@@ -144,8 +144,8 @@ class TableFormat(CutsShards, Generic[SomeEnd]):
                 is_skipped = is_plain and number in file.skipped
                 one = (file.address, *part)
                 (skipped.append((*one, SKIPPED)) if is_skipped else shards.append(one))
-        # There are as many as without a filter, for any number of readers; those with
-        # nothing in them come last, so that lanes have equal shares of the others.
+        # Those with nothing in them come last, so that lanes have equal shares of the
+        # others; where these are fewer than readers, they are cut.
         return shards + skipped
 
     def summary(self, shards: Sequence[Part]) -> "Summary":
@@ -156,6 +156,10 @@ class TableFormat(CutsShards, Generic[SomeEnd]):
         """Return which columns are read, and what replaces NULLs in them."""
         return self._wanted.describe()
 
+    def count(self, shards: Sequence[Part]) -> int:
+        """Return how many shards may have rows that are wanted."""
+        return sum(shard[-1] != SKIPPED for shard in shards)
+
     async def cut(self, shards: Sequence[Part], count: int) -> list[Part]:
         """Return ``count`` shards that have the same rows in the same order.
 
@@ -165,7 +169,7 @@ class TableFormat(CutsShards, Generic[SomeEnd]):
         whole = [shard for shard in shards if shard[-1] != SKIPPED]
         void = [shard for shard in shards if shard[-1] == SKIPPED]
         if not whole:
-            return (void * count)[:count]
+            return void if len(void) >= count else (void * count)[:count]
         # Those with nothing in them are left out, so that each reader has some.
         found: list[Part] = []
         for shard, parts in zip(whole, shares(count, len(whole)), strict=True):

@@ -1,19 +1,27 @@
 """Tables in memory, ``pyarrow.dataset`` and streams of Arrow, as shards or as a whole.
 
 The order is the source's. A table is cut into ranges of rows, a dataset into its
-fragments (row groups, where it has Parquet). A position counts rows, so that to resume
-is to read a range or fragment again from its beginning; where the source is a stream,
-all of it.
+fragments (row groups, where it has Parquet), and these where they are fewer than
+readers: each then decodes what is before its part too. A position counts rows, so that
+to resume is to read a range or fragment again from its beginning; where the source is a
+stream, all of it.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aioloader._order.blocks import Block
-from aioloader.datasets._arrow.reader import Place, Slice, Source, TableReader
+from aioloader.datasets._arrow.reader import (
+    Place,
+    Slice,
+    Source,
+    TableReader,
+    between,
+    shares,
+)
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._streams.cursors import State
 from aioloader.datasets._streams.shards import CutsShards, summary_of
@@ -29,6 +37,8 @@ if TYPE_CHECKING:
 _SHARD, _ROWS = 1 << 16, 1 << 14
 _BUDGET = 16 << 20
 Range: TypeAlias = tuple[int, int]
+# A fragment, and which part of it.
+Piece: TypeAlias = "tuple[ds.Fragment, Slice]"
 
 
 class MemoryFormat(CutsShards):
@@ -78,8 +88,8 @@ class MemoryFormat(CutsShards):
         return TableReader(opening, place, position.get("row", 0), budget)
 
 
-class FragmentFormat:
-    """Fragments of a dataset of pyarrow; Parquet by row groups.
+class FragmentFormat(CutsShards):
+    """Fragments of a dataset of pyarrow, or parts of them; Parquet by row groups.
 
     Args:
         dataset: The dataset.
@@ -93,9 +103,19 @@ class FragmentFormat:
 
     async def shards(
         self, _stack: AsyncExitStack, _known: "Summary | None" = None
-    ) -> "list[ds.Fragment]":
+    ) -> "list[Piece]":
         """Return the fragments that may have rows that are wanted."""
-        return await asyncio.to_thread(self._fragments)
+        return [(one, Slice()) for one in await asyncio.to_thread(self._fragments)]
+
+    async def cut(self, shards: "Sequence[Piece]", count: int) -> "list[Piece]":
+        """Return ``count`` parts of the fragments."""
+        return [
+            (fragment, Slice(number, parts))
+            for (fragment, _), parts in zip(
+                shards, shares(count, len(shards)), strict=True
+            )
+            for number in range(parts)
+        ]
 
     def _fragments(self) -> "list[ds.Fragment]":
         condition = self._condition
@@ -106,30 +126,41 @@ class FragmentFormat:
             found += [fragment] if split is None else split(condition, schema)
         return found or list(self._dataset.get_fragments())[:1]
 
-    def summary(self, shards: "Sequence[ds.Fragment]") -> "Summary":
+    def summary(self, shards: "Sequence[Piece]") -> "Summary":
         """Return how many there are, and a checksum of their files' names."""
-        return summary_of(_name(fragment) for fragment in shards)
+        return summary_of(_name(fragment) for fragment, _ in shards)
 
     def describe(self) -> dict[str, Any]:
         """Return what is read of the dataset."""
         return self._wanted.describe()
 
-    def open(
-        self, shard: "ds.Fragment", position: "Position", budget: int
-    ) -> TableReader:
-        """Return a reader of a fragment."""
-        place = Place(_name(shard), "")
+    def open(self, shard: "Piece", position: "Position", budget: int) -> TableReader:
+        """Return a reader of a fragment, or of a part of it."""
+        fragment, part = shard
+        place = Place(_name(fragment), "", part)
 
         async def opening(_window: int) -> Source:
             rows_of = partial(self._wanted.rows_of, location=place.location)
-            return Source(partial(self._batches, shard), rows_of, has_thread=True)
+            batches = partial(self._part, fragment, part)
+            return Source(batches, rows_of, has_thread=True)
 
         return TableReader(opening, place, position.get("row", 0), budget)
 
-    def _batches(self, fragment: "ds.Fragment") -> "Iterator[pa.RecordBatch]":
+    def _part(self, fragment: "ds.Fragment", part: Slice) -> "Iterator[pa.RecordBatch]":
+        """Return the batches of a fragment, or those of a part of its rows."""
+        if part.parts == 1:
+            return self._batches(fragment)
+        # Not `count_rows`, which counts those of other row groups too (pyarrow 26).
+        rows = sum(one.num_rows for one in self._batches(fragment, []))
+        return between(self._batches(fragment), *part.bounds(rows))
+
+    def _batches(
+        self, fragment: "ds.Fragment", columns: list[str] | None = None
+    ) -> "Generator[pa.RecordBatch, None, None]":
+        names = list(self._wanted.table.names) if columns is None else columns
         scanner = fragment.scanner(
             schema=self._dataset.schema,  # with the columns of its partitions
-            columns=list(self._wanted.table.names),
+            columns=names,
             filter=self._condition,
             batch_size=_ROWS,
             use_threads=False,

@@ -417,9 +417,8 @@ class FileBytes:
     async def aclose(self) -> None:
         """Close the file."""
         if self._file is not None:
-            # If that is cancelled before its thread has begun, it is done again.
-            await self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            await outlast(asyncio.ensure_future(file.close()))
 
     async def _open(self) -> None:
         # Unbuffered: what is read in large pieces needs no second copy.

@@ -23,7 +23,11 @@ class Iterated(Dataset[Sample_co], OwnStream):
 
     Attributes:
         rank_store: Where ranks compare their lists of shards.
+        leaves_out: Whether samples that failed do not count, for others take their
+            places.
     """
+
+    leaves_out = False
 
     # Without this, `for x in stream` would ask for `__getitem__`, and never end.
     __iter__: ClassVar[None] = None
@@ -131,12 +135,18 @@ class Iterated(Dataset[Sample_co], OwnStream):
         """
         return None
 
-    def evened(self, tail: Tail) -> Self:  # noqa: ARG002  (for those that know how)
+    def evened(
+        self,
+        tail: Tail,  # noqa: ARG002  (for those that know how)
+        *,
+        is_skipped: bool = False,  # noqa: ARG002
+    ) -> Self:
         """Return the stream whose ranks have equal parts of a known total.
 
         Args:
             tail: ``"drop"``: what is left over is dropped; ``"wrap"`` and ``"pad"``:
                 some ranks have one sample more; ``"uneven"``: nothing is done.
+            is_skipped: Whether samples that failed are left out.
         """
         return self
 

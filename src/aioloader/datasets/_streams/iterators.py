@@ -46,7 +46,13 @@ class Reading:
 
 
 class Opens(Protocol):
-    """A stream, as its iterator sees it."""
+    """A stream, as its iterator sees it.
+
+    Attributes:
+        leaves_out: Whether samples that failed do not count.
+    """
+
+    leaves_out: bool
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return a cursor; ``state`` is what its ``state`` returned, or empty."""
@@ -90,6 +96,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         self.fills = deal.is_alone
         total = stream.total()
         self.real = None if total is None else deal.part(total)
+        self.leaves_out = stream.leaves_out and deal.is_alone
         self._stream = stream
         self._description = stream.describe()
         self._epoch = epoch

@@ -4,10 +4,12 @@ Each pass is an epoch of its own to the steps before, so that shuffles differ. T
 is that of the present pass and its number.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 from aioloader._order.blocks import Bad, Block
 from aioloader._order.shares import Share
+from aioloader.datasets._stores.outlast import outlast
 from aioloader.datasets._streams.cursors import Cursor, State
 
 # What opens a pass, from a state on.
@@ -59,7 +61,8 @@ class Repeated:
             self._cursor = await self._open_pass(self._pass + 1, {})
             self._pass += 1
             self._has_good = False
-            await before.aclose()
+            # A close that is broken off would leave files open.
+            await outlast(asyncio.create_task(before.aclose()))
 
     def _look(self, block: Block) -> None:
         """Note whether there was a sample that did not fail."""
@@ -87,15 +90,23 @@ class EpochPart:
         count: How many there are in the epoch for this reader.
         share: Which reader that is.
         state: What ``state`` returned.
+        counts_failed: Whether samples that failed are among them.
     """
 
     def __init__(
-        self, upstream: Cursor, count: int, share: Share, state: State
+        self,
+        upstream: Cursor,
+        count: int,
+        share: Share,
+        state: State,
+        *,
+        counts_failed: bool = True,
     ) -> None:
         self._upstream = upstream
         self._given: int = state.get("given", 0)
         self._count = count
         self._share = share
+        self._counts_failed = counts_failed
         self.aclose = upstream.aclose
 
     async def pull(self, limit: int) -> Block:
@@ -109,6 +120,8 @@ class EpochPart:
             return []
         block = await self._upstream.pull(min(limit, left))
         self._given += len(block)
+        if not self._counts_failed and isinstance(block, list):
+            self._given -= sum(type(one) is Bad for one in block)
         if not len(block):
             raise ValueError(
                 f"reader {self._share.reader} of {self._share.readers} has no samples "

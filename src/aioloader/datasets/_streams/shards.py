@@ -145,6 +145,10 @@ class ShardFormat(Protocol):
 class CutsShards(abc.ABC):
     """A format whose shards can be cut, where there are fewer than readers."""
 
+    def count(self, shards: Sequence[Shard]) -> int:
+        """Return how many there are, without those known to have no samples."""
+        return len(shards)
+
     @abc.abstractmethod
     async def cut(self, shards: Sequence[Shard], count: int) -> Sequence[Shard]:
         """Return ``count`` shards that have the same samples in the same order.

@@ -12,12 +12,14 @@ import contextlib
 import os
 import re
 import secrets
+from collections.abc import Iterator
+from http import HTTPStatus
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from aioloader.datasets._stores.addresses import is_local, path_of
-from aioloader.datasets._stores.failures import failure_of
+from aioloader.datasets._stores.failures import failure_of, reason_of
 from aioloader.datasets._stores.flights import Flights
 from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.outlast import in_thread, outlast
@@ -67,6 +69,13 @@ class Sink(Protocol):
 
     async def put(self, file: str, data: bytes) -> None:
         """Write a small file at once, over the one that is there."""
+
+    async def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
+        """Write a small file over what ``before`` is; tell whether that was there.
+
+        Of several writers in the same moment one succeeds, where the file system has
+        locks (``flock``) or the store has conditional writes.
+        """
 
     def begin(self, file: str) -> Upload:
         """Begin to write a shard."""
@@ -129,12 +138,24 @@ class FolderSink:
     async def read(self, file: str) -> bytes | None:
         """Return a small file, or None."""
         with contextlib.suppress(FileNotFoundError):
-            return await in_thread((self._folder / file).read_bytes)
+            # One that is empty was begun by ``swap``.
+            return await in_thread((self._folder / file).read_bytes) or None
         return None
 
     async def put(self, file: str, data: bytes) -> None:
         """Write a small file, and put it in the place of the old one."""
         await in_thread(self.begin(file).put, data)
+
+    async def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
+        """Write a small file over what ``before`` is; tell whether that was there."""
+        return await in_thread(self._swap, self._folder / file, before, data)
+
+    def _swap(self, path: Path, before: bytes | None, data: bytes) -> bool:
+        with _locked(path) as file:
+            if (file.read() or None) != before:
+                return False
+            self.begin(path.name).put(data)
+            return True
 
     def begin(self, file: str) -> "_FileUpload":
         """Begin to write a shard."""
@@ -142,6 +163,38 @@ class FolderSink:
 
     async def aclose(self) -> None:
         """Do nothing."""
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[BinaryIO]:
+    """Yield the file at a path, made if it is not there, which nobody else has."""
+    while True:
+        with path.open("a+b") as file:
+            _lock(file, "LOCK_EX")
+            try:
+                if _is_at(file, path):  # else another one was put in its place
+                    file.seek(0)
+                    yield file
+                    return
+            finally:
+                # Closing it is not enough: a process forked meanwhile has it, too.
+                _lock(file, "LOCK_UN")
+
+
+def _lock(file: BinaryIO, what: str) -> None:
+    """Lock or unlock a file, where that can be done; it ends with the process."""
+    try:
+        import fcntl  # noqa: PLC0415  (no such module on Windows)
+    except ImportError:
+        return
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(file, getattr(fcntl, what))
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    return False
 
 
 class _FileUpload:
@@ -231,17 +284,46 @@ class StoreSink:
 
     async def read(self, file: str) -> bytes | None:
         """Return a small object, or None."""
-        obstore = import_obstore()
-        try:
-            got = await self.request("read", file, lambda s: obstore.get_async(s, file))
-        except FileNotFoundError:
-            return None
-        return bytes(await self.request("read", file, lambda _: got.bytes_async()))
+        return (await self._version(file))[0]
 
     async def put(self, file: str, data: bytes) -> None:
         """Write a small object, over the one that is there."""
         obstore = import_obstore()
         await self.request("write", file, lambda s: obstore.put_async(s, file, data))
+
+    async def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
+        """Write a small object over what ``before`` is; tell whether that was there."""
+        obstore = import_obstore()
+        assert self._flights is not None
+        found, mode = await self._version(file)
+        if found != before:
+            return False
+        put = obstore.put_async(self._source.open(), file, data, mode=mode)
+        errors = obstore.exceptions
+        try:
+            await self._flights.follow(put)
+        except (errors.AlreadyExistsError, errors.PreconditionError):
+            return False
+        except obstore_errors() as exc:
+            failure = failure_of("write", self._source.locate(file), exc)
+            has_conditions = not _lacks_conditions(exc)
+        else:
+            return True
+        if has_conditions:
+            raise failure
+        await self.put(file, data)
+        return True
+
+    async def _version(self, file: str) -> tuple[bytes | None, Any]:
+        """Return a small object, and the mode of a put over that very one."""
+        obstore = import_obstore()
+        try:
+            got = await self.request("read", file, lambda s: obstore.get_async(s, file))
+        except FileNotFoundError:
+            return None, "create"
+        data = bytes(await self.request("read", file, lambda _: got.bytes_async()))
+        tags = {name: got.meta.get(name) for name in ("e_tag", "version")}
+        return data, {name: tag for name, tag in tags.items() if tag} or "overwrite"
 
     def begin(self, file: str) -> "_ObjectUpload":
         """Begin to upload a shard."""
@@ -270,6 +352,12 @@ class StoreSink:
         except obstore_errors() as exc:
             failure = failure_of(verb, self._source.locate(file), exc)
         raise failure
+
+
+def _lacks_conditions(error: Exception) -> bool:
+    """Tell whether a store cannot write on a condition."""
+    is_known = isinstance(error, NotImplementedError)
+    return is_known or reason_of(error).status == HTTPStatus.NOT_IMPLEMENTED
 
 
 class _ObjectUpload:
