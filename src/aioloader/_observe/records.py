@@ -1,0 +1,118 @@
+"""What is noted of each batch, always: a few clock readings, kept for the latest ones.
+
+Everything that is shown of a loader is computed from these records when it is asked
+for; the hot path appends one tuple per batch. Clocks are ``time.perf_counter``, which
+is one clock for all processes of a machine (not beyond: of Ray's workers only the
+differences mean something).
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+# Batches whose records are kept.
+KEPT = 1024
+
+# When a batch was made: ``MadeAt``'s fields, as a plain tuple, which costs a fifth.
+Made: TypeAlias = tuple[float, float, float, float, float, float, float]
+NOT_MADE: Made = (0.0,) * 7
+
+
+class MadeAt(NamedTuple):
+    """When and where a batch was made; clock readings in seconds.
+
+    Attributes:
+        began: Reading of its samples began; for a batch of a stream, asking for it.
+        read: All of its samples were there.
+        started: Transform and collate began; later than ``read`` if they had to wait.
+        transformed: All of its samples were transformed.
+        collated: It was collated.
+        busy: Seconds spent in reading, summed over samples that were read at the same
+            time; 0: as long as from ``began`` to ``read``.
+        cpu: Seconds of processor time from ``began`` to ``collated`` where one thread
+            did all of it; only measured for each 16th batch, else 0.
+    """
+
+    began: float
+    read: float
+    started: float
+    transformed: float
+    collated: float
+    busy: float
+    cpu: float
+
+
+class Record(NamedTuple):
+    """One delivered batch.
+
+    Attributes:
+        number: Place in the epoch.
+        asked: When its consumer asked for it.
+        taken: When the consumer got it.
+        lane: Number of the worker that made it; 0 where there is one place only.
+        samples: How many samples it has.
+        made: A ``MadeAt`` as a plain tuple.
+    """
+
+    number: int
+    asked: float
+    taken: float
+    lane: int
+    samples: int
+    made: Made
+
+
+class Records:
+    """The latest records of one epoch.
+
+    Attributes:
+        latest: ``Record``s as plain tuples, the latest last.
+    """
+
+    __slots__ = ("latest",)
+
+    def __init__(self) -> None:
+        self.latest: deque[tuple[int, float, float, int, int, Made]] = deque(
+            maxlen=KEPT
+        )
+
+    def all(self) -> list[Record]:
+        """Return those that are kept."""
+        return [Record._make(one) for one in list(self.latest)]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a loader was set up for an epoch, as far as its speed depends on it.
+
+    Attributes:
+        place: Where batches are made. ``"inline"``: in the consumer's thread, when it
+            asks. ``"thread"``: by plain code in one thread beside it. ``"loop"``: read
+            by coroutines on an event loop beside it, or on the consumer's.
+            ``"workers"``: by workers.
+        workers: Their number; 0 without.
+        worker_kind: ``"process"``, ``"thread"``, or the name of an executor's class;
+            ``""`` without workers.
+        reads_in_workers: Whether workers read the samples; else they get them.
+        concurrency: How many samples are read at a time by each reader, where
+            coroutines read them; else 1.
+        window: How many batches may be requested and not taken, at most; None where
+            that follows the sizes of batches.
+        batch_size: Samples of a batch; None if a batch sampler decides.
+        is_stream: Whether an iterable is read one block after the other.
+        in_order: Whether batches are delivered in the sampler's order.
+        on_device: How many batches are on the device ahead; 0 without ``device``.
+        cores: How many cores this process may use.
+    """
+
+    place: Literal["inline", "thread", "loop", "workers"]
+    workers: int = 0
+    worker_kind: str = ""
+    reads_in_workers: bool = False
+    concurrency: int = 1
+    window: int | None = 1
+    batch_size: int | None = 1
+    is_stream: bool = False
+    in_order: bool = True
+    on_device: int = 0
+    cores: int = 1
