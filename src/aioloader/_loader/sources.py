@@ -2,11 +2,12 @@
 
 import asyncio
 import math
+import os
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch.utils.data import TensorDataset
@@ -16,6 +17,7 @@ from aioloader._collate.collate import collates_as_torch, default_collate
 from aioloader._collate.gather import gatherable
 from aioloader._device.opening import Devices, DeviceSide
 from aioloader._loader.options import Options
+from aioloader._observe.records import Setting
 from aioloader._order.epoch import Epoch
 from aioloader._order.indices import IndexOrder
 from aioloader._order.turns import Turns
@@ -37,7 +39,7 @@ from aioloader._workers.rng import BatchKeys, SampleKeys, seed_sample, swapped_i
 from aioloader._workers.rng_streams import seed_batch
 from aioloader._workers.threads import KeyedHere, ThreadWorkers
 from aioloader._workers.worker_spec import WorkerSpec
-from aioloader.protocols import is_async_function
+from aioloader.protocols import Kind, is_async_function
 
 Source: TypeAlias = PlainIterator | InlineIterator | GatherIterator | PipelineIterator
 
@@ -97,6 +99,7 @@ def make_source(
     on_device = side.depth if side else 0
     window = _window(options, pool, on_device=on_device, is_async=is_async)
     patience = Patience(options.patience, restarts=options.on_timeout == "restart")
+    epoch.counters.setting = _setting(options, pool, window, on_device=on_device)
     epoch.reads_ahead = True  # what was read is no sign of what was delivered
     return PipelineIterator(pipeline, epoch, window, patience)
 
@@ -171,6 +174,28 @@ def default_window(concurrency: int, batch_size: int) -> int:
     late: with less, the fetchers run out of samples to start.
     """
     return math.ceil(concurrency / max(1, batch_size)) + 3
+
+
+def _setting(
+    options: Options, pool: Pool | None, window: Window, *, on_device: int
+) -> Setting:
+    """Return how the loader is set up, for who explains its speed."""
+    workers = options.workers
+    kind = workers if isinstance(workers, str) else type(workers).__name__
+    beside: Literal["thread", "loop"] = "thread" if options.is_plain else "loop"
+    return Setting(
+        beside if pool is None else "workers",
+        workers=options.num_workers,
+        worker_kind=kind if pool is not None else "",
+        reads_in_workers=options.reads_in_workers,
+        concurrency=options.concurrency if options.reads_async else 1,
+        window=None if window.samples or window.per_hop else window.batches,
+        batch_size=options.batch_size,
+        is_stream=options.kind is not Kind.MAP,
+        in_order=options.in_order,
+        on_device=on_device,
+        cores=len(os.sched_getaffinity(0)),
+    )
 
 
 def _device_side(options: Options, devices: Devices) -> DeviceSide | None:

@@ -6,6 +6,7 @@ is one clock for all processes of a machine (not beyond: of Ray's workers only t
 differences mean something).
 """
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
@@ -15,7 +16,13 @@ KEPT = 1024
 
 # When a batch was made: ``MadeAt``'s fields, as a plain tuple, which costs a fifth.
 Made: TypeAlias = tuple[float, float, float, float, float, float, float]
+RecordTuple: TypeAlias = tuple[int, float, float, int, int, Made]
 NOT_MADE: Made = (0.0,) * 7
+
+
+def processor_time(number: int) -> float:
+    """Return this thread's processor time; 0 for most batches, as it costs 0.3 us."""
+    return 0.0 if number % 16 else time.thread_time()
 
 
 class MadeAt(NamedTuple):
@@ -72,9 +79,7 @@ class Records:
     __slots__ = ("latest",)
 
     def __init__(self) -> None:
-        self.latest: deque[tuple[int, float, float, int, int, Made]] = deque(
-            maxlen=KEPT
-        )
+        self.latest: deque[RecordTuple] = deque(maxlen=KEPT)
 
     def all(self) -> list[Record]:
         """Return those that are kept."""

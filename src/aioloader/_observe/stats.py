@@ -1,6 +1,8 @@
 """Figures of one epoch: plain counters on the hot path, a frozen snapshot outside."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from aioloader._observe.records import Records, Setting
 
 
 @dataclass(slots=True)
@@ -12,12 +14,16 @@ class Counters:
         batches: Batches delivered.
         waited: Seconds the consumer waited for batches that were not ready.
         in_flight: Batches requested and not yet taken.
+        records: What was noted of the latest batches.
+        setting: How the loader is set up; None for a plain loop over a dataset.
     """
 
     epoch: int = -1
     batches: int = 0
     waited: float = 0.0
     in_flight: int = 0
+    records: Records = field(default_factory=Records)
+    setting: Setting | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 from typing import Any, Final
 
 import torch
@@ -189,6 +190,7 @@ class BatchMaker:
 
     def read(self, task: BatchTask, pause: Callable[[float], object]) -> None:
         """Read the samples of ``task``; ``pause`` sleeps between attempts."""
+        task.began = perf_counter()
         self.policy.begin(len(task.indices))
         try:
             if self.get_batch is not None:
@@ -200,6 +202,7 @@ class BatchMaker:
             raise
         if holds_coroutines(task.samples):
             self._await_samples(task)
+        task.read = perf_counter()
 
     def apply(self, task: BatchTask) -> None:
         """Transform the samples of ``task`` in place."""
@@ -207,6 +210,7 @@ class BatchMaker:
         if transform is None or self.transforms_async:
             return
         task.stage = "transform"
+        task.started = perf_counter()
         for position, sample in enumerate(samples):
             if sample is not SKIP:
                 try:
@@ -227,6 +231,7 @@ class BatchMaker:
     def collate(self, task: BatchTask) -> BatchResult:
         """Make the batch of ``task``, or nothing if every sample was skipped."""
         task.stage = "collate"
+        task.transformed = perf_counter()
         samples = self.kept(task)
         if self.is_void(samples):
             return BatchResult(is_empty=True)
@@ -241,6 +246,7 @@ class BatchMaker:
     async def collate_async(self, task: BatchTask) -> BatchResult:
         """Await the batch of ``task``, as ``collate`` makes it."""
         task.stage = "collate"
+        task.transformed = perf_counter()
         samples = self.kept(task)
         if self.is_void(samples):
             return BatchResult(is_empty=True)
@@ -266,6 +272,7 @@ class BatchMaker:
 
     def made(self, task: BatchTask, batch: Any) -> BatchResult:
         """Return the result of a batch, with a mask of its padding if that is asked."""
+        task.collated = perf_counter()
         if self.part.masks():
             batch = batch, self._mask(task)
         return BatchResult(batch)

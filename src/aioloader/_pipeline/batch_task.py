@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from aioloader._observe.records import NOT_MADE, Made
+
 
 class _Missing:
     """The type of ``MISSING``."""
@@ -31,6 +33,9 @@ class BatchResult:
         state: The state of its reader (sampler or stream) after it, if known.
         dataset: Of a stateful map-style dataset: the worker whose copy made it (0 for
             this process), and the state of that copy after it.
+        made: When it was made, for the records.
+        lane: Which worker made it.
+        size: How many samples were asked for.
     """
 
     batch: Any = None
@@ -42,6 +47,9 @@ class BatchResult:
     failures: Sequence[Any] = ()
     state: Any = None
     dataset: tuple[int, Any] | None = None
+    made: Made = NOT_MADE
+    lane: int = 0
+    size: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +71,8 @@ class BatchTask:
         pending: Samples that fetchers have not finished.
         result: What came of it, once that is known; late samples are dropped.
         state: As in ``BatchResult``.
+        began: With ``read``, ``started``, ``transformed``, ``collated``, ``busy`` and
+            ``cpu``: as in ``MadeAt``.
     """
 
     number: int
@@ -76,6 +86,26 @@ class BatchTask:
     pending: int = 0
     result: BatchResult | None = None
     state: Any = None
+    began: float = 0.0
+    read: float = 0.0
+    started: float = 0.0
+    transformed: float = 0.0
+    collated: float = 0.0
+    busy: float = 0.0
+    cpu: float = 0.0
+
+    def made(self) -> Made:
+        """Return when it was made, so far."""
+        transformed = self.transformed
+        return (
+            self.began,
+            self.read,
+            self.started or transformed,  # there was nothing to transform
+            transformed,
+            self.collated,
+            self.busy,
+            self.cpu,
+        )
 
 
 def shorten(indices: Sequence[Any]) -> str:

@@ -8,6 +8,7 @@ import asyncio
 import contextvars
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from time import perf_counter
 from typing import Any, TypeAlias
 
 from aioloader._order.failures import SKIP
@@ -16,6 +17,8 @@ from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
 from aioloader.protocols import is_async_function
 
+# Of the samples of a batch, one in so many is timed.
+_TIMED_EVERY = 8
 _RESERVE = 8  # fetchers that wait for work
 # Until what follows the first batch is read, if the consumer does not ask for it:
 # seconds, and then turns of the loop, which are long where there are many requests. An
@@ -188,6 +191,9 @@ class FetcherPool:
         self, task: BatchTask, position: int, job: Job
     ) -> Coroutine[Any, Any, None] | None:
         """Do one job; its error ends the batch, not the fetcher."""
+        began = 0.0 if position % _TIMED_EVERY else perf_counter()
+        if not position and task.stage == "fetch":
+            task.began = began
         try:
             await job(task, position)
         except (asyncio.CancelledError, GeneratorExit):
@@ -198,6 +204,11 @@ class FetcherPool:
             task.result = BatchResult(error=error)
             return self._done(task)
         task.pending -= 1  # never 0 again once a sample failed
+        if task.stage == "fetch" and (began or not task.pending):
+            task.read = perf_counter()
+            if began:  # for those after it, which are not timed
+                jobs = min(_TIMED_EVERY, len(task.indices) - position)
+                task.busy += (task.read - began) * jobs
         return None if task.pending else self._done(task)
 
     async def _give_way(self, rest: Coroutine[Any, Any, None]) -> bool:

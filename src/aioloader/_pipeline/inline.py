@@ -11,11 +11,13 @@ import asyncio
 import time
 import types
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from aioloader._collate.collate import lending
+from aioloader._observe.records import processor_time
 from aioloader._order.epoch import Epoch
 from aioloader._order.failures import Failure, noted
 from aioloader._order.indices import IndexBatch
@@ -56,6 +58,7 @@ class LocalIterator(abc.ABC):
     def __init__(self, epoch: Epoch, requests: Iterator[IndexBatch]) -> None:
         self.epoch = epoch
         self.counters = epoch.counters
+        self._latest = epoch.counters.records.latest
         self._progress = epoch.progress
         self._requests = requests
         self._is_closed = False
@@ -162,11 +165,14 @@ class PlainIterator(LocalIterator):
         Raises:
             StopIteration: At the end.
         """
+        asked = perf_counter()
         try:
             number, _, indices, _, state = next(self._requests)
         except BaseException as error:
             self._end(is_over=isinstance(error, StopIteration))
             raise
+        cpu = processor_time(number)
+        began = perf_counter()
         samples: list[Any] = []
         stage = "fetch"
         try:
@@ -174,7 +180,7 @@ class PlainIterator(LocalIterator):
                 samples.append(self._get(index))  # noqa: PERF401  (kept if one fails)
             if types.CoroutineType in map(type, samples):
                 samples = self._awaited(samples)
-            stage = "collate"
+            stage, read = "collate", perf_counter()
             with lending(self._slots):
                 batch = self._collate_fn(samples if self._batched else samples[0])
             if isinstance(batch, types.CoroutineType):
@@ -186,6 +192,10 @@ class PlainIterator(LocalIterator):
                 raise self._noted(stage, number, indices, len(samples), error)  # noqa: B904
             raise
         self.counters.batches += 1
+        cpu = cpu and time.thread_time() - cpu
+        taken = perf_counter()
+        made = began, read, read, read, taken, 0.0, cpu
+        self._latest.append((number, asked, taken, 0, len(indices), made))
         self._progress.take(number, state)
         return batch
 
@@ -261,6 +271,7 @@ class InlineIterator(LocalIterator):
         Raises:
             StopIteration: At the end.
         """
+        asked = perf_counter()
         while True:
             try:
                 request = next(self._requests)
@@ -268,6 +279,7 @@ class InlineIterator(LocalIterator):
                 self._end(is_over=isinstance(error, StopIteration))
                 raise
             task = self._maker.task(request)
+            cpu = processor_time(task.number)
             try:
                 with self._maker.around(task):
                     result = self._made(task)
@@ -280,6 +292,10 @@ class InlineIterator(LocalIterator):
                 raise StopIteration
             is_delivered = not result.is_empty and task.number not in self._dropped
             self.counters.batches += is_delivered
+            if is_delivered:
+                task.cpu = cpu and time.thread_time() - cpu
+                taken, size = perf_counter(), len(task.indices)
+                self._latest.append((task.number, asked, taken, 0, size, task.made()))
             self._progress.take(task.number, task.state)
             if is_delivered:
                 return result.batch
@@ -327,6 +343,7 @@ class GatherIterator(LocalIterator):
         Raises:
             StopIteration: At the end.
         """
+        asked = perf_counter()
         try:
             drawing, self._drawing = self._drawing, None
             number, _, chunk, _, _ = (
@@ -336,6 +353,7 @@ class GatherIterator(LocalIterator):
             self._end(is_over=isinstance(error, StopIteration))
             raise
         self._next = number + 1
+        began = perf_counter()
         try:
             if type(chunk) is range:
                 batch = [_copied(tensor, chunk) for tensor in self._tensors]
@@ -345,6 +363,10 @@ class GatherIterator(LocalIterator):
             self._progress.fail(number)
             raise
         self.counters.batches += 1
+        taken = perf_counter()
+        chunk_size = len(chunk) if type(chunk) is range else chunk.numel()
+        made = began, taken, taken, taken, taken, 0.0, 0.0
+        self._latest.append((number, asked, taken, 0, chunk_size, made))
         self._progress.take(number)
         return batch
 

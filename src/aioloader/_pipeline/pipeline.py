@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
+from aioloader._observe.records import NOT_MADE, processor_time
 from aioloader._order.epoch import BEGINNING, Bookmark
 from aioloader._order.failures import Failure
 from aioloader._pipeline.awaiting import raisable
@@ -257,6 +258,7 @@ class Pipeline:
         """Read a batch in the host's thread; make it there, where all is plain."""
         maker, began = self.maker, time.perf_counter()
         is_plain = maker.is_plain() and self.pool is None
+        cpu = processor_time(task.number)
         try:
             with maker.around(task):
                 if self._stream is not None:
@@ -265,6 +267,7 @@ class Pipeline:
                     maker.read(task, self._pause)
                 if is_plain and task.result is None:
                     task.result = maker.finish(task)
+                    task.cpu = cpu and time.thread_time() - cpu
         except BaseException as error:  # handed to the consumer
             task.result = BatchResult(error=_of_user(error))
         self._time(began)
@@ -446,6 +449,9 @@ class Pipeline:
         if self.under_way.pop(id(task), None) is not None:
             if result.state is None:
                 result.state = task.state
+            if result.made is NOT_MADE:
+                result.made = task.made()
+            result.size = len(task.indices)
             if self._keeps_state:
                 result = self.maker.leave(task, result)
             if self._sink is None:

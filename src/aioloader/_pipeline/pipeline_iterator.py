@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from aioloader._observe.records import RecordTuple
 from aioloader._order.epoch import Epoch
 from aioloader._order.failures import noted
 from aioloader._order.forks import fork_safe
@@ -113,6 +114,8 @@ class PipelineIterator:
         self.pipeline: Final = pipeline
         self._ready: Final = pipeline.stage or pipeline.ready
         self.counters = epoch.counters
+        self._latest = epoch.counters.records.latest
+        self._asked = 0.0  # when the consumer asked for its batch
         self._requests = epoch.requests()
         self._epoch = epoch
         self._progress = epoch.progress
@@ -144,6 +147,7 @@ class PipelineIterator:
             StopIteration: At the end.
             BatchTimeoutError: If it did not come in time.
         """
+        self._asked = time.perf_counter()
         if not self._is_begun and not self._is_finished:
             self._begin()
         elif not self._has_gone_on:
@@ -170,10 +174,11 @@ class PipelineIterator:
             StopAsyncIteration: At the end.
             BatchTimeoutError: If it did not come in time.
         """
-        now = time.monotonic()
+        now = time.perf_counter()
         if now - self._turn > _TURN:  # not after a batch was taken: it would be lost
             self._turn = now
             await asyncio.sleep(0)
+        self._asked = now
         if not self._is_begun and not self._is_finished:
             await self._begin_async()
         elif not self._has_gone_on:
@@ -189,7 +194,7 @@ class PipelineIterator:
                 raise StopAsyncIteration
             began = time.perf_counter()
             came = await self._wait_async()
-            self._turn = time.monotonic()
+            self._turn = time.perf_counter()
             waited = self._count_wait(began)
             if not came and self.pipeline.pool is not None:
                 await beside(partial(self._time_out, waited))
@@ -371,6 +376,8 @@ class PipelineIterator:
                     is_error or result.is_empty or result.is_end
                 )
                 self.counters.batches += is_delivered
+                if is_delivered:
+                    self._latest.append(self._record(number, result))
                 # Nothing follows by which an interrupt could lose the batch: what
                 # comes before runs the user's sampler, for one.
                 self._note(number, result)
@@ -379,6 +386,10 @@ class PipelineIterator:
                 if is_delivered:
                     return result.batch
             return _NOTHING
+
+    def _record(self, number: int, result: BatchResult) -> RecordTuple:
+        taken = time.perf_counter()
+        return number, self._asked, taken, result.lane, result.size, result.made
 
     def _pop(self) -> tuple[int, BatchResult] | None:
         try:

@@ -10,6 +10,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, nullcontext
+from time import perf_counter
 from typing import Any, ClassVar
 
 from torch.utils.data import get_worker_info
@@ -276,7 +277,9 @@ class SyncStream(_Stream):
 
     def pull(self, task: BatchTask) -> None:
         """Read the samples of ``task``, or set the end as its result."""
+        task.began = perf_counter()
         _run(self._read(task))
+        task.read = perf_counter()
 
     def close(self) -> None:
         """Close the iterator."""
@@ -311,7 +314,9 @@ class AsyncStream(_Stream):
             stack: Closes the iterator, once the stream is read no more.
         """
         self._stack = stack
+        task.began = perf_counter()
         await self._read(task)
+        task.read = perf_counter()
 
     async def _open(self, task: BatchTask) -> BlockSource:
         dataset = self._maker.dataset

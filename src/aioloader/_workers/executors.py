@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 
+from aioloader._observe.records import processor_time
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
@@ -119,7 +120,9 @@ class ExecutorWorkers:
         dataset = pipeline.maker.dataset
         be_worker_thread(WorkerInfo(number, self._spec.num_workers, seed, dataset))
         try:
-            return make(pipeline, task, time.sleep)
+            result = make(pipeline, task, time.sleep)
+            result.lane = number
+            return result
         finally:
             be_worker_thread(None)
 
@@ -135,7 +138,7 @@ class ExecutorWorkers:
                 self._send(pipeline, task, self._packed_spec)
                 return
             task.samples = []
-            pipeline.receive(task, *opened(decode(*_writable(answer))))
+            pipeline.receive(task, *opened(decode(*_writable(answer)), task))
 
         self._watch(future, pipeline, task, take)
 
@@ -198,9 +201,12 @@ def _made(maker: BatchMaker, task: BatchTask) -> BatchResult:
 
 
 def _make(maker: BatchMaker, task: BatchTask) -> BatchResult:
+    cpu = processor_time(task.number)
     if maker.reads:
         maker.read(task, time.sleep)
-    return maker.finish(task)
+    result = maker.finish(task)
+    task.cpu = cpu and time.thread_time() - cpu
+    return result
 
 
 def _packed(header: bytes, buffers: Buffers) -> Packed:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
+from aioloader._observe.records import NOT_MADE, Made
 from aioloader._order.failures import Failure, FailurePolicy
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
@@ -90,6 +91,14 @@ def open_request(maker: BatchMaker, request: Packed) -> BatchTask:
     return task
 
 
+def of_both(task: BatchTask, made: Sequence[float]) -> Made:
+    """Return when a batch was made: read here, perhaps, and finished by a worker."""
+    began, read, started, transformed, collated, busy, cpu = made
+    if not began:
+        began, read, busy = task.began, task.read, task.busy
+    return began, read, started, transformed, collated, busy, cpu
+
+
 def pack_answer(
     maker: BatchMaker, task: BatchTask, result: BatchResult, worker: int
 ) -> tuple[bytes, Buffers]:
@@ -103,7 +112,14 @@ def pack_answer(
     """
     failures = sendable(maker.policy.latest, worker)
     error = result.error and RemoteError.of(result.error, worker)
-    answer = Answer(result.batch, error, result.is_empty, failures=failures)
+    answer = Answer(
+        result.batch,
+        error,
+        result.is_empty,
+        failures=failures,
+        made=task.made(),
+        lane=max(0, worker),
+    )
     try:
         return encode(answer, REDUCERS)
     except Exception as refused:  # of the user's classes
@@ -124,6 +140,8 @@ class Answer(NamedTuple):
             whose error is a ``RemoteError``.
         state: The state of a replica's stream after the batch.
         dataset: As in ``BatchResult``.
+        made: As in ``BatchResult``, if the pool does not send it apart.
+        lane: So.
     """
 
     batch: Any = None
@@ -133,6 +151,8 @@ class Answer(NamedTuple):
     failures: Sequence[Any] = ()
     state: Any = None
     dataset: tuple[int, Any] | None = None
+    made: Made = NOT_MADE
+    lane: int = 0
 
 
 def sendable(failures: deque[Failure], worker: int) -> list[Failure]:
@@ -144,7 +164,7 @@ def sendable(failures: deque[Failure], worker: int) -> list[Failure]:
     ]
 
 
-def opened(answer: Answer) -> tuple[BatchResult, list[Failure]]:
+def opened(answer: Answer, task: BatchTask) -> tuple[BatchResult, list[Failure]]:
     """Return the result and the failures of an answer, as the pipeline knows them."""
     error = answer.error.raisable() if answer.error is not None else None
     failures = [
@@ -158,5 +178,7 @@ def opened(answer: Answer) -> tuple[BatchResult, list[Failure]]:
         answer.is_end,
         state=answer.state,
         dataset=answer.dataset,
+        made=of_both(task, answer.made),
+        lane=answer.lane,
     )
     return result, failures

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
+from aioloader._observe.records import processor_time
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.pipeline import Pipeline
@@ -140,6 +141,7 @@ class ThreadWorkers:
         while (task := self._tasks.get()) is not _LAST and not self._over:
             self._in_flight[ident] = task, time.monotonic()
             result = make(pipeline, task, self._pause)
+            result.lane = worker
             del self._in_flight[ident]
             pipeline.deliver(task, result)
             del task, result  # the consumer may drop it before the next one comes
@@ -165,11 +167,13 @@ def make(
     pipeline: Pipeline, task: BatchTask, pause: Callable[[float], object]
 ) -> BatchResult:
     """Make the rest of ``task``, in this thread; errors are its result."""
-    maker = pipeline.maker
+    maker, cpu = pipeline.maker, processor_time(task.number)
     try:
         with maker.around(task):
             if not pipeline.reads_here:
                 maker.read(task, pause)
-            return maker.finish(task)
+            result = maker.finish(task)
     except BaseException as error:  # handed to the consumer
         return BatchResult(error=error)
+    task.cpu = cpu and time.thread_time() - cpu
+    return result

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from aioloader._observe.records import NOT_MADE, Made
 from aioloader._order.failures import Failure
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.lifespan import Lifespan
@@ -19,8 +20,8 @@ from aioloader._workers.process.messages import (
     ANSWER,
     BATCH,
     FATAL,
-    RESULT_HEAD,
     Request,
+    result_head,
 )
 from aioloader._workers.remote_error import RemoteError
 from aioloader._workers.remote_tasks import Answer, maker_of, sendable
@@ -80,7 +81,7 @@ def send_fatal(worker: int, ends: Ends, error: BaseException) -> None:
     """Tell the loader, from a worker without an endpoint, that it cannot begin."""
     packer = Packer(ArenaWriter(ends.arena), _MOST_INLINE)
     parts = packer.pack(RemoteError.of(error, worker))
-    head = RESULT_HEAD.pack(FATAL, worker, -1)
+    head = result_head(FATAL, worker)
     Channel.adopt(ends.results).send(b"".join((head, *parts)))
 
 
@@ -191,9 +192,9 @@ class Endpoint:
         failures = sendable(latest, self.id) if latest else []
         try:
             if failures or not _is_just_a_batch(result):
-                self._send_answer(ticket, result, failures)
+                self._send_answer(ticket, result, failures, task.made())
             else:
-                self.send(BATCH, ticket, result.batch)
+                self.send(BATCH, ticket, result.batch, task.made())
         except (BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:  # it cannot be pickled, or is too large
@@ -203,10 +204,10 @@ class Endpoint:
             self._send_answer(ticket, refused, failures)
         self._table.clear(self.id, place)
 
-    def send(self, kind: int, ticket: int, value: Any) -> None:
+    def send(self, kind: int, ticket: int, value: Any, made: Made = NOT_MADE) -> None:
         """Send one result."""
         parts = (
-            RESULT_HEAD.pack(kind, self.id, ticket),
+            result_head(kind, self.id, ticket, made),
             *self._packers.packer.pack(value),
         )
         if len(parts) <= MAX_PARTS:
@@ -215,7 +216,11 @@ class Endpoint:
             self._results.send(b"".join(parts))
 
     def _send_answer(
-        self, ticket: int, result: BatchResult, failures: list[Failure]
+        self,
+        ticket: int,
+        result: BatchResult,
+        failures: list[Failure],
+        made: Made = NOT_MADE,
     ) -> None:
         answer = Answer(
             result.batch,
@@ -226,7 +231,7 @@ class Endpoint:
             result.state,
             result.dataset,
         )
-        self.send(ANSWER, ticket, answer)
+        self.send(ANSWER, ticket, answer, made)
 
 
 def _is_just_a_batch(result: BatchResult) -> bool:

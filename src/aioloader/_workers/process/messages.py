@@ -1,7 +1,7 @@
 """Requests and results: the messages between a loader and its worker processes.
 
 A request is a small pickle, or a packed batch where it carries samples; a result is a
-head (kind, worker, ticket) and a packed batch.
+head (kind, worker, ticket, when the batch was made) and a packed batch.
 """
 
 import pickle
@@ -9,7 +9,9 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-RESULT_HEAD = struct.Struct("<BHq")
+from aioloader._observe.records import NOT_MADE, Made
+
+RESULT_HEAD = struct.Struct("<BHq7d")
 STAGES = ("fetch", "transform", "collate", "send")
 
 # The kinds of results. READY: the worker takes requests; BATCH: a batch; ANSWER:
@@ -62,6 +64,13 @@ class Request(NamedTuple):
     def load(cls, frame: bytes | memoryview) -> "Request":
         """Return the request of a frame that ``dump`` returned."""
         return cls._make(pickle.loads(frame))  # noqa: S301  (our own processes)
+
+
+def result_head(
+    kind: int, worker: int, ticket: int = -1, made: Made = NOT_MADE
+) -> bytes:
+    """Return the head of a result."""
+    return RESULT_HEAD.pack(kind, worker, ticket, *made)
 
 
 def forget(iteration: int) -> bytes:

@@ -43,7 +43,7 @@ from aioloader._workers.process.server_launcher import ServerLauncher
 from aioloader._workers.process.spawn import SpawnLauncher
 from aioloader._workers.process.stacks import stack_of
 from aioloader._workers.process.supervisor import Note
-from aioloader._workers.remote_tasks import opened
+from aioloader._workers.remote_tasks import of_both, opened
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerError, WorkerStartError
 
@@ -196,7 +196,7 @@ class ProcessPool:
         return has_results
 
     def _take(self, frame: bytes | memoryview) -> None:
-        kind, number, name = RESULT_HEAD.unpack_from(frame)
+        kind, number, name, *made = RESULT_HEAD.unpack_from(frame)
         worker = self._dispatcher.workers[number]
         if kind in {READY, UP}:
             self._is_up = True
@@ -212,13 +212,14 @@ class ProcessPool:
             if slot is not None:
                 worker.arena.free(slot)
             return
-        result, failures = self._opened(kind, worker, frame)
+        result, failures = self._opened(kind, worker, frame, ticket.task)
+        result.made, result.lane = of_both(ticket.task, made), number
         result = self._dispatcher.accept(worker, ticket, result)
         ticket.task.samples = []
         ticket.pipeline.receive(ticket.task, result, failures)
 
     def _opened(
-        self, kind: int, worker: Worker, frame: bytes | memoryview
+        self, kind: int, worker: Worker, frame: bytes | memoryview, task: BatchTask
     ) -> tuple[BatchResult, list[Failure]]:
         """Return the result in a frame, and the failures on the way to it."""
         try:
@@ -232,7 +233,7 @@ class ProcessPool:
             problem = WorkerError(text, worker=number)
             problem.__cause__ = error
             return BatchResult(error=problem), []
-        return (BatchResult(value), []) if kind == BATCH else opened(value)
+        return (BatchResult(value), []) if kind == BATCH else opened(value, task)
 
     def _has_lent_much(self) -> bool:
         lent = sum(one.arena.lent for one in self._dispatcher.workers)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from aioloader._observe.records import processor_time
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.stream import SyncStream
 from aioloader._transport.channel import Channel
@@ -27,7 +28,7 @@ from aioloader._workers.process.endpoint import (
     Ends,
     send_fatal,
 )
-from aioloader._workers.process.messages import READY, RESULT_HEAD, UP, Request
+from aioloader._workers.process.messages import READY, UP, Request, result_head
 from aioloader._workers.process.serve_async import serve_async
 from aioloader._workers.rng import seed_worker
 from aioloader._workers.rng_streams import initialise
@@ -70,7 +71,7 @@ def tell_up(worker: int, ends: Ends) -> bool:
     Returns:
         Whether the loader is still there.
     """
-    frame = RESULT_HEAD.pack(UP, worker, -1)
+    frame = result_head(UP, worker)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         return Channel.adopt(os.dup(ends.results)).send(frame)
     return False
@@ -133,7 +134,7 @@ def serve_sync(endpoint: Endpoint, requests: Channel) -> None:
 def _make(
     endpoint: Endpoint, request: Request, task: BatchTask, stream: SyncStream | None
 ) -> BatchResult:
-    maker = endpoint.maker
+    maker, cpu = endpoint.maker, processor_time(task.number)
     try:
         endpoint.restore(request)
         with maker.around(task):
@@ -146,7 +147,9 @@ def _make(
             endpoint.enter(TRANSFORM)
             maker.apply(task)
             endpoint.enter(COLLATE)
-            return maker.leave(task, maker.collate(task))
+            result = maker.collate(task)
+            task.cpu = cpu and time.thread_time() - cpu
+            return maker.leave(task, result)
     except (KeyboardInterrupt, SystemExit):  # they end a worker, as they do torch's
         raise
     except BaseException as error:  # handed to the consumer

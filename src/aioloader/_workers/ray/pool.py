@@ -256,7 +256,7 @@ class RayPool:
             pipeline.receive(task, BatchResult(error=problem))
             return
         task.samples = []
-        pipeline.receive(task, *opened(answer))
+        pipeline.receive(task, *opened(answer, task))
 
     def _deliver(self, ticket: Ticket, result: BatchResult) -> None:
         if self._dispatcher.remove(ticket):

@@ -1,0 +1,123 @@
+"""What is noted of each batch: the same in every place where batches are made."""
+
+import asyncio
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from aioloader import DataLoader
+from aioloader._observe.records import MadeAt, Record
+from aioloader.datasets import from_iterable
+from beside import beside
+from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
+
+KINDS = [SyncMap, AsyncMap, SyncStream, AsyncStream]
+PLACES: dict[str, dict[str, Any]] = {
+    "in process": {},
+    "threads": {"num_workers": 2, "workers": "thread"},
+    "processes": {"num_workers": 2},
+}
+
+
+def records(loader: DataLoader[Any]) -> list[Record]:
+    """Return those of the latest epoch."""
+    epoch = loader._live.epoch
+    assert epoch is not None
+    return epoch.counters.records.all()
+
+
+def check(found: list[Record], *, size: int, busy: bool = False) -> None:
+    """Assert that clocks go forwards, from batch to batch and within each."""
+    assert found
+    assert all(one.samples == size for one in found)
+    before = 0.0
+    for one in found:
+        made = MadeAt._make(one.made)
+        assert 0 < made.began <= made.read <= made.started
+        assert made.started <= made.transformed <= made.collated <= one.taken
+        assert before <= one.asked <= one.taken
+        assert (made.busy > 0) == busy
+        before = one.taken
+
+
+def plus(sample: Any) -> Any:
+    """Transform."""
+    return sample
+
+
+async def plus_async(sample: Any) -> Any:
+    """Transform."""
+    await asyncio.sleep(0)
+    return sample
+
+
+@pytest.mark.parametrize("transform", [None, plus, plus_async])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["for", "async for"])
+async def test_each_batch_has_a_record(
+    way: str, kind: Any, place: str, transform: Any
+) -> None:
+    """Of when it was asked for, read, collated and taken, and by whom."""
+    options = {"batch_size": 4, "transform": transform, **PLACES[place]}
+    async with DataLoader(kind(24), **options) as loader:
+        if way == "for":
+            batches = await beside(lambda: len(list(loader)))
+        else:
+            batches = len([batch async for batch in loader])
+        found = records(loader)
+        assert len(found) == batches == loader.stats().batches
+        check(found, size=4, busy=kind is AsyncMap)
+        lanes = {one.lane for one in found}
+        assert lanes <= ({0} if place == "in process" else {0, 1})
+        assert [one.number for one in found] == list(range(batches))
+
+
+async def test_processor_time_of_some() -> None:
+    """Of each 16th, where one thread makes the whole batch."""
+    for options in PLACES.values():
+        async with DataLoader(SyncMap(68), 2, **options) as loader:
+            await beside(partial(list, loader))
+            cpu = [MadeAt._make(one.made).cpu for one in records(loader)]
+            assert [at for at, seconds in enumerate(cpu) if seconds] == [0, 16, 32]
+
+
+async def test_tensors_in_memory_and_streams() -> None:
+    """What is gathered at once was read; a stream's block too."""
+    for dataset in (TensorDataset(torch.arange(24)), from_iterable(range(24))):
+        loader: DataLoader[Any] = DataLoader(dataset, 4, shuffle=False)
+        await beside(partial(list, loader))
+        check(records(loader), size=4)
+
+
+async def test_executors() -> None:
+    """Those of other processes have the same clock."""
+    for executor in (ThreadPoolExecutor(2), ProcessPoolExecutor(2)):
+        with executor:
+            loader = DataLoader(SyncMap(24), 4, num_workers=2, workers=executor)
+            await beside(partial(list, loader))
+            check(records(loader), size=4)
+
+
+async def test_failed_and_skipped_batches_have_none() -> None:
+    """Only what was delivered counts."""
+
+    def refuse(sample: Any) -> Any:
+        if sample[1] < 8:
+            raise ValueError("planted")
+        return sample
+
+    loader = DataLoader(SyncMap(24), 4, transform=refuse, on_error="skip")
+    await beside(lambda: list(loader))
+    assert [one.number for one in records(loader)] == [2, 3, 4, 5]
+
+
+async def test_only_the_latest_are_kept() -> None:
+    """The memory of a long epoch is bounded."""
+    loader = DataLoader(range(5000), 1)
+    await beside(lambda: sum(1 for _ in loader))
+    assert [one.number for one in records(loader)] == list(range(5000 - 1024, 5000))
