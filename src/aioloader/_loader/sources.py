@@ -194,8 +194,15 @@ def _setting(
         is_stream=options.kind is not Kind.MAP,
         in_order=options.in_order,
         on_device=on_device,
-        cores=len(os.sched_getaffinity(0)),
+        cores=_cores(),
     )
+
+
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _device_side(options: Options, devices: Devices) -> DeviceSide | None:
