@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 from aioloader._order.blocks import Block, cut, join, pick, unreadable
-from aioloader._order.permutation import ShuffledIndices, is_quick, paced
+from aioloader._order.permutation import ShuffledIndices, is_quick, paced, pause
 from aioloader.datasets._streams.cursors import Cursor, State, check_again
 
 Order = Callable[[int, int], ShuffledIndices]
@@ -90,7 +90,11 @@ class Shuffled:
                 break
             check_again(block, found, self._size, known)
             failed += [found + place for place in unreadable(block)]
-            parts.append(block)
+            # Lists become one while they are few: to join all takes milliseconds.
+            if isinstance(block, list) and parts and isinstance(parts[-1], list):
+                parts[-1] += block
+            else:
+                parts.append([*block] if isinstance(block, list) else block)
             found += len(block)
         if is_quick(found):
             return start, self._permuted(parts, number, found), failed
@@ -102,7 +106,9 @@ class Shuffled:
         order = paced(self._order(number, length))
         if not any(isinstance(part, list) for part in parts):
             return pick(join(parts), [*chain.from_iterable(order)])
-        whole: list[Any] = []
-        for part in parts:
-            whole += part
-        return [sample for places in order for sample in pick(whole, places)]
+        whole: Any = list(join(parts)) if len(parts) > 1 else parts.pop()
+        permuted = [sample for places in order for sample in pick(whole, places)]
+        while len(whole) > _PULL:  # as a whole it would be freed without a pause
+            del whole[-_PULL:]
+            pause()
+        return permuted
