@@ -15,7 +15,7 @@ import pytest
 from aioloader import DataLoader
 from aioloader._order.blocks import Bad
 from aioloader.datasets import TextDataset, from_iterable
-from aioloader.errors import ShardChangedError
+from aioloader.errors import DatasetError, ShardChangedError
 from beside import beside
 
 GOOD = {f"{shard}-{place}" for shard in (0, 1, 3, 4) for place in range(5)}
@@ -140,6 +140,21 @@ async def test_no_policy_skips_it(tmp_path: Path) -> None:
     loader: Any = DataLoader(stream, 4, collate_fn=list, on_error="skip")
     with pytest.raises(ShardChangedError, match="begin the epoch anew"):
         await beside(lambda: list(loader))
+
+
+async def test_a_pass_that_was_lost_is_not_repeated(tmp_path: Path) -> None:
+    """Nor does the stream end quietly, if that was known before the state was saved."""
+    (tmp_path / "a").touch()
+    stream = TextDataset(["a"], store=tmp_path).repeat()
+    (tmp_path / "a").unlink()
+    _, errors, state = await read(stream, 1)
+    assert len(errors) == 1
+    stream.load_state_dict(state)
+    iterator = aiter(stream)
+    with pytest.raises(DatasetError, match="no such file") as caught:
+        await anext(iterator)
+    assert any("not repeated" in note for note in caught.value.__notes__)
+    await iterator.aclose()
 
 
 async def test_states_of_before_are_loaded(tmp_path: Path) -> None:
