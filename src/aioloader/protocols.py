@@ -95,6 +95,10 @@ class OwnStream(abc.ABC):
         """Take the number of an epoch that begins, unless the user has chosen one."""
 
     @abc.abstractmethod
+    def for_epoch(self) -> "OwnStream":
+        """Return a copy to be read, in workers too; a loaded state goes with it."""
+
+    @abc.abstractmethod
     def shard(self, rank: int, world_size: int) -> "OwnStream":
         """Return the part of one rank."""
 

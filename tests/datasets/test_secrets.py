@@ -1,10 +1,12 @@
 """Credentials are in no error, no repr and no pickle, whoever may have said them."""
 
 import base64
+import inspect
 import json
 import pickle
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
@@ -12,7 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from obstore.store import HTTPStore, LocalStore, S3Store
 
-from aioloader.datasets import ObjectDataset
+from aioloader.datasets import (
+    ArrowDataset,
+    CSVDataset,
+    JSONLinesDataset,
+    MDSDataset,
+    ObjectDataset,
+    ParquetDataset,
+    ParquetWriter,
+    TarDataset,
+    TarWriter,
+    TextDataset,
+)
 from aioloader.datasets._stores.redact import carries_secret, redact_url, secret_options
 from aioloader.errors import DatasetError
 
@@ -49,9 +62,18 @@ def everything_said(error: BaseException) -> str:
 
 def house_frames(error: BaseException) -> list[str]:
     """Return the traceback with its locals, but for those of the test itself."""
-    frames = traceback.walk_tb(error.__traceback__)
-    summary = traceback.StackSummary.extract(frames, capture_locals=True)
-    return [str(frame.locals) for frame in summary if "aioloader" in frame.filename]
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    house = [one for one in frames if "/aioloader/" in one.f_code.co_filename]
+    return [shown(value) for one in house for value in one.f_locals.values()]
+
+
+def shown(value: object) -> str:
+    """Return the repr of a variable, or of what an object under way has so far."""
+    try:
+        return repr(value)
+    except AttributeError:
+        parts = value if isinstance(value, (list, tuple)) else vars(value).values()
+        return str([*map(shown, parts)])
 
 
 def from_url_parts(serve: Serve) -> ObjectDataset:
@@ -240,3 +262,45 @@ def test_options_are_searched_in_depth() -> None:
     """Names are given with their path."""
     options = {"a": {"b": {"password": 1}, "c": 2}, "Master-Key": b"", "key": 3}
     assert list(secret_options(options)) == ["a.b.password", "Master-Key"]
+
+
+@pytest.mark.parametrize(
+    ("make", "url"),
+    [
+        (TarDataset, "https"),
+        (TextDataset, "https"),
+        (JSONLinesDataset, "https"),
+        (MDSDataset, "https"),
+        (ParquetDataset, "https"),
+        (ArrowDataset, "https"),
+        (CSVDataset, "https"),
+        (partial(ObjectDataset, keys=["x"]), "s3"),
+        (TarWriter, "s3"),
+        (ParquetWriter, "s3"),
+    ],
+)
+def test_constructors_that_raise_tell_no_secret(make: Any, url: str) -> None:
+    """Neither in what they raise, nor in a variable; but for the caller's own."""
+    url = f"{url}://me:{MARKER}@host/x"
+    secret = {"secret_access_key": MARKER}
+    wrong: list[tuple[Any, Any]] = [
+        ([url], {"store_options": secret, "unknown": 1}),
+        ([url], {"store_options": {**secret, "secret_acces_key": MARKER}}),
+        ([url], {"store_options": {**secret, 7: MARKER}}),
+        ([[url, 7]], {}),
+        (["x"], {"store": url, "interleave": 0}),
+        ([url], {"shard_bytes": 0, "requests": 7, "max_bytes": 0}),
+    ]
+    for args, options in wrong:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            make(*args, **options)
+        assert MARKER not in everything_said(caught.value)
+
+
+def test_wrapped_constructors_keep_their_signatures() -> None:
+    """For editors, and for those who ask."""
+    for make, names in (
+        (TextDataset, ["addresses", "encoding", "max_sample_bytes", "options"]),
+        (ParquetWriter, ["destination", "name", "schema", "compression"]),
+    ):
+        assert [*inspect.signature(make).parameters][: len(names)] == names

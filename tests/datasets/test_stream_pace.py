@@ -10,6 +10,7 @@ import pytest
 
 from aioloader._order.permutation import ShuffledIndices
 from aioloader.datasets import TextDataset, from_async_iterable, from_iterable
+from aioloader.datasets._streams import windows
 from aioloader.datasets.sharded import ShardedStream
 from datasets.shards import parquet, read, text
 from datasets.test_interleave import Memory
@@ -113,6 +114,17 @@ async def test_long_orders_are_made_beside_the_loop(looked_up: dict[int, int]) -
     assert here not in looked_up
     await read(numbers(100).shuffle(50))  # a short one is not worth a thread
     assert looked_up[here] == 100
+
+
+async def test_a_window_is_freed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pauses, and beside the loop: the loop would wait for all of it."""
+    threads: list[int] = []
+    monkeypatch.setattr(windows, "pause", lambda: threads.append(threading.get_ident()))
+    count = 5 * (1 << 13)
+    found, _ = await read(numbers(count).shuffle(count))
+    assert sorted(found) == [*range(count)]
+    assert len(threads) >= 4
+    assert threading.get_ident() not in threads
 
 
 class Counting:

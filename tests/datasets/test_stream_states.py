@@ -1,12 +1,16 @@
 """States of streams: of one rank, of all ranks as one, and those that do not fit."""
 
 import warnings
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
 
+from aioloader import DataLoader
 from aioloader._order.stream_states import merge_states
 from aioloader.errors import StateMismatchError
+from beside import beside
 from datasets.ranks import Ranks, numbers
 from datasets.shards import read
 
@@ -99,7 +103,29 @@ async def test_a_state_is_small_and_of_the_samples_given() -> None:
         "epoch": 1,
         "position": 300,
         "readers": 1,
-        "streams": {"0": {"taken": taken, "state": {"read": taken}}},
+        "streams": {"0": {"taken": taken, "state": {"read": taken}, "failed": []}},
     }
     stream.load_state_dict(state)
     assert (await read(stream))[0] == [*range(300, 1000)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"rank": 0, "world_size": 1},
+        {"num_workers": 1, "fetch": "workers"},
+        {"num_workers": 1, "fetch": "workers", "persistent_workers": True},
+    ],
+    ids=["alone", "a rank", "a worker", "a worker that stays"],
+)
+async def test_a_loaded_state_is_for_one_epoch_of_a_loader(options: Any) -> None:
+    """The next one begins at the beginning, whoever read the copies of the stream."""
+    stream = numbers(20)
+    _, state = await read(stream.shard(0, 1), 8)
+    stream.load_state_dict(state)
+    loader: Any = DataLoader(stream, 4, collate_fn=list, **options)
+    for begin in (8, 0, 0):
+        batches: Any = await beside(partial(list, loader))
+        assert [*chain(*batches)] == [*range(begin, 20)]
+    loader.close()

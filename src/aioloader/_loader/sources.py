@@ -227,6 +227,7 @@ def make_maker(options: Options, epoch: Epoch, slots: SlotPool) -> BatchMaker:
     if not num_workers and options.pins:
         collate_fn = _pinning(collate_fn)
     if options.is_own_stream:  # it knows of ranks, and gives this one its part
+        dataset = dataset.for_epoch()
         if options.rank is not None:
             dataset = dataset.shard(part.rank, part.world_size)
         if (dataset.ranks or (0, 1))[1] > 1:

@@ -54,9 +54,11 @@ class Bad:
 
     Attributes:
         error: Why; its message says where.
+        is_users: Whether the user's code raised it, which need not fail again.
     """
 
     error: Exception
+    is_users: bool = False
 
 
 def read_block(iterator: Iterator[Any], limit: int) -> tuple[list[Any], bool]:
@@ -134,10 +136,17 @@ def failed(error: BaseException, what: str = "the dataset") -> Bad:
         what: What raised it.
     """
     if isinstance(error, Exception) and not isinstance(error, _QUIET):
-        return Bad(error)
+        return Bad(error, is_users=True)
     loud = RuntimeError(f"{what} raised {type(error).__name__}")
     loud.__cause__ = error
-    return Bad(loud)
+    return Bad(loud, is_users=True)
+
+
+def unreadable(block: Block) -> list[int]:
+    """Return the places of what the source could not read: a sample, or a shard."""
+    if not isinstance(block, list) or Bad not in set(map(type, block)):
+        return []
+    return [k for k, one in enumerate(block) if type(one) is Bad and not one.is_users]
 
 
 def is_cancelled(error: BaseException) -> bool:

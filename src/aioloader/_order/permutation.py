@@ -170,6 +170,11 @@ def paced(order: ShuffledIndices) -> Iterator[list[int]]:
     """
     for start in range(0, order.n, _MOMENT):
         if start:
-            time.sleep(_PAUSE)
+            pause()
         places: list[int] = order.take(start, min(start + _MOMENT, order.n)).tolist()
         yield places
+
+
+def pause() -> None:
+    """Give other threads the interpreter."""
+    time.sleep(_PAUSE)

@@ -19,6 +19,8 @@ from typing import (
     get_args,
 )
 
+from aioloader.datasets._stores.addresses import sealed_alike
+from aioloader.datasets._stores.redact import Sealed
 from aioloader.datasets._stores.requests import Requests
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# Arguments that are addresses.
+_ADDRESSES = {"addresses", "destination", "store"}
 # How names of store options begin, of those that people pass where they do not belong.
 _OF_STORES = (
     "access_key", "account_", "allow_http", "aws_", "azure_", "bucket", "client_",
@@ -88,18 +92,32 @@ def names_options(function: Callable[P, T]) -> Callable[P, T]:
     """Make a function refuse options it does not know, and name the nearest one.
 
     A constructor that others pass keywords on to also names theirs, and a function that
-    passes on those of a typed dictionary names these.
+    passes on those of a typed dictionary names these. Addresses with secrets and all
+    ``store_options`` are sealed before it is called, so that of what it raises only the
+    caller's own frames hold them.
     """
 
     @functools.wraps(function)
     def checked(*args: P.args, **options: P.kwargs) -> T:
+        given: Any = [*map(_sealed, places, args), *args[len(places) :]]
+        named: Any = {name: _sealed(name, one) for name, one in options.items()}
+        args, options = given, named  # none of these variables holds a secret now
         for name in options:
             if name not in known:
                 raise _unknown(function, args[0], name)
         return function(*args, **options)
 
-    known = {*inspect.signature(function).parameters, *_passed_on(function)}
+    places = [*inspect.signature(function).parameters]
+    known = {*places, *_passed_on(function)}
     return checked
+
+
+def _sealed(name: str, value: Any) -> Any:
+    """Return an argument with its secrets hidden; it raises nothing."""
+    if name == "store_options":
+        is_open = value is not None and not isinstance(value, Sealed)
+        return Sealed(value, "the store options") if is_open else value
+    return sealed_alike(value) if name in _ADDRESSES else value
 
 
 def _unknown(function: Callable[..., Any], first: object, name: str) -> TypeError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 from aioloader.datasets._cuts import Cuts, at_line_ends
 from aioloader.datasets._json import JSONDecoder
 from aioloader.datasets._lines import Decoder, LineParser, without_end
-from aioloader.datasets._options import StreamOptions, check_at_least
+from aioloader.datasets._options import StreamOptions, check_at_least, names_options
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class JSONLinesDataset(ByteStream[Any]):
 
     cuts: ClassVar[Cuts | None] = staticmethod(at_line_ends)
 
+    @names_options
     def __init__(
         self,
         addresses: "Addresses",
@@ -57,6 +58,7 @@ class TextDataset(ByteStream[str]):
 
     cuts: ClassVar[Cuts | None] = staticmethod(at_line_ends)
 
+    @names_options
     def __init__(
         self,
         addresses: "Addresses",

@@ -4,7 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from aioloader.datasets._mds.format import MDSFormat
-from aioloader.datasets._options import StreamOptions
+from aioloader.datasets._options import StreamOptions, names_options
 from aioloader.datasets.sharded import StoredStream
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class MDSDataset(StoredStream[dict[str, Any]]):
         ValueError: If an argument is wrong.
     """
 
+    @names_options
     def __init__(
         self,
         addresses: "Addresses",

@@ -13,7 +13,7 @@ from aioloader.datasets._arrow.files import TableFormat
 from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.lines import Dialect
 from aioloader.datasets._arrow.parquet import ParquetFormat
-from aioloader.datasets._options import OrderOptions, StreamOptions
+from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.postgres_values import Infinity, Numeric
 from aioloader.datasets.sharded import ShardedStream, StoredStream
@@ -31,6 +31,7 @@ class _TableFiles(StoredStream[Row]):
 
     _format: ClassVar[type[TableFormat[Any]]]
 
+    @names_options
     def __init__(
         self,
         addresses: "Addresses",
@@ -133,6 +134,7 @@ class CSVDataset(StoredStream[Row]):
         ValueError: If an argument is wrong.
     """
 
+    @names_options
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
         addresses: "Addresses",

@@ -4,7 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from aioloader.datasets._cuts import Cuts
-from aioloader.datasets._options import StreamOptions, check_at_least
+from aioloader.datasets._options import StreamOptions, check_at_least, names_options
 from aioloader.datasets._tar.index import at_samples
 from aioloader.datasets._tar.walk import TarParser
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
@@ -47,6 +47,7 @@ class TarDataset(ByteStream[dict[str, Any]]):
 
     cuts: ClassVar[Cuts | None] = staticmethod(at_samples)
 
+    @names_options
     def __init__(
         self,
         addresses: "Addresses",

@@ -314,6 +314,7 @@ class ParquetWriter(ShardWriter):
 
     ending = "parquet"
 
+    @names_options
     def __init__(
         self,
         destination: "Destination",

@@ -74,6 +74,19 @@ def _sealed(address: str) -> Address:
     return Sealed(address, "the user, password or query of a URL")
 
 
+def sealed_alike(value: Any) -> Any:
+    """Return an address, or a list of some, sealed if it is secret; others as is."""
+    if _is_secret(value):
+        return _sealed(value)
+    if type(value) in {list, tuple, set} and any(map(_is_secret, value)):
+        return [_sealed(one) if _is_secret(one) else one for one in value]
+    return value
+
+
+def _is_secret(value: Any) -> bool:
+    return isinstance(value, str) and carries_secret(value) and not is_local(value)
+
+
 def opened(address: Address) -> str:
     """Return the whole address; keep it out of variables."""
     return address.value if isinstance(address, Sealed) else address

@@ -43,7 +43,7 @@ class OptionError(ValueError):
     """Says which option is wrong, in words that may be shown."""
 
 
-def hidden(options: Mapping[str, Any] | None) -> Options:
+def hidden(options: Options | None) -> Options:
     """Return options that no traceback shows, if some are secret.
 
     Raises:
@@ -51,16 +51,21 @@ def hidden(options: Mapping[str, Any] | None) -> Options:
     """
     if options is None:
         return {}
-    if not isinstance(options, Mapping) or not all(isinstance(n, str) for n in options):
+    if not _has_names(options):
         raise TypeError(
             "store_options must be a dict of names to values, such as "
-            f"{{'region': 'eu-west-1'}}, got {type(options).__name__}"
+            f"{{'region': 'eu-west-1'}}, got {type(revealed(options)).__name__}"
         )
-    copied = dict(options)
+    copied = dict(revealed(options))
     secrets = list(secret_options(copied))
     if not secrets:
         return copied
     return Sealed(copied, f"the store options {', '.join(secrets)}")
+
+
+def _has_names(options: Options) -> bool:
+    given: Any = revealed(options)
+    return isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
 
 
 def revealed(options: Options) -> Mapping[str, Any]:

@@ -113,11 +113,13 @@ def secret_options(options: Mapping[str, Any], path: str = "") -> Iterator[str]:
     """Yield the dotted names of options that hold, or sound like, a secret."""
     for name, value in options.items():
         where = f"{path}{name}"
-        if name.lower() == "default_headers":
+        if str(name).lower() == "default_headers":
             yield from _secret_headers(value, where)
         elif isinstance(value, Mapping):
             yield from secret_options(value, f"{where}.")
-        elif _sounds_secret(name) or (isinstance(value, str) and carries_secret(value)):
+        elif _sounds_secret(str(name)) or (
+            isinstance(value, str) and carries_secret(value)
+        ):
             yield where
 
 

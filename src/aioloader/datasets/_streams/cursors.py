@@ -11,7 +11,15 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeAlias
 
-from aioloader._order.blocks import Bad, Block, failed, is_cancelled, join
+from aioloader._order.blocks import (
+    Bad,
+    Block,
+    failed,
+    is_cancelled,
+    join,
+    unreadable,
+)
+from aioloader.errors import ShardChangedError
 
 State: TypeAlias = dict[str, Any]
 
@@ -60,7 +68,8 @@ class Trail:
 
     def __init__(self, upstream: Cursor) -> None:
         self._upstream = upstream
-        self._blocks: deque[tuple[State, int]] = deque()  # state before, and length
+        # Of each block: the state before, the length, what could not be read.
+        self._blocks: deque[tuple[State, int, list[int]]] = deque()
         self._taken = 0
         self._begun: State | None = None
 
@@ -68,11 +77,11 @@ class Trail:
         """Note that a pull begins; until it is added, the upstream is in motion."""
         self._begun = before
 
-    def add(self, before: State, length: int) -> None:
-        """Note that ``length`` samples were pulled from ``before`` on."""
+    def add(self, before: State, block: Block) -> None:
+        """Note that ``block`` was pulled from ``before`` on."""
         self._begun = None
-        if length:
-            self._blocks.append((before, length))
+        if len(block):
+            self._blocks.append((before, len(block), unreadable(block)))
 
     def advance(self, count: int) -> None:
         """Note that ``count`` more of them were passed on."""
@@ -83,18 +92,64 @@ class Trail:
     def state(self) -> State:
         """Return where the first sample is that was not passed on."""
         if not self._blocks:
-            return {"up": self._begun or self._upstream.state(), "taken": 0}
-        return {"up": self._blocks[0][0], "taken": self._taken}
+            up = self._begun or self._upstream.state()
+            return {"up": up, "taken": 0, "failed": []}
+        before, _, failed = self._blocks[0]
+        taken = self._taken
+        passed = [place for place in failed if place < taken]
+        return {"up": before, "taken": taken, "failed": passed}
 
 
-async def skip(cursor: Pulls, count: int) -> int:
-    """Pull ``count`` samples and forget them; return how many were missing."""
-    while count > 0:
-        block = await cursor.pull(count)
+async def skip(cursor: Pulls, count: int, known: list[int] | None = None) -> int:
+    """Pull ``count`` samples and forget them; return how many were missing.
+
+    Raises:
+        ShardChangedError: As ``check_again``, of whose arguments ``known`` is one.
+    """
+    found = 0
+    while found < count:
+        block = await cursor.pull(count - found)
         if not len(block):
             break
-        count -= len(block)
-    return count
+        check_again(block, found, count, known)
+        found += len(block)
+    return count - found
+
+
+def check_again(block: Block, at: int, count: int, known: list[int] | None) -> None:
+    """See that the same samples fail when what was passed on is read again.
+
+    A shard that cannot be read is one sample that failed, so that all after it have
+    other places: those passed on, and only those, could not be dropped.
+
+    Args:
+        block: What was read again.
+        at: Its place among what was passed on.
+        count: How many samples were passed on.
+        known: The places of those that could not be read then; None: not known.
+
+    Raises:
+        ShardChangedError: If it is not so.
+    """
+    if known is None:
+        return
+    found = {at + place: block[place].error for place in unreadable(block)}
+    stop = min(at + len(block), count)
+    now = {place for place in found if place < stop}
+    then = {place for place in known if at <= place < stop}
+    if now == then:
+        return
+    place = min(now ^ then)
+    error = found.get(place)
+    what = "could not be read when the state was saved, and now it can"
+    if error is not None:
+        what = f"could be read when the state was saved, and now it cannot: {error}"
+    raise ShardChangedError(
+        f"of the {count:,} samples that the state says to read again, number "
+        f"{place + 1:,} {what}; the samples after it would be others, so make the same "
+        "shards readable as then, or begin the epoch anew",
+        location=getattr(error, "location", ""),
+    ) from error
 
 
 async def guarded(
@@ -173,16 +228,18 @@ class MappedAsync:
         self._under_way = 0
         self._reading: asyncio.Task[None] | None = None
         self._has_ended = False
-        self._skip = 0
+        self._loaded: State | None = None  # until what it says was dropped
 
     def load(self, state: State) -> None:
         """Drop what was passed on before ``state`` was taken."""
-        self._skip = state.get("taken", 0)
+        self._loaded = state if state.get("taken") else None
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples, mapped: those that are there, at least one."""
-        await skip(self._upstream, self._skip)
-        self._skip = 0
+        if self._loaded is not None:
+            known = self._loaded.get("failed")
+            await skip(self._upstream, self._loaded["taken"], known)
+            self._loaded = None
         self._refill()
         while not self._tasks and self._reading is not None:
             reading = self._reading
@@ -226,7 +283,7 @@ class MappedAsync:
     async def _read(self, before: State) -> None:
         block = await self._upstream.pull(self._concurrency)
         self._has_ended = not len(block)
-        self._trail.add(before, len(block))
+        self._trail.add(before, block)
         self._waiting.extend(block)
 
     def _ended_call(self, _task: asyncio.Task[Any]) -> None:
@@ -239,9 +296,7 @@ class MappedAsync:
 
     def state(self) -> State:
         """Return where the first sample is that was not passed on."""
-        if self._skip:
-            return {"up": self._upstream.state(), "taken": self._skip}
-        return self._trail.state()
+        return self._loaded or self._trail.state()
 
     async def aclose(self) -> None:
         """Cancel what is under way."""
@@ -348,9 +403,16 @@ class Skipped:
         self._left = state.get("left", self._left)
 
     async def pull(self, limit: int) -> Block:
-        """Return the next samples."""
-        left, self._left = self._left, 0
-        await skip(self._upstream, left)
+        """Return the next samples; and before them what could not be read.
+
+        It may be a whole shard, in whose place samples of others were dropped.
+        """
+        while self._left > 0:
+            block = await self._upstream.pull(self._left)
+            self._left = self._left - len(block) if len(block) else 0
+            lost = [block[place] for place in unreadable(block)]
+            if lost:
+                return lost[:limit]
         return await self._upstream.pull(limit)
 
     def state(self) -> State:
@@ -373,29 +435,32 @@ class Batched:
         self._made: list[Any] = []  # of one stretch of the stream, begun at:
         self._before: State = {}
         self._taken = 0
+        self._failed: list[int] | None = None  # what of it could not be read
         self.aclose = upstream.aclose
 
     def load(self, state: State) -> None:
         """Drop what was passed on of a stretch before ``state`` was taken."""
         self._taken = state.get("taken", 0)
+        self._failed = state.get("failed") if self._taken else None
 
     async def pull(self, limit: int) -> Block:  # noqa: ARG002  (one is enough)
         """Return the next batch."""
         if not self._made:
             self._before = self._upstream.state()
-            self._made = (await self._make())[self._taken :]
+            self._made = await self._make()
         if not self._made:
             return []
         self._taken += 1
         one = self._made.pop(0)
         if not self._made:
-            self._taken = 0
+            self._taken, self._failed = 0, None
         return [one]
 
     def state(self) -> State:
         """Return where the stretch began, and how much of it was passed on."""
         up = self._before if self._made else self._upstream.state()
-        return {"up": up, "taken": self._taken}
+        failed = {} if self._failed is None else {"failed": self._failed}
+        return {"up": up, "taken": self._taken, **failed}
 
     async def _make(self) -> list[Any]:
         parts: list[Block] = []
@@ -409,8 +474,13 @@ class Batched:
         if not found or (self._drop_last and found < self._size):
             return []
         whole = join(parts)
+        check_again(whole, 0, found, self._failed)
+        self._failed = None
         if not isinstance(whole, list):
             return [whole]
-        failed = [sample for sample in whole if type(sample) is Bad]
         good = [sample for sample in whole if type(sample) is not Bad]
+        if len(good) == len(whole):
+            return [good]
+        self._failed = unreadable(whole)
+        failed = [sample for sample in whole if type(sample) is Bad][self._taken :]
         return [*failed, good] if good else failed

@@ -59,7 +59,6 @@ class Lane:
         self._block: Block = []
         self._taken = 0
         self._is_broken = False
-        self._mismatch: ShardChangedError | None = None
         self._has_columns = False
         self._reader: ShardReader | None = None
         self._ahead: deque[ShardReader] = deque()
@@ -86,8 +85,6 @@ class Lane:
     async def fill(self, limit: int) -> bool:
         """Get about ``limit`` samples if none is ready; tell whether there are any."""
         while not self.ready():
-            if self._mismatch is not None:
-                raise self._mismatch
             if self._is_broken:
                 await self._turn()
             if self._reader is None:
@@ -131,9 +128,7 @@ class Lane:
             least = _ROWS if self._has_columns else _SAMPLES
             self._block = await reader.pull(max(limit, least))
             self._has_columns = not isinstance(self._block, list)
-        except ShardChangedError as error:
-            # Nothing follows the place of the state, whoever pulls again.
-            self._mismatch = error
+        except ShardChangedError:
             raise
         except Exception as error:  # noqa: BLE001  (the loader's policy decides)
             # The rest of the shard is lost.

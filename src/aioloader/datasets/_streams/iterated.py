@@ -72,6 +72,12 @@ class Iterated(Dataset[Sample_co], OwnStream):
         if not self._is_chosen:
             self._epoch = epoch
 
+    def for_epoch(self) -> Self:
+        """Return a copy to be read, in workers too; a loaded state goes with it."""
+        clone = self._clone()
+        self._loaded = None
+        return clone
+
     def shard(self, rank: int, world_size: int) -> Self:
         """Read the part of one rank.
 

@@ -18,7 +18,7 @@ from aioloader._order.stream_states import part_of, state_of
 from aioloader.datasets._streams.agreement import Agreement, RankStore
 from aioloader.datasets._streams.cursors import Ahead, Cursor, State
 from aioloader.datasets._streams.turns import Alone, Hosted, Turns
-from aioloader.errors import StateMismatchError
+from aioloader.errors import ShardChangedError, StateMismatchError
 from aioloader.protocols import BlockIterator
 
 Sample_co = TypeVar("Sample_co", covariant=True)
@@ -113,6 +113,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         self._cursors: list[Cursor] = []
         self._course: Alone | Turns | None = None
         self._is_closed = False
+        self._refusal: ShardChangedError | None = None
         self._reading: asyncio.Task[Block | None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
@@ -174,10 +175,17 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         """Return the next block, or a block of one sample; None at the end."""
         if self._is_closed:
             return None
+        if self._refusal is not None:
+            raise self._refusal
         if self._course is None:
             self._course = await self._open()
         course = self._course
-        block = await (course.one() if limit is None else course.pull(limit))
+        try:
+            block = await (course.one() if limit is None else course.pull(limit))
+        except ShardChangedError as error:
+            # Nothing follows the place of the state, whoever pulls again.
+            self._refusal = error
+            raise
         if block is None:
             self._state = self._now()
             await self._release()
@@ -202,7 +210,8 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             if self.fills and cursor is not None:
                 ahead = _AHEAD if self._stream.ahead() is Ahead.FREE else 1
                 return Alone(reader, cursor, at, known, ahead=ahead)
-            hosted.append(Hosted(cursor, known, wanted, deal.stride))
+            given = -(-(self._state["position"] - reader) // deal.readers)
+            hosted.append(Hosted(cursor, known, wanted, deal.stride, given))
         return Turns(deal, hosted, at)
 
     async def _cursor(self, reading: Reading, state: State) -> Cursor:

@@ -33,12 +33,14 @@ class _Part:
     Args:
         cursor: What is read; owned.
         taken: Samples to drop first.
+        failed: Which of them could not be read; None: not known.
     """
 
-    def __init__(self, cursor: Cursor, taken: int) -> None:
+    def __init__(self, cursor: Cursor, taken: int, failed: list[int] | None) -> None:
         self.cursor = cursor
         self.has_ended = False
-        self._skip = taken
+        # Until as many were dropped.
+        self._loaded: State = {"up": cursor.state(), "taken": taken, "failed": failed}
         self._trail = Trail(cursor)
         self._block: Block = []
         self._woven = 0
@@ -49,12 +51,13 @@ class _Part:
 
     async def fill(self, count: int) -> None:
         """Get up to ``count`` more samples; at least one, or the end."""
-        await skip(self.cursor, self._skip)
-        self._skip = 0
+        if self._loaded["taken"]:
+            await skip(self.cursor, self._loaded["taken"], self._loaded["failed"])
+            self._loaded = {**self._loaded, "taken": 0}
         before = self.cursor.state()
         block = await self.cursor.pull(count)
         self.has_ended = not len(block)
-        self._trail.add(before, len(block))
+        self._trail.add(before, block)
         rest = cut(self._block, self._woven)
         self._block = join([rest, block]) if len(rest) else block
         self._woven = 0
@@ -70,9 +73,7 @@ class _Part:
 
     def state(self) -> State:
         """Return where the first sample is that was not passed on."""
-        if self._skip:
-            return {"up": self.cursor.state(), "taken": self._skip}
-        return self._trail.state()
+        return self._loaded if self._loaded["taken"] else self._trail.state()
 
 
 class Mixed:
@@ -98,7 +99,9 @@ class Mixed:
         ahead: Ahead,
     ) -> None:
         taken = state.get("taken") or [0] * len(cursors)
-        self._parts = [_Part(*pair) for pair in zip(cursors, taken, strict=True)]
+        failed = state.get("failed") or [None] * len(cursors)
+        each = zip(cursors, taken, failed, strict=True)
+        self._parts = [_Part(*one) for one in each]
         self._weights = np.asarray(weights, np.float64)
         self._key = [word & 0xFFFFFFFFFFFFFFFF for word in key]
         self._until = until
@@ -207,6 +210,7 @@ class Mixed:
         return {
             "up": [one["up"] for one in states],
             "taken": [one["taken"] for one in states],
+            "failed": [one["failed"] for one in states],
             "drawn": self._drawn,
             "ended": sorted(self._ended),
         }

@@ -11,6 +11,7 @@ from aioloader._order.blocks import Bad, Block
 from aioloader._order.shares import Share
 from aioloader.datasets._stores.outlast import outlast
 from aioloader.datasets._streams.cursors import Cursor, State
+from aioloader.errors import DatasetError
 
 # What opens a pass, from a state on.
 OpenPass = Callable[[int, State], Awaitable[Cursor]]
@@ -42,7 +43,8 @@ class Repeated:
         self._times = times
         self._pass: int = state.get("pass", 0)
         self._has_good: bool = state.get("good", False)
-        self._lost: Exception | None = None
+        lost = state.get("lost")
+        self._lost: Exception | None = None if lost is None else DatasetError(lost)
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples, all of one pass."""
@@ -75,7 +77,8 @@ class Repeated:
     def state(self) -> State:
         """Return where the present pass is, and its number."""
         up = self._cursor.state()
-        return {"up": up, "pass": self._pass, "good": self._has_good}
+        lost = {} if self._lost is None else {"lost": str(self._lost)}
+        return {"up": up, "pass": self._pass, "good": self._has_good, **lost}
 
     async def aclose(self) -> None:
         """Close the present pass."""

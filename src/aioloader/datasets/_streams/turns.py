@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
-from aioloader._order.blocks import Block, cut, join, weave
+from aioloader._order.blocks import Block, cut, join, unreadable, weave
 from aioloader._order.shares import Deal
-from aioloader.datasets._streams.cursors import Cursor, State
+from aioloader.datasets._streams.cursors import Cursor, State, check_again, skip
 
 # Samples that all readers here are asked for at once, at most; so many pulls' at most.
 _SAMPLES = 512
@@ -53,6 +53,7 @@ class Alone:
         if self._take_there is not None:
             ahead = 1
         self._taken: int = known["taken"]
+        self._known = known
         # Ranks that shared it had not read so far; one that has ended lags no more.
         self._lag = 0 if known.get("ended") else at - self._taken
         self._has_ended = False
@@ -107,15 +108,19 @@ class Alone:
         return block if count else None
 
     async def _catch_up(self) -> None:
-        while self._lag > 0:
-            block = await self._cursor.pull(min(self._lag, _SAMPLES))
-            self._taken += len(block)
-            self._lag = self._lag - len(block) if len(block) else 0
+        missing = await skip(self._cursor, self._lag, self._known.get("failed"))
+        self._taken += self._lag - missing
+        self._lag = 0
 
     def streams(self) -> State:
         """Return the state of each reader."""
-        if self._given < len(self._ahead):
-            return self._before  # what was taken since is dropped when it is loaded
+        if self._lag > 0:
+            return {self._name: self._known}
+        if self._given < len(
+            self._ahead
+        ):  # what was taken is dropped when it is loaded
+            failed = unreadable(cut(self._ahead, 0, self._given))
+            return {self._name: {**self._before[self._name], "failed": failed}}
         one = {"taken": self._taken, "state": self._cursor.state()}
         if self._has_ended:
             one["ended"] = True
@@ -137,13 +142,21 @@ class Hosted:
         known: What ``state`` returned.
         wanted: Number of the first sample to be taken.
         stride: How many samples it is to the next one.
+        given: How many samples all ranks in step have given.
     """
 
     def __init__(
-        self, cursor: Cursor | None, known: State, wanted: int, stride: int
+        self,
+        cursor: Cursor | None,
+        known: State,
+        wanted: int,
+        stride: int,
+        given: int,
     ) -> None:
         self._cursor = cursor
+        self._known, self._known_until = known, given
         self._marks = deque([known])  # states, each before a block that was read
+        self._failed: list[int] = []  # numbers of samples that could not be read
         self._taken: int = known["taken"]
         self._wanted = wanted
         self._stride = stride
@@ -180,6 +193,10 @@ class Hosted:
         wanted = first + (count - 1) * self._stride + 1
         most = max(count * self._stride, _SAMPLES)
         block = await self._cursor.pull(min(wanted, most))
+        start = self._known["taken"]
+        again = self._taken - start, self._known_until - start
+        check_again(block, *again, self._known.get("failed"))
+        self._failed += [self._taken + place for place in unreadable(block)]
         self._taken += len(block)
         if not len(block):
             self._marks.append({**self._marks[-1], "ended": True})
@@ -196,7 +213,12 @@ class Hosted:
         if self._marks[-1]["taken"] < self._taken <= given:
             self._marks.append(self._here())
         self._forget(given)
-        return self._marks[0]
+        mark = {**self._marks[0]}
+        if given <= self._taken:
+            mark["failed"] = [at - mark["taken"] for at in self._failed if at < given]
+        elif given > self._known_until:
+            mark.pop("failed", None)  # some of them only other ranks have read
+        return mark
 
     def _here(self) -> State:
         assert self._cursor is not None
@@ -206,6 +228,7 @@ class Hosted:
         """Forget states before the last one that will do."""
         while len(self._marks) > 1 and self._marks[1]["taken"] <= given:
             self._marks.popleft()
+        self._failed = [at for at in self._failed if at >= self._marks[0]["taken"]]
 
 
 class Turns:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from aioloader._order.blocks import Block, cut, join, pick
-from aioloader._order.permutation import ShuffledIndices, is_quick, paced
-from aioloader.datasets._streams.cursors import Cursor, State
+from aioloader._order.blocks import Block, cut, join, pick, unreadable
+from aioloader._order.permutation import ShuffledIndices, is_quick, paced, pause
+from aioloader.datasets._streams.cursors import Cursor, State, check_again
 
 Order = Callable[[int, int], ShuffledIndices]
 # Samples of a window that are pulled at once, at most; more would hold others up.
@@ -36,8 +36,10 @@ class Shuffled:
         self._number: int = state.get("number", 0)
         self._taken: int = state.get("taken", 0)
         self._start = upstream.state()
+        # What of the window could not be read.
+        self._failed: list[int] | None = state.get("failed") if self._taken else None
         self._window: Block | None = None
-        self._next: asyncio.Task[tuple[State, Block]] | None = None
+        self._next: asyncio.Task[tuple[State, Block, list[int]]] | None = None
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples, all of one window."""
@@ -52,7 +54,9 @@ class Shuffled:
 
     def state(self) -> State:
         """Return where the window began, and how much of it was passed on."""
-        return {"up": self._start, "number": self._number, "taken": self._taken}
+        failed = {} if self._failed is None else {"failed": self._failed}
+        place = {"number": self._number, "taken": self._taken}
+        return {"up": self._start, **place, **failed}
 
     async def aclose(self) -> None:
         """End the reading of the next window."""
@@ -65,35 +69,46 @@ class Shuffled:
     async def _turn(self, number: int) -> None:
         """Go on to a window, and begin to read the one after it."""
         if self._next is None:
-            self._next = asyncio.create_task(self._read(number))
+            self._next = asyncio.create_task(self._read(number, self._failed))
         await asyncio.wait([self._next])  # a cancellation leaves it alone
-        self._start, self._window = self._next.result()
+        self._start, self._window, self._failed = self._next.result()
         self._next = None
         self._number = number
         if len(self._window):
             self._next = asyncio.create_task(self._read(number + 1))
 
-    async def _read(self, number: int) -> tuple[State, Block]:
-        """Return where a window begins, and its samples, permuted."""
+    async def _read(
+        self, number: int, known: list[int] | None = None
+    ) -> tuple[State, Block, list[int]]:
+        """Return where a window begins, its samples, permuted, and which failed."""
         start = self._upstream.state()
         parts: list[Block] = []
-        found = 0
+        found, failed = 0, list[int]()
         while found < self._size:
             block = await self._upstream.pull(min(self._size - found, _PULL))
             if not len(block):
                 break
-            parts.append(block)
+            check_again(block, found, self._size, known)
+            failed += [found + place for place in unreadable(block)]
+            # Lists become one while they are few: to join all takes milliseconds.
+            if isinstance(block, list) and parts and isinstance(parts[-1], list):
+                parts[-1] += block
+            else:
+                parts.append([*block] if isinstance(block, list) else block)
             found += len(block)
         if is_quick(found):
-            return start, self._permuted(parts, number, found)
+            return start, self._permuted(parts, number, found), failed
         # Beside the loop, and meanwhile the window before is passed on.
-        return start, await asyncio.to_thread(self._permuted, parts, number, found)
+        permuted = await asyncio.to_thread(self._permuted, parts, number, found)
+        return start, permuted, failed
 
     def _permuted(self, parts: list[Block], number: int, length: int) -> Block:
         order = paced(self._order(number, length))
         if not any(isinstance(part, list) for part in parts):
             return pick(join(parts), [*chain.from_iterable(order)])
-        whole: list[Any] = []
-        for part in parts:
-            whole += part
-        return [sample for places in order for sample in pick(whole, places)]
+        whole: Any = list(join(parts)) if len(parts) > 1 else parts.pop()
+        permuted = [sample for places in order for sample in pick(whole, places)]
+        while len(whole) > _PULL:  # as a whole it would be freed without a pause
+            del whole[-_PULL:]
+            pause()
+        return permuted

@@ -1,0 +1,205 @@
+"""Shards that can be read when a state is saved, or when it is loaded, and not both.
+
+A step that had read ahead counts from where it began, and a shard that cannot be read
+is one failed sample there: to count over it would lose samples, or double them.
+"""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioloader import DataLoader
+from aioloader._order.blocks import Bad
+from aioloader.datasets import TextDataset, from_iterable
+from aioloader.errors import DatasetError, ShardChangedError
+from beside import beside
+
+GOOD = {f"{shard}-{place}" for shard in (0, 1, 3, 4) for place in range(5)}
+LOST = {f"2-{place}" for place in range(5)}
+
+
+async def same(sample: Any) -> Any:
+    """Return a sample."""
+    return sample
+
+
+def lines(folder: Path, **options: Any) -> Any:
+    """Return five shards of five lines."""
+    for shard in range(5):
+        text = "".join(f"{shard}-{place}\n" for place in range(5))
+        (folder / f"{shard}.txt").write_text(text)
+    return TextDataset([str(folder / f"{one}.txt") for one in range(5)], **options)
+
+
+CHAINS: dict[str, Callable[[Path], Any]] = {
+    "one by one": lines,
+    "lanes": lambda folder: lines(folder, interleave=2),
+    "map": lambda folder: lines(folder).map(same),
+    "mix": lambda folder: lines(folder).mix(from_iterable("abcdef")),
+    "shuffle": lambda folder: lines(folder).shuffle(8),
+    "batch": lambda folder: lines(folder).batch(7),
+    "readers": lambda folder: lines(folder, interleave=2).readers(2),
+    "all": lambda folder: lines(folder).shuffle(4).map(same).batch(2).readers(2),
+}
+
+
+async def read(stream: Any, count: int | None = None, state: Any = None) -> Any:
+    """Return samples, messages of errors, and the state, reading one by one."""
+    stream = stream.shard(0, 1)
+    if state is not None:
+        stream.load_state_dict(json.loads(json.dumps(state)))
+    iterator = aiter(stream)
+    samples: list[str] = []
+    errors: list[str] = []
+    try:
+        for _ in itertools.count() if count is None else range(count):
+            try:
+                sample = await anext(iterator)
+            except FileNotFoundError as error:
+                errors.append(str(error))
+                continue
+            except StopAsyncIteration:
+                break
+            samples += sample if isinstance(sample, list) else [sample]
+        return samples, errors, iterator.state_dict()
+    finally:
+        await iterator.aclose()
+
+
+def hide(folder: Path, *, is_hidden: bool) -> None:
+    """Hide the third shard, or show it."""
+    names = ["2.txt", "hidden"]
+    before, after = names if is_hidden else names[::-1]
+    (folder / before).rename(folder / after)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("was_hidden", [False, True])
+async def test_exact_or_refused(name: str, *, was_hidden: bool, tmp_path: Path) -> None:
+    """Nothing of the other shards is lost or doubled, wherever it is resumed."""
+    refused = 0
+    for count in range(1, 12):
+        stream = CHAINS[name](tmp_path)
+        if was_hidden:
+            hide(tmp_path, is_hidden=True)
+        before, errors, state = await read(stream, count)
+        hide(tmp_path, is_hidden=not was_hidden)
+        try:
+            after, more, _ = await read(stream, None, state)
+        except ShardChangedError as error:
+            assert "2.txt" in str(error) or "now it can;" in str(error)  # noqa: PT017
+            refused += 1
+        else:
+            found = sorted({*before, *after} - {*"abcdef"} - LOST)
+            assert found == sorted(GOOD)
+            assert len({*before, *after}) == len([*before, *after])
+            assert errors or more or {*before, *after} >= LOST
+        hide(tmp_path, is_hidden=False) if not was_hidden else None
+    assert refused < 11
+
+
+@pytest.mark.parametrize("name", CHAINS)
+async def test_what_was_missing_before_may_be_missing_still(
+    name: str, tmp_path: Path
+) -> None:
+    """Then the rest is what it would have been."""
+    stream = CHAINS[name](tmp_path)
+    hide(tmp_path, is_hidden=True)
+    whole, _, _ = await read(stream)
+    for count in range(1, 12):
+        before, errors, state = await read(stream, count)
+        after, more, _ = await read(stream, None, state)
+        assert [*before, *after] == whole
+        assert len(errors) + len(more) >= 1
+
+
+async def test_it_is_refused_for_good(tmp_path: Path) -> None:
+    """Whoever pulls again gets no other samples; the state stays."""
+    stream = lines(tmp_path).shuffle(20)
+    _, _, state = await read(stream, 3)
+    hide(tmp_path, is_hidden=True)
+    stream.load_state_dict(state)
+    iterator = aiter(stream)
+    for _ in range(2):
+        with pytest.raises(ShardChangedError, match=r"number 11 could be .*2\.txt"):
+            await anext(iterator)
+    assert iterator.state_dict()["streams"] == state["streams"]
+    await iterator.aclose()
+
+
+async def test_no_policy_skips_it(tmp_path: Path) -> None:
+    """The epoch of a loader ends with the error."""
+    stream = lines(tmp_path).shuffle(20)
+    _, _, state = await read(stream, 3)
+    hide(tmp_path, is_hidden=True)
+    stream.load_state_dict(state)
+    loader: Any = DataLoader(stream, 4, collate_fn=list, on_error="skip")
+    with pytest.raises(ShardChangedError, match="begin the epoch anew"):
+        await beside(lambda: list(loader))
+
+
+async def test_a_pass_that_was_lost_is_not_repeated(tmp_path: Path) -> None:
+    """Nor does the stream end quietly, if that was known before the state was saved."""
+    (tmp_path / "a").touch()
+    stream = TextDataset(["a"], store=tmp_path).repeat()
+    (tmp_path / "a").unlink()
+    _, errors, state = await read(stream, 1)
+    assert len(errors) == 1
+    stream.load_state_dict(state)
+    iterator = aiter(stream)
+    with pytest.raises(DatasetError, match="no such file") as caught:
+        await anext(iterator)
+    assert any("not repeated" in note for note in caught.value.__notes__)
+    await iterator.aclose()
+
+
+async def test_states_of_before_are_loaded(tmp_path: Path) -> None:
+    """They do not say what failed."""
+    stream = lines(tmp_path).shuffle(20)
+    _, _, state = await read(stream, 3)
+    del state["streams"]["0"]["state"]["failed"]
+    hide(tmp_path, is_hidden=True)
+    assert len((await read(stream, None, state))[0]) == 20 - 3
+
+
+async def test_a_shard_before_what_is_skipped(tmp_path: Path) -> None:
+    """It is told: samples of others are dropped in its place."""
+    stream = lines(tmp_path).skip(12)
+    hide(tmp_path, is_hidden=True)
+    samples, errors, _ = await read(stream)
+    assert (len(samples), len(errors)) == (20 - 11, 1)
+
+
+def unsteady(fails: list[bool]) -> Callable[[str], str]:
+    """Return a function that fails while it is told to."""
+
+    def function(line: str) -> str:
+        if fails[0] and line == "0-1":
+            raise FileNotFoundError(line)
+        return line
+
+    return function
+
+
+async def test_what_fails_in_a_function_may_succeed_later(tmp_path: Path) -> None:
+    """Places stay; a batch whose failed sample was passed on is not dropped."""
+    fails = [True]
+    for stream in (
+        lines(tmp_path).map(unsteady(fails)).shuffle(8),
+        lines(tmp_path).map(unsteady(fails)).batch(5),
+    ):
+        fails[0] = True
+        before, errors, state = await read(stream, 1)
+        fails[0] = False
+        after, _, _ = await read(stream, None, state)
+        assert len({*before, *after}) >= 24
+    assert (before, len(errors), after[0]) == ([], 1, "0-0")
+
+
+def test_a_placeholder_says_whose_error_it_is() -> None:
+    """That of a source, if nobody says otherwise."""
+    assert not Bad(OSError()).is_users
