@@ -1,0 +1,388 @@
+"""What a loader does with the same batches under another setting, by simulation.
+
+The recorded batches pass again, from the first to the last and from the first again,
+each with its recorded durations. What is assumed:
+
+- A store answers as fast when more samples are read at a time, and a batch takes as
+  long in a worker as beside the consumer. Its way out of a worker is as recorded: made
+  without workers, it counts as taking no time.
+- Processor time is shared by as many lanes as there are cores; threads that are workers
+  share one, for the interpreter's lock. In one thread beside the consumer, the lock is
+  free: the processor time of the consumer is not known, and not modelled.
+- Where coroutines read, the samples of a batch take equally long, but for one. Readers
+  in several workers are one pool.
+- Batches are moved to a device one after the other. Else their transport is a delay;
+  the part of it before a worker begins its next batch keeps that worker busy.
+- A batch is requested when another is taken; with a window of 0, when it is asked for.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import mean, median
+from typing import NamedTuple
+
+from aioloader._observe.records import Record, Setting
+from aioloader._observe.simulation import Process, Simulation
+from aioloader._observe.stages import (
+    hand_over,
+    is_coupled,
+    is_made,
+    making_lanes,
+    on_one_clock,
+    reading_lanes,
+    transport_seconds,
+)
+
+# The latest batches that are replayed, and the most that pass before the clock counts.
+_MOST = 256
+# Reads of one batch that are simulated one by one; more of them in groups.
+_READS = 16
+
+
+class Batch(NamedTuple):
+    """What one batch takes; in seconds, if nothing else is going on.
+
+    Attributes:
+        read: Reading its samples, one after the other.
+        transform: Transforming them.
+        collate: Collating.
+        transport: From collated until the consumer can take it.
+        step: From when the consumer has taken it until it asks for the next.
+        reads: How many reads there are that may go on at the same time.
+        slowest: The longest of these.
+        sending: The part of ``transport`` in which its worker does nothing else.
+        read_cpu: Share of ``read`` that is processor time.
+        make_cpu: The same of ``transform`` and ``collate``.
+    """
+
+    read: float = 0.0
+    transform: float = 0.0
+    collate: float = 0.0
+    transport: float = 0.0
+    step: float = 0.0
+    reads: int = 1
+    slowest: float = 0.0
+    sending: float = 0.0
+    read_cpu: float = 0.0
+    make_cpu: float = 1.0
+
+    @property
+    def make(self) -> float:
+        """Seconds to transform and collate it."""
+        return self.transform + self.collate
+
+    @property
+    def cpu(self) -> float:
+        """Seconds of processor time to make it."""
+        return self.read * self.read_cpu + self.make * self.make_cpu
+
+
+class Replayed(NamedTuple):
+    """What the consumer sees once the pipeline is full.
+
+    Attributes:
+        seconds: Seconds per batch.
+        step: Those that it needs itself.
+    """
+
+    seconds: float
+    step: float
+
+    @property
+    def waited(self) -> float:
+        """Seconds per batch that the consumer waits."""
+        return max(0.0, self.seconds - self.step)
+
+    @property
+    def wait_share(self) -> float:
+        """Share of the time that the consumer waits, from 0 to 1."""
+        return self.waited / self.seconds if self.seconds else 0.0
+
+
+def scaled(batches: Sequence[Batch], stage: str, factor: float) -> list[Batch]:
+    """Return the batches with one stage's seconds multiplied.
+
+    Args:
+        batches: Those that were recorded.
+        stage: ``"read"``, ``"transform"``, ``"collate"``, ``"transport"`` or
+            ``"consumer"``.
+        factor: Below 1 it gets faster.
+    """
+    fields = {"read": ("read", "slowest"), "transport": ("transport", "sending")}
+    names = fields.get(stage, ("step" if stage == "consumer" else stage,))
+    return [
+        one._replace(**{name: getattr(one, name) * factor for name in names})
+        for one in batches
+    ]
+
+
+def window_of(setting: Setting, batches: Sequence[Batch]) -> int:
+    """Return how many batches may be requested and not taken."""
+    if setting.window is not None:
+        return max(1, setting.window)
+    size = setting.batch_size or mean(one.reads for one in batches)
+    readers = max(1, setting.workers)
+    samples = setting.concurrency * readers
+    return math.ceil(samples / max(1, size)) + 3 * readers + setting.on_device
+
+
+def replay(batches: Sequence[Batch], setting: Setting) -> Replayed:
+    """Let the batches pass under a setting; return what the consumer sees.
+
+    Raises:
+        ValueError: If there are no batches.
+    """
+    if not batches:
+        raise ValueError("there are no batches to replay")
+    step = mean(one.step for one in batches)
+    if setting.place == "inline":
+        making = mean(one.read + one.make + one.transport for one in batches)
+        return Replayed(step + making, step)
+    window = window_of(setting, batches)
+    lanes = making_lanes(setting)
+    passes = math.ceil(32 / len(batches))
+    ahead = min(_MOST, 2 * window + lanes + 16)
+    taken = _Pipeline(batches, setting, window).run(ahead + passes * len(batches) + 1)
+    return Replayed((taken[-1] - taken[ahead]) / (len(taken) - 1 - ahead), step)
+
+
+class _Pipeline:
+    """The way of batches, as processes of a simulation."""
+
+    def __init__(
+        self, batches: Sequence[Batch], setting: Setting, window: int
+    ) -> None:
+        self._batches, self._setting, self._window = batches, setting, window
+        self._is_lazy = setting.window == 0
+        clock = self._clock = Simulation()
+        shares_one = setting.place == "workers" and setting.worker_kind == "thread"
+        self._processors = clock.lanes(1 if shares_one else max(1, setting.cores))
+        self._makers = clock.lanes(making_lanes(setting))
+        reading = reading_lanes(setting)
+        most = int(median(one.reads for one in batches)) // _READS
+        groups = range(max(1, min(most, reading)), 0, -1)
+        self._group = next(size for size in groups if reading % size == 0)
+        self._readers = clock.lanes(reading // self._group)
+        self._made: dict[int, Batch] = {}
+        self._delivered = 0
+        self._there = clock.lanes(0)  # batches that the consumer can take
+        self._ready: deque[Batch] = deque()  # those that can be moved to the device
+        self._to_move = clock.lanes(0)
+        self._room = clock.lanes(setting.on_device)
+        self._taken: list[float] = []
+
+    def run(self, batches: int) -> list[float]:
+        """Return when the consumer took each of so many batches."""
+        if not self._is_lazy:
+            for number in range(self._window):
+                self._clock.start(self._make(number))
+        if self._setting.on_device:
+            self._clock.start(self._move())
+        self._clock.run(self._consume(batches))
+        return self._taken
+
+    def _at(self, number: int) -> Batch:
+        return self._batches[number % len(self._batches)]
+
+    def _consume(self, batches: int) -> Process:
+        for number in range(batches):
+            if self._is_lazy:
+                self._clock.start(self._make(number))
+            yield self._there
+            self._taken.append(self._clock.now)
+            self._room.release()
+            if not self._is_lazy:
+                self._clock.start(self._make(number + self._window))
+            yield self._at(number).step
+
+    def _make(self, number: int) -> Process:
+        one = self._at(number)
+        seconds, cpu = one.make, one.make * one.make_cpu
+        if is_coupled(self._setting):
+            seconds, cpu = one.read + one.make, one.cpu
+        else:
+            yield from self._read(one)
+        yield self._makers
+        if cpu:
+            yield self._processors
+            yield cpu
+            self._processors.release()
+        yield max(0.0, seconds - cpu)
+        delay = one.transport
+        if self._setting.place == "workers":
+            yield one.sending
+            delay = max(0.0, delay - one.sending)
+        self._makers.release()
+        if not self._setting.on_device:
+            yield delay
+        self._deliver(number, one)
+
+    def _read(self, one: Batch) -> Process:
+        """Read the samples of a batch, as lanes get free."""
+        there = self._clock.lanes(0)
+        parts = math.ceil(one.reads / self._group)
+        each = one.read / self._group
+        longest = min(each, max(one.slowest, each / parts))
+        others = (each - longest) / (parts - 1) if parts > 1 else 0.0
+        for seconds in (longest, *(others,) * (parts - 1)):
+            self._clock.start(self._read_one(seconds, there.release))
+        for _ in range(parts):
+            yield there
+
+    def _read_one(self, seconds: float, done: Callable[[], None]) -> Process:
+        yield self._readers
+        yield seconds
+        self._readers.release()
+        done()
+
+    def _deliver(self, number: int, one: Batch) -> None:
+        """Let a batch go on, in its turn, to the device or to the consumer."""
+        if not self._setting.in_order:
+            self._hand_on(one)
+            return
+        self._made[number] = one
+        while self._delivered in self._made:
+            self._hand_on(self._made.pop(self._delivered))
+            self._delivered += 1
+
+    def _hand_on(self, one: Batch) -> None:
+        if self._setting.on_device:
+            self._ready.append(one)
+            self._to_move.release()
+        else:
+            self._there.release()
+
+    def _move(self) -> Process:
+        while True:
+            yield self._to_move
+            yield self._room
+            yield self._ready.popleft().transport
+            self._there.release()
+
+
+# -- from records ---------------------------------------------------------------------
+
+
+def batches_of(records: Sequence[Record], setting: Setting) -> list[Batch]:
+    """Return what the latest recorded batches took, undisturbed by each other.
+
+    What is estimated: the transport of batches that the consumer did not wait for
+    (``transport_seconds``); processor time, which is measured for few batches; and how
+    long lanes waited for a processor.
+
+    Args:
+        records: In the order in which they were taken.
+        setting: What they were made with.
+    """
+    records = [one for one in on_one_clock(records) if is_made(one)]
+    moved = transport_seconds(records, setting)
+    after = _idle_after(records)
+    share = _cpu_share(records)
+    least = hand_over(records, setting) if records else 0.0
+    batches = []
+    following = zip(records, records[1:], moved, after, strict=False)
+    for one, later, transport, gap in following:
+        began, read, started, transformed, collated, busy, _ = one.made
+        wall = read - began
+        making = collated - started
+        total = busy if busy and not is_coupled(setting) else wall
+        is_each = bool(busy) or is_coupled(setting)
+        cpu = making if share is None else share * (wall + making)
+        batches.append(
+            Batch(
+                read=total,
+                transform=transformed - started,
+                collate=collated - transformed,
+                transport=transport,
+                step=later.asked - one.taken + least,
+                reads=max(1, one.samples) if is_each else 1,
+                slowest=wall,
+                sending=min(transport, gap),
+                read_cpu=min(1.0, max(0.0, cpu - making) / wall) if wall else 0.0,
+                make_cpu=min(1.0, cpu / making) if making else 0.0,
+            )
+        )
+    batches = batches[-_MOST:]
+    seconds = records[-1].taken - records[0].asked if records else 0.0
+    return _undisturbed(batches, setting, seconds / max(1, len(records)))
+
+
+def _idle_after(records: Sequence[Record]) -> list[float]:
+    """Return how long the lane of each batch did nothing after it; else 0."""
+    gaps: dict[int, float] = {}
+    latest: dict[int, Record] = {}
+    for one in sorted(records, key=lambda one: one.made[0]):
+        before = latest.get(one.lane)
+        if before is not None:
+            gaps[before.number] = max(0.0, one.made[0] - before.made[4])
+        latest[one.lane] = one
+    return [gaps.get(one.number, 0.0) for one in records]
+
+
+def _cpu_share(records: Sequence[Record]) -> float | None:
+    """Return the share of the making that is processor time; None if not known."""
+    measured = [one.made for one in records if one.made[6]]
+    seconds = sum(made[4] - made[2] + made[1] - made[0] for made in measured)
+    return min(1.0, sum(made[6] for made in measured) / seconds) if seconds else None
+
+
+def _undisturbed(
+    batches: list[Batch], setting: Setting, seconds: float
+) -> list[Batch]:
+    """Return the batches without the time that their lanes waited for each other.
+
+    That is not seen, but follows from how busy processors and readers are. Where they
+    are busy all the time, all that is not processor time is waiting. The 8th power
+    fits closed queues: little is waited for processors that are half busy.
+
+    Args:
+        batches: With what they took.
+        setting: What they were made with.
+        seconds: Per batch.
+    """
+    if not batches or not seconds:
+        return batches
+    factor = 1.0
+    if setting.place == "workers":
+        processors = 1 if setting.worker_kind == "thread" else max(1, setting.cores)
+        is_crowded = making_lanes(setting) > processors
+        used = mean(one.cpu for one in batches) / (seconds * processors)
+        factor = 1 - min(1.0, used) ** 8 if is_crowded else 1.0
+    readers_used = mean(one.read for one in batches) / (
+        seconds * reading_lanes(setting)
+    )
+    spare = max(0.0, 1 - readers_used)
+    return [_alone(one, setting, factor, spare) for one in batches]
+
+
+def _alone(one: Batch, setting: Setting, factor: float, spare: float) -> Batch:
+    """Return a batch with less of the time that is not processor time.
+
+    Args:
+        one: The batch.
+        setting: What it was made with.
+        factor: What is left of that time.
+        spare: How far readers are idle: what a batch's reading took beyond even shares
+            is due to its slowest sample, else to other batches.
+    """
+    read, make = one.read, one.make
+    read_cpu, make_cpu = read * one.read_cpu, make * one.make_cpu
+    even = read / one.reads
+    slowest = even
+    if is_coupled(setting):
+        read = read_cpu + (read - read_cpu) * factor
+        slowest = read / one.reads
+    else:
+        turns = math.ceil(one.reads / max(1, setting.concurrency))
+        slowest += max(0.0, one.slowest - turns * even) * spare
+    new_make = make_cpu + (make - make_cpu) * factor
+    ratio = new_make / make if make else 1.0
+    return one._replace(
+        read=read,
+        transform=one.transform * ratio,
+        collate=one.collate * ratio,
+        slowest=min(read, slowest),
+        read_cpu=read_cpu / read if read else 0.0,
+        make_cpu=make_cpu / new_make if new_make else 0.0,
+    )
