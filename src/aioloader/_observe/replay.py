@@ -150,9 +150,7 @@ def replay(batches: Sequence[Batch], setting: Setting) -> Replayed:
 class _Pipeline:
     """The way of batches, as processes of a simulation."""
 
-    def __init__(
-        self, batches: Sequence[Batch], setting: Setting, window: int
-    ) -> None:
+    def __init__(self, batches: Sequence[Batch], setting: Setting, window: int) -> None:
         self._batches, self._setting, self._window = batches, setting, window
         self._is_lazy = setting.window == 0
         clock = self._clock = Simulation()
@@ -327,9 +325,7 @@ def _cpu_share(records: Sequence[Record]) -> float | None:
     return min(1.0, sum(made[6] for made in measured) / seconds) if seconds else None
 
 
-def _undisturbed(
-    batches: list[Batch], setting: Setting, seconds: float
-) -> list[Batch]:
+def _undisturbed(batches: list[Batch], setting: Setting, seconds: float) -> list[Batch]:
     """Return the batches without the time that their lanes waited for each other.
 
     That is not seen, but follows from how busy processors and readers are. Where they

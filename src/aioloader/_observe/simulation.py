@@ -10,7 +10,7 @@ from collections.abc import Generator
 from itertools import count
 from typing import TypeAlias
 
-Process: TypeAlias = "Generator[float | Lanes, None, None]"
+Process: TypeAlias = Generator["float | Lanes", None, None]
 
 
 class Simulation:
@@ -32,14 +32,16 @@ class Simulation:
     def run(self, until: Process) -> None:
         """Run until a process ends, or nothing is left to happen."""
         self.start(until)
-        while self._next and until.gi_frame is not None:
+        process = None
+        while self._next and process is not until:
             self.now, _, process = heapq.heappop(self._next)
             for wanted in process:
                 if not isinstance(wanted, Lanes):
                     self._push(self.now + wanted, process)
-                    break
-                if not wanted.take(process):
-                    break
+                elif wanted.take(process):
+                    continue
+                process = None
+                break
 
     def lanes(self, free: int) -> "Lanes":
         """Return so many lanes; with 0, a signal: each release lets one process on."""

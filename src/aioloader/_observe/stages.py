@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from aioloader._observe.records import MadeAt, Record, Setting
+from aioloader._observe.records import Record, Setting
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -64,9 +64,7 @@ class StageStats:
         return self.busy / seconds if seconds else 0.0
 
 
-def stage_stats(
-    records: Sequence[Record], setting: Setting
-) -> tuple[StageStats, ...]:
+def stage_stats(records: Sequence[Record], setting: Setting) -> tuple[StageStats, ...]:
     """Return what each stage did; none without records.
 
     For each, ``busy + starved + blocked`` is ``lanes`` times the seconds of the span.
@@ -222,9 +220,9 @@ class _Span:
         self._asked = np.array([one.asked for one in records])
         self._taken = np.array([one.taken for one in records])
         moved = np.array(transport_seconds(records, setting))
-        self._made = MadeAt(*np.array([one.made for one in records if is_made(one)]).T)
         self._is_made = np.array([is_made(one) for one in records])
         collated = np.array([one.made[4] for one in records])
+        self._made = np.array([one.made for one in records if is_made(one)]).T
         # When each could be taken: it lay ready from then on.
         self._ready = np.where(
             self._is_made, np.minimum(self._taken, collated + moved), self._taken
@@ -235,17 +233,19 @@ class _Span:
         """Return the stages that make batches; none if their times are not known."""
         if not self._is_made.any():
             return ()
-        made, setting = self._made, self._setting
+        setting = self._setting
         reading, making = reading_lanes(setting), making_lanes(setting)
-        lying = _Overlap(self._clip(made.collated), self._taken[self._is_made])
-        read = made.read - made.began
+        began, read, started, transformed, collated, busy, _ = self._made
+        lying = _Overlap(self._clip(collated), self._taken[self._is_made])
         weight = np.ones(len(read))
         if not is_coupled(setting) and not setting.is_stream:
             # Samples are read at the same time: as many as lanes on average.
-            is_summed = (made.busy > 0) & (read > 0)
-            weight[is_summed] = (made.busy[is_summed] / read[is_summed]).clip(0, None)
-        begins = [made.began, made.started, made.transformed]
-        ends = [made.read, made.transformed, made.collated]
+            is_summed = (busy > 0) & (read > began)
+            weight[is_summed] = busy[is_summed] / (read - began)[is_summed]
+        begins, ends = (
+            [began, started, transformed],
+            [read, transformed, collated],
+        )
         names = ["read", "transform", "collate"]
         groups = [(0, 1, 2)] if is_coupled(setting) else [(0,), (1, 2)]
         stages = []

@@ -34,6 +34,9 @@ class Percentiles(NamedTuple):
     p99: float = 0.0
 
 
+_NO_WAITS = Percentiles()
+
+
 @dataclass(frozen=True)
 class LoaderStats:
     """What ``loader.stats()`` returns: the latest epoch so far.
@@ -67,16 +70,15 @@ class LoaderStats:
     recent: int = 0
     seconds: float = 0.0
     samples: int = 0
-    waits: Percentiles = Percentiles()
+    waits: Percentiles = _NO_WAITS
     held: float = 0.0
     stages: tuple[StageStats, ...] = ()
 
     def __str__(self) -> str:
         """Return a table of the stages, at most 100 columns wide."""
-        lines = [
-            f"epoch {self.epoch}: {self.batches:,} batches, {self.in_flight} in "
-            f"flight; waited {seconds_text(self.waited)}"
-        ]
+        waited = seconds_text(self.waited)
+        flight = f"{self.in_flight} in flight; waited {waited}"
+        lines = [f"epoch {self.epoch}: {self.batches:,} batches, {flight}"]
         counts = {
             "failed samples": self.failures,
             "worker deaths": self.worker_deaths,
@@ -88,11 +90,14 @@ class LoaderStats:
         return "\n".join(lines)
 
     def _recent_lines(self) -> list[str]:
-        per_second = self.recent / self.seconds, self.samples / self.seconds
         waits = " / ".join(map(seconds_text, self.waits))
+        speeds = (
+            f"{self.recent / self.seconds:,.4g} batches/s, "
+            f"{self.samples / self.seconds:,.4g} samples/s"
+        )
+        took = seconds_text(self.seconds)
         lines = [
-            f"latest {self.recent:,} batches: {seconds_text(self.seconds)}, "
-            f"{per_second[0]:,.4g} batches/s, {per_second[1]:,.4g} samples/s",
+            f"latest {self.recent:,} batches: {took}, {speeds}",
             f"wait per batch, p50 / p95 / p99: {waits}",
         ]
         if self.held > 0.01 * self.seconds:
