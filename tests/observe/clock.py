@@ -49,12 +49,19 @@ class Clock:
         setting: The loader.
         batches: What batches take; from the first again after the last.
         slow: How many times longer the first worker takes.
+        sends: Whether workers do nothing else during the transport of a batch.
     """
 
     def __init__(
-        self, setting: Setting, batches: Sequence[Ticks], slow: int = 1
+        self,
+        setting: Setting,
+        batches: Sequence[Ticks],
+        slow: int = 1,
+        *,
+        sends: bool = False,
     ) -> None:
         self._setting, self._batches, self._slow = setting, batches, slow
+        self._sends = sends and setting.place == "workers"
         self._is_coupled = setting.place in {"inline", "thread"} or (
             setting.place == "workers"
             and setting.reads_in_workers
@@ -160,10 +167,14 @@ class Clock:
                 self._enter(job, "transform")
             elif job.stage == "transform":
                 self._enter(job, "collate")
-            else:
-                job.at["made"] = self._now
-                self._lanes[lane] = None
+            elif job.stage == "collate":
+                job.stage, job.at["made"] = "transport", self._now
                 job.left = 0 if self._setting.on_device else job.ticks.transport
+                if not self._sends:
+                    self._lanes[lane] = None
+                    self._moving.append(job)
+            else:
+                self._lanes[lane] = None
                 self._moving.append(job)
             return True
         return False

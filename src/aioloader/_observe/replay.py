@@ -31,7 +31,7 @@ from aioloader._observe.stages import (
     making_lanes,
     on_one_clock,
     reading_lanes,
-    transport_seconds,
+    transports,
 )
 
 # The latest batches that are replayed, and the most that pass before the clock counts.
@@ -266,7 +266,7 @@ def batches_of(records: Sequence[Record], setting: Setting) -> list[Batch]:
     """Return what the latest recorded batches took, undisturbed by each other.
 
     What is estimated: the transport of batches that the consumer did not wait for
-    (``transport_seconds``); processor time, which is measured for few batches; and how
+    (``transports``); processor time, which is measured for few batches; and how
     long lanes waited for a processor.
 
     Args:
@@ -274,13 +274,18 @@ def batches_of(records: Sequence[Record], setting: Setting) -> list[Batch]:
         setting: What they were made with.
     """
     records = [one for one in on_one_clock(records) if is_made(one)]
-    moved = transport_seconds(records, setting)
-    after = _idle_after(records)
+    moved = [way.seconds for way in transports(records, setting)]
+    sending = _sending_share(records, moved, setting)
     share = _cpu_share(records)
     least = hand_over(records, setting) if records else 0.0
     batches = []
-    following = zip(records, records[1:], moved, after, strict=False)
-    for one, later, transport, gap in following:
+    steps = [
+        later.asked - one.taken + least
+        for one, later in zip(records, records[1:], strict=False)
+    ]
+    # Requests go out by number, whatever the order of delivery.
+    by_number = sorted(zip(records, moved, strict=True), key=lambda pair: pair[0].number)
+    for (one, transport), step in zip(by_number, steps, strict=False):
         began, read, started, transformed, collated, busy, _ = one.made
         wall = read - began
         making = collated - started
@@ -293,10 +298,10 @@ def batches_of(records: Sequence[Record], setting: Setting) -> list[Batch]:
                 transform=transformed - started,
                 collate=collated - transformed,
                 transport=transport,
-                step=later.asked - one.taken + least,
+                step=step,
                 reads=max(1, one.samples) if is_each else 1,
                 slowest=wall,
-                sending=min(transport, gap),
+                sending=transport * sending,
                 read_cpu=min(1.0, max(0.0, cpu - making) / wall) if wall else 0.0,
                 make_cpu=min(1.0, cpu / making) if making else 0.0,
             )
@@ -306,16 +311,25 @@ def batches_of(records: Sequence[Record], setting: Setting) -> list[Batch]:
     return _undisturbed(batches, setting, seconds / max(1, len(records)))
 
 
-def _idle_after(records: Sequence[Record]) -> list[float]:
-    """Return how long the lane of each batch did nothing after it; else 0."""
-    gaps: dict[int, float] = {}
-    latest: dict[int, Record] = {}
-    for one in sorted(records, key=lambda one: one.made[0]):
-        before = latest.get(one.lane)
-        if before is not None:
-            gaps[before.number] = max(0.0, one.made[0] - before.made[4])
-        latest[one.lane] = one
-    return [gaps.get(one.number, 0.0) for one in records]
+def _sending_share(
+    records: Sequence[Record], moved: Sequence[float], setting: Setting
+) -> float:
+    """Return the share of transport in which a worker does not make the next batch.
+
+    Its lane is seen to be idle for that long at least, but may be idle for other
+    reasons: so it is what few batches go below.
+    """
+    begins = 0 if is_coupled(setting) else 2
+    shares: list[float] = []
+    latest: dict[int, tuple[Record, float]] = {}
+    pairs = zip(records, moved, strict=True)
+    for one, transport in sorted(pairs, key=lambda pair: pair[0].made[begins]):
+        before, took = latest.get(one.lane, (one, 0.0))
+        if took:
+            gap = one.made[begins] - before.made[4]
+            shares.append(min(1.0, max(0.0, gap / took)))
+        latest[one.lane] = one, transport
+    return sorted(shares)[len(shares) // 10] if shares else 1.0
 
 
 def _cpu_share(records: Sequence[Record]) -> float | None:

@@ -9,7 +9,7 @@ recorded yet is missing, so the last batches in flight look idle.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,7 +125,7 @@ def on_one_clock(records: Sequence[Record]) -> list[Record]:
 
 def is_made(record: Record) -> bool:
     """Tell whether it is known when the batch was made."""
-    return record.made[4] > 0
+    return record.made[4] != 0
 
 
 def _shifted(record: Record, seconds: float) -> Record:
@@ -147,8 +147,20 @@ def hand_over(records: Sequence[Record], setting: Setting) -> float:
     return min(max(0.0, least), _HAND_OVER)
 
 
-def transport_seconds(records: Sequence[Record], setting: Setting) -> list[float]:
-    """Return how long each batch took from collated until it could be taken.
+class Transport(NamedTuple):
+    """The way of a batch from where it was collated.
+
+    Attributes:
+        seconds: How long it took, without waiting for batches before it.
+        end: When the consumer could take the batch.
+    """
+
+    seconds: float
+    end: float
+
+
+def transports(records: Sequence[Record], setting: Setting) -> list[Transport]:
+    """Return the way of each batch to the consumer.
 
     It is seen where the consumer waited. Batches are moved to a device one after the
     other: there it counts from the batch before. Of the other batches it is hidden,
@@ -157,7 +169,7 @@ def transport_seconds(records: Sequence[Record], setting: Setting) -> list[float
     """
     if setting.place == "inline":
         return [
-            max(0.0, one.taken - one.asked - (one.made[4] - one.made[0]))
+            Transport(max(0.0, _waited(one) - one.made[4] + one.made[0]), one.taken)
             for one in records
         ]
     least = hand_over(records, setting)
@@ -167,14 +179,20 @@ def transport_seconds(records: Sequence[Record], setting: Setting) -> list[float
         collated = one.made[4]
         before = max(collated, free) if setting.on_device else collated
         free = one.taken
-        seconds, waited = one.taken - before, one.taken - one.asked - least
+        seconds, waited = one.taken - before, _waited(one) - least
         if is_made(one) and (one.asked <= collated or waited > _WAITED * seconds):
             known[at] = max(0.0, seconds - least)
     usual = median(known.values()) if known else 0.0
-    return [
-        known.get(at, max(0.0, min(usual, one.asked - one.made[4])))
-        for at, one in enumerate(records)
-    ]
+    ways = []
+    for at, one in enumerate(records):
+        hidden = max(0.0, min(usual, one.asked - one.made[4])) if is_made(one) else 0.0
+        end = one.taken if at in known or not is_made(one) else one.made[4] + hidden
+        ways.append(Transport(known.get(at, hidden), end))
+    return ways
+
+
+def _waited(record: Record) -> float:
+    return record.taken - record.asked
 
 
 def held_back(records: Sequence[Record], setting: Setting) -> float:
@@ -183,12 +201,10 @@ def held_back(records: Sequence[Record], setting: Setting) -> float:
         return 0.0
     records = on_one_clock(records)
     held, latest = 0.0, 0.0
-    moved = transport_seconds(records, setting)
-    for one, seconds in zip(records, moved, strict=True):
+    for one in records:
         if is_made(one):
-            ready = min(one.taken, one.made[4] + seconds)
-            held += max(0.0, latest - ready)
-            latest = max(latest, ready)
+            held += max(0.0, latest - one.made[4])
+            latest = max(latest, one.made[4])
     return held
 
 
@@ -219,15 +235,11 @@ class _Span:
         self._begin, self._end = records[0].asked, records[-1].taken
         self._asked = np.array([one.asked for one in records])
         self._taken = np.array([one.taken for one in records])
-        moved = np.array(transport_seconds(records, setting))
+        ways = transports(records, setting)
         self._is_made = np.array([is_made(one) for one in records])
-        collated = np.array([one.made[4] for one in records])
         self._made = np.array([one.made for one in records if is_made(one)]).T
-        # When each could be taken: it lay ready from then on.
-        self._ready = np.where(
-            self._is_made, np.minimum(self._taken, collated + moved), self._taken
-        )
-        self._moved = moved
+        self._moved = np.array([way.seconds for way in ways])
+        self._ready = np.array([way.end for way in ways])
 
     def making(self) -> tuple[StageStats, ...]:
         """Return the stages that make batches; none if their times are not known."""

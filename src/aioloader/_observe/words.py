@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 def seconds_text(seconds: float) -> str:
     """Return a duration with three digits: ``"12.3 ms"``."""
+    if not seconds:
+        return "0 s"
     # The next unit begins where three digits would round up to it.
     for limit, scale, unit in ((0.9995e-3, 1e6, "us"), (0.9995, 1e3, "ms")):
         if seconds < limit:
@@ -14,7 +16,7 @@ def seconds_text(seconds: float) -> str:
 
 def _three_digits(value: float) -> str:
     decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:,.{decimals}f}" if value else "0"
+    return f"{value:,.{decimals}f}"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
