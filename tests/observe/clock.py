@@ -73,6 +73,7 @@ class Clock:
         self._reading: list[_Job] = []
         self._to_make: deque[_Job] = deque()
         self._lanes: list[_Job | None] = [None] * max(1, setting.workers)
+        self._idle_since = [0] * len(self._lanes)
         self._moving: list[_Job] = []
         self._made: list[_Job] = []  # collated, and not yet in turn
         self._next = 0
@@ -154,7 +155,9 @@ class Clock:
 
     def _make(self) -> bool:
         """Let lanes go on to the next stage, or the next batch."""
-        for lane, job in enumerate(self._lanes):
+        lanes = sorted(range(len(self._lanes)), key=self._idle_since.__getitem__)
+        for lane in lanes:
+            job = self._lanes[lane]
             if job is None and self._to_make:
                 new = self._lanes[lane] = self._to_make.popleft()
                 new.lane = lane
@@ -172,9 +175,11 @@ class Clock:
                 job.left = 0 if self._setting.on_device else job.ticks.transport
                 if not self._sends:
                     self._lanes[lane] = None
+                    self._idle_since[lane] = self._now
                     self._moving.append(job)
             else:
                 self._lanes[lane] = None
+                self._idle_since[lane] = self._now
                 self._moving.append(job)
             return True
         return False

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from observe.clock import Clock, Ticks, seconds_per_batch
 
 from aioloader._observe.records import Setting
 from aioloader._observe.replay import Batch, batches_of, replay, scaled
+from observe.clock import Clock, Ticks, seconds_per_batch
 
 BATCH = Batch(
     read=0.010, transform=0.004, collate=0.002, transport=0.001, step=0.005, make_cpu=0

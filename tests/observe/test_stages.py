@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from observe.clock import TICK, Clock, Ticks
 
 from aioloader._observe.records import NOT_MADE, Record, Setting
 from aioloader._observe.stages import StageStats, held_back, stage_stats
 from aioloader._observe.stats import LoaderStats, with_records
+from observe.clock import TICK, Clock, Ticks
 
 NOTHING = LoaderStats(epoch=0, batches=4, waited=0.0, in_flight=0, failures=0)
 

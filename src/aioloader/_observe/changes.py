@@ -6,7 +6,7 @@ from statistics import mean, median
 
 from aioloader._observe.records import Setting
 from aioloader._observe.replay import Batch, scaled, window_of
-from aioloader._observe.stages import is_coupled
+from aioloader._observe.stages import is_coupled, reading_lanes
 
 _MOST_WORKERS = 32
 _MOST_READS = 1024
@@ -46,17 +46,20 @@ class Change:
     batches: Sequence[Batch]
 
 
-def changes(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
+def changes(
+    batches: Sequence[Batch], setting: Setting, slow: Sequence[float] = ()
+) -> Iterator[Change]:
     """Yield the changes that suit a loader, the smaller of the same kind first.
 
     Args:
         batches: What was recorded.
         setting: The loader.
+        slow: How many times longer each worker takes.
     """
     yield from _windows(batches, setting)
     yield from _reads(batches, setting)
     yield from _moves(batches, setting)
-    yield from _orders(batches, setting)
+    yield from _orders(batches, setting, max(slow, default=1.0))
     yield from _workers(batches, setting)
     yield from _datasets(batches, setting)
 
@@ -100,11 +103,14 @@ def _moves(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
         yield Change("prefetch_device", old, new, why, 1, ahead, batches)
 
 
-def _orders(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
+def _orders(
+    batches: Sequence[Batch], setting: Setting, slowest: float
+) -> Iterator[Change]:
     if setting.place == "inline" or not setting.in_order or setting.window == 0:
         return
     seconds = sorted(one.slowest + one.make for one in batches)
-    if seconds[int(0.95 * len(seconds))] > _VARIES * median(seconds):
+    varies = seconds[int(0.95 * len(seconds))] > _VARIES * median(seconds)
+    if varies or slowest > _VARIES:
         why = "batches that are ready do not wait for a slow one before them"
         free = replace(setting, in_order=False)
         old, new = setting.in_order, free.in_order
@@ -122,6 +128,8 @@ def _workers(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
     numbers = {2, 4, 8, 16, 32, setting.cores, 2 * old}
     for new in sorted(n for n in numbers if max(1, old) < n <= most):
         wider = _with_workers(setting, new)
+        if reading_lanes(wider) > _MOST_READS:
+            return
         yield Change("num_workers", old, new, why, 3, wider, batches)
 
 

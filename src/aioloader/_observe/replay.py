@@ -19,6 +19,7 @@ each with its recorded durations. What is assumed:
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from statistics import mean, median
 from typing import NamedTuple
 
@@ -36,12 +37,14 @@ from aioloader._observe.stages import (
 
 # The latest batches that are replayed, and the most that pass before the clock counts.
 _MOST = 256
+# A worker is slow if it takes so many times as long as others.
+_SLOW = 2.0
 # Reads of one batch that are simulated one by one; more of them in groups.
 _READS = 16
 
 
 class Batch(NamedTuple):
-    """What one batch takes; in seconds, if nothing else is going on.
+    """What one batch takes; in seconds, if nothing else is going on, in a usual worker.
 
     Attributes:
         read: Reading its samples, one after the other.
@@ -127,8 +130,15 @@ def window_of(setting: Setting, batches: Sequence[Batch]) -> int:
     return math.ceil(samples / max(1, size)) + 3 * readers + setting.on_device
 
 
-def replay(batches: Sequence[Batch], setting: Setting) -> Replayed:
+def replay(
+    batches: Sequence[Batch], setting: Setting, slow: Sequence[float] = ()
+) -> Replayed:
     """Let the batches pass under a setting; return what the consumer sees.
+
+    Args:
+        batches: What they take.
+        setting: The loader.
+        slow: How many times longer each worker takes; others take as long as written.
 
     Raises:
         ValueError: If there are no batches.
@@ -143,20 +153,29 @@ def replay(batches: Sequence[Batch], setting: Setting) -> Replayed:
     lanes = making_lanes(setting)
     passes = math.ceil(32 / len(batches))
     ahead = min(_MOST, 2 * window + lanes + 16)
-    taken = _Pipeline(batches, setting, window).run(ahead + passes * len(batches) + 1)
+    pipeline = _Pipeline(batches, setting, window, slow)
+    taken = pipeline.run(ahead + passes * len(batches) + 1)
     return Replayed((taken[-1] - taken[ahead]) / (len(taken) - 1 - ahead), step)
 
 
 class _Pipeline:
     """The way of batches, as processes of a simulation."""
 
-    def __init__(self, batches: Sequence[Batch], setting: Setting, window: int) -> None:
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        setting: Setting,
+        window: int,
+        slow: Sequence[float],
+    ) -> None:
         self._batches, self._setting, self._window = batches, setting, window
         self._is_lazy = setting.window == 0
         clock = self._clock = Simulation()
         shares_one = setting.place == "workers" and setting.worker_kind == "thread"
         self._processors = clock.lanes(1 if shares_one else max(1, setting.cores))
         self._makers = clock.lanes(making_lanes(setting))
+        factors = [*slow, *(1.0,) * making_lanes(setting)][: making_lanes(setting)]
+        self._free = deque(factors)  # of makers that have nothing to do
         reading = reading_lanes(setting)
         most = int(median(one.reads for one in batches)) // _READS
         groups = range(max(1, min(most, reading)), 0, -1)
@@ -202,15 +221,17 @@ class _Pipeline:
         else:
             yield from self._read(one)
         yield self._makers
+        factor = self._free.popleft()
         if cpu:
             yield self._processors
-            yield cpu
+            yield cpu * factor
             self._processors.release()
-        yield max(0.0, seconds - cpu)
+        yield max(0.0, seconds - cpu) * factor
         delay = one.transport
         if self._setting.place == "workers":
             yield one.sending
             delay = max(0.0, delay - one.sending)
+        self._free.append(factor)
         self._makers.release()
         if not self._setting.on_device:
             yield delay
@@ -274,29 +295,32 @@ def batches_of(records: Sequence[Record], setting: Setting) -> list[Batch]:
         setting: What they were made with.
     """
     records = [one for one in on_one_clock(records) if is_made(one)]
+    if len(records) < 2:
+        return []
     moved = [way.seconds for way in transports(records, setting)]
     sending = _sending_share(records, moved, setting)
     share = _cpu_share(records)
-    least = hand_over(records, setting) if records else 0.0
+    slow = slow_workers(records, setting)
+    least = hand_over(records, setting)
     batches = []
-    steps = [
-        later.asked - one.taken + least
-        for one, later in zip(records, records[1:], strict=False)
-    ]
+    steps = [later.asked - one.taken + least for one, later in pairwise(records)]
     # Requests go out by number, whatever the order of delivery.
-    by_number = sorted(zip(records, moved, strict=True), key=lambda pair: pair[0].number)
+    by_number = sorted(
+        zip(records, moved, strict=True), key=lambda pair: pair[0].number
+    )
     for (one, transport), step in zip(by_number, steps, strict=False):
         began, read, started, transformed, collated, busy, _ = one.made
-        wall = read - began
-        making = collated - started
+        factor = slow[one.lane] if one.lane < len(slow) else 1.0
+        wall = (read - began) / (factor if is_coupled(setting) else 1.0)
+        making = (collated - started) / factor
         total = busy if busy and not is_coupled(setting) else wall
         is_each = bool(busy) or is_coupled(setting)
         cpu = making if share is None else share * (wall + making)
         batches.append(
             Batch(
                 read=total,
-                transform=transformed - started,
-                collate=collated - transformed,
+                transform=(transformed - started) / factor,
+                collate=(collated - transformed) / factor,
                 transport=transport,
                 step=step,
                 reads=max(1, one.samples) if is_each else 1,
@@ -306,9 +330,27 @@ def batches_of(records: Sequence[Record], setting: Setting) -> list[Batch]:
                 make_cpu=min(1.0, cpu / making) if making else 0.0,
             )
         )
-    batches = batches[-_MOST:]
-    seconds = records[-1].taken - records[0].asked if records else 0.0
-    return _undisturbed(batches, setting, seconds / max(1, len(records)))
+    seconds = records[-1].taken - records[0].taken
+    return _undisturbed(batches[-_MOST:], setting, seconds / len(batches))
+
+
+def slow_workers(records: Sequence[Record], setting: Setting) -> tuple[float, ...]:
+    """Return how many times longer each worker takes than the median one.
+
+    It is 1 for workers that take less than twice as long: chance, or other batches.
+    """
+    seconds: dict[int, list[float]] = {}
+    for one in records if setting.place == "workers" else ():
+        made = one.made
+        read = made[1] - made[0] if is_coupled(setting) else 0.0
+        if is_made(one):
+            seconds.setdefault(one.lane, []).append(read + made[4] - made[2])
+    medians = {lane: median(each) for lane, each in seconds.items()}
+    usual = median(medians.values()) if len(medians) > 2 else 0.0
+    if not usual:
+        return ()
+    factors = (medians.get(lane, usual) / usual for lane in range(max(medians) + 1))
+    return tuple(one if one > _SLOW else 1.0 for one in factors)
 
 
 def _sending_share(
@@ -351,7 +393,7 @@ def _undisturbed(batches: list[Batch], setting: Setting, seconds: float) -> list
         setting: What they were made with.
         seconds: Per batch.
     """
-    if not batches or not seconds:
+    if not seconds:
         return batches
     factor = 1.0
     if setting.place == "workers":

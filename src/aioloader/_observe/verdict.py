@@ -10,8 +10,15 @@ from typing import NamedTuple
 
 from aioloader._observe.changes import Change, changes
 from aioloader._observe.records import Record, Setting
-from aioloader._observe.replay import Batch, Replayed, batches_of, replay, scaled
-from aioloader._observe.stages import making_lanes
+from aioloader._observe.replay import (
+    Batch,
+    Replayed,
+    batches_of,
+    replay,
+    scaled,
+    slow_workers,
+)
+from aioloader._observe.stages import making_lanes, on_one_clock
 from aioloader._observe.stats import LoaderStats
 from aioloader._observe.words import seconds_text
 
@@ -167,45 +174,51 @@ def report(
         return Report(headline, "unknown", batches=len(records), remarks=remarks)
     # The first one is late for all that it starts.
     seconds = records[-1].taken - records[0].taken
-    share = sum(one.taken - one.asked for one in records[1:]) / seconds
-    now = replay(batches, setting)
+    waited = sum(one.taken - one.asked for one in records[1:])
+    share = waited / seconds if seconds else 0.0
+    slow = slow_workers(on_one_clock(records), setting)
+    now = replay(batches, setting, slow)
     recent = records[-len(batches) - 1 :]
     each = (recent[-1].taken - recent[0].taken) / len(batches)
-    found = _findings(batches, setting, now, share, notes)
+    found = _Found("nothing")
+    if share >= _WAITS:
+        found = _lagging(now, notes) or _findings(batches, setting, slow)
     return Report(
         headline=_headline(found.stage, share, setting, found.lag),
         stage=found.stage,
         advice=found.advice,
         limit="" if found.advice else _limit(found.stage, batches, setting, now),
         wait_share=share,
-        head_room=head_room(batches, setting),
+        head_room=head_room(batches, setting, slow),
         batches=len(batches),
-        model_error=now.seconds / each - 1,
+        model_error=now.seconds / each - 1 if each else 0.0,
         remarks=remarks,
     )
 
 
-def head_room(batches: Sequence[Batch], setting: Setting) -> tuple[HeadRoom, ...]:
+def head_room(
+    batches: Sequence[Batch], setting: Setting, slow: Sequence[float] = ()
+) -> tuple[HeadRoom, ...]:
     """Return how busy the accelerator is with steps at 1, 2 and 4 times the speed."""
     rooms = []
     for speed in (1, 2, 4):
-        faster = replay(scaled(batches, "consumer", 1 / speed), setting)
+        faster = replay(scaled(batches, "consumer", 1 / speed), setting, slow)
         rooms.append(HeadRoom(speed, 1 - faster.wait_share))
     return tuple(rooms)
 
 
 def best_change(
-    batches: Sequence[Batch], setting: Setting
+    batches: Sequence[Batch], setting: Setting, slow: Sequence[float] = ()
 ) -> tuple[Change, float] | None:
     """Return the change to make and its gain in percent; None if none is worth it.
 
     Among changes that gain as much but for 3 points, it is the cheapest; of these, the
     first, which changes least.
     """
-    now = replay(batches, setting)
+    now = replay(batches, setting, slow)
     tried = [
-        (one, _gain(now, replay(one.batches, one.setting)))
-        for one in changes(batches, setting)
+        (one, _gain(now, replay(one.batches, one.setting, slow)))
+        for one in changes(batches, setting, slow)
     ]
     most = max((gain for _, gain in tried), default=0.0)
     if most < _LEAST_GAIN:
@@ -220,26 +233,25 @@ class _Found(NamedTuple):
     lag: LoopLag | None = None
 
 
+def _lagging(now: Replayed, notes: Sequence[LoopLag]) -> _Found | None:
+    """Return the finding that the loop is held up; None if that is not it."""
+    lag = max(notes, key=lambda one: one.share, default=None)
+    if lag is None or lag.share < _LAGS:
+        return None
+    advice = _freed(lag, now)
+    return _Found("loop", advice, lag) if advice.gain >= _LEAST_GAIN else None
+
+
 def _findings(
-    batches: Sequence[Batch],
-    setting: Setting,
-    now: Replayed,
-    share: float,
-    notes: Sequence[LoopLag],
+    batches: Sequence[Batch], setting: Setting, slow: Sequence[float]
 ) -> _Found:
     """Return the stage that holds training back, and what helps."""
-    if share < _WAITS:
-        return _Found("nothing")
-    lag = max(notes, key=lambda one: one.share, default=None)
-    if lag is not None and lag.share >= _LAGS:
-        advice = _freed(lag, now)
-        if advice.gain >= _LEAST_GAIN:
-            return _Found("loop", advice, lag)
-    stage = max(
-        _STAGES,
-        key=lambda name: _gain(now, replay(scaled(batches, name, 0.5), setting)),
-    )
-    best = best_change(batches, setting)
+    halved = {
+        name: replay(scaled(batches, name, 0.5), setting, slow).seconds
+        for name in _STAGES
+    }
+    stage = min(_STAGES, key=lambda name: halved[name])
+    best = best_change(batches, setting, slow)
     if best is None:
         return _Found(stage)
     one, gain = best
