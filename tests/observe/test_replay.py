@@ -135,6 +135,7 @@ SETTINGS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(
     batches=st.lists(TICKS, min_size=3, max_size=3),
     setting=SETTINGS,

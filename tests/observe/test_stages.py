@@ -116,6 +116,7 @@ def test_batches_whose_making_is_not_known() -> None:
     assert stage_stats([], Setting("inline")) == ()
 
 
+@pytest.mark.slow
 @given(
     batches=st.lists(
         st.builds(

@@ -135,6 +135,7 @@ PLANTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
 def test_a_planted_bottleneck(plant: Plant) -> None:
     """Stage and advice are right, and the gain is within 5 points of the truth."""
