@@ -8,7 +8,7 @@ differences mean something).
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 # Batches whose records are kept.
@@ -121,3 +121,24 @@ class Setting:
     in_order: bool = True
     on_device: int = 0
     cores: int = 1
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a source counts as it goes; one per epoch.
+
+    Attributes:
+        epoch: Epoch number, from 0; -1 before the first.
+        batches: Batches delivered.
+        waited: Seconds the consumer waited for batches that were not ready.
+        in_flight: Batches requested and not yet taken.
+        records: What was noted of the latest batches.
+        setting: How the loader is set up; None for a plain loop over a dataset.
+    """
+
+    epoch: int = -1
+    batches: int = 0
+    waited: float = 0.0
+    in_flight: int = 0
+    records: Records = field(default_factory=Records)
+    setting: Setting | None = None

@@ -1,34 +1,29 @@
-"""Figures of one epoch: plain counters on the hot path, a frozen snapshot outside."""
+"""The figures of one epoch, as ``loader.stats()`` shows them."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
 
-from aioloader._observe.records import Records, Setting
+from aioloader._observe.records import Record, Setting
+from aioloader._observe.stages import StageStats, held_back, percentiles, stage_stats
+from aioloader._observe.words import seconds_text, table
 
 
-@dataclass(slots=True)
-class Counters:
-    """What a source counts as it goes; one per epoch.
+class Percentiles(NamedTuple):
+    """Seconds per batch: the median, and what few batches exceed."""
 
-    Attributes:
-        epoch: Epoch number, from 0; -1 before the first.
-        batches: Batches delivered.
-        waited: Seconds the consumer waited for batches that were not ready.
-        in_flight: Batches requested and not yet taken.
-        records: What was noted of the latest batches.
-        setting: How the loader is set up; None for a plain loop over a dataset.
-    """
-
-    epoch: int = -1
-    batches: int = 0
-    waited: float = 0.0
-    in_flight: int = 0
-    records: Records = field(default_factory=Records)
-    setting: Setting | None = None
+    p50: float = 0.0
+    p95: float = 0.0
+    p99: float = 0.0
 
 
 @dataclass(frozen=True)
 class LoaderStats:
     """What ``loader.stats()`` returns: the latest epoch so far.
+
+    What follows ``worker_restarts`` is about the latest batches, at most 1,024, and is
+    computed when it is asked for.
 
     Attributes:
         epoch: Epoch number, from 0; -1 before the first.
@@ -48,3 +43,94 @@ class LoaderStats:
     failures: int
     worker_deaths: int = 0
     worker_restarts: int = 0
+    _recorded: Sequence[Record] = field(default=(), repr=False, compare=False)
+    _setting: Setting | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def recent(self) -> int:
+        """How many batches are recorded."""
+        return len(self._recorded)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from when the first of these was asked for to the last one."""
+        records = self._recorded
+        return records[-1].taken - records[0].asked if records else 0.0
+
+    @property
+    def samples(self) -> int:
+        """The samples of these."""
+        return sum(one.samples for one in self._recorded)
+
+    @cached_property
+    def waits(self) -> Percentiles:
+        """Seconds from asking for a batch to having it."""
+        if not self._recorded:
+            return Percentiles()
+        return Percentiles(
+            *percentiles([one.taken - one.asked for one in self._recorded])
+        )
+
+    @cached_property
+    def held(self) -> float:
+        """Seconds that made batches waited for an earlier one, summed over them."""
+        if self._setting is None or not self._recorded:
+            return 0.0
+        return held_back(self._recorded, self._setting)
+
+    @cached_property
+    def stages(self) -> tuple[StageStats, ...]:
+        """The way of these batches, stage by stage."""
+        if self._setting is None or not self._recorded:
+            return ()
+        return stage_stats(self._recorded, self._setting)
+
+    def __str__(self) -> str:
+        """Return a table of the stages, at most 100 columns wide."""
+        waited = seconds_text(self.waited)
+        flight = f"{self.in_flight} in flight; waited {waited}"
+        lines = [f"epoch {self.epoch}: {self.batches:,} batches, {flight}"]
+        counts = {
+            "failed samples": self.failures,
+            "worker deaths": self.worker_deaths,
+            "worker restarts": self.worker_restarts,
+        }
+        lines += [f"{name}: {count:,}" for name, count in counts.items() if count]
+        if self.recent and self.seconds:
+            lines += self._recent_lines()
+        return "\n".join(lines)
+
+    def _recent_lines(self) -> list[str]:
+        waits = " / ".join(map(seconds_text, self.waits))
+        speeds = (
+            f"{self.recent / self.seconds:,.4g} batches/s, "
+            f"{self.samples / self.seconds:,.4g} samples/s"
+        )
+        took = seconds_text(self.seconds)
+        lines = [
+            f"latest {self.recent:,} batches: {took}, {speeds}",
+            f"wait per batch, p50 / p95 / p99: {waits}",
+        ]
+        if self.held > 0.01 * self.seconds:
+            lines.append(f"held back for an earlier batch: {seconds_text(self.held)}")
+        heads = ("stage", "lanes", "busy", "starved", "blocked", "p50", "p95", "p99")
+        rows = [
+            (
+                stage.name,
+                str(stage.lanes),
+                *(
+                    f"{part / (stage.lanes * self.seconds):.0%}"
+                    for part in (stage.busy, stage.starved, stage.blocked)
+                ),
+                *map(seconds_text, (stage.p50, stage.p95, stage.p99)),
+            )
+            for stage in self.stages
+        ]
+        return [*lines, "", *table(heads, rows)]
+
+
+def with_records(
+    stats: LoaderStats, records: Sequence[Record], setting: Setting
+) -> LoaderStats:
+    """Return ``stats`` with what the records tell of the latest batches."""
+    return replace(stats, _recorded=records, _setting=setting)

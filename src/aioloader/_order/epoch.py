@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
-from aioloader._observe.stats import Counters
+from aioloader._observe.records import Counters
 from aioloader._order.failures import FailurePolicy, OnError
 from aioloader._order.forks import fork_safe
 from aioloader._order.indices import IndexBatch, IndexOrder, State, is_known_by_place

@@ -1,0 +1,182 @@
+"""Changes of one argument that may speed a loader up, to be tried in the replay."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, median
+
+from aioloader._observe.records import Setting
+from aioloader._observe.replay import Batch, scaled, window_of
+from aioloader._observe.stages import is_coupled, reading_lanes
+
+_MOST_WORKERS = 32
+_MOST_READS = 1024
+# From so many reads at a time on, fewer and larger ones are the better advice.
+_MANY_READS = 256
+# Coroutines of an async dataset, by default.
+_CONCURRENCY = 64
+# What is left of the time to read small files when they are packed into shards.
+_PACKED = 0.1
+# Up to this share of processor time, reading is waiting for a store.
+_WAITS = 0.3
+# So much longer than the median, one batch in twenty: batches vary strongly.
+_VARIES = 2.0
+
+
+@dataclass(frozen=True)
+class Change:
+    """One argument to change.
+
+    Attributes:
+        argument: Its name.
+        old: Its value, as far as the setting tells.
+        new: What to set it to.
+        why: A sentence.
+        cost: What it takes: 1 for memory, 2 for another order of batches, 3 for
+            processes or threads, 4 for new code.
+        setting: The loader with it.
+        batches: What batches take then.
+    """
+
+    argument: str
+    old: object
+    new: object
+    why: str
+    cost: int
+    setting: Setting
+    batches: Sequence[Batch]
+
+
+def changes(
+    batches: Sequence[Batch], setting: Setting, slow: Sequence[float] = ()
+) -> Iterator[Change]:
+    """Yield the changes that suit a loader, the smaller of the same kind first.
+
+    Args:
+        batches: What was recorded.
+        setting: The loader.
+        slow: How many times longer each worker takes.
+    """
+    yield from _windows(batches, setting)
+    yield from _reads(batches, setting)
+    yield from _moves(batches, setting)
+    yield from _orders(batches, setting, max(slow, default=1.0))
+    yield from _workers(batches, setting)
+    yield from _datasets(batches, setting)
+
+
+def _windows(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
+    if setting.place == "inline":
+        why = "a thread makes batches while the step runs"
+        beside = replace(setting, place="thread", window=2)
+        yield Change("prefetch_factor", None, 2, why, 1, beside, batches)
+    elif setting.window == 0:  # keyed generators of this process: one at a time
+        return
+    else:
+        readers = max(1, setting.workers)
+        on_device = setting.on_device
+        now = max(1, (window_of(setting, batches) - on_device) // readers)
+        old = None if setting.window is None else now
+        why = "more batches are requested ahead, so slow ones do not stop the others"
+        for new in (2 * now, 4 * now, 8 * now):
+            wider = replace(setting, window=new * readers + on_device)
+            yield Change("prefetch_factor", old, new, why, 1, wider, batches)
+
+
+def _reads(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
+    has_coroutines = setting.place == "loop" or setting.concurrency > 1
+    if setting.is_stream or not has_coroutines:
+        return
+    old = setting.concurrency
+    why = "samples wait for the store, and more of them can wait at the same time"
+    for new in (2 * old, 4 * old, 8 * old, 16 * old):
+        if new <= _MOST_READS:
+            wider = replace(setting, concurrency=new)
+            yield Change("concurrency", old, new, why, 1, wider, batches)
+
+
+def _moves(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
+    old, window = setting.on_device, setting.window
+    why = "more batches are copied ahead, so a slow copy or a long step is bridged"
+    for new in (2 * old, 4 * old) if old else ():
+        wider = None if window is None else window + new - old
+        ahead = replace(setting, on_device=new, window=wider)
+        yield Change("prefetch_device", old, new, why, 1, ahead, batches)
+
+
+def _orders(
+    batches: Sequence[Batch], setting: Setting, slowest: float
+) -> Iterator[Change]:
+    if setting.place == "inline" or not setting.in_order or setting.window == 0:
+        return
+    seconds = sorted(one.slowest + one.make for one in batches)
+    varies = seconds[int(0.95 * len(seconds))] > _VARIES * median(seconds)
+    if varies or slowest > _VARIES:
+        why = "batches that are ready do not wait for a slow one before them"
+        free = replace(setting, in_order=False)
+        old, new = setting.in_order, free.in_order
+        yield Change("in_order", old, new, why, 2, free, batches)
+
+
+def _workers(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
+    if setting.worker_kind == "thread":
+        why = "threads take turns at the interpreter's lock, processes do not"
+        apart = replace(setting, worker_kind="process")
+        yield Change("workers", "thread", "process", why, 3, apart, batches)
+    old = setting.workers
+    why = "more batches are made at the same time"
+    most = min(_MOST_WORKERS, max(4 * setting.cores, 2 * old))
+    numbers = {2, 4, 8, 16, 32, setting.cores, 2 * old}
+    for new in sorted(n for n in numbers if max(1, old) < n <= most):
+        wider = _with_workers(setting, new)
+        if reading_lanes(wider) > _MOST_READS:
+            return
+        yield Change("num_workers", old, new, why, 3, wider, batches)
+
+
+def _with_workers(setting: Setting, number: int) -> Setting:
+    """Return the setting with so many workers, as a loader would be set up."""
+    window = setting.window
+    if window is not None:
+        readers = max(1, setting.workers)
+        ahead = (window - setting.on_device) // readers
+        has_own = setting.place in {"thread", "workers"} and ahead > 0
+        each = ahead if has_own or setting.place == "loop" else 2
+        window = max(1, each) * number + setting.on_device
+    if setting.place == "workers":
+        return replace(setting, workers=number, window=window)
+    # Workers read all but async iterables, of which there is one stream.
+    reads = not (setting.place == "loop" and setting.is_stream)
+    return replace(
+        setting,
+        place="workers",
+        workers=number,
+        worker_kind="process",
+        reads_in_workers=reads,
+        window=window,
+    )
+
+
+def _datasets(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
+    read = sum(one.read for one in batches)
+    cpu = sum(one.read * one.read_cpu for one in batches)
+    if setting.is_stream or not read or cpu > _WAITS * read:
+        return
+    size = max(1, round(mean(one.reads for one in batches)))
+    if is_coupled(setting):
+        new = f"async __getitem__, concurrency={_CONCURRENCY}"
+        why = "reading waits for the store, and coroutines wait at the same time"
+        asynchronous = replace(
+            setting,
+            place="loop",
+            workers=0,
+            worker_kind="",
+            reads_in_workers=False,
+            concurrency=_CONCURRENCY,
+            window=None,
+            batch_size=size,
+        )
+        yield Change("dataset", "plain", new, why, 4, asynchronous, batches)
+    elif setting.concurrency >= _MANY_READS:
+        why = "one request then brings many samples; assumed to take a tenth"
+        packed = scaled(batches, "read", _PACKED)
+        yield Change("dataset", "a read each", "shards", why, 4, setting, packed)

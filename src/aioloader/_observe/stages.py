@@ -1,0 +1,339 @@
+"""How busy each stage was: computed from the records of the latest batches.
+
+All of it is about the span from when the first recorded batch was asked for until the
+last was taken. A lane does one thing at a time: a worker, a thread, or one of the
+samples that coroutines read at a time. What a lane does for batches that are not
+recorded yet is missing, so the last batches in flight look idle.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aioloader._observe.records import Record, Setting
+
+Floats: TypeAlias = NDArray[np.float64]
+
+# A batch that was there at once takes the consumer this long, at most: seconds.
+_HAND_OVER = 200e-6
+# A consumer waited for a batch if it did for more than this share of its transport.
+_WAITED = 0.02
+
+
+@dataclass(frozen=True)
+class StageStats:
+    """What one stage did in the recorded span.
+
+    A stage starves while a lane of it has nothing to do: nothing is made yet, or no
+    batch is requested. It is blocked while a lane does a later step of a batch, or has
+    nothing to do while made batches wait for their consumer (or for an earlier batch).
+
+    Attributes:
+        name: ``"read"``, ``"transform"``, ``"collate"``, ``"transport"`` (from
+            collated until the consumer could take it, estimated where it did not wait)
+            or ``"consumer"`` (busy from taking a batch to asking for the next).
+        lanes: How many of its jobs are done at a time.
+        items: Batches.
+        busy: Seconds of work, summed over lanes, as are the next two.
+        starved: Seconds without work to do.
+        blocked: Seconds in which it could not hand on.
+        p50: Seconds per batch, the median; of samples that are read at the same time,
+            the time until all are there.
+        p95: The same of 95 percent of the batches, at most.
+        p99: The same of 99 percent of the batches, at most.
+    """
+
+    name: str
+    lanes: int
+    items: int
+    busy: float
+    starved: float
+    blocked: float
+    p50: float
+    p95: float
+    p99: float
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the time in which a lane was busy, from 0 to 1."""
+        seconds = self.busy + self.starved + self.blocked
+        return self.busy / seconds if seconds else 0.0
+
+
+def stage_stats(records: Sequence[Record], setting: Setting) -> tuple[StageStats, ...]:
+    """Return what each stage did; none without records.
+
+    For each, ``busy + starved + blocked`` is ``lanes`` times the seconds of the span.
+    """
+    if not records:
+        return ()
+    records = on_one_clock(records)
+    span = _Span(records, setting)
+    return (*span.making(), span.transport(), span.consumer())
+
+
+def percentiles(seconds: Sequence[float] | Floats) -> tuple[float, float, float]:
+    """Return the 50th, 95th and 99th percentile; zeros of nothing."""
+    if not len(seconds):
+        return 0.0, 0.0, 0.0
+    p50, p95, p99 = np.percentile(seconds, (50, 95, 99))
+    return float(p50), float(p95), float(p99)
+
+
+def is_coupled(setting: Setting) -> bool:
+    """Tell whether one lane reads a batch, transforms and collates it, in one go."""
+    if setting.place == "workers":
+        return setting.reads_in_workers and setting.concurrency == 1
+    return setting.place != "loop"
+
+
+def reading_lanes(setting: Setting) -> int:
+    """Return how many reads are done at a time; of batches where that is coupled."""
+    reads_here = setting.place != "workers" or not setting.reads_in_workers
+    readers = 1 if reads_here else max(1, setting.workers)
+    is_one_by_one = is_coupled(setting) or setting.is_stream
+    return readers * (1 if is_one_by_one else max(1, setting.concurrency))
+
+
+def making_lanes(setting: Setting) -> int:
+    """Return how many batches are transformed and collated at a time."""
+    return max(1, setting.workers) if setting.place == "workers" else 1
+
+
+def on_one_clock(records: Sequence[Record]) -> list[Record]:
+    """Return the records with the clocks of other machines' workers set right.
+
+    Only if times are impossible: then the quickest batch of each lane is taken to have
+    been there as soon as it was collated.
+    """
+    made = [one for one in records if is_made(one)]
+    if not made:
+        return list(records)
+    earliest = 2 * records[0].asked - records[-1].taken
+    if all(one.made[0] >= earliest and one.made[4] <= one.taken for one in made):
+        return list(records)
+    behind: dict[int, float] = {}
+    for one in made:
+        late = one.taken - one.made[4]
+        behind[one.lane] = min(late, behind.get(one.lane, late))
+    return [_shifted(one, behind[one.lane]) if is_made(one) else one for one in records]
+
+
+def is_made(record: Record) -> bool:
+    """Tell whether it is known when the batch was made."""
+    return record.made[4] != 0
+
+
+def _shifted(record: Record, seconds: float) -> Record:
+    made = record.made
+    began, read, started, transformed, collated = (at + seconds for at in made[:5])
+    moved = (began, read, started, transformed, collated, made[5], made[6])
+    return record._replace(made=moved)
+
+
+def hand_over(records: Sequence[Record], setting: Setting) -> float:
+    """Return the seconds in which a consumer takes a batch that is there.
+
+    It is the least that was seen, with a limit; nothing where batches are moved to a
+    device, or made when they are asked for.
+    """
+    if setting.on_device or setting.place == "inline":
+        return 0.0
+    least = min(one.taken - max(one.asked, one.made[4]) for one in records)
+    return min(max(0.0, least), _HAND_OVER)
+
+
+class Transport(NamedTuple):
+    """The way of a batch from where it was collated.
+
+    Attributes:
+        seconds: How long it took, without waiting for batches before it.
+        end: When the consumer could take the batch.
+    """
+
+    seconds: float
+    end: float
+
+
+def transports(records: Sequence[Record], setting: Setting) -> list[Transport]:
+    """Return the way of each batch to the consumer.
+
+    It is seen where the consumer waited. Batches are moved to a device one after the
+    other: there it counts from the batch before. Of the other batches it is hidden,
+    and taken to be the median, but no longer than there was time for. Inline, it is
+    what is left of the time from asking to having.
+    """
+    if setting.place == "inline":
+        return [
+            Transport(max(0.0, _waited(one) - one.made[4] + one.made[0]), one.taken)
+            for one in records
+        ]
+    least = hand_over(records, setting)
+    known: dict[int, float] = {}
+    free = 0.0
+    for at, one in enumerate(records):
+        collated = one.made[4]
+        before = max(collated, free) if setting.on_device else collated
+        free = one.taken
+        seconds, waited = one.taken - before, _waited(one) - least
+        if is_made(one) and (one.asked <= collated or waited > _WAITED * seconds):
+            known[at] = max(0.0, seconds - least)
+    usual = median(known.values()) if known else 0.0
+    ways = []
+    for at, one in enumerate(records):
+        hidden = max(0.0, min(usual, one.asked - one.made[4])) if is_made(one) else 0.0
+        end = one.taken if at in known or not is_made(one) else one.made[4] + hidden
+        ways.append(Transport(known.get(at, hidden), end))
+    return ways
+
+
+def _waited(record: Record) -> float:
+    return record.taken - record.asked
+
+
+def held_back(records: Sequence[Record], setting: Setting) -> float:
+    """Return the seconds that made batches waited for an earlier one, in all."""
+    if not setting.in_order or setting.place == "inline":
+        return 0.0
+    records = on_one_clock(records)
+    held, latest = 0.0, 0.0
+    for one in records:
+        if is_made(one):
+            held += max(0.0, latest - one.made[4])
+            latest = max(latest, one.made[4])
+    return held
+
+
+class _Overlap:
+    """How long intervals overlap with the union of given ones."""
+
+    def __init__(self, begins: Floats, ends: Floats) -> None:
+        order = np.argsort(begins)
+        begins, ends = begins[order], np.maximum.accumulate(ends[order])
+        # An interval begins the union anew if all before it have ended.
+        is_new = np.append(True, begins[1:] > ends[:-1])
+        first = begins[is_new]
+        last = ends[np.append(np.flatnonzero(is_new)[1:] - 1, len(ends) - 1)]
+        self._times = np.stack([first, last], 1).ravel()
+        seconds = np.cumsum(last - first)
+        self._seconds = np.stack([seconds - (last - first), seconds], 1).ravel()
+
+    def until(self, times: Any) -> Any:
+        """Return the seconds of the union before ``times``."""
+        return np.interp(times, self._times, self._seconds)
+
+
+class _Span:
+    """The recorded span, as arrays: one entry per batch."""
+
+    def __init__(self, records: Sequence[Record], setting: Setting) -> None:
+        self._setting, self._items = setting, len(records)
+        self._begin, self._end = records[0].asked, records[-1].taken
+        self._asked = np.array([one.asked for one in records])
+        self._taken = np.array([one.taken for one in records])
+        ways = transports(records, setting)
+        self._is_made = np.array([is_made(one) for one in records])
+        self._made = np.array([one.made for one in records if is_made(one)]).T
+        self._moved = np.array([way.seconds for way in ways])
+        self._ready = np.array([way.end for way in ways])
+
+    def making(self) -> tuple[StageStats, ...]:
+        """Return the stages that make batches; none if their times are not known."""
+        if not self._is_made.any():
+            return ()
+        setting = self._setting
+        reading, making = reading_lanes(setting), making_lanes(setting)
+        began, read, started, transformed, collated, busy, _ = self._made
+        lying = _Overlap(self._clip(collated), self._taken[self._is_made])
+        weight = np.ones(len(read))
+        if not is_coupled(setting) and not setting.is_stream:
+            # Samples are read at the same time: as many as lanes on average.
+            is_summed = (busy > 0) & (read > began)
+            weight[is_summed] = busy[is_summed] / (read - began)[is_summed]
+        begins, ends = (
+            [began, started, transformed],
+            [read, transformed, collated],
+        )
+        names = ["read", "transform", "collate"]
+        groups = [(0, 1, 2)] if is_coupled(setting) else [(0,), (1, 2)]
+        stages = []
+        for group in groups:
+            lanes = making if 1 in group else reading
+            stages += self._shared(
+                [names[at] for at in group],
+                lanes,
+                [(begins[at], ends[at], weight if not at else None) for at in group],
+                lying,
+            )
+        return tuple(stages)
+
+    def _shared(
+        self,
+        names: list[str],
+        lanes: int,
+        steps: list[tuple[Any, Any, Any]],
+        lying: _Overlap,
+    ) -> list[StageStats]:
+        """Return stages that share lanes, which take one step after the other."""
+        busy, within = [], 0.0
+        for begin, end, weight in steps:
+            begins, ends = self._clip(begin), self._clip(end)
+            weights = 1.0 if weight is None else weight
+            busy.append(float(((ends - begins) * weights).sum()))
+            overlap = (lying.until(ends) - lying.until(begins)) * weights
+            within += float(overlap.sum())
+        seconds = lanes * (self._end - self._begin)
+        idle = max(0.0, seconds - sum(busy))
+        blocked = lanes * float(lying.until(self._end) - lying.until(self._begin))
+        blocked = min(idle, max(0.0, blocked - within))
+        return [
+            StageStats(
+                name,
+                lanes,
+                int(self._is_made.sum()),
+                busy[at],
+                sum(busy[:at]) + idle - blocked,
+                sum(busy[at + 1 :]) + blocked,
+                *percentiles(steps[at][1] - steps[at][0]),
+            )
+            for at, name in enumerate(names)
+        ]
+
+    def transport(self) -> StageStats:
+        """Return the way of batches to the consumer; one lane, busy with any."""
+        begins = self._clip(self._ready - self._moved)
+        ends = self._clip(self._ready)
+        seconds = self._end - self._begin
+        busy = float(_Overlap(begins, ends).until(self._end))
+        some = _Overlap(np.append(begins, ends), np.append(ends, self._taken))
+        lying = float(some.until(self._end)) - busy
+        return StageStats(
+            "transport",
+            1,
+            self._items,
+            busy,
+            seconds - busy - lying,
+            lying,
+            *percentiles(self._moved),
+        )
+
+    def consumer(self) -> StageStats:
+        """Return the consumer's steps, from taking a batch to asking for the next."""
+        steps = self._asked[1:] - self._taken[:-1]
+        waits = float((self._taken - self._asked).sum())
+        return StageStats(
+            "consumer",
+            1,
+            self._items,
+            float(steps.sum()),
+            waits,
+            0.0,
+            *percentiles(steps),
+        )
+
+    def _clip(self, times: Any) -> Any:
+        return np.clip(times, self._begin, self._end)

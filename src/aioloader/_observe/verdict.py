@@ -1,0 +1,322 @@
+"""Whether the loader holds training back, what does, and the one change that helps.
+
+Each change of an argument is tried in a replay of the recorded batches, as is each
+stage at twice its speed. What is advised is what gains most there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from aioloader._observe.changes import Change, changes
+from aioloader._observe.records import Record, Setting
+from aioloader._observe.replay import (
+    Batch,
+    Replayed,
+    batches_of,
+    replay,
+    scaled,
+    slow_workers,
+)
+from aioloader._observe.stages import making_lanes, on_one_clock
+from aioloader._observe.stats import LoaderStats
+from aioloader._observe.words import seconds_text
+
+# Below this share of waiting, nothing holds training back.
+_WAITS = 0.02
+# Percent: what an advice gains at least, and what the cheaper one may gain less.
+_LEAST_GAIN = 5.0
+_AS_GOOD = 3.0
+# Fewer batches are a guess.
+_ENOUGH = 16
+# The loop is held for this share of the time at least if that is the verdict.
+_LAGS = 0.1
+# Above this share of their time, processors are what limits.
+_BUSY = 0.8
+# The replay of what was recorded is off by this share at most, or it is said.
+_IS_OFF = 0.2
+
+_STAGES = ("read", "transform", "collate", "transport", "consumer")
+_WORDS = {
+    "read": "Reading samples",
+    "transform": "The transform",
+    "collate": "Collating",
+    "transport": "The transport of batches to the consumer",
+}
+
+
+@dataclass(frozen=True)
+class LoopLag:
+    """A fact that records do not hold: an event loop was held up.
+
+    Attributes:
+        seconds: For how long at a time.
+        share: For which share of the time, from 0 to 1.
+        culprit: Name of the coroutine that held it.
+    """
+
+    seconds: float
+    share: float
+    culprit: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The one change that gains most.
+
+    Attributes:
+        argument: What to change: an argument of ``DataLoader``, or a coroutine's name.
+        old: Its value.
+        new: What to set it to.
+        gain: Expected gain in steps per second, percent.
+        why: One sentence.
+    """
+
+    argument: str
+    old: object
+    new: object
+    gain: float
+    why: str
+
+    def __str__(self) -> str:
+        return (
+            f"Change {self.argument} from {self.old} to {self.new}: {self.gain:+.0f} % "
+            f"steps per second expected; {self.why}."
+        )
+
+
+class HeadRoom(NamedTuple):
+    """What becomes of the accelerator if steps get faster.
+
+    Attributes:
+        speed: Of a step, as a multiple of the present one.
+        utilisation: Share of the time that it computes then, from 0 to 1.
+    """
+
+    speed: int
+    utilisation: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``loader.report()`` returns.
+
+    Attributes:
+        headline: What holds back what, in plain words.
+        stage: The stage that does: ``"read"``, ``"transform"``, ``"collate"``,
+            ``"transport"``, ``"consumer"``, ``"loop"``; ``"nothing"`` if the consumer
+            hardly waits; ``"unknown"`` if too little is recorded.
+        advice: What to change, or None if nothing gains 5 percent.
+        limit: Without an advice: what sets the pace.
+        wait_share: Share of the time that the consumer waits, from 0 to 1.
+        head_room: For steps that are as fast as now, twice and four times as fast.
+        batches: From how many batches all this is computed.
+        model_error: What the replay of the recorded setting is off by, as a share of
+            the seconds per batch.
+        remarks: Other facts: what failed, which workers died.
+    """
+
+    headline: str
+    stage: str
+    advice: Advice | None = None
+    limit: str = ""
+    wait_share: float = 0.0
+    head_room: tuple[HeadRoom, ...] = ()
+    batches: int = 0
+    model_error: float = 0.0
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def confidence(self) -> str:
+        """How far to trust it, in words."""
+        if self.batches < _ENOUGH:
+            return f"a guess, from {self.batches} batches only"
+        words = f"from {self.batches} batches"
+        if abs(self.model_error) > _IS_OFF:
+            off = f"{self.model_error:+.0%} seconds per batch"
+            return f"{words}; doubtful: their replay is off by {off}"
+        return words
+
+    def __str__(self) -> str:
+        lines = [self.headline]
+        if self.advice is not None:
+            lines.append(str(self.advice))
+        elif self.limit:
+            lines.append(self.limit)
+        if self.head_room:
+            parts = ", ".join(
+                f"{used:.0%} at {speed}x" for speed, used in self.head_room
+            )
+            lines.append(f"Accelerator utilisation by speed of a step: {parts}.")
+        lines += self.remarks
+        lines.append(f"Confidence: {self.confidence}.")
+        return "\n".join(lines)
+
+
+def report(
+    records: Sequence[Record],
+    setting: Setting,
+    stats: LoaderStats | None = None,
+    notes: Sequence[LoopLag] = (),
+) -> Report:
+    """Return the verdict on a loader.
+
+    Args:
+        records: The latest batches, in the order in which they were taken.
+        setting: How they were made.
+        stats: Its counts of failures and deaths are remarked upon.
+        notes: What records do not tell; the worst one outranks them.
+    """
+    remarks = _remarks(stats)
+    batches = batches_of(records, setting)
+    if not batches:
+        headline = f"Too little is recorded to tell: {len(records)} batches."
+        return Report(headline, "unknown", batches=len(records), remarks=remarks)
+    # The first one is late for all that it starts.
+    seconds = records[-1].taken - records[0].taken
+    waited = sum(one.taken - one.asked for one in records[1:])
+    share = waited / seconds if seconds else 0.0
+    slow = slow_workers(on_one_clock(records), setting)
+    now = replay(batches, setting, slow)
+    recent = records[-len(batches) - 1 :]
+    each = (recent[-1].taken - recent[0].taken) / len(batches)
+    found = _Found("nothing")
+    if share >= _WAITS:
+        found = _lagging(now, notes) or _findings(batches, setting, slow)
+    return Report(
+        headline=_headline(found.stage, share, setting, found.lag),
+        stage=found.stage,
+        advice=found.advice,
+        limit="" if found.advice else _limit(found.stage, batches, setting, now),
+        wait_share=share,
+        head_room=head_room(batches, setting, slow),
+        batches=len(batches),
+        model_error=now.seconds / each - 1 if each else 0.0,
+        remarks=remarks,
+    )
+
+
+def head_room(
+    batches: Sequence[Batch], setting: Setting, slow: Sequence[float] = ()
+) -> tuple[HeadRoom, ...]:
+    """Return how busy the accelerator is with steps at 1, 2 and 4 times the speed."""
+    rooms = []
+    for speed in (1, 2, 4):
+        faster = replay(scaled(batches, "consumer", 1 / speed), setting, slow)
+        rooms.append(HeadRoom(speed, 1 - faster.wait_share))
+    return tuple(rooms)
+
+
+def best_change(
+    batches: Sequence[Batch], setting: Setting, slow: Sequence[float] = ()
+) -> tuple[Change, float] | None:
+    """Return the change to make and its gain in percent; None if none is worth it.
+
+    Among changes that gain as much but for 3 points, it is the cheapest; of these, the
+    first, which changes least.
+    """
+    now = replay(batches, setting, slow)
+    tried = [
+        (one, _gain(now, replay(one.batches, one.setting, slow)))
+        for one in changes(batches, setting, slow)
+    ]
+    most = max((gain for _, gain in tried), default=0.0)
+    if most < _LEAST_GAIN:
+        return None
+    good = [(one, gain) for one, gain in tried if gain >= most - _AS_GOOD]
+    return min(good, key=lambda pair: (pair[0].cost, pair[1] < _LEAST_GAIN))
+
+
+class _Found(NamedTuple):
+    stage: str
+    advice: Advice | None = None
+    lag: LoopLag | None = None
+
+
+def _lagging(now: Replayed, notes: Sequence[LoopLag]) -> _Found | None:
+    """Return the finding that the loop is held up; None if that is not it."""
+    lag = max(notes, key=lambda one: one.share, default=None)
+    if lag is None or lag.share < _LAGS:
+        return None
+    advice = _freed(lag, now)
+    return _Found("loop", advice, lag) if advice.gain >= _LEAST_GAIN else None
+
+
+def _findings(
+    batches: Sequence[Batch], setting: Setting, slow: Sequence[float]
+) -> _Found:
+    """Return the stage that holds training back, and what helps."""
+    halved = {
+        name: replay(scaled(batches, name, 0.5), setting, slow).seconds
+        for name in _STAGES
+    }
+    stage = min(_STAGES, key=lambda name: halved[name])
+    best = best_change(batches, setting, slow)
+    if best is None:
+        return _Found(stage)
+    one, gain = best
+    return _Found(stage, Advice(one.argument, one.old, one.new, gain, one.why))
+
+
+def _gain(now: Replayed, then: Replayed) -> float:
+    """Return what is gained in steps per second, percent."""
+    return 100 * (now.seconds / then.seconds - 1) if then.seconds else 0.0
+
+
+def _freed(lag: LoopLag, now: Replayed) -> Advice:
+    """Return the advice to free the loop: at best, all else takes the time left."""
+    seconds = max(now.step, now.seconds * (1 - lag.share))
+    then = Replayed(seconds, now.step)
+    why = (
+        f"it holds the loop {lag.share:.0%} of the time, "
+        f"{seconds_text(lag.seconds)} at a time, and nothing else is read meanwhile"
+    )
+    new = "asyncio.to_thread"
+    return Advice(lag.culprit, "the event loop", new, _gain(now, then), why)
+
+
+def _headline(stage: str, share: float, setting: Setting, lag: LoopLag | None) -> str:
+    waits = f"it waits for batches {share:.0%} of the time"
+    if stage == "nothing":
+        return f"Nothing holds training back: {waits}."
+    if stage == "consumer":
+        return (
+            "Training takes the time itself, more than any stage of the loader: "
+            f"{waits}."
+        )
+    if lag is not None:
+        return f"{lag.culprit} holds up the event loop, and so training: {waits}."
+    what = _WORDS[stage]
+    if stage == "transport" and setting.on_device:
+        what = "The copy to the device"
+    return f"{what} holds training back: {waits}."
+
+
+def _limit(
+    stage: str, batches: Sequence[Batch], setting: Setting, now: Replayed
+) -> str:
+    """Return what sets the pace if no change of an argument helps."""
+    if stage in {"nothing", "consumer"}:
+        return "The step itself sets the pace."
+    cpu = sum(one.cpu for one in batches) / len(batches)
+    processors = min(max(1, setting.cores), making_lanes(setting))
+    if cpu > _BUSY * now.seconds * processors and making_lanes(setting) >= (
+        setting.cores
+    ):
+        return f"The cores set the pace: all {setting.cores} are busy making batches."
+    if stage == "read":
+        return "The store sets the pace: no argument gains 5 % or more."
+    if stage == "transport" and setting.on_device:
+        return "The link to the device sets the pace: make batches smaller in bytes."
+    return "No argument gains 5 % or more: this stage must get cheaper."
+
+
+def _remarks(stats: LoaderStats | None) -> tuple[str, ...]:
+    if stats is None:
+        return ()
+    counts = {
+        "samples failed": stats.failures,
+        "worker processes died": stats.worker_deaths,
+        "worker processes were started again": stats.worker_restarts,
+    }
+    return tuple(f"{count:,} {what}." for what, count in counts.items() if count)

@@ -1,0 +1,32 @@
+"""Figures as people read them: durations in fitting units, aligned tables."""
+
+from collections.abc import Sequence
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration with three digits: ``"12.3 ms"``."""
+    if not seconds:
+        return "0 s"
+    # The next unit begins where three digits would round up to it.
+    for limit, scale, unit in ((0.9995e-3, 1e6, "us"), (0.9995, 1e3, "ms")):
+        if seconds < limit:
+            return f"{_three_digits(seconds * scale)} {unit}"
+    return f"{_three_digits(seconds)} s"
+
+
+def _three_digits(value: float) -> str:
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:,.{decimals}f}"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: the first column to the left, others right."""
+    columns = list(zip(heads, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    return [
+        "  ".join(
+            cell.rjust(width) if at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in (heads, *rows)
+    ]

@@ -1,0 +1,256 @@
+"""A loader on a simulated clock, tick by tick: what records are compared with.
+
+It shares no code with the replay, and divides processors differently: lanes take turns
+at them, tick by tick.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+from typing import NamedTuple
+
+from aioloader._observe.records import Record, Setting
+
+TICK = 1e-3
+
+
+class Ticks(NamedTuple):
+    """What one batch takes, in ticks.
+
+    Attributes:
+        reads: For each of its samples.
+        uses_cpu: Which of "read", "transform" and "collate" are processor time.
+    """
+
+    reads: tuple[int, ...] = (0,)
+    transform: int = 0
+    collate: int = 0
+    transport: int = 0
+    step: int = 0
+    uses_cpu: tuple[str, ...] = ()
+
+
+class _Job:
+    """A batch on its way."""
+
+    def __init__(self, number: int, ticks: Ticks) -> None:
+        self.number, self.ticks = number, ticks
+        self.reads = deque(ticks.reads)
+        self.reading: list[list[int]] = []
+        self.stage, self.left, self.lane = "read", sum(ticks.reads), 0
+        self.at: dict[str, int] = {}
+        self.cpu = 0
+
+
+class Clock:
+    """A loader and its consumer.
+
+    Args:
+        setting: The loader.
+        batches: What batches take; from the first again after the last.
+        slow: How many times longer the first worker takes.
+        sends: Whether workers do nothing else during the transport of a batch.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        batches: Sequence[Ticks],
+        slow: int = 1,
+        *,
+        sends: bool = False,
+    ) -> None:
+        self._setting, self._batches, self._slow = setting, batches, slow
+        self._sends = sends and setting.place == "workers"
+        self._is_coupled = setting.place in {"inline", "thread"} or (
+            setting.place == "workers"
+            and setting.reads_in_workers
+            and setting.concurrency == 1
+        )
+        self._now, self._numbers = 0, count()
+        self._open = 0  # requested and not taken
+        self._queue: deque[_Job] = deque()  # to be read
+        self._reading: list[_Job] = []
+        self._to_make: deque[_Job] = deque()
+        self._lanes: list[_Job | None] = [None] * max(1, setting.workers)
+        self._idle_since = [0] * len(self._lanes)
+        self._moving: list[_Job] = []
+        self._made: list[_Job] = []  # collated, and not yet in turn
+        self._next = 0
+        self._to_copy: deque[_Job] = deque()
+        self._ready: deque[_Job] = deque()
+        self._step, self._asked = 0, -1
+        self._turn = 0
+        self.records: list[Record] = []
+
+    def run(self, batches: int) -> list[Record]:
+        """Return the records of so many batches."""
+        while len(self.records) < batches:
+            while any([self._take(), self._request(), self._read(), self._make(),
+                       self._deliver(), self._copy()]):  # fmt: skip
+                pass
+            self._tick()
+        return self.records
+
+    def _take(self) -> bool:
+        if self._step:
+            return False
+        is_new = self._asked < 0
+        if is_new:
+            self._asked = self._now
+        if not self._ready:
+            return is_new
+        job = self._ready.popleft()
+        made = [job.at[name] for name in ("read", "there", "transform", "collate")]
+        times = [at * TICK + 1 for at in (*made, job.at["made"])]
+        busy = 0 if self._is_coupled else sum(job.ticks.reads) * TICK
+        cpu = job.cpu * TICK if self._is_coupled and job.number % 4 == 0 else 0.0
+        asked, taken = self._asked * TICK + 1, self._now * TICK + 1
+        began, read, started, transformed, collated = times
+        at = (began, read, started, transformed, collated, busy, cpu)
+        size = len(job.ticks.reads)
+        self.records.append(Record(job.number, asked, taken, job.lane, size, at))
+        self._open -= 1
+        self._asked = -1
+        self._step = self._batches[(len(self.records) - 1) % len(self._batches)].step
+        return True
+
+    def _request(self) -> bool:
+        setting = self._setting
+        window = 1 if setting.place == "inline" else setting.window
+        assert window is not None
+        if self._open >= window or (setting.place == "inline" and self._step):
+            return False
+        number = next(self._numbers)
+        job = _Job(number, self._batches[number % len(self._batches)])
+        self._open += 1
+        (self._to_make if self._is_coupled else self._queue).append(job)
+        return True
+
+    def _read(self) -> bool:
+        """Give free readers the next samples."""
+        setting = self._setting
+        readers = setting.workers if setting.reads_in_workers else 1
+        busy = sum(len(job.reading) for job in self._reading)
+        if not self._queue or busy >= readers * setting.concurrency:
+            return self._end_reads()
+        job = self._queue[0]
+        if job not in self._reading:
+            job.at["read"] = self._now
+            self._reading.append(job)
+        job.reading.append([job.reads.popleft()])
+        if not job.reads:
+            self._queue.popleft()
+        return True
+
+    def _end_reads(self) -> bool:
+        for job in self._reading:
+            job.reading = [left for left in job.reading if left[0]]
+            if not job.reads and not job.reading:
+                self._reading.remove(job)
+                job.at["there"] = self._now
+                self._to_make.append(job)
+                return True
+        return False
+
+    def _make(self) -> bool:
+        """Let lanes go on to the next stage, or the next batch."""
+        lanes = sorted(range(len(self._lanes)), key=self._idle_since.__getitem__)
+        for lane in lanes:
+            job = self._lanes[lane]
+            if job is None and self._to_make:
+                new = self._lanes[lane] = self._to_make.popleft()
+                new.lane = lane
+                self._enter(new, "read" if self._is_coupled else "transform")
+                return True
+            if job is None or job.left:
+                continue
+            if job.stage == "read":
+                job.at["there"] = self._now
+                self._enter(job, "transform")
+            elif job.stage == "transform":
+                self._enter(job, "collate")
+            elif job.stage == "collate":
+                job.stage, job.at["made"] = "transport", self._now
+                job.left = 0 if self._setting.on_device else job.ticks.transport
+                if not self._sends:
+                    self._lanes[lane] = None
+                    self._idle_since[lane] = self._now
+                    self._moving.append(job)
+            else:
+                self._lanes[lane] = None
+                self._idle_since[lane] = self._now
+                self._moving.append(job)
+            return True
+        return False
+
+    def _enter(self, job: _Job, stage: str) -> None:
+        ticks = job.ticks
+        taking = {"read": sum(ticks.reads), "transform": ticks.transform,
+                  "collate": ticks.collate}  # fmt: skip
+        job.stage, job.left = stage, taking[stage]
+        job.left *= self._slow if job.lane == 0 else 1
+        job.at[stage] = self._now
+
+    def _deliver(self) -> bool:
+        for job in self._moving:
+            if not job.left:
+                self._moving.remove(job)
+                self._made.append(job)
+                return True
+        for job in self._made:
+            if job.number == self._next or not self._setting.in_order:
+                self._made.remove(job)
+                self._next += 1
+                (self._to_copy if self._setting.on_device else self._ready).append(job)
+                return True
+        return False
+
+    def _copy(self) -> bool:
+        """Move the next batch to the device, if there is room."""
+        if not self._to_copy:
+            return False
+        job = self._to_copy[0]
+        if "copy" not in job.at:
+            if len(self._ready) >= self._setting.on_device:
+                return False
+            job.at["copy"], job.left = self._now, job.ticks.transport
+            return True
+        if not job.left:
+            self._ready.append(self._to_copy.popleft())
+            return True
+        return False
+
+    def _tick(self) -> None:
+        self._now += 1
+        self._step = max(0, self._step - 1)
+        for job in self._reading:
+            for left in job.reading:
+                left[0] -= 1
+        moving = [*self._moving, *list(self._to_copy)[:1]]
+        for job in moving:
+            job.left -= job.left > 0
+        self._work()
+
+    def _work(self) -> None:
+        """Let lanes work; those that need a processor take turns."""
+        setting = self._setting
+        processors = 1 if setting.worker_kind == "thread" else setting.cores
+        lanes = [job for job in self._lanes if job is not None and job.left]
+        computing = [job for job in lanes if job.stage in job.ticks.uses_cpu]
+        if computing:
+            self._turn += processors
+            first = self._turn % len(computing)
+            computing = (computing[first:] + computing[:first])[:processors]
+        for job in lanes:
+            if job.stage not in job.ticks.uses_cpu:
+                job.left -= 1
+            elif job in computing:
+                job.left -= 1
+                job.cpu += 1
+
+
+def seconds_per_batch(records: Sequence[Record]) -> float:
+    """Return those of the later half."""
+    half = len(records) // 2
+    return (records[-1].taken - records[half].taken) / (len(records) - 1 - half)

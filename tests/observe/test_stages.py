@@ -1,0 +1,172 @@
+"""Stage statistics are exact where they can be, and their sums agree."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioloader._observe.records import NOT_MADE, Record, Setting
+from aioloader._observe.stages import StageStats, held_back, stage_stats
+from aioloader._observe.stats import LoaderStats, with_records
+from observe.clock import TICK, Clock, Ticks
+
+NOTHING = LoaderStats(epoch=0, batches=4, waited=0.0, in_flight=0, failures=0)
+
+
+def one_after_the_other(count: int, waits: float = 0.0) -> list[Record]:
+    """Return batches made inline: 3 s read, 2 s transformed, 1 s collated, 4 s used."""
+    records = []
+    for number in range(count):
+        at = 10.0 * number + 100
+        made = (at, at + 3, at + 3, at + 5, at + 6, 0.0, 0.0)
+        records.append(Record(number, at, at + 6 + waits, 0, 8, made))
+    return records
+
+
+def named(stages: tuple[StageStats, ...], name: str) -> StageStats:
+    """Return one of them."""
+    return next(stage for stage in stages if stage.name == name)
+
+
+def test_one_lane_does_everything() -> None:
+    stages = stage_stats(one_after_the_other(4), Setting("inline"))
+    assert [stage.name for stage in stages] == [
+        *("read", "transform", "collate", "transport", "consumer")
+    ]
+    read, transform, collate, transport, consumer = stages
+    assert (read.busy, read.starved, read.blocked) == (12, 12, 12)
+    assert (transform.busy, transform.starved, transform.blocked) == (8, 24, 4)
+    assert (collate.busy, collate.starved, collate.blocked) == (4, 32, 0)
+    assert transport.busy == 0
+    assert (consumer.busy, consumer.starved, consumer.blocked) == (12, 24, 0)
+    assert (read.p50, transform.p95, collate.p99, consumer.p50) == (3, 2, 1, 4)
+    assert read.utilisation == pytest.approx(1 / 3)
+    assert {stage.items for stage in stages} == {4}
+
+
+def test_a_slow_consumer_blocks_the_makers() -> None:
+    batches = [Ticks(reads=(2,), collate=1, step=20)]
+    setting = Setting("thread", window=2)
+    stages = stage_stats(Clock(setting, batches).run(40), setting)
+    read = named(stages, "read")
+    assert read.blocked > 0.8 * (read.busy + read.starved + read.blocked)
+    assert named(stages, "consumer").utilisation > 0.95
+
+
+def test_slow_reads_starve_the_rest() -> None:
+    batches = [Ticks(reads=(20,) * 4, transform=2, collate=1, step=3)]
+    setting = Setting("loop", concurrency=4, window=3)
+    stages = stage_stats(Clock(setting, batches).run(40), setting)
+    assert named(stages, "read").utilisation == pytest.approx(1, abs=0.1)
+    transform = named(stages, "transform")
+    assert transform.starved > 0.7 * (
+        transform.busy + transform.starved + transform.blocked
+    )
+    assert named(stages, "consumer").starved > named(stages, "consumer").busy
+
+
+def test_transport_is_exact_where_the_consumer_waits() -> None:
+    batches = [Ticks(reads=(5,), collate=1, transport=4, step=1)]
+    setting = Setting("workers", 1, "process", reads_in_workers=True, window=2)
+    records = Clock(setting, batches, sends=True).run(30)
+    assert named(stage_stats(records, setting), "transport").p50 == pytest.approx(
+        # The part that is as short as taking a batch is counts as taking it.
+        4 * TICK,
+        abs=0.25 * TICK,
+    )
+
+
+def test_copies_count_from_the_one_before() -> None:
+    batches = [Ticks(collate=1, transport=10, step=2)]
+    setting = Setting("thread", window=6, on_device=2)
+    stages = stage_stats(Clock(setting, batches).run(40), setting)
+    transport = named(stages, "transport")
+    assert transport.p50 == pytest.approx(10 * TICK)
+    assert transport.utilisation > 0.9
+
+
+def test_batches_held_back_for_an_earlier_one_are_counted_apart() -> None:
+    batches = [Ticks(reads=(40 if not at % 8 else 2,), step=1) for at in range(8)]
+    setting = Setting("workers", 4, "process", reads_in_workers=True, window=8)
+    records = Clock(setting, batches).run(64)
+    assert held_back(records, setting) > 40 * TICK
+    assert held_back(records, replace(setting, in_order=False)) == 0
+    assert with_records(NOTHING, records, setting).held > 40 * TICK
+
+
+def test_clocks_of_other_machines() -> None:
+    setting = Setting("workers", 2, "RayWorkers", reads_in_workers=True, window=4)
+    records = Clock(setting, [Ticks(reads=(8,), collate=1, step=1)]).run(32)
+    behind = [
+        one._replace(made=(*(at - 1e5 for at in one.made[:5]), *one.made[5:]))  # type: ignore[arg-type]
+        for one in records
+    ]
+    for here, there in zip(
+        stage_stats(records, setting), stage_stats(behind, setting), strict=True
+    ):
+        assert there.busy == pytest.approx(here.busy, abs=1e-6)
+
+
+def test_batches_whose_making_is_not_known() -> None:
+    records = [Record(at, 2.0 * at, 2.0 * at + 1, 0, 8, NOT_MADE) for at in range(4)]
+    stages = stage_stats(records, Setting("inline"))
+    assert [stage.name for stage in stages] == ["transport", "consumer"]
+    assert [stage.busy for stage in stages] == [4, 3]
+    assert stage_stats([], Setting("inline")) == ()
+
+
+@pytest.mark.slow
+@given(
+    batches=st.lists(
+        st.builds(
+            Ticks,
+            reads=st.lists(st.integers(0, 5), min_size=1, max_size=6).map(tuple),
+            transform=st.integers(0, 9),
+            collate=st.integers(0, 5),
+            transport=st.integers(0, 5),
+            step=st.integers(1, 15),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    setting=st.sampled_from(
+        [
+            Setting("inline"),
+            Setting("thread", window=2),
+            Setting("loop", concurrency=4, window=4),
+            Setting("loop", concurrency=4, window=4, on_device=1),
+            Setting("workers", 3, "process", reads_in_workers=True, window=6),
+            Setting("workers", 2, "process", concurrency=4, window=4),
+        ]
+    ),
+)
+def test_sums_agree(batches: list[Ticks], setting: Setting) -> None:
+    records = Clock(setting, batches).run(20)
+    seconds = records[-1].taken - records[0].asked
+    for stage in stage_stats(records, setting):
+        parts = stage.busy, stage.starved, stage.blocked
+        assert sum(parts) == pytest.approx(stage.lanes * seconds)
+        assert min(parts) >= -1e-9
+
+
+def test_a_table_for_people() -> None:
+    records = one_after_the_other(4)
+    stats = with_records(
+        replace(NOTHING, waited=0.25, worker_deaths=1), records, Setting("inline")
+    )
+    assert str(stats) == (
+        "epoch 0: 4 batches, 0 in flight; waited 250 ms\n"
+        "worker deaths: 1\n"
+        "latest 4 batches: 36.0 s, 0.1111 batches/s, 0.8889 samples/s\n"
+        "wait per batch, p50 / p95 / p99: 6.00 s / 6.00 s / 6.00 s\n"
+        "\n"
+        "stage      lanes  busy  starved  blocked     p50     p95     p99\n"
+        "read           1   33%      33%      33%  3.00 s  3.00 s  3.00 s\n"
+        "transform      1   22%      67%      11%  2.00 s  2.00 s  2.00 s\n"
+        "collate        1   11%      89%       0%  1.00 s  1.00 s  1.00 s\n"
+        "transport      1    0%     100%       0%     0 s     0 s     0 s\n"
+        "consumer       1   33%      67%       0%  4.00 s  4.00 s  4.00 s"
+    )
+    assert str(NOTHING) == "epoch 0: 4 batches, 0 in flight; waited 0 s"
+    assert with_records(NOTHING, [], Setting("inline")) == NOTHING

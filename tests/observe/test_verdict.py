@@ -1,0 +1,284 @@
+"""The verdict on planted bottlenecks, and its gain against a loader that is changed."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from aioloader._observe.records import Record, Setting
+from aioloader._observe.replay import batches_of, slow_workers, window_of
+from aioloader._observe.stats import LoaderStats
+from aioloader._observe.verdict import Advice, LoopLag, Report, best_change, report
+from observe.clock import TICK, Clock, Ticks, seconds_per_batch
+
+PROCESSES = Setting(
+    "workers", 2, "process", reads_in_workers=True, window=4, batch_size=4, cores=8
+)
+THREADS = replace(PROCESSES, worker_kind="thread", workers=4, window=8)
+LOOP = Setting("loop", concurrency=8, window=12, batch_size=4, cores=8)
+ALL_CPU = ("read", "transform", "collate")
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A loader with one bottleneck.
+
+    Attributes:
+        name: What it is.
+        setting: The loader.
+        batches: What batches take.
+        stage: Which stage is to blame.
+        advice: Argument and new value of the advice.
+        slow: How many times longer the first worker takes.
+        shards: Whether reads take a tenth in what is advised.
+    """
+
+    name: str
+    setting: Setting
+    batches: tuple[Ticks, ...]
+    stage: str
+    advice: tuple[str, object]
+    slow: int = 1
+    shards: bool = False
+
+    def records(self) -> list[Record]:
+        return Clock(self.setting, self.batches, self.slow).run(320)
+
+
+PLANTS = [
+    Plant(
+        "a store of long latency",
+        LOOP,
+        (Ticks((20,) * 4, collate=1, step=5),),
+        "read",
+        ("concurrency", 16),
+    ),
+    Plant(
+        "slow plain reads",
+        Setting("thread", window=2, batch_size=4, cores=2),
+        (Ticks((10,) * 4, collate=1, step=3),),
+        "read",
+        ("dataset", "async __getitem__, concurrency=64"),
+    ),
+    Plant(
+        "reads that a few workers hide",
+        Setting("thread", window=2, batch_size=4, cores=4),
+        (Ticks((5,) * 4, collate=1, step=15),),
+        "read",
+        ("num_workers", 2),
+    ),
+    Plant(
+        "a slow transform, inline",
+        Setting("inline", batch_size=4, cores=8),
+        (Ticks((1,) * 4, transform=30, collate=2, step=12, uses_cpu=ALL_CPU),),
+        "transform",
+        ("num_workers", 4),
+    ),
+    Plant(
+        "a slow collate",
+        LOOP,
+        (Ticks((4,) * 4, collate=30, step=14, uses_cpu=("collate",)),),
+        "collate",
+        ("num_workers", 4),
+    ),
+    Plant(
+        "too few workers",
+        PROCESSES,
+        (Ticks((2,) * 4, transform=30, collate=2, step=10, uses_cpu=ALL_CPU),),
+        "transform",
+        ("num_workers", 4),
+    ),
+    Plant(
+        "threads that share the interpreter's lock",
+        THREADS,
+        (Ticks((1,) * 4, transform=30, collate=2, step=5, uses_cpu=ALL_CPU),),
+        "transform",
+        ("workers", "process"),
+    ),
+    Plant(
+        "a tiny prefetch",
+        replace(LOOP, window=1, concurrency=64),
+        (Ticks((20,) * 4, collate=1, step=8),),
+        "read",
+        ("prefetch_factor", 4),
+    ),
+    Plant(
+        "a step that an inline loader delays",
+        Setting("inline", batch_size=4, cores=8),
+        (Ticks((1,) * 4, collate=1, step=20),),
+        "consumer",
+        ("prefetch_factor", 2),
+    ),
+    Plant(
+        "one slow worker",
+        replace(PROCESSES, workers=4, window=8, cores=4),
+        (Ticks((1,) * 4, transform=8, step=6, uses_cpu=ALL_CPU),),
+        "transform",
+        ("prefetch_factor", 8),
+        slow=10,
+    ),
+    Plant(
+        "one worker that is far too slow",
+        replace(PROCESSES, workers=4, window=8, cores=4),
+        (Ticks((1,) * 4, transform=8, step=6, uses_cpu=ALL_CPU),),
+        "transform",
+        ("in_order", False),
+        slow=60,
+    ),
+    Plant(
+        "many small files",
+        replace(LOOP, concurrency=1024, batch_size=32, window=40),
+        (Ticks(tuple(150 + 37 * at % 100 for at in range(32)), collate=1, step=2),),
+        "read",
+        ("dataset", "shards"),
+        shards=True,
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
+def test_a_planted_bottleneck(plant: Plant) -> None:
+    """Stage and advice are right, and the gain is within 5 points of the truth."""
+    records, setting = plant.records(), plant.setting
+    found = report(records, setting)
+    assert found.stage == plant.stage
+    assert found.wait_share > 0.02
+    assert abs(found.model_error) < 0.1
+    assert found.advice is not None
+    assert (found.advice.argument, found.advice.new) == plant.advice
+
+    batches = batches_of(records, setting)
+    best = best_change(batches, setting, slow_workers(records, setting))
+    assert best is not None
+    assert best[1] == found.advice.gain
+    changed = best[0].setting
+    changed = replace(changed, window=window_of(changed, batches))
+    ticks = plant.batches
+    if plant.shards:
+        ticks = tuple(
+            one._replace(reads=tuple(read // 10 for read in one.reads)) for one in ticks
+        )
+    before = seconds_per_batch(records)
+    after = seconds_per_batch(Clock(changed, ticks, plant.slow).run(320))
+    truth = 100 * (before / after - 1)
+    assert truth > 5
+    assert found.advice.gain + 100 == pytest.approx(truth + 100, rel=0.05)
+
+
+def test_training_sets_the_pace() -> None:
+    records = Clock(PROCESSES, [Ticks((1,) * 4, collate=1, step=20)]).run(64)
+    found = report(records, PROCESSES)
+    assert (found.stage, found.advice) == ("nothing", None)
+    assert found.limit == "The step itself sets the pace."
+    used = [room.utilisation for room in found.head_room]
+    assert used == pytest.approx([1, 1, 1], abs=0.03)
+
+
+def test_head_room_ends_where_the_loader_does() -> None:
+    """8 ms a batch from two workers: a step of 20 ms may get 2.5 times as fast."""
+    records = Clock(PROCESSES, [Ticks((4,) * 4, step=20)]).run(64)
+    found = report(records, PROCESSES)
+    assert found.stage == "nothing"
+    rooms = dict(found.head_room)
+    assert rooms == pytest.approx({1: 1, 2: 1, 4: 5 / 8}, abs=0.03)
+
+
+def test_a_slow_copy_has_no_remedy_here() -> None:
+    setting = Setting("thread", window=6, on_device=2, cores=8)
+    found = report(
+        Clock(setting, [Ticks(collate=1, transport=20, step=5)]).run(64), setting
+    )
+    assert (found.stage, found.advice) == ("transport", None)
+    assert found.headline.startswith("The copy to the device holds training back")
+    assert "link to the device" in found.limit
+    assert found.wait_share == pytest.approx(0.75, abs=0.03)
+
+
+def test_busy_cores_have_no_remedy_here() -> None:
+    setting = replace(PROCESSES, cores=2)
+    ticks = Ticks((1,) * 4, transform=30, collate=2, step=5, uses_cpu=ALL_CPU)
+    found = report(Clock(setting, [ticks]).run(64), setting)
+    assert (found.stage, found.advice) == ("transform", None)
+    assert "all 2 are busy" in found.limit
+
+
+def test_more_workers_than_cores_gain_nothing() -> None:
+    setting = replace(PROCESSES, workers=8, window=16, cores=2)
+    ticks = Ticks((1,) * 4, transform=30, collate=2, step=5, uses_cpu=ALL_CPU)
+    found = report(Clock(setting, [ticks]).run(96), setting)
+    assert found.advice is None
+    assert abs(found.model_error) < 0.05
+
+
+def test_a_hogged_loop_outranks_what_it_slows_down() -> None:
+    records = Clock(LOOP, [Ticks((20,) * 4, collate=1, step=5)]).run(64)
+    lags = LoopLag(0.002, 0.01, "quick"), LoopLag(0.05, 0.4, "parse_headers")
+    found = report(records, LOOP, notes=lags)
+    assert found.stage == "loop"
+    assert found.advice is not None
+    assert (found.advice.argument, found.advice.new) == (
+        "parse_headers",
+        "asyncio.to_thread",
+    )
+    assert found.advice.gain == pytest.approx(100 / 0.6 - 100)
+    assert "parse_headers holds up the event loop" in found.headline
+    # A loop that is held a little is no verdict; nor is it if nobody waits.
+    assert report(records, LOOP, notes=lags[:1]).stage == "read"
+    idle = Clock(LOOP, [Ticks((1,) * 4, step=30)]).run(64)
+    assert report(idle, LOOP, notes=lags).stage == "nothing"
+
+
+def test_the_cheaper_change_is_preferred() -> None:
+    """A thread beside the step hides as much as processes would."""
+    setting = Setting("inline", cores=8)
+    records = Clock(setting, [Ticks((10,), collate=2, step=12)]).run(64)
+    found = report(records, setting)
+    assert found.advice is not None
+    assert (found.advice.argument, found.advice.new) == ("prefetch_factor", 2)
+    assert found.advice.gain == pytest.approx(100)
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+def test_too_little_to_tell(batches: int) -> None:
+    found = report(Clock(LOOP, [Ticks(step=1)]).run(1)[:batches], LOOP)
+    assert found.stage == "unknown"
+    assert found.headline == f"Too little is recorded to tell: {batches} batches."
+    assert found.confidence == f"a guess, from {batches} batches only"
+
+
+def test_batches_that_take_no_time() -> None:
+    at = 5.0
+    made = (at,) * 5 + (0.0, 0.0)
+    records = [Record(number, at, at, 0, 1, made) for number in range(20)]
+    assert report(records, Setting("inline")).stage == "nothing"
+
+
+def test_a_report_for_people() -> None:
+    setting = Setting("thread", window=2, batch_size=4, cores=4)
+    stats = LoaderStats(0, 64, 0.1, 2, failures=0, worker_deaths=2, worker_restarts=2)
+    records = Clock(setting, [Ticks((5,) * 4, collate=1, step=15)]).run(64)
+    assert str(report(records, setting, stats)) == (
+        "Reading samples holds training back: it waits for batches 29% of the time.\n"
+        "Change num_workers from 0 to 2: +40 % steps per second expected; more batches "
+        "are made at the same time.\n"
+        "Accelerator utilisation by speed of a step: 71% at 1x, 36% at 2x, 18% at 4x.\n"
+        "2 worker processes died.\n"
+        "2 worker processes were started again.\n"
+        "Confidence: from 63 batches."
+    )
+
+
+def test_confidence_in_words() -> None:
+    assert Report("", "read", batches=9).confidence == "a guess, from 9 batches only"
+    doubtful = Report("", "read", batches=90, model_error=-0.25)
+    assert doubtful.confidence == (
+        "from 90 batches; doubtful: their replay is off by -25% seconds per batch"
+    )
+    advice = Advice("concurrency", 8, 16, 99.6, "samples wait")
+    assert str(Report("It waits.", "read", advice, batches=90)) == (
+        "It waits.\n"
+        "Change concurrency from 8 to 16: +100 % steps per second expected; samples "
+        "wait.\n"
+        "Confidence: from 90 batches."
+    )
+    assert TICK == 1e-3
