@@ -98,7 +98,7 @@ class Controller:
     def __init__(self, name: str, start: int, least: int, most: int) -> None:
         self.name = name
         self.least, self.most = least, max(least, most)
-        self.value = min(max(start, least), self.most)
+        self.value = min(max(int(start), least), self.most)
         self._trial: _Trial | None = None
         self._known: Observation | None = None  # at the present value, while it rests
         self._is_doubling = True
@@ -138,7 +138,7 @@ class Controller:
             return self._watch(seen)
         return self._try_more(seen)
 
-    # -- more -------------------------------------------------------------------------
+    # -- more ------------------------------------------------------------------
 
     def _try_more(self, seen: Observation, why: str = "") -> Decision | None:
         """Try a greater value, if the consumer waits and there is one."""
@@ -173,7 +173,7 @@ class Controller:
         self._take_rest(before)
         return self._go(before, words)
 
-    # -- less -------------------------------------------------------------------------
+    # -- less ------------------------------------------------------------------
 
     def _judge_less(self, trial: _Trial, seen: Observation) -> Decision | None:
         """Keep a smaller value if it has achieved what it must."""
@@ -201,7 +201,7 @@ class Controller:
         why = f"the latency {_change(known.latency, seen.latency)}, at no higher rate"
         return self._try(self.value // 2, seen, -_GAIN, why)
 
-    # -- failures -----------------------------------------------------------------------
+    # -- failures ------------------------------------------------------------------
 
     def _relieve_failures(self, seen: Observation) -> Decision | None:
         """Halve the value: it may be why reads fail."""
@@ -222,7 +222,7 @@ class Controller:
         why = f"with less of it, {seen.failures:.1%} of the reads fail too"
         return self._go(trial.before, why)
 
-    # -- all ----------------------------------------------------------------------------
+    # -- all ------------------------------------------------------------------
 
     def _try(
         self, after: int, seen: Observation, gain: float, reason: str
@@ -267,7 +267,7 @@ def _words(before: Observation, after: Observation) -> str:
     return words
 
 
-# -- bytes ------------------------------------------------------------------------------
+# -- bytes ----------------------------------------------------------------------
 
 _LATEST = 32  # batches whose sizes are remembered
 _EACH = 8  # of so many batches at first, each is measured

@@ -23,6 +23,7 @@ from aioloader._pipeline.host import Host
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import Pool, Stage
 from aioloader._pipeline.stream import AsyncStream, SyncStream
+from aioloader._pipeline.tuner import Tuner
 from aioloader._pipeline.waiting import Latch, call_threadsafe, context_elsewhere
 from aioloader.errors import LoaderClosedError
 from aioloader.protocols import Kind
@@ -48,6 +49,7 @@ class Pipeline:
             if all of that is done here.
         sink: Takes the results instead of ``ready``.
         head_start: Whether other batches are read a moment later than the first one.
+        tuner: Changes ``concurrency``, where the loader chooses it.
     """
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
@@ -62,6 +64,7 @@ class Pipeline:
         pool: Pool | None = None,
         sink: Callable[[BatchTask, BatchResult], None] | None = None,
         head_start: bool = False,
+        tuner: Tuner | None = None,
     ) -> None:
         self.bookmark = bookmark
         # Of a stream, what was delivered before is made again, to get past it.
@@ -86,6 +89,9 @@ class Pipeline:
         self._sink = sink
         self._concurrency = concurrency
         self._head_start = head_start
+        self.tuner = tuner
+        if tuner is not None:
+            tuner.ready = self.ready
         self.seconds_per_batch = 0.0  # of those that are made in the thread
         self._is_closing = self._is_dismissed = self._is_abandoned = False
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -184,6 +190,7 @@ class Pipeline:
             self.maker,
             self._next_step,
             head_start=self._head_start,
+            tuner=self.tuner,
         )
         try:
             self._fetchers = fetchers
