@@ -4,6 +4,7 @@ from typing import Any
 
 from torch.utils.data import TensorDataset
 
+from aioloader._collate.collate import default_collate, default_convert
 from aioloader._loader.options import Options
 from aioloader._observe.autotune import Chosen, Controller
 from aioloader._observe.machine import cores
@@ -15,11 +16,15 @@ NAMES = ("num_workers", "prefetch_factor", "concurrency")
 # Where they begin, until what they are for is known, and the greatest concurrency.
 _FIRST = {"num_workers": 1, "prefetch_factor": 2, "concurrency": 32}
 _MOST_CONCURRENCY = 1024
+# In workers that read, where it stays.
+_IN_WORKERS = 64
 # Workers to begin with; more are for those that gain by them.
 _FIRST_WORKERS = 8
 # Batches requested ahead: without workers, and by each worker.
 _MOST_AHEAD = 32
 MOST_PER_WORKER = 8
+# What stands for no function, also where a loader is made again of its attributes.
+_TORCHS = (None, default_collate, default_convert)
 
 
 def placed(name: str, value: Any) -> Any:
@@ -64,6 +69,9 @@ def first_values(options: Options) -> dict[str, Any]:
         found["num_workers"] = Chosen(_first_workers(options))
     if is_chosen(options.prefetch_factor) and not options.is_plain:
         found["prefetch_factor"] = Chosen(3)
+    workers = found.get("num_workers", options.num_workers)
+    if is_chosen(options.concurrency) and workers and options.reads_in_workers:
+        found["concurrency"] = Chosen(_IN_WORKERS)
     return found
 
 
@@ -76,7 +84,9 @@ def _first_workers(options: Options) -> int:
         or not isinstance(options.workers, str)
     )
     functions = options.transform, options.collate_fn
-    is_plain_code = any(one and not is_async_function(one) for one in functions)
+    is_plain_code = any(
+        one not in _TORCHS and not is_async_function(one) for one in functions
+    )
     is_in_memory = type(options.dataset) is TensorDataset
     if not asks and not is_plain_code and (options.reads_async or is_in_memory):
         return 0

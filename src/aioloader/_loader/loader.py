@@ -95,7 +95,7 @@ class DataLoader(TorchLoader[Batch]):
             exact in any case. A map-style one is asked after each batch.
         transform: Sample to sample, before collating; may be async.
         concurrency: Samples in flight on the loop. ``"auto"``: 32 at first, then up to
-            1,024, as many as gain; in workers that read, 32. What is changed by
+            1,024, as many as gain; in workers that read, 64. What is changed by
             ``"auto"`` is logged with its reason, by the logger ``"aioloader"``.
         device: Where batches are delivered, such as ``"cuda:1"``: moved there ahead, on
             a stream of the loader's own, and handed over without a wait of the host.

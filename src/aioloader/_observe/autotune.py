@@ -109,9 +109,9 @@ class Controller:
         self._usual_failures = 0.0
 
     @property
-    def is_at_rest(self) -> bool:
-        """Whether nothing is being tried, nor will be with the next observation."""
-        return self._rest > 0 or (self.value == self.most and self._trial is None)
+    def is_trying(self) -> bool:
+        """Whether the present value is being tried, and may be followed by more."""
+        return self._trial is not None
 
     def limit(self, most: int, reason: str) -> Decision | None:
         """Set the greatest value; decide at once if the present one is beyond it."""

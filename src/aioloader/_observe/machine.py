@@ -15,7 +15,9 @@ _UNLIMITED = 1 << 60  # version 1 writes a number near 2 ** 63 for no limit
 
 def cores(groups: Path = _GROUPS) -> int:
     """Return how many cores this process may use; of several ranks, its share."""
-    found = float(len(os.sched_getaffinity(0)))
+    found = float(os.cpu_count() or 1)
+    if hasattr(os, "sched_getaffinity"):
+        found = float(len(os.sched_getaffinity(0)))
     for read in (_quota_2, _quota_1):
         with contextlib.suppress(OSError, ValueError):
             found = min(found, read(groups))
@@ -25,8 +27,10 @@ def cores(groups: Path = _GROUPS) -> int:
 
 
 def memory_left(groups: Path = _GROUPS) -> int:
-    """Return how many bytes this process could still use."""
-    left = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+    """Return how many bytes this process could still use, in files of memory too."""
+    left = _UNLIMITED
+    with contextlib.suppress(OSError, ValueError):  # not everywhere known
+        left = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
     with contextlib.suppress(OSError, ValueError, KeyError):
         words = _read(Path("/proc/meminfo")).replace(":", "").split()
         left = int(words[words.index("MemAvailable") + 1]) * 1024

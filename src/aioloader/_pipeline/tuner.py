@@ -232,7 +232,7 @@ class Tuner:
         if prefetch is None or taken < long or seconds < _SECONDS_OF_BATCHES:
             return
         self._period = now, batches, waited
-        if self.concurrency is None or self.concurrency.is_at_rest:
+        if self.concurrency is None or not self.concurrency.is_trying:
             rate, share = taken / seconds, (waited - before) / seconds
             prefetch.observe(Observation(rate, waited=min(1.0, share)))
 
@@ -246,7 +246,7 @@ class Tuner:
             batches = self._readers * prefetch.value + self._on_device
         if reading is not None and samples:
             # What is to be tried next finds samples to read.
-            samples = reading.value * (1 if reading.is_at_rest else 2)
+            samples = reading.value * (2 if reading.is_trying else 1)
         if (batches, samples, most) == (window.batches, window.samples, window.most):
             return window
         made: AnyWindow = type(window)(
