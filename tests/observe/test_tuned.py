@@ -52,7 +52,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def tuner(tuning: Tuning, **options: Any) -> Tuner:
     """Return a tuner of one reader, of batches of eight samples."""
-    given: dict[str, Any] = {"concurrency": None, "prefetch": None}
+    given: dict[str, Any] = {"concurrency": None, "prefetch": None, "given": 2}
     given |= {"readers": 1, "batch_size": 8, "prefetch_bytes": None}
     return Tuner(tuning, **(given | options))
 
@@ -162,12 +162,16 @@ def test_more_is_requested_while_that_gains(clock: Clock) -> None:
 
 def test_nothing_more_where_the_consumer_does_not_wait(clock: Clock) -> None:
     """What is requested ahead stays as it was."""
-    tuned = tuner(Tuning(), prefetch=Controller("prefetch_factor", 2, 1, 32))
+    controller = Controller("prefetch_factor", 2, 1, 32)
+    tuned = tuner(Tuning(), prefetch=controller)
     window = tuned.begin(Window(3))  # one of them on the device
     for _ in range(400):
         clock.now += 0.1
         window = tuned.note_batch(b"batch", window, 0.0)
     assert (window.batches, window.samples) == (3, 0)
+    controller.value = 5  # kept workers begin the next epoch with what was learned
+    again = tuner(Tuning(), prefetch=controller).begin(Window(3))
+    assert again.batches == 6
 
 
 def test_samples_in_flight_follow_the_concurrency(clock: Clock) -> None:

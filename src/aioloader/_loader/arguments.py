@@ -67,8 +67,9 @@ def count_workers(num_workers: Any, workers: Any) -> Any:
         ValueError: If both are given, and differ.
     """
     num_workers = placed("num_workers", num_workers)
-    if is_chosen(num_workers) and not isinstance(workers, RayWorkers):
-        return num_workers
+    if is_chosen(num_workers):
+        is_fixed = isinstance(workers, RayWorkers)
+        return workers.num_workers if is_fixed else num_workers
     with contextlib.suppress(TypeError):  # it is refused later, in words
         num_workers = operator.index(num_workers)  # numpy's, too
     if not isinstance(workers, RayWorkers) or num_workers == workers.num_workers:

@@ -132,18 +132,19 @@ def tuner_of(options: Options, tuning: Tuning, *, reads_here: bool) -> Tuner | N
         return None
     concurrency: Controller | None = None
     prefetch: Controller | None = None
+    given = int(options.prefetch_factor or 2)
     size = options.global_batch_size or 1
     if is_chosen(options.concurrency) and reads_here and options.reads_async:
         start = options.concurrency
         concurrency = tuning.controller("concurrency", start, 1, _MOST_CONCURRENCY)
     if is_chosen(options.prefetch_factor):
-        start = int(options.prefetch_factor or 2)
         most = MOST_PER_WORKER if options.num_workers else _MOST_AHEAD
-        prefetch = tuning.controller("prefetch_factor", start, min(start, 2), most)
+        prefetch = tuning.controller("prefetch_factor", given, min(given, 2), most)
     return Tuner(
         tuning,
         concurrency=concurrency,
         prefetch=prefetch,
+        given=given,
         readers=max(1, options.num_workers),
         batch_size=max(1, size // options.part.world_size),
         prefetch_bytes=options.prefetch_bytes,

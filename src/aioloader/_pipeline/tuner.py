@@ -15,8 +15,8 @@ from aioloader._observe.machine import memory_left
 if TYPE_CHECKING:
     from collections.abc import Sized
 
-# A setting is measured over as many reads as are under way, and not over fewer reads,
-# or a shorter time, than these.
+# A setting is measured over half as many reads as are under way, and not over fewer
+# reads, or a shorter time, than these.
 _READS = 16
 _SECONDS_OF_READS = 0.005
 # The same for batches.
@@ -102,6 +102,7 @@ class _Round:
 
     began: float
     failures: int
+    is_settled: bool
     reads: int = 0
     seconds: float = 0.0
     starved: int = 0
@@ -114,6 +115,7 @@ class Tuner:
         tuning: What the loader has found out.
         concurrency: Chooses how many samples are read at a time; or None.
         prefetch: Chooses how many batches are requested ahead, per reader; or None.
+        given: How many of them the window has that an iteration begins with.
         readers: How many readers have a window.
         batch_size: Samples of a batch.
         prefetch_bytes: How many bytes may be held; None: what the memory allows.
@@ -128,12 +130,14 @@ class Tuner:
         *,
         concurrency: Controller | None,
         prefetch: Controller | None,
+        given: int,
         readers: int,
         batch_size: int,
         prefetch_bytes: int | None,
     ) -> None:
         self.concurrency = concurrency
         self._prefetch = prefetch
+        self._given = given
         self._readers = readers
         self._batch_size = batch_size
         self._prefetch_bytes = prefetch_bytes
@@ -147,6 +151,7 @@ class Tuner:
         self._most_concurrency = concurrency.most if concurrency else 0
         self._hard = self._most_concurrency, prefetch.most if prefetch else 0
         self._round: _Round | None = None
+        self._has_changed = True
         # When, at which batch, after how much waiting this period began.
         self._period = 0.0, 0, 0.0
         self._on_device = 0
@@ -172,15 +177,20 @@ class Tuner:
                 self._round = None
         now, current = time.perf_counter(), self._round
         if not is_busy or current is None:
-            self._round = _Round(now, failures) if is_busy else None
+            # If others were under way before, the first reads meet fewer than later.
+            is_settled = not self._has_changed
+            self._round = _Round(now, failures, is_settled) if is_busy else None
             return controller.value
         if began < current.began:
+            return controller.value
+        if not current.is_settled:
+            self._round = _Round(now, failures, is_settled=True)
             return controller.value
         current.reads += 1
         current.seconds += now - began
         current.starved += not len(self.ready)
         is_long = now - current.began >= _SECONDS_OF_READS
-        if is_long and current.reads >= max(_READS, controller.value):
+        if is_long and current.reads >= max(_READS, controller.value // 2):
             latency = current.seconds / current.reads
             seen = Observation(
                 rate=controller.value / latency,
@@ -188,7 +198,7 @@ class Tuner:
                 latency=latency,
                 failures=min(1.0, (failures - current.failures) / current.reads),
             )
-            controller.observe(seen)
+            self._has_changed = controller.observe(seen) is not None
             self._round = None
         return controller.value
 
@@ -197,7 +207,7 @@ class Tuner:
     def begin(self, window: AnyWindow) -> AnyWindow:
         """Return the window to begin with."""
         if self._prefetch is not None:
-            self._on_device = window.batches - self._readers * self._prefetch.value
+            self._on_device = window.batches - self._readers * self._given
         return self._fitted(window)
 
     def note_batch(self, batch: Any, window: AnyWindow, waited: float) -> AnyWindow:
