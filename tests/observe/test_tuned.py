@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from aioloader import DataLoader
+from aioloader._loader.arguments import count_workers
 from aioloader._observe.autotune import Chosen, Controller, Held
 from aioloader._pipeline import fetcher_pool
 from aioloader._pipeline import tuner as tuner_module
@@ -21,6 +22,7 @@ from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.fetcher_pool import FetcherPool
 from aioloader._pipeline.pipeline_iterator import Window
 from aioloader._pipeline.tuner import Figures, Tuner, Tuning
+from aioloader._workers.ray.workers import RayWorkers
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, labels
 from stateful import Counted
 from working import Drawing, double
@@ -336,6 +338,11 @@ def test_a_stream_that_the_loader_reads_once() -> None:
     """Workers collate only: their number does not matter."""
     loader = DataLoader(Plain(), 4, num_workers="auto", fetch="loader")
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_ray_workers_have_their_number() -> None:
+    """It is not chosen anew."""
+    assert repr(count_workers("auto", RayWorkers(3))) == "3"
 
 
 def test_an_executor() -> None:

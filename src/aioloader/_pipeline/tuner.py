@@ -124,7 +124,7 @@ class Tuner:
         ready: What the consumer takes batches from.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
         tuning: Tuning,
         *,
