@@ -280,29 +280,27 @@ class Held:
 
     Args:
         most: The bytes.
+
+    Attributes:
+        greatest: Bytes of the greatest of the recent batches; 0: none was measured yet.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
+        self.greatest = 0
         self._seen = 0
         self._sizes: deque[int] = deque(maxlen=_LATEST)
-
-    @property
-    def greatest(self) -> int:
-        """Bytes of the greatest of the recent batches; 0: none was measured yet."""
-        return max(self._sizes, default=0)
 
     def note(self, batch: Any) -> None:
         """Take note of a delivered batch; only some are measured."""
         if self._seen < _EACH or self._seen % _EVERY == 0:
-            self._sizes.append(bytes_of(batch))
+            self._sizes.append(max(1, bytes_of(batch)))
+            self.greatest = max(self._sizes)
         self._seen += 1
 
     def batches(self) -> int:
         """Return how many batches may be held: 1 until the size of one is known."""
-        if not self._sizes:
-            return 1
-        return max(1, self.most // max(1, self.greatest))
+        return max(1, self.most // self.greatest) if self.greatest else 1
 
 
 def bytes_of(batch: Any, depth: int = 8) -> int:
