@@ -9,7 +9,7 @@ back. Each decision is logged with its reason. Source: RFC 5681, sections 3.1 an
 import logging
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _log = logging.getLogger("aioloader")
@@ -74,12 +74,13 @@ class Decision:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A setting that is tried: what it is compared with, and what it must achieve."""
+    """A setting that is tried: what it is compared with, and what it must gain."""
 
     before: int
     seen: Observation
     gain: float
     is_for_failures: bool = False
+    first: Observation | None = None  # of two, where the first one was too low
 
 
 class Controller:
@@ -129,14 +130,23 @@ class Controller:
             return self._judge_failures(trial, seen)
         if seen.failures > self._usual_failures + _FAILS:
             return self._relieve_failures(seen)
-        if trial is not None and trial.before < self.value:
-            return self._judge_more(trial, seen)
         if trial is not None:
-            return self._judge_less(trial, seen)
+            return self._judge(trial, seen)
         if self._rest:
             self._rest -= 1
             return self._watch(seen)
         return self._try_more(seen)
+
+    def _judge(self, trial: _Trial, seen: Observation) -> Decision | None:
+        """Keep a value or take it back; what seems to be worse is seen twice."""
+        if trial.first is None and _is_worse(trial, seen):
+            self._trial = replace(trial, first=seen)  # it may have been a stall
+            return None
+        if trial.first is not None and trial.first.rate > seen.rate:
+            seen = trial.first
+        if trial.before < self.value:
+            return self._judge_more(trial, seen)
+        return self._judge_less(trial, seen)
 
     # -- more ------------------------------------------------------------------
 
@@ -252,6 +262,11 @@ class Controller:
 
 def _gain(before: Observation, after: Observation) -> float:
     return after.rate / before.rate - 1 if before.rate > 0 else float("inf")
+
+
+def _is_worse(trial: _Trial, seen: Observation) -> bool:
+    """Tell whether a setting has gained too little, and the consumer still waits."""
+    return seen.waited >= _WAITS and _gain(trial.seen, seen) < trial.gain
 
 
 def _change(before: float, after: float) -> str:
