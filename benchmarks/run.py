@@ -20,6 +20,7 @@ NAMES = (
     "request_cost",
     "crowd",
     "epochs",
+    "autotune",
     "transport",
     "cpu",
     "skew",

@@ -22,7 +22,6 @@ from aioloader._transport.arena import (
     ArenaReader,
     ArenaWriter,
     SlotRef,
-    left_in_group,
     make_arena,
 )
 from aioloader.errors import BatchTooLargeError
@@ -296,7 +295,7 @@ def test_a_forked_childs_copy_frees_nothing() -> None:
 def test_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the numbers, and the arena goes on."""
     with Pair() as pair:
-        monkeypatch.setattr(module, "_available", lambda: 1 << 20)
+        monkeypatch.setattr(module, "memory_left", lambda: 1 << 20)
         with pytest.raises(
             BatchTooLargeError, match="1,048,576 are available"
         ) as caught:
@@ -309,7 +308,7 @@ def test_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_beyond_any_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the system refuses is the same error."""
     with Pair() as pair:
-        monkeypatch.setattr(module, "_available", lambda: 1 << 62)
+        monkeypatch.setattr(module, "memory_left", lambda: 1 << 62)
         with pytest.raises(BatchTooLargeError):
             pair.writer.take(1 << 61)
 
@@ -321,16 +320,3 @@ def test_nothing_has_a_name() -> None:
         view = pair.pass_on(1 << 20, 1)
         assert set(Path("/dev/shm").iterdir()) <= before
         assert view.size == 1 << 20
-
-
-def test_cached_files_do_not_count_as_used(tmp_path: Path) -> None:
-    """In a container, pages that the kernel can drop at once leave room for batches."""
-    assert left_in_group(tmp_path) is None
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("900\n")
-    (tmp_path / "memory.stat").write_text(
-        "anon 100\nfile 800\nshmem 50\ninactive_file 400\nactive_file 350\n"
-    )
-    assert left_in_group(tmp_path) is None
-    (tmp_path / "memory.max").write_text("1000\n")
-    assert left_in_group(tmp_path) == 1000 - 900 + 750

@@ -12,6 +12,7 @@ import os
 from concurrent.futures import Executor
 from typing import Any, Literal, TypeAlias
 
+from aioloader._loader.auto import NAMES, check_auto, is_chosen, placed
 from aioloader._loader.options import Options, suits
 from aioloader._observe.warnings import warn
 from aioloader._order.failures import check_failure_options
@@ -56,6 +57,7 @@ def check(options: Options, shuffle: Any) -> None:
     _check_failures(options)
     _check_places(options)
     _check_rng(options)
+    check_auto(options)
 
 
 def count_workers(num_workers: Any, workers: Any) -> Any:
@@ -64,6 +66,10 @@ def count_workers(num_workers: Any, workers: Any) -> Any:
     Raises:
         ValueError: If both are given, and differ.
     """
+    num_workers = placed("num_workers", num_workers)
+    if is_chosen(num_workers):
+        is_fixed = isinstance(workers, RayWorkers)
+        return workers.num_workers if is_fixed else num_workers
     with contextlib.suppress(TypeError):  # it is refused later, in words
         num_workers = operator.index(num_workers)  # numpy's, too
     if not isinstance(workers, RayWorkers) or num_workers == workers.num_workers:
@@ -135,6 +141,11 @@ def _check_numbers(options: Options) -> None:
         ) from None
     if not timeout >= 0:  # also not a number
         raise ValueError(f"timeout option should be non-negative, got {timeout!r}")
+    _check_counts(options)
+
+
+def _check_counts(options: Options) -> None:
+    """Check how many batches and samples are under way."""
     factor = options.prefetch_factor
     if factor is not None:
         _check_count("prefetch_factor", factor)
@@ -148,6 +159,11 @@ def _check_numbers(options: Options) -> None:
         _check_count(name, count)
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
+    held = options.prefetch_bytes
+    if held is not None:
+        _check_count("prefetch_bytes", held)
+        if held < 1:
+            raise ValueError(f"prefetch_bytes must be at least 1, got {held}")
     steps = options.snapshot_every_n_steps
     if steps is not None:
         _check_count("snapshot_every_n_steps", steps)
@@ -162,7 +178,8 @@ def _check_count(name: str, value: Any) -> None:
     try:
         operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+        or_auto = " or 'auto'" if name in NAMES else ""
+        raise TypeError(f"{name} must be an integer{or_auto}, got {value!r}") from None
 
 
 def _check_sampling(options: Options, shuffle: Any) -> None:

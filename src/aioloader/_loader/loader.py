@@ -15,7 +15,7 @@ from typing_extensions import TypeVar
 
 from aioloader._collate.collate import default_collate, default_convert
 from aioloader._device.accelerator import accelerator_for
-from aioloader._loader import arguments
+from aioloader._loader import arguments, auto
 from aioloader._loader.options import Options, attributes_of
 from aioloader._loader.ranks import (
     Rank,
@@ -71,7 +71,11 @@ class DataLoader(TorchLoader[Batch]):
         sampler: Gives the indices; excludes ``shuffle``.
         batch_sampler: Gives lists of indices; excludes the three above and
             ``drop_last``.
-        num_workers: Worker processes (or threads) that make batches.
+        num_workers: Worker processes (or threads) that make batches. ``"auto"``: none
+            for tensors in memory and where all is async, else at first one per core
+            (at most 8), and from epoch to epoch as many as gain; within an epoch, and
+            with ``persistent_workers``, their number stays. Refused where samples or
+            draws depend on it.
         collate_fn: List of samples to batch; may be async.
         pin_memory: Copy batches into page-locked memory.
         drop_last: Leave out a short last batch.
@@ -83,7 +87,8 @@ class DataLoader(TorchLoader[Batch]):
             all, without workers: wider than torch), never more. ``None`` is 2; for
             async datasets, those that keep ``concurrency`` samples in flight, and
             three. For ``async for`` over a plain dataset, and for aioloader's streams
-            on the private loop, those made in 2 ms besides.
+            on the private loop, those made in 2 ms besides. ``"auto"``: begins with
+            that, and more as long as it gains.
         persistent_workers: Keep workers between epochs.
         pin_memory_device: Deprecated, as in torch.
         in_order: Deliver batches in the sampler's order, else as they complete.
@@ -91,7 +96,9 @@ class DataLoader(TorchLoader[Batch]):
             what is between is read again; 0 or ``None``: only at first. Positions are
             exact in any case. A map-style one is asked after each batch.
         transform: Sample to sample, before collating; may be async.
-        concurrency: Samples in flight on the loop.
+        concurrency: Samples in flight on the loop. ``"auto"``: 32 at first, then up to
+            1,024, as many as gain; in workers that read, 64. What is changed by
+            ``"auto"`` is logged with its reason, by the logger ``"aioloader"``.
         device: Where batches are delivered, such as ``"cuda:1"``: moved there ahead, on
             a stream of the loader's own, and handed over without a wait of the host.
         prefetch_device: Batches moved ahead of those that were asked for.
@@ -119,6 +126,8 @@ class DataLoader(TorchLoader[Batch]):
             ``"drop"``; or ``"uneven"``.
         lifespan: From the dataset to a context manager, plain or async: entered where
             samples are read (once here, or in each worker process), left at the end.
+        prefetch_bytes: Bytes of the batches requested and not yet taken, at most, by
+            the greatest of the recent ones; one batch is always requested.
 
     Raises:
         ValueError: If arguments exclude each other, in torch's words.
@@ -134,7 +143,7 @@ class DataLoader(TorchLoader[Batch]):
         shuffle: bool | None = None,
         sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[Any] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[Any], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -143,13 +152,13 @@ class DataLoader(TorchLoader[Batch]):
         multiprocessing_context: Any = None,
         generator: torch.Generator | None = None,
         *,
-        prefetch_factor: int | None = None,
+        prefetch_factor: int | Literal["auto"] | None = None,
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
         snapshot_every_n_steps: int | None = 1,
         transform: Callable[[Any], Any] | None = None,
-        concurrency: int = 64,
+        concurrency: int | Literal["auto"] = 64,
         device: Any = None,
         prefetch_device: int = 1,
         workers: arguments.Workers = "process",
@@ -164,6 +173,7 @@ class DataLoader(TorchLoader[Batch]):
         world_size: int | None = None,
         tail: Tail | None = None,
         lifespan: MakeLifespan | None = None,
+        prefetch_bytes: int | None = None,
     ) -> None:
         dataset, shuffle = settle_shuffle(dataset, shuffle)
         self.dataset = dataset
@@ -178,13 +188,13 @@ class DataLoader(TorchLoader[Batch]):
         self.worker_init_fn = worker_init_fn
         self.multiprocessing_context = multiprocessing_context
         self.generator = generator
-        self.prefetch_factor = prefetch_factor
+        self.prefetch_factor = auto.placed("prefetch_factor", prefetch_factor)
         self.persistent_workers = persistent_workers
         self.pin_memory_device = pin_memory_device
         self.in_order = in_order
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.transform = transform
-        self.concurrency = concurrency
+        self.concurrency = auto.placed("concurrency", concurrency)
         self.device = device
         self.prefetch_device = prefetch_device
         self.workers = workers
@@ -199,9 +209,12 @@ class DataLoader(TorchLoader[Batch]):
         self.world_size = world_size
         self.tail = tail
         self.lifespan = lifespan
+        self.prefetch_bytes = prefetch_bytes
 
         given = Options.of(attributes_of(self), WHOLE)
         arguments.check(given, shuffle)
+        for name, value in auto.first_values(given).items():
+            setattr(self, name, value)
         self.multiprocessing_context = arguments.context_of(multiprocessing_context)
         self.device = accelerator_for(device)
         ranks = self._ranks = Ranks.asked(rank, world_size, tail, dataset)
@@ -219,7 +232,7 @@ class DataLoader(TorchLoader[Batch]):
         from aioloader._loader.runtime import Runtime
 
         self._live = Runtime(dataset, self._epochs)
-        if num_workers:
+        if self.num_workers:
             self._live.warm(Options.of(attributes_of(self), WHOLE))
         self.__initialized = True  # from here on torch's __setattr__ guards samplers
 
@@ -317,7 +330,10 @@ class DataLoader(TorchLoader[Batch]):
         from aioloader._pipeline.iterator import BatchIterator, length_check
         from aioloader._pipeline.pipeline_iterator import PipelineIterator
 
-        live, options = self._live, self._options(settles=True)
+        live = self._live
+        deaths, is_kept = live.tally.deaths, live.pools.has_kept()
+        auto.settle(self, live.tuning, deaths=deaths, is_kept=is_kept)
+        options = self._options(settles=True)
         epoch = live.draw(options) if live.loaded is None else None
         seed = (live.loaded or {}).get("seed") if epoch is None else epoch.base_seed
         prepared = None

@@ -79,6 +79,7 @@ class Options:
     world_size: int | None
     tail: Any
     lifespan: Any
+    prefetch_bytes: int | None
     part: Part
     values: tuple[Any, ...]
 

@@ -17,6 +17,7 @@ from aioloader._order.epoch import Epoch, EpochNumbers
 from aioloader._pipeline.hosts import Hosts
 from aioloader._pipeline.inline import PlainIterator
 from aioloader._pipeline.pipeline_iterator import PipelineIterator
+from aioloader._pipeline.tuner import Tuning
 from aioloader._transport.slots import SlotPool
 from aioloader._workers.lease import Pools
 from aioloader._workers.process.fork_server import warm_fork_server
@@ -53,6 +54,7 @@ class Runtime:
         self.devices = Devices()
         self.servers = Servers()
         self.tally = Tally()
+        self.tuning = Tuning()
         self.open: weakref.WeakSet[BatchIterator[Any]] = weakref.WeakSet()
         self.numbers = numbers
         self.loaded = loaded

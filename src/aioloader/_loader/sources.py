@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import os
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -16,7 +15,9 @@ from torch.utils.data._utils import pin_memory as torch_pin
 from aioloader._collate.collate import collates_as_torch, default_collate
 from aioloader._collate.gather import gatherable
 from aioloader._device.opening import Devices, DeviceSide
+from aioloader._loader.auto import MOST_PER_WORKER, is_chosen, tuner_of
 from aioloader._loader.options import Options
+from aioloader._observe import machine
 from aioloader._observe.records import Setting
 from aioloader._order.epoch import Epoch
 from aioloader._order.indices import IndexOrder
@@ -28,6 +29,7 @@ from aioloader._pipeline.inline import GatherIterator, InlineIterator, PlainIter
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.pipeline_iterator import Patience, PipelineIterator, Window
 from aioloader._pipeline.roles import Pool
+from aioloader._pipeline.tuner import Tuning
 from aioloader._transport.slots import Locker, SlotPool
 from aioloader._workers.info import be_at_sample
 from aioloader._workers.lease import Lease, Pools
@@ -53,6 +55,7 @@ class Resources(Protocol):
     devices: Devices
     servers: Servers
     tally: Tally
+    tuning: Tuning
 
 
 def make_source(
@@ -92,7 +95,8 @@ def make_source(
         drop_last=options.drop_last,
         bookmark=epoch.bookmark,
         pool=pool,
-        head_start=options.prefetch_factor is None,
+        head_start=_follows_concurrency(options),
+        tuner=tuner_of(options, resources.tuning, reads_here=not (pool and pool.reads)),
     )
     if side is not None:
         pipeline.stage = side.stage(pipeline.ready, epoch.number)
@@ -152,19 +156,25 @@ def _window(
         # while a batch is made: none may be made before the user asks for it.
         return Window(1, is_lazy=True)
     readers = max(1, options.num_workers)
-    if options.prefetch_factor is not None:
-        return Window(readers * options.prefetch_factor + on_device)
+    factor = options.prefetch_factor
+    if factor is not None and not is_chosen(factor):
+        return Window(readers * factor + on_device)
     if options.is_plain:
         hops = is_async and pool is None and not on_device
-        return Window(readers * 2 + on_device, per_hop=hops)
+        return Window(readers * (factor or 2) + on_device, per_hop=hops)
     # One batch is being collated, one is handed over, and one is late.
-    spare = 3 * readers + on_device
+    spare = (factor or 3) * readers + on_device
     is_beside = pool is None and not on_device and options.loop == "thread"
     return Window(
         spare,
         samples=options.concurrency * readers,
         per_hop=is_beside and options.is_own_stream,
     )
+
+
+def _follows_concurrency(options: Options) -> bool:
+    """Tell whether the window is not given, but as wide as reading needs it."""
+    return options.prefetch_factor is None or is_chosen(options.prefetch_factor)
 
 
 def default_window(concurrency: int, batch_size: int) -> int:
@@ -189,20 +199,20 @@ def _setting(
         worker_kind=kind if pool is not None else "",
         reads_in_workers=options.reads_in_workers,
         concurrency=options.concurrency if options.reads_async else 1,
-        window=None if window.samples or window.per_hop else window.batches,
+        window=_fixed(window),
         batch_size=options.batch_size,
         is_stream=options.kind is not Kind.MAP,
         in_order=options.in_order,
         on_device=on_device,
-        cores=_cores(),
+        cores=machine.cores(),
     )
 
 
-def _cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _fixed(window: Window) -> int | None:
+    """Return how many batches may be in flight, if that is a fixed number."""
+    if window.is_lazy:
+        return 0
+    return None if window.samples or window.per_hop else window.batches
 
 
 def _device_side(options: Options, devices: Devices) -> DeviceSide | None:
@@ -317,7 +327,7 @@ def _spec(
     if not reads and is_async_function(transform):
         transform = None  # it is done where samples are read
     per_worker = options.prefetch_factor or 2
-    if options.prefetch_factor is None and reads and not options.is_plain:
+    if _follows_concurrency(options) and reads and not options.is_plain:
         per_worker = default_window(options.concurrency, options.batch_size or 1)
     return WorkerSpec(
         dataset=maker.dataset if reads else None,
@@ -334,10 +344,15 @@ def _spec(
         rng=options.rng or "batch",
         concurrency=options.concurrency,
         window=per_worker,
-        in_flight=per_worker * options.num_workers,
+        in_flight=_most_per_worker(options, per_worker) * options.num_workers,
         part=maker.part,
         snapshot_every=maker.snapshot_every,
         keeps_step=maker.keeps_step,
         lifespan=options.lifespan if reads else None,
         datasets=epoch.bookmark.datasets,
     )
+
+
+def _most_per_worker(options: Options, per_worker: int) -> int:
+    is_open = is_chosen(options.prefetch_factor)
+    return max(per_worker, MOST_PER_WORKER) if is_open else per_worker

@@ -142,7 +142,12 @@ def check_torch_suffices(loader: TorchLoader[Any]) -> None:
 
 
 # Arguments without which the batches are the same.
-_FOR_SPEED = {"concurrency", "prefetch_device", "snapshot_every_n_steps"}
+_FOR_SPEED = {
+    "concurrency",
+    "prefetch_bytes",
+    "prefetch_device",
+    "snapshot_every_n_steps",
+}
 
 
 def _is_asked_by(package: str) -> bool:

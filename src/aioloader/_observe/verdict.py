@@ -223,8 +223,9 @@ def best_change(
     most = max((gain for _, gain in tried), default=0.0)
     if most < _LEAST_GAIN:
         return None
-    good = [(one, gain) for one, gain in tried if gain >= most - _AS_GOOD]
-    return min(good, key=lambda pair: (pair[0].cost, pair[1] < _LEAST_GAIN))
+    least = max(_LEAST_GAIN, most - _AS_GOOD)
+    good = [(one, gain) for one, gain in tried if gain >= least]
+    return min(good, key=lambda pair: pair[0].cost)
 
 
 class _Found(NamedTuple):
@@ -276,7 +277,7 @@ def _freed(lag: LoopLag, now: Replayed) -> Advice:
 
 
 def _headline(stage: str, share: float, setting: Setting, lag: LoopLag | None) -> str:
-    waits = f"it waits for batches {share:.0%} of the time"
+    waits = f"training waits for batches {share:.0%} of the time"
     if stage == "nothing":
         return f"Nothing holds training back: {waits}."
     if stage == "consumer":

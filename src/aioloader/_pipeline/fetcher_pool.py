@@ -6,6 +6,7 @@ sample, of whatever batch. A task per sample would cost ten times as much as a p
 
 import asyncio
 import contextvars
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from time import perf_counter
@@ -15,6 +16,7 @@ from aioloader._order.failures import SKIP
 from aioloader._pipeline.awaiting import resolved, user_error
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
+from aioloader._pipeline.tuner import Tuner
 from aioloader.protocols import is_async_function
 
 # Of the samples of a batch, one in so many is timed.
@@ -39,10 +41,17 @@ class FetcherPool:
         maker: The user's functions.
         done: Called with a batch whose samples are all there, or that has a result.
         head_start: Whether other batches are read a moment later than the first one.
+        tuner: Changes ``size``, where the loader chooses it.
     """
 
     def __init__(
-        self, size: int, maker: BatchMaker, done: Done, *, head_start: bool
+        self,
+        size: int,
+        maker: BatchMaker,
+        done: Done,
+        *,
+        head_start: bool,
+        tuner: Tuner | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         # Not that of who hands a batch over, which may be another library's.
@@ -59,6 +68,8 @@ class FetcherPool:
         # What follows the first batch, until that is read too.
         self._held: deque[BatchTask] | None = deque() if head_start else None
         self._timer: asyncio.Handle | None = None
+        self._tuner = tuner if tuner and tuner.concurrency else None
+        self._failed = 0  # reads, of which some are tried again
         self._is_wrapped = maker.reads_async and not is_async_function(maker.get)
 
     def read(self, task: BatchTask) -> None:
@@ -165,9 +176,13 @@ class FetcherPool:
 
     async def _run(self) -> None:
         """Do one job after the other, until there are none."""
-        queue = self._queue
+        queue, tuner = self._queue, self._tuner
+        do = self._do if tuner is None else self._do_timed
         # User code may have swallowed the cancellation, which comes but once.
         while not self._is_closed:
+            if tuner is not None and self._fetching > self._size:
+                self._fetching -= 1  # it has become smaller
+                return
             if not queue:
                 if self._held is not None or len(self._idle) >= _RESERVE:
                     self._fetching -= 1
@@ -183,7 +198,7 @@ class FetcherPool:
                 queue.popleft()
             if task.result:
                 continue
-            rest = await self._do(task, position, job)
+            rest = await do(task, position, job)
             if rest is not None and not await self._give_way(rest):
                 return
 
@@ -210,6 +225,20 @@ class FetcherPool:
                 jobs = min(_TIMED_EVERY, len(task.indices) - position)
                 task.busy += (task.read - began) * jobs
         return None if task.pending else self._done(task)
+
+    async def _do_timed(
+        self, task: BatchTask, position: int, job: Job
+    ) -> Coroutine[Any, Any, None] | None:
+        """Do one job, and as many at a time from then on as the tuner says."""
+        assert self._tuner is not None
+        began = time.perf_counter()
+        rest = await self._do(task, position, job)
+        is_busy = bool(self._queue) and self._fetching >= self._size
+        size = self._tuner.note_read(began, failures=self._failed, is_busy=is_busy)
+        if size != self._size:
+            self._size = size
+            self._rouse(sum(jobs - one.cursor for one, _, jobs in self._queue))
+        return rest
 
     async def _give_way(self, rest: Coroutine[Any, Any, None]) -> bool:
         """Await the rest of a batch while another fetcher reads; tell who goes on."""
@@ -256,6 +285,7 @@ class FetcherPool:
 
     async def _reread(self, task: BatchTask, position: int, error: Exception) -> Any:
         maker = self._maker
+        self._failed += 1
         for delay in maker.delays(error):
             await asyncio.sleep(delay)
             self._be_at(task, position, 0)
@@ -282,6 +312,7 @@ class FetcherPool:
                 task.samples = maker.checked(task, samples)
             except BaseException as caught:
                 error = user_error(caught)
+                self._failed += 1
                 delays = delays or maker.delays(error)
                 delay = next(delays, None) if maker.may_retry(error) else None
                 if delay is not None:

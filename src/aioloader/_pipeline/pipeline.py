@@ -24,6 +24,7 @@ from aioloader._pipeline.host import Host
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import Pool, Stage
 from aioloader._pipeline.stream import AsyncStream, SyncStream
+from aioloader._pipeline.tuner import Tuner
 from aioloader._pipeline.waiting import Latch, call_threadsafe, context_elsewhere
 from aioloader.errors import LoaderClosedError
 from aioloader.protocols import Kind
@@ -49,6 +50,7 @@ class Pipeline:
             if all of that is done here.
         sink: Takes the results instead of ``ready``.
         head_start: Whether other batches are read a moment later than the first one.
+        tuner: Changes ``concurrency``, where the loader chooses it.
     """
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
@@ -63,6 +65,7 @@ class Pipeline:
         pool: Pool | None = None,
         sink: Callable[[BatchTask, BatchResult], None] | None = None,
         head_start: bool = False,
+        tuner: Tuner | None = None,
     ) -> None:
         self.bookmark = bookmark
         # Of a stream, what was delivered before is made again, to get past it.
@@ -87,6 +90,9 @@ class Pipeline:
         self._sink = sink
         self._concurrency = concurrency
         self._head_start = head_start
+        self.tuner = tuner
+        if tuner is not None:
+            tuner.ready = self.ready
         self.seconds_per_batch = 0.0  # of those that are made in the thread
         self._is_closing = self._is_dismissed = self._is_abandoned = False
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -185,6 +191,7 @@ class Pipeline:
             self.maker,
             self._next_step,
             head_start=self._head_start,
+            tuner=self.tuner,
         )
         try:
             self._fetchers = fetchers

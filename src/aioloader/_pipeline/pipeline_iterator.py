@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable  # noqa: TC003  (an annotation of an attribute)
@@ -39,17 +40,19 @@ class Window:
         is_lazy: Whether a batch is only begun while its consumer waits for it.
         per_hop: Whether more are in flight where they are made in no time, so that a
             hop to their thread makes several.
+        most: Never more batches than that.
     """
 
     batches: int
     samples: int = 0
     is_lazy: bool = False
     per_hop: bool = False
+    most: int = sys.maxsize
 
     def in_all(self, in_flight: int, samples: int) -> int:
         """Return how many batches of the size of those in flight there may be."""
         size = samples / in_flight if samples else 1
-        return self.batches + math.ceil(self.samples / size)
+        return min(self.most, self.batches + math.ceil(self.samples / size))
 
     def is_low(self, in_flight: int, samples: int) -> bool:
         """Tell whether it is time for more requests.
@@ -68,6 +71,8 @@ class Window:
             samples: Their samples.
             seconds: What one of them took to make; 0 if that is not known.
         """
+        if in_flight >= self.most:
+            return False
         batches = self.batches
         if self.per_hop and seconds:
             batches += min(_MOST_PER_HOP, int(HOP / seconds))
@@ -122,7 +127,8 @@ class PipelineIterator:
         self._dropped = epoch.dropped()
         self._turns = epoch.turns
         self._next = epoch.bookmark.done
-        self._window = window
+        self._tuner = pipeline.tuner
+        self._window = window if self._tuner is None else self._tuner.begin(window)
         self._timeout = patience.timeout
         self._restarts = patience.restarts
         self._restarted: BatchTask | None = None
@@ -401,6 +407,9 @@ class PipelineIterator:
     def _account(self, number: int, result: BatchResult) -> None:
         """Count a result that was taken, and issue other requests in its place."""
         self._samples -= self._in_flight.pop(number)
+        if self._tuner is not None:
+            waited = self.counters.waited
+            self._window = self._tuner.note_batch(result.batch, self._window, waited)
         if result.attempted or result.failures:
             self.pipeline.count(result)
         if self._turns is not None:

@@ -7,18 +7,17 @@ finalizer. It wakes nobody, and nothing polls: a writer that finds no free slot 
 one. A slot that the reader has page-locked keeps its pages: a device knows them.
 """
 
-import contextlib
 import mmap
 import os
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from aioloader._observe.machine import memory_left
 from aioloader._order.forks import fork_safe
 from aioloader._transport.slots import LockableMap, Locker, Slot, rounded
 from aioloader.errors import BatchTooLargeError
@@ -135,7 +134,7 @@ class ArenaWriter:
             os.ftruncate(self.descriptor, self._end + number * size)
             memory = mmap.mmap(self.descriptor, number * size, offset=self._end)
         except (OSError, OverflowError) as error:
-            raise _too_large(size, _available()) from error
+            raise _too_large(size, memory_left()) from error
         for offset in range(0, number * size, size):
             ref = SlotRef(self._count, self._end, size)
             self._slots.append(_Slot(ref, memory, offset))
@@ -234,7 +233,7 @@ class ArenaReader:
 
 
 def _check_room(size: int) -> None:
-    if size >= _BIG and size > (available := _available()):
+    if size >= _BIG and size > (available := memory_left()):
         raise _too_large(size, available)
 
 
@@ -245,29 +244,3 @@ def _too_large(size: int, available: int) -> BatchTooLargeError:
         nbytes=size,
         slot_bytes=available,
     )
-
-
-def _available() -> int:
-    """Return how many bytes this process could still use, in files of memory too."""
-    pages = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable"))
-        pages = int(line.split()[1]) * 1024
-    left = left_in_group(Path("/sys/fs/cgroup"))
-    return pages if left is None else min(pages, left)
-
-
-def left_in_group(group: Path) -> int | None:
-    """Return how many bytes a container may still use; None: it has no limit.
-
-    The kernel gives up cached pages of files before it refuses memory, so they do not
-    count as used; those of arenas are none of them.
-    """
-    with contextlib.suppress(OSError, ValueError, KeyError):  # no limit is "max"
-        limit = int((group / "memory.max").read_text(encoding="ascii"))
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-        lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
-        stat = {name: int(value) for name, value in map(str.split, lines)}
-        return limit - used + stat["active_file"] + stat["inactive_file"]
-    return None

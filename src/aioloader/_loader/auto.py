@@ -1,0 +1,151 @@
+"""Arguments that are ``"auto"``: where that is refused, where they begin, how far."""
+
+from typing import Any
+
+from torch.utils.data import TensorDataset
+
+from aioloader._collate.collate import default_collate, default_convert
+from aioloader._loader.options import Options
+from aioloader._observe.autotune import Chosen, Controller
+from aioloader._observe.machine import cores
+from aioloader._pipeline.tuner import Tuner, Tuning
+from aioloader.protocols import Kind, is_async_function
+
+AUTO = "auto"
+NAMES = ("num_workers", "prefetch_factor", "concurrency")
+# Where they begin, until what they are for is known, and the greatest concurrency.
+_FIRST = {"num_workers": 1, "prefetch_factor": 2, "concurrency": 32}
+_MOST_CONCURRENCY = 1024
+# In workers that read, where it stays.
+_IN_WORKERS = 64
+# Workers to begin with; more are for those that gain by them.
+_FIRST_WORKERS = 8
+# Batches requested ahead: without workers, and by each worker.
+_MOST_AHEAD = 32
+MOST_PER_WORKER = 8
+# What stands for no function, also where a loader is made again of its attributes.
+_TORCHS = (None, default_collate, default_convert)
+
+
+def placed(name: str, value: Any) -> Any:
+    """Return a number that the loader chooses in the place of ``"auto"``."""
+    return Chosen(_FIRST[name]) if isinstance(value, str) and value == AUTO else value
+
+
+def is_chosen(value: Any) -> bool:
+    """Tell whether the loader chooses this number."""
+    return isinstance(value, Chosen)
+
+
+def check_auto(options: Options) -> None:
+    """Refuse a number of workers that the loader chooses, where samples depend on it.
+
+    Raises:
+        ValueError: If so; says on what.
+    """
+    if not is_chosen(options.num_workers):
+        return
+    reason = ""
+    if options.rng == "worker":
+        reason = "with rng='worker' random draws depend on the number of workers: use "
+        reason += "rng='batch' or 'sample'"
+    elif options.kind is not Kind.MAP and options.reads_in_workers:
+        reason = "each worker reads a part of an iterable, and the order depends on "
+        reason += "their number: use fetch='loader', or a map-style dataset"
+    elif options.is_stateful and options.has_copies:
+        reason = "a stateful dataset has a state in each worker"
+    if reason:
+        raise ValueError(f"num_workers='auto' would change what is loaded: {reason}")
+
+
+def first_values(options: Options) -> dict[str, Any]:
+    """Return where the numbers begin that the loader chooses, by this dataset's kind.
+
+    Whether there are workers at all depends on nothing else, since draws do depend on
+    that: none where only coroutines would run in them, or nothing at all.
+    """
+    found: dict[str, Any] = {}
+    if is_chosen(options.num_workers):
+        found["num_workers"] = Chosen(_first_workers(options))
+    if is_chosen(options.prefetch_factor) and not options.is_plain:
+        found["prefetch_factor"] = Chosen(3)
+    workers = found.get("num_workers", options.num_workers)
+    if is_chosen(options.concurrency) and workers and options.reads_in_workers:
+        found["concurrency"] = Chosen(_IN_WORKERS)
+    return found
+
+
+def _first_workers(options: Options) -> int:
+    asks = (
+        options.persistent_workers
+        or options.multiprocessing_context is not None
+        or options.worker_init_fn is not None
+        or options.rng is not None
+        or not isinstance(options.workers, str)
+    )
+    functions = options.transform, options.collate_fn
+    is_plain_code = any(
+        one not in _TORCHS and not is_async_function(one) for one in functions
+    )
+    is_in_memory = type(options.dataset) is TensorDataset
+    if not asks and not is_plain_code and (options.reads_async or is_in_memory):
+        return 0
+    return min(cores(), _FIRST_WORKERS)
+
+
+def settle(loader: Any, tuning: Tuning, *, deaths: int, is_kept: bool) -> None:
+    """Let the next iteration begin with what was found out in those before.
+
+    Args:
+        loader: Whose attributes are set.
+        tuning: What was found out.
+        deaths: Workers that have died so far.
+        is_kept: Whether there are workers, which stay: others would draw a new seed.
+    """
+    for name in NAMES:
+        value = getattr(loader, name)
+        if isinstance(value, str):  # assigned since
+            setattr(loader, name, placed(name, value))
+    if is_kept:
+        return
+    if is_chosen(loader.num_workers) and loader.num_workers:
+        most = max(cores(), loader.num_workers)
+        workers = tuning.controller("num_workers", loader.num_workers, 1, most)
+        tuning.observe_workers(workers, deaths)
+    for name, controller in tuning.controllers.items():
+        value = getattr(loader, name)
+        if is_chosen(value) and value != controller.value:
+            setattr(loader, name, Chosen(controller.value))
+
+
+def tuner_of(options: Options, tuning: Tuning, *, reads_here: bool) -> Tuner | None:
+    """Return what tunes an iteration; None if nothing in it is to be chosen.
+
+    Args:
+        options: The loader's.
+        tuning: What the loader has found out.
+        reads_here: Whether this process reads the samples.
+    """
+    if options.prefetch_bytes is None and not any(
+        is_chosen(getattr(options, name)) for name in NAMES
+    ):
+        return None
+    concurrency: Controller | None = None
+    prefetch: Controller | None = None
+    given = int(options.prefetch_factor or 2)
+    size = options.global_batch_size or 1
+    if is_chosen(options.concurrency) and reads_here and options.reads_async:
+        start = options.concurrency
+        concurrency = tuning.controller("concurrency", start, 1, _MOST_CONCURRENCY)
+    if is_chosen(options.prefetch_factor):
+        most = MOST_PER_WORKER if options.num_workers else _MOST_AHEAD
+        prefetch = tuning.controller("prefetch_factor", given, min(given, 2), most)
+    return Tuner(
+        tuning,
+        concurrency=concurrency,
+        prefetch=prefetch,
+        given=given,
+        readers=max(1, options.num_workers),
+        batch_size=max(1, size // options.part.world_size),
+        prefetch_bytes=options.prefetch_bytes,
+    )

@@ -1,0 +1,74 @@
+"""What this process may use of the machine: cores and memory, also in a container.
+
+The kernel answers from memory, so that these reads never wait for a disk.
+"""
+
+import contextlib
+import math
+import mmap
+import os
+from pathlib import Path
+
+_GROUPS = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 60  # version 1 writes a number near 2 ** 63 for no limit
+
+
+def cores(groups: Path = _GROUPS) -> int:
+    """Return how many cores this process may use; of several ranks, its share."""
+    found = float(os.cpu_count() or 1)
+    if hasattr(os, "sched_getaffinity"):
+        found = float(os.cpu_count() or 1)
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        found = float(len(os.sched_getaffinity(0)))
+    for read in (_quota_2, _quota_1):
+        with contextlib.suppress(OSError, ValueError):
+            found = min(found, read(groups))
+    with contextlib.suppress(ValueError):  # set by torchrun
+        found /= max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, math.floor(found))
+
+
+def memory_left(groups: Path = _GROUPS) -> int:
+    """Return how many bytes this process could still use, in files of memory too."""
+    left = _UNLIMITED
+    with contextlib.suppress(OSError, ValueError):  # not everywhere known
+        left = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        words = _read(Path("/proc/meminfo")).replace(":", "").split()
+        left = int(words[words.index("MemAvailable") + 1]) * 1024
+    for limit, used, group in (
+        ("memory.max", "memory.current", groups),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", groups / "memory"),
+    ):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is no limit
+            most = int(_read(group / limit))
+            if most < _UNLIMITED:
+                left = min(left, most - int(_read(group / used)) + _cached(group))
+    return max(0, left)
+
+
+def _cached(group: Path) -> int:
+    """Return the bytes of cached files: the kernel gives them up first."""
+    words = _read(group / "memory.stat").split()
+    stat = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+    return stat["active_file"] + stat["inactive_file"]
+
+
+def _quota_2(groups: Path) -> float:
+    quota, period = _read(groups / "cpu.max").split()
+    return int(quota) / int(period)
+
+
+def _quota_1(groups: Path) -> float:
+    quota = int(_read(groups / "cpu" / "cpu.cfs_quota_us"))
+    if quota <= 0:
+        raise ValueError("no quota")
+    return quota / int(_read(groups / "cpu" / "cpu.cfs_period_us"))
+
+
+def _read(path: Path) -> str:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        return os.read(descriptor, 1 << 16).decode()
+    finally:
+        os.close(descriptor)

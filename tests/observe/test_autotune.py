@@ -1,0 +1,281 @@
+"""The controller, on stores that are simulated: no clock runs here."""
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioloader._observe.autotune import (
+    Chosen,
+    Controller,
+    Decision,
+    Held,
+    Observation,
+    bytes_of,
+)
+
+Rate = Callable[[int], float]
+LATENCY = 0.03
+BATCH = 32
+MOST = 1024
+
+
+def knee(at: int) -> Rate:
+    """Return the rate of a store that serves so many at a time, and queues the rest."""
+    return lambda n: min(n, at) / LATENCY
+
+
+def thrashing(at: int) -> Rate:
+    """Return the rate of a store that is slower the more are beyond so many."""
+    return lambda n: n / LATENCY if n <= at else at / LATENCY * at / n
+
+
+STORES: dict[str, Rate] = {
+    "latency, knee at 16": knee(16),
+    "latency, knee at 100": knee(100),
+    "latency, knee at 256": knee(256),
+    "latency, knee at 500": knee(500),
+    "bandwidth": lambda n: min(n / LATENCY, 5_000),
+    "one core": lambda n: min(n / 0.001, 500),
+    "core and latency": lambda n: 1 / max(LATENCY / n, 0.0004),
+    "thrashing from 10": thrashing(10),
+    "thrashing from 48": thrashing(48),
+    "thrashing from 90": thrashing(90),
+}
+
+
+@dataclass
+class Run:
+    """A controller at a store.
+
+    Attributes:
+        controller: The controller.
+        rate: What the store achieves.
+        noise: Standard deviation of what is seen of it.
+        waited: Share of the time that the consumer waits.
+        batches: Batches that were read so far.
+        has_changed: Whether the value is new: its reads have to settle.
+    """
+
+    controller: Controller
+    rate: Rate
+    noise: float = 0.0
+    waited: float = 1.0
+    batches: float = 0.0
+    has_changed: bool = True
+
+    def step(self, *, failures: float = 0.0) -> Decision | None:
+        """Read as many samples as the tuner measures, and decide."""
+        value = self.controller.value
+        blur = random.lognormvariate(0, self.noise) if self.noise else 1.0
+        rate = self.rate(value) * blur
+        settling = value if self.has_changed else 0
+        self.batches += (settling + max(16, value / 2)) / BATCH
+        seen = Observation(rate, self.waited, value / rate, failures)
+        decision = self.controller.observe(seen)
+        self.has_changed = decision is not None
+        return decision
+
+    def share(self) -> float:
+        """Return which share of the best rate the present value achieves."""
+        best = max(self.rate(value) for value in range(1, self.controller.most + 1))
+        return self.rate(self.controller.value) / best
+
+
+def started(rate: Rate, start: int = 32, **more: Any) -> Run:
+    """Return a run at its beginning."""
+    return Run(Controller("concurrency", start, 1, MOST), rate, **more)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+@pytest.mark.parametrize("store", STORES)
+def test_reaches_the_best_within_thirty_batches(store: str, noise: float) -> None:
+    """0.9 of the best setting; with noise, in nine of ten runs."""
+    reached = 0
+    for seed in range(20):
+        random.seed(seed)
+        run = started(STORES[store], noise=noise)
+        while run.batches < 30 and run.share() < 0.9:
+            run.step()
+        reached += run.share() >= 0.9
+    assert reached >= 18
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_stays_at_the_best(store: str) -> None:
+    """Most of the time, and ever more rarely it tries another setting."""
+    run = started(STORES[store])
+    shares = []
+    for _ in range(600):
+        run.step()
+        shares.append(run.share())
+    late = shares[100:]
+    assert sum(share >= 0.9 for share in late) >= 0.95 * len(late)
+
+
+def test_a_thousand_at_a_time_take_longer() -> None:
+    """Each setting has to be seen: half as many samples again as it has under way."""
+    run = started(knee(1000))
+    while run.share() < 0.9:
+        run.step()
+    assert 30 < run.batches < 50
+
+
+observations = st.builds(
+    Observation,
+    rate=st.floats(0, 1e6),
+    waited=st.floats(0, 1),
+    latency=st.floats(0, 100),
+    failures=st.floats(0, 1),
+)
+
+
+@given(
+    start=st.integers(-10, 5000),
+    least=st.integers(1, 50),
+    room=st.integers(0, 2000),
+    seen=st.lists(st.one_of(observations, st.integers(-5, 3000)), max_size=60),
+)
+def test_never_leaves_its_bounds(
+    start: int, least: int, room: int, seen: list[Observation | int]
+) -> None:
+    """Whatever it sees, and however the upper bound moves meanwhile."""
+    controller = Controller("concurrency", start, least, least + room)
+    most = least + room
+    for one in seen:
+        if isinstance(one, int):
+            most = max(least, one)
+            decision = controller.limit(one, "memory")
+        else:
+            decision = controller.observe(one)
+        assert least <= controller.value <= most
+        if decision is not None:
+            assert decision.after == controller.value != decision.before
+            assert decision.reason
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=60), st.integers(0, 3))
+def test_noise_alone_keeps_it_within_memory(rates: list[float], seed: int) -> None:
+    """What memory holds bounds a setting, also while others are tried."""
+    random.seed(seed)
+    controller = Controller("concurrency", 32, 1, MOST)
+    for rate in rates:
+        fits = random.randint(1, 200)
+        controller.limit(fits, "memory")
+        controller.observe(Observation(rate))
+        assert controller.value <= fits
+
+
+def test_the_consumer_does_not_wait() -> None:
+    """Nothing is tried: there is nothing to gain."""
+    run = started(knee(500), waited=0.01)
+    assert [run.step() for _ in range(50)] == [None] * 50
+    run.waited = 0.5
+    assert run.step() is not None
+
+
+def test_what_lost_is_taken_back() -> None:
+    """Twice as much is slower, and so is half."""
+    run = started(lambda n: 100 - abs(n - 32))
+    decisions = [decision for _ in range(5) if (decision := run.step())]
+    assert [decision.after for decision in decisions] == [64, 16, 32]
+    assert "lost" in decisions[-1].reason
+    assert run.share() == 1
+
+
+def test_one_stall_is_no_loss() -> None:
+    """What seems to have lost is measured twice."""
+    run = started(knee(500))
+    assert run.step()
+    fast, run.rate = run.rate, lambda _: 1.0
+    assert run.step() is None
+    run.rate = fast
+    run.step()
+    assert run.controller.value == 128
+
+
+def test_a_latency_that_rises_halves_it() -> None:
+    """Later, when the store has become slow; half is kept if that does not lose."""
+    run = started(knee(128))
+    for _ in range(9):
+        run.step()
+    settled = run.controller.value
+    run.rate = lambda n: 10 / LATENCY
+    decisions = [decision for _ in range(3) if (decision := run.step())]
+    assert run.controller.value <= settled // 2
+    assert "latency" in decisions[0].reason
+
+
+def test_failures_halve_it() -> None:
+    """Where fewer at a time fail less, fewer it stays."""
+    run = started(knee(500), start=64)
+    while run.batches < 200:
+        run.step(failures=max(0.0, 1 - 40 / run.controller.value))
+    assert run.controller.value <= 50
+
+
+def test_failures_that_have_other_reasons() -> None:
+    """Where as many fail with less, that is taken back, once and for all."""
+    run = started(knee(500), start=64)
+    first, second = run.step(failures=0.1), run.step(failures=0.1)
+    assert (first and first.after, second and second.after) == (32, 64)
+    assert second
+    assert "10.0%" in second.reason
+    while run.batches < 300:
+        run.step(failures=0.1)
+    assert run.controller.value > 300
+
+
+def test_each_decision_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """With the argument, both values and the reason."""
+    run = started(knee(100))
+    with caplog.at_level(logging.INFO, logger="aioloader"):
+        decisions = [decision for _ in range(10) if (decision := run.step())]
+    assert [record.getMessage() for record in caplog.records] == list(
+        map(str, decisions)
+    )
+    assert str(decisions[0]).startswith("concurrency: 32 -> 64: the consumer waits")
+
+
+def test_a_chosen_number() -> None:
+    """It is one, and shows that it was chosen."""
+    assert Chosen(3) == 3
+    assert f"{Chosen(3)} {Chosen(3) + 1}" == "auto(3) 4"
+
+
+# -- bytes ----------------------------------------------------------------------
+
+
+def test_bytes_of_a_batch() -> None:
+    """Tensors, bytes and text, in any container; of many items, some are measured."""
+    tensor = torch.zeros(10, 10)
+    batch = {"a": tensor, "b": (b"12345", ["abc"]), "c": tensor.numpy()}
+    assert bytes_of(batch) == 400 + 5 + 3 + 400
+    assert bytes_of([tensor] * 1000) == 400_000
+    assert bytes_of([]) == 0
+    assert bytes_of(torch.eye(3).to_sparse()) >= 0
+    circle: list[Any] = []
+    circle.append(circle)
+    assert bytes_of(circle) == 0
+
+
+def test_how_many_batches_fit() -> None:
+    """One, until a size is known; then by the greatest of recent ones, one at least."""
+    held = Held(1000)
+    assert held.batches() == 1
+    held.note(b"x" * 100)
+    assert held.batches() == 10
+    held.note(b"x" * 400)
+    held.note(b"x" * 100)
+    assert held.batches() == 2
+    held.note(b"x" * 5000)
+    assert held.batches() == 1
+    for _ in range(200):
+        held.note(b"x" * 200)
+    assert held.batches() == 5

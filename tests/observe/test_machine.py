@@ -1,0 +1,71 @@
+"""What a process may use of the machine, in a container too."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from aioloader._observe.machine import cores, memory_left
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one rank on this machine, which has eight cores."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
+
+
+def written(folder: Path, **files: str) -> Path:
+    """Write the files of a group of processes; ``__`` stands for a dot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+    return folder
+
+
+def test_cores_without_a_quota(tmp_path: Path) -> None:
+    """The cores that the process may run on."""
+    assert cores(tmp_path) == 8
+    written(tmp_path, cpu__max="max 100000\n")
+    assert cores(tmp_path) == 8
+
+
+def test_a_quota_of_either_version(tmp_path: Path) -> None:
+    """Whole cores of it; one at least."""
+    assert cores(written(tmp_path / "a", cpu__max="250000 100000\n")) == 2
+    assert cores(written(tmp_path / "b", cpu__max="20000 100000\n")) == 1
+    quota = {"cpu__cfs_quota_us": "300000\n", "cpu__cfs_period_us": "100000\n"}
+    written(tmp_path / "c" / "cpu", **quota)
+    assert cores(tmp_path / "c") == 3
+    quota["cpu__cfs_quota_us"] = "-1\n"
+    written(tmp_path / "c" / "cpu", **quota)
+    assert cores(tmp_path / "c") == 8
+
+
+def test_ranks_share_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has its part, and one core at least."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert cores(tmp_path) == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    assert cores(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("folder", "most", "used"),
+    [
+        ("", "memory__max", "memory__current"),
+        ("memory", "memory__limit_in_bytes", "memory__usage_in_bytes"),
+    ],
+)
+def test_cached_files_do_not_count_as_used(
+    tmp_path: Path, folder: str, most: str, used: str
+) -> None:
+    """In a container, pages that the kernel can drop at once leave room."""
+    free = memory_left(tmp_path)
+    stat = "anon 100\nfile 800\nshmem 50\ninactive_file 400\nactive_file 350\n"
+    group = written(tmp_path / folder, memory__stat=stat, **{used: "900\n"})
+    for unlimited in ("max\n", "9223372036854771712\n"):
+        written(group, **{most: unlimited})
+        assert memory_left(tmp_path) > free // 2 > 1000
+    written(group, **{most: "1000\n"})
+    assert memory_left(tmp_path) == 1000 - 900 + 750

@@ -1,0 +1,426 @@
+"""Loaders whose numbers are "auto", and those that hold so many bytes at most."""
+
+import asyncio
+import copy
+import logging
+import pickle
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, TensorDataset
+
+from aioloader import DataLoader
+from aioloader._loader.arguments import count_workers
+from aioloader._observe.autotune import Chosen, Controller, Held
+from aioloader._pipeline import fetcher_pool
+from aioloader._pipeline import tuner as tuner_module
+from aioloader._pipeline.batch_task import BatchTask
+from aioloader._pipeline.fetcher_pool import FetcherPool
+from aioloader._pipeline.pipeline_iterator import Window
+from aioloader._pipeline.tuner import Figures, Tuner, Tuning
+from aioloader._workers.ray.workers import RayWorkers
+from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, labels
+from stateful import Counted
+from working import Drawing, double
+
+
+def indices(batches: Iterable[Any]) -> list[int]:
+    """Return the indices of all samples."""
+    return [index for batch in labels(list(batches)) for index in batch]
+
+
+class Clock:
+    """A clock that tests turn."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Return the clock of what is measured."""
+    clock = Clock()
+    for module in (tuner_module, fetcher_pool):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def tuner(tuning: Tuning, **options: Any) -> Tuner:
+    """Return a tuner of one reader, of batches of eight samples."""
+    given: dict[str, Any] = {"concurrency": None, "prefetch": None, "given": 2}
+    given |= {"readers": 1, "batch_size": 8, "prefetch_bytes": None}
+    return Tuner(tuning, **(given | options))
+
+
+# -- as many reads as gain ------------------------------------------------------------
+
+
+class Store:
+    """Reads take as long as they would from one that serves ``knee`` at a time."""
+
+    def __init__(self, clock: Clock, knee: int) -> None:
+        self.clock = clock
+        self.knee = knee
+        self.under_way = self.most = 0
+
+    async def get(self, index: int) -> int:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        # As many reads end in a latency as are under way.
+        latency = 0.03 * max(1.0, self.under_way / self.knee)
+        self.clock.now += latency / self.under_way
+        self.under_way -= 1
+        return index
+
+
+async def read_all(store: Store, controller: Controller, batches: int) -> list[Any]:
+    """Return the samples of so many batches, which are all requested at once."""
+    maker: Any = SimpleNamespace(
+        get=store.get,
+        get_batch=None,
+        reads_async=True,
+        transforms_async=False,
+        at=None,
+        policy=SimpleNamespace(begin=lambda _samples: None),
+    )
+    all_read, tasks = (
+        asyncio.Event(),
+        [
+            BatchTask(number, range(number * 8, number * 8 + 8))
+            for number in range(batches)
+        ],
+    )
+    read = []
+
+    def done(task: BatchTask) -> None:
+        read.append(task)
+        if len(read) == batches:
+            all_read.set()
+
+    size = controller.value
+    tuned = tuner(Tuning(), concurrency=controller)
+    pool = FetcherPool(size, maker, done, head_start=False, tuner=tuned)
+    for task in tasks:
+        pool.read(task)
+    await all_read.wait()
+    await pool.aclose()
+    return [sample for task in tasks for sample in task.samples]
+
+
+async def test_reads_grow_to_the_knee(clock: Clock) -> None:
+    """As many as gain are under way, and each sample is read once."""
+    store, controller = Store(clock, 100), Controller("concurrency", 16, 1, 1024)
+    assert await read_all(store, controller, 400) == list(range(3200))
+    assert controller.value >= 90
+    assert store.most <= 256
+
+
+async def test_reads_become_fewer(clock: Clock) -> None:
+    """As many as were under way and are no more allowed end with their sample."""
+    store, controller = Store(clock, 4), Controller("concurrency", 64, 1, 64)
+    tuned = tuner(Tuning(), concurrency=controller)
+    tuned._most_concurrency = 8
+    assert tuned.note_read(clock.now, failures=0, is_busy=True) == 8
+    assert controller.value == controller.most == 8
+    assert await read_all(store, controller, 40) == list(range(320))
+    assert store.most == 8
+
+
+@pytest.mark.parametrize("concurrency", ["auto", 32])
+async def test_order_stays(concurrency: Any) -> None:
+    """The same batches as with a number."""
+    torch.manual_seed(3)
+    expected = indices(DataLoader(SyncMap(300), 8, shuffle=True))
+    torch.manual_seed(3)
+    loader = DataLoader(AsyncMap(300), 8, shuffle=True, concurrency=concurrency)
+    assert indices([batch async for batch in loader]) == expected
+
+
+# -- as many batches ahead as gain --------------------------------------------------
+
+
+def test_more_is_requested_while_that_gains(clock: Clock) -> None:
+    """Batches come faster the more are requested, up to twelve."""
+    controller = Controller("prefetch_factor", 2, 1, 32)
+    tuned = tuner(Tuning(), prefetch=controller)
+    window = tuned.begin(Window(2))
+    waited = 0.0
+    for _ in range(400):
+        seconds = 0.1 / min(12, window.batches)
+        clock.now, waited = clock.now + seconds, waited + seconds / 2
+        window = tuned.note_batch(b"batch", window, waited)
+        assert window.batches == controller.value
+    assert 10 <= controller.value <= 16
+
+
+def test_nothing_more_where_the_consumer_does_not_wait(clock: Clock) -> None:
+    """What is requested ahead stays as it was."""
+    controller = Controller("prefetch_factor", 2, 1, 32)
+    tuned = tuner(Tuning(), prefetch=controller)
+    window = tuned.begin(Window(3))  # one of them on the device
+    for _ in range(400):
+        clock.now += 0.1
+        window = tuned.note_batch(b"batch", window, 0.0)
+    assert (window.batches, window.samples) == (3, 0)
+    controller.value = 5  # kept workers begin the next epoch with what was learned
+    again = tuner(Tuning(), prefetch=controller).begin(Window(3))
+    assert again.batches == 6
+
+
+def test_samples_in_flight_follow_the_concurrency(clock: Clock) -> None:
+    """The window is as wide as reads need it."""
+    controller = Controller("concurrency", 32, 1, 1024)
+    tuned = tuner(Tuning(), concurrency=controller)
+    window = tuned.begin(Window(3, samples=32))
+    controller.value = 100
+    window = tuned.note_batch(b"batch", window, 0.0)
+    assert (window.batches, window.samples) == (3, 100)
+
+
+# -- bytes ------------------------------------------------------------
+
+
+class Growing(SyncMap):
+    """Samples of 100 float32 at first, and later of 1,000."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(100 if index < 40 else 1000)
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"prefetch_factor": 16}])
+def test_what_is_held_fits(options: dict[str, Any]) -> None:
+    """One batch until its size is known, then as many as fit, and one at least."""
+    loader = DataLoader(
+        Growing(80), 1, prefetch_bytes=1700, workers="thread", **options
+    )
+    in_flight = [loader.stats().in_flight for _ in loader]
+    assert len(in_flight) == 80
+    assert max(in_flight[:40]) == 4
+    assert max(in_flight[50:]) == 1
+
+
+def test_bytes_hold_for_async_datasets_too() -> None:
+    """However many samples there might be at a time."""
+    loader = DataLoader(AsyncMap(200), 4, prefetch_bytes=200, concurrency="auto")
+    for _ in loader:  # four samples of three float32 and an int64
+        assert loader.stats().in_flight <= 2
+    assert loader._live.tuning.controllers["concurrency"].value <= 200 // 20
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_one_batch_of_many_readers(in_order: bool) -> None:
+    """Fewer batches than readers: they take turns."""
+    loader = DataLoader(
+        SyncStream(12), 2, num_workers=2, prefetch_bytes=1, in_order=in_order
+    )
+    assert sorted(indices(loader)) == sorted([*range(12)] * 2)
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_too_few_bytes(value: int) -> None:
+    """The constructor refuses them."""
+    with pytest.raises(ValueError, match="prefetch_bytes must be at least 1, got"):
+        DataLoader([1], prefetch_bytes=value)
+    with pytest.raises(TypeError, match="prefetch_bytes must be an integer, got 'x'"):
+        DataLoader([1], prefetch_bytes="x")  # type: ignore[arg-type]
+
+
+# -- as many workers as gain -------------------------------------------------------
+
+
+@pytest.fixture
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """There are twelve cores."""
+    monkeypatch.setattr("aioloader._loader.auto.cores", lambda: 12)
+    monkeypatch.setattr("aioloader._loader.arguments._warn_of_many", lambda _: None)
+    return iter(())
+
+
+@pytest.mark.usefixtures("many_cores")
+def test_workers_by_the_kind_of_dataset() -> None:
+    """None where nothing would run in them; else one per core, eight at first."""
+    tensors = TensorDataset(torch.zeros(4))
+    assert DataLoader(tensors, num_workers="auto").num_workers == 0
+    assert DataLoader(AsyncMap(), num_workers="auto").num_workers == 0
+    assert DataLoader(AsyncStream(), num_workers="auto").num_workers == 0
+    assert DataLoader(SyncMap(), num_workers="auto").num_workers == 8
+    plain = DataLoader(AsyncMap(), num_workers="auto", transform=double)
+    assert plain.num_workers == 8
+    # Made again of its own arguments, with torch's functions filled in.
+    again = DataLoader(AsyncMap(), num_workers="auto")
+    again = DataLoader(
+        again.dataset, num_workers=again.num_workers, collate_fn=again.collate_fn
+    )
+    assert repr(again.num_workers) == "auto(0)"
+
+
+@pytest.mark.usefixtures("many_cores")
+def test_workers_between_epochs(caplog: pytest.LogCaptureFixture) -> None:
+    """More where the consumer waited; fewer after deaths; never beyond the cores."""
+    loader = DataLoader(SyncMap(), num_workers="auto", workers="thread")
+    live, tuning = loader._live, loader._live.tuning
+    seen = []
+    for rate, deaths in ((8, 0), (12, 0), (12, 0), (12, 1), (12, 1)):
+        iter(loader)
+        seen.append(int(loader.num_workers))
+        tuning.figures = Figures(1, 101, batches=100 * rate, waited=50)
+        live.tally.deaths = deaths
+    with caplog.at_level(logging.INFO, logger="aioloader"):
+        iter(loader)
+    assert seen == [8, 12, 12, 12, 6]
+
+
+def test_kept_workers_stay() -> None:
+    """Others would draw a new seed, and order."""
+    loader = DataLoader(
+        Drawing(32), 4, num_workers="auto", persistent_workers=True, shuffle=True
+    )
+    torch.manual_seed(0)
+    first, second = list(loader), list(loader)
+    loader._live.tuning.figures = Figures(1, 101, batches=100, waited=90)
+    before = loader.num_workers
+    iterator = iter(loader)
+    assert loader.num_workers is before
+    del iterator
+    loader.close()
+    torch.manual_seed(0)
+    with DataLoader(
+        Drawing(32), 4, num_workers=1, persistent_workers=True, shuffle=True
+    ) as one:
+        for mine, theirs in zip((first, second), (list(one), list(one)), strict=True):
+            assert str(mine) == str(theirs)
+
+
+@pytest.mark.parametrize("workers", [2, "auto"])
+def test_draws_stay(workers: Any) -> None:
+    """They do not depend on how many workers there are."""
+    torch.manual_seed(5)
+    loader = DataLoader(Drawing(16), 4, shuffle=True, num_workers=workers)
+    found = str(list(loader))
+    torch.manual_seed(5)
+    assert found == str(list(DataLoader(Drawing(16), 4, shuffle=True, num_workers=1)))
+
+
+class Plain(IterableDataset[int]):
+    """A stream of each worker's own."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "words"),
+    [
+        (SyncMap(), {"rng": "worker"}, "random draws depend on the number of workers"),
+        (Plain(), {}, "each worker reads a part of an iterable"),
+        (AsyncStream(), {"fetch": "workers"}, "each worker reads a part"),
+        (Counted(), {}, "a stateful dataset has a state in each worker"),
+    ],
+)
+def test_refused_where_samples_depend_on_it(
+    dataset: Any, options: dict[str, Any], words: str
+) -> None:
+    """The constructor says why."""
+    with pytest.raises(ValueError, match=words):
+        DataLoader(dataset, num_workers="auto", **options)
+
+
+def test_a_stream_that_the_loader_reads_once() -> None:
+    """Workers collate only: their number does not matter."""
+    loader = DataLoader(Plain(), 4, num_workers="auto", fetch="loader")
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_ray_workers_have_their_number() -> None:
+    """It is not chosen anew."""
+    assert repr(count_workers("auto", RayWorkers(3))) == "3"
+
+
+def test_an_executor() -> None:
+    """How many batches it has at once is chosen too."""
+    with ThreadPoolExecutor(2) as executor:
+        loader = DataLoader(SyncMap(), 4, num_workers="auto", workers=executor)
+        assert loader.num_workers >= 1
+        assert indices(loader) == [*range(20)]
+
+
+# -- drop-in ------------------------------------------------------------
+
+_ALL: dict[str, Any] = dict.fromkeys(
+    ("num_workers", "prefetch_factor", "concurrency"), "auto"
+)
+
+
+@pytest.mark.parametrize("name", _ALL)
+def test_other_words_are_refused(name: str) -> None:
+    """In words that name what would do."""
+    with pytest.raises(TypeError, match=f"{name} must be an integer or 'auto', got"):
+        DataLoader([1], **{name: "most"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dataset", [SyncMap(24), AsyncMap(24)])
+def test_made_again_of_its_attributes(dataset: Any) -> None:
+    """Frameworks do so; they compare numbers, and copy and pickle loaders."""
+    loader = DataLoader(dataset, 4, **_ALL)
+    known = {name: getattr(loader, name) for name in _ALL}
+    assert all(isinstance(value, Chosen) for value in known.values())
+    assert loader.num_workers >= 0
+    made = DataLoader(loader.dataset, 4, **known)
+    for one in (made, copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert all(isinstance(getattr(one, name), Chosen) for name in _ALL)
+        assert indices(one) == [*range(24)]
+
+
+def test_assigned_later() -> None:
+    """It counts from the next iteration on."""
+    loader: Any = DataLoader(AsyncMap(24), 4)
+    loader.concurrency = "auto"
+    assert len(list(loader)) == 6
+    assert repr(loader.concurrency) == "auto(32)"
+    loader.concurrency = 5
+    assert len(list(loader)) == 6
+    assert loader.concurrency == 5
+
+
+@pytest.mark.parametrize("workers", ["auto", 2])
+def test_resumed_in_the_middle(workers: Any) -> None:
+    """A state fits a loader with other numbers."""
+    options = _ALL | {"num_workers": workers}
+    loader = DataLoader(SyncMap(40), 4, **options)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    state = loader.state_dict()
+    del iterator
+    other = DataLoader(SyncMap(40), 4, num_workers=1)
+    other.load_state_dict(state)
+    assert indices(other) == [*range(12, 40)]
+
+
+def test_nothing_is_tuned_that_is_not_asked_for() -> None:
+    """A loader without such arguments has no tuner."""
+    loader = DataLoader(AsyncMap(24), 4)
+    list(loader)
+    assert not loader._live.tuning.controllers
+
+
+def test_held_bytes_are_half_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a number of bytes, and where that is smaller than the number."""
+    monkeypatch.setattr(tuner_module, "memory_left", lambda: 1000)
+    tuning = Tuning()
+    tuner(tuning)
+    assert isinstance(tuning.held, Held)
+    assert tuning.held.most == 500
+    tuner(tuning, prefetch_bytes=300)
+    assert tuning.held.most == 300
+    tuner(tuning, prefetch_bytes=3000)
+    assert tuning.held.most == 500
