@@ -22,7 +22,8 @@ def test_public_names() -> None:
         "DataLoader",
         "Failure",
         "LoaderStats",
-        "RayWorkers",
+        "PrometheusCollector",
+    "RayWorkers",
         "Retry",
         "ShuffledIndices",
         "WorkerInfo",
@@ -32,6 +33,9 @@ def test_public_names() -> None:
         "errors",
         "get_worker_info",
         "merge_states",
+        "merge_traces",
+        "observe_with_opentelemetry",
+        "progress",
         "warm_up",
     ]
     assert all(hasattr(aioloader, name) for name in aioloader.__all__)

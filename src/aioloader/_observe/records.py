@@ -7,14 +7,17 @@ differences mean something).
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 # Batches whose records are kept.
 KEPT = 1024
 
+Place: TypeAlias = Literal["inline", "thread", "loop", "workers"]
 # When a batch was made: ``MadeAt``'s fields, as a plain tuple, which costs a fifth.
 Made: TypeAlias = tuple[float, float, float, float, float, float, float]
+RecordTuple: TypeAlias = tuple[int, float, float, int, int, Made]
 NOT_MADE: Made = (0.0,) * 7
 
 
@@ -66,19 +69,37 @@ class Records:
     """The latest records of one epoch.
 
     Attributes:
-        latest: ``Record``s as plain tuples, the latest last.
+        append: Adds a ``Record`` as a plain tuple. To be looked up for each batch: it
+            changes when a sink is added.
+        latest: Those that are kept, the latest last.
     """
 
-    __slots__ = ("latest",)
+    __slots__ = ("_sinks", "append", "latest")
 
     def __init__(self) -> None:
-        self.latest: deque[tuple[int, float, float, int, int, Made]] = deque(
-            maxlen=KEPT
-        )
+        self.latest: deque[RecordTuple] = deque(maxlen=KEPT)
+        self.append: Callable[[RecordTuple], None] = self.latest.append
+        self._sinks: tuple[Callable[[RecordTuple], None], ...] = ()
 
     def all(self) -> list[Record]:
         """Return those that are kept."""
         return [Record._make(one) for one in list(self.latest)]
+
+    def add_sink(self, sink: Callable[[RecordTuple], None]) -> None:
+        """Have ``sink`` called with each record to come, in the consumer's thread."""
+        self._sinks = (*self._sinks, sink)
+        self.append = self._append_to_all
+
+    def remove_sink(self, sink: Callable[[RecordTuple], None]) -> None:
+        """Undo ``add_sink``."""
+        self._sinks = tuple(one for one in self._sinks if one != sink)
+        if not self._sinks:
+            self.append = self.latest.append
+
+    def _append_to_all(self, record: RecordTuple) -> None:
+        self.latest.append(record)
+        for sink in self._sinks:
+            sink(record)
 
 
 @dataclass(frozen=True)
@@ -105,7 +126,7 @@ class Setting:
         cores: How many cores this process may use.
     """
 
-    place: Literal["inline", "thread", "loop", "workers"]
+    place: Place
     workers: int = 0
     worker_kind: str = ""
     reads_in_workers: bool = False
