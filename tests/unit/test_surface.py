@@ -23,7 +23,7 @@ def test_public_names() -> None:
         "Failure",
         "LoaderStats",
         "PrometheusCollector",
-    "RayWorkers",
+        "RayWorkers",
         "Retry",
         "ShuffledIndices",
         "WorkerInfo",

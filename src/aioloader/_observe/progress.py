@@ -442,13 +442,10 @@ def weight_of(batch: Any) -> int:
 
 def _short(number: float) -> str:
     """Return three digits and a prefix, such as ``"12.3 k"``."""
-    for prefix in ("", " k", " M", " G"):
-        if number < 999.5:
-            break
-        number /= 1000
-    else:
-        prefix = " T"
-    return f"{number:.3g}{prefix}"
+    power = 0
+    while abs(number) >= 999.5 and power < 4:
+        number, power = number / 1000, power + 1
+    return f"{number:.3g}{('', ' k', ' M', ' G', ' T')[power]}"
 
 
 def _is_seen(file: TextIO) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from aioloader._observe.records import (
     NOT_MADE,
@@ -150,7 +150,7 @@ class Trace:
         if self._clock is not None:
             records.add_sink(traced.records.append)
 
-    def __enter__(self) -> "Trace":
+    def __enter__(self) -> Self:
         if self._clock is not None:
             raise RuntimeError("this trace was recorded already; make a new one")
         self._clock = Clock.now()
@@ -163,7 +163,7 @@ class Trace:
         self._stop()
         self._write(error)
 
-    async def __aenter__(self) -> "Trace":
+    async def __aenter__(self) -> Self:
         return self.__enter__()
 
     async def __aexit__(
@@ -278,8 +278,8 @@ def trace_events(
     name = f"aioloader (process {os.getpid()})"
     yield _described("process_name", process, 0, name=name)
     yield _described("process_sort_index", process, 0, sort_index=os.getpid())
-    for thread, ((_, _, name, row), on_track) in enumerate(sorted(tracks.items())):
-        name = f"{name} ({row + 1})" if row else name
+    for thread, (track, on_track) in enumerate(sorted(tracks.items())):
+        name = f"{track[2]} ({track[3] + 1})" if track[3] else track[2]
         yield _described("thread_name", process, thread, name=name)
         yield _described("thread_sort_index", process, thread, sort_index=thread)
         for job in on_track:
@@ -407,11 +407,10 @@ def _read_json(path: StrPath) -> dict[str, Any]:
     if os.fspath(path).endswith(".gz"):
         content = gzip.decompress(content)
     found = json.loads(content)
-    if isinstance(found, list):
-        found = {"traceEvents": found}
-    if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
+    trace = found if isinstance(found, dict) else {"traceEvents": found}
+    if type(trace.get("traceEvents")) is not list:
         raise ValueError(f"'{path}' is no trace: it has no list of 'traceEvents'")
-    return found
+    return trace
 
 
 def _write_json(path: Path, head: dict[str, Any], events: Iterable[Event]) -> None:
