@@ -114,15 +114,10 @@ class Trace:
             ends with ``".gz"``, it is compressed.
         traces: Those that the loader has follow its epochs; this one is among them
             during the block.
-
-    Raises:
-        FileNotFoundError: If the folder does not exist.
     """
 
     def __init__(self, path: StrPath, traces: "list[Trace]") -> None:
         self._path = Path(path)
-        if not self._path.parent.is_dir():
-            raise FileNotFoundError(f"no such folder: '{self._path.parent}'")
         self._traces = traces
         self._followed: list[tuple[Records, Traced]] = []
         self._clock: Clock | None = None  # since the block began
@@ -151,12 +146,8 @@ class Trace:
             records.add_sink(traced.records.append)
 
     def __enter__(self) -> Self:
-        if self._clock is not None:
-            raise RuntimeError("this trace was recorded already; make a new one")
-        self._clock = Clock.now()
-        self._traces.append(self)
-        for records, traced in self._followed:
-            records.add_sink(traced.records.append)
+        self._check_folder()
+        self._start()
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, *_: object) -> None:
@@ -164,13 +155,29 @@ class Trace:
         self._write(error)
 
     async def __aenter__(self) -> Self:
-        return self.__enter__()
+        await asyncio.to_thread(self._check_folder)
+        self._start()
+        return self
 
     async def __aexit__(
         self, _kind: object, error: BaseException | None, *_: object
     ) -> None:
         self._stop()
         await asyncio.to_thread(self._write, error)
+
+    def _check_folder(self) -> None:
+        """Fail before the block, and not after it."""
+        folder = self._path.parent
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no folder '{folder}' for the trace")
+
+    def _start(self) -> None:
+        if self._clock is not None:
+            raise RuntimeError("this trace was recorded already; make a new one")
+        self._clock = Clock.now()
+        self._traces.append(self)
+        for records, traced in self._followed:
+            records.add_sink(traced.records.append)
 
     def _stop(self) -> None:
         self._traces.remove(self)
