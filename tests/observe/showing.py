@@ -42,7 +42,11 @@ class Stage:
     p50: float = 0.0
     p95: float = 0.0
     p99: float = 0.0
-    utilisation: float = 0.0
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the time in which a lane was busy."""
+        return self.busy / (self.busy + self.starved + self.blocked)
 
 
 @dataclass
@@ -51,14 +55,16 @@ class Figures:
 
     epoch: int = 0
     batches: int = 0
-    samples: int = 0
     waited: float = 0.0
-    seconds: float = 0.0
     in_flight: int = 0
     failures: int = 0
     worker_deaths: int = 0
     worker_restarts: int = 0
     resumed_at: int = 0
+    recent: int = 0
+    seconds: float = 0.0
+    samples: int = 0
+    waits: tuple[float, float, float] = (0.0, 0.0, 0.0)
     stages: tuple[Stage, ...] = ()
 
 
@@ -71,6 +77,7 @@ class Counting:
         self.seconds = seconds
         self.figures = Figures()
         self.looks = 0
+        self.costs = 0.0
 
     def __len__(self) -> int:
         return self.batches + self.figures.resumed_at
@@ -94,11 +101,13 @@ class Counting:
         """Return a batch of 5 samples and 1,000 bytes."""
         self.clock.now += self.seconds
         self.figures.batches += 1
-        self.figures.samples += 5
+        self.figures.recent = min(4, self.figures.batches)
+        self.figures.samples = 5 * self.figures.recent
         self.figures.waited += self.seconds / 4
         return {"number": number, "data": [bytes(1000)]}
 
     def stats(self) -> Figures:
         """Return the figures; count that they were asked for."""
         self.looks += 1
+        self.clock.now += self.costs
         return self.figures

@@ -95,6 +95,16 @@ def test_looks_seldom(clock: Clock) -> None:
     assert 18 <= loader.looks <= 22
 
 
+def test_figures_that_cost_much_are_read_less_often(clock: Clock) -> None:
+    """They take a thousandth of the time; the position is shown all the same."""
+    loader, terminal = Counting(clock, batches=1000, seconds=0.01), Terminal()
+    loader.costs = 0.005
+    for _ in progress(loader, file=terminal):
+        pass
+    assert loader.looks == 3
+    assert len(terminal.lines()) >= 18
+
+
 def test_elsewhere_a_line_a_minute(
     clock: Clock, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,9 +121,7 @@ def test_elsewhere_a_line_a_minute(
     assert said[0].endswith("samples/s, 1 kB/s, waiting 25%")
 
 
-def test_nothing_to_write_to(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_to_write_to(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither without a stderr, nor with a closed one."""
     closed = io.StringIO()
     closed.close()
@@ -204,7 +212,7 @@ def test_an_exception_of_the_consumer_holds_no_iterator(clock: Clock) -> None:
 def train(loader: Any, terminal: Terminal) -> None:
     """Fail at the fourth batch."""
     for one in progress(loader, file=terminal):
-        1 / (3 - one["number"])  # noqa: B018
+        1 / (3 - one["number"])
 
 
 class Failing:
@@ -291,7 +299,13 @@ def test_weights() -> None:
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0.5, "0.5"), (12.345, "12.3"), (999.6, "1 k"), (25_400, "25.4 k"), (3e15, "3e+03 T")],
+    [
+        (0.5, "0.5"),
+        (12.345, "12.3"),
+        (999.6, "1 k"),
+        (25_400, "25.4 k"),
+        (3e15, "3e+03 T"),
+    ],
 )
 def test_short_numbers(number: float, text: str) -> None:
     """Three digits, and a prefix."""

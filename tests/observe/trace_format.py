@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 Event = dict[str, Any]
-METADATA = {
+METADATA: dict[str, dict[str, type]] = {
     "process_name": {"name": str},
     "process_sort_index": {"sort_index": int},
     "thread_name": {"name": str},

@@ -44,32 +44,37 @@ class Value(NamedTuple):
 
 
 def _one(name: str) -> Callable[[Any], Iterable[Value]]:
-    def of(stats: Any) -> Iterator[Value]:
-        value = getattr(stats, name, None)
-        if value is not None:
-            yield Value(float(value))
-
-    return of
+    return lambda stats: [Value(float(getattr(stats, name)))]
 
 
-def _by_stage(name: str) -> Callable[[Any], Iterable[Value]]:
-    def of(stats: Any) -> Iterator[Value]:
-        for stage in getattr(stats, "stages", ()):
-            yield Value(float(getattr(stage, name)), (("stage", stage.name),))
-
-    return of
+def _batch_size(stats: Any) -> Iterator[Value]:
+    if getattr(stats, "recent", 0):
+        yield Value(stats.samples / stats.recent)
 
 
-def _quantiles(stats: Any) -> Iterator[Value]:
+def _waits(stats: Any) -> Iterator[Value]:
+    if getattr(stats, "recent", 0):
+        for quantile, seconds in zip(("0.5", "0.95", "0.99"), stats.waits, strict=True):
+            yield Value(seconds, (("quantile", quantile),))
+
+
+def _stage_shares(stats: Any) -> Iterator[Value]:
+    for stage in getattr(stats, "stages", ()):
+        seconds = stage.busy + stage.starved + stage.blocked
+        for state in ("busy", "starved", "blocked"):
+            share = getattr(stage, state) / seconds if seconds else 0.0
+            yield Value(share, (("stage", stage.name), ("state", state)))
+
+
+def _stage_durations(stats: Any) -> Iterator[Value]:
     for stage in getattr(stats, "stages", ()):
         for name, quantile in (("p50", "0.5"), ("p95", "0.95"), ("p99", "0.99")):
             labels = ("stage", stage.name), ("quantile", quantile)
-            yield Value(float(getattr(stage, name)), labels)
+            yield Value(getattr(stage, name), labels)
 
 
 FIGURES = (
     Figure("batches", "{batch}", "sum", "Batches delivered.", _one("batches")),
-    Figure("samples", "{sample}", "sum", "Samples delivered.", _one("samples")),
     Figure(
         "wait.time",
         "s",
@@ -107,39 +112,32 @@ FIGURES = (
         _one("in_flight"),
     ),
     Figure(
-        "stage.busy.time",
-        "s",
-        "sum",
-        "Time a stage worked, summed over its lanes.",
-        _by_stage("busy"),
+        "batch.samples",
+        "{sample}",
+        "gauge",
+        "Samples of a batch: the mean of the latest ones.",
+        _batch_size,
     ),
     Figure(
-        "stage.starved.time",
+        "wait.duration",
         "s",
-        "sum",
-        "Time a stage waited for the one before, summed over its lanes.",
-        _by_stage("starved"),
-    ),
-    Figure(
-        "stage.blocked.time",
-        "s",
-        "sum",
-        "Time a stage waited for the one after, summed over its lanes.",
-        _by_stage("blocked"),
+        "gauge",
+        "Time from asking for a batch to having it: quantiles of the latest ones.",
+        _waits,
     ),
     Figure(
         "stage.utilization",
         "1",
         "gauge",
-        "Share of its time that a stage worked.",
-        _by_stage("utilisation"),
+        "Share of its time that a stage is busy, starved or blocked.",
+        _stage_shares,
     ),
     Figure(
         "stage.duration",
         "s",
         "gauge",
-        "Time a stage took for each of the latest batches, by quantile.",
-        _quantiles,
+        "Time a stage takes for a batch: quantiles of the latest ones.",
+        _stage_durations,
     ),
 )
 
@@ -147,9 +145,11 @@ FIGURES = (
 class PrometheusCollector:
     """Collect the figures of loaders for ``prometheus_client``.
 
-    Needs ``aioloader[metrics]``. The metrics are those of ``loader.stats()``, labelled
-    with the loaders' names: ``aioloader_batches_total``, ``aioloader_samples_total``,
+    Needs ``aioloader[metrics-prometheus]``. The metrics are those of ``loader.stats()``, labelled
+    with the loaders' names: ``aioloader_batches_total``,
     ``aioloader_wait_time_seconds_total``, ``aioloader_stage_utilization_ratio``, ...
+    Samples per second are ``rate(aioloader_batches_total[1m]) *
+    aioloader_batch_samples``.
 
     Example:
         ``REGISTRY.register(PrometheusCollector(train=loader, validation=other))``
@@ -192,9 +192,9 @@ def _family(figure: Figure) -> "Metric":
 def observe_with_opentelemetry(meter: "Meter", /, **loaders: Any) -> None:
     """Make observable instruments for the figures of loaders.
 
-    Needs ``aioloader[metrics]``. The instruments are those of ``loader.stats()``:
-    ``aioloader.batches``, ``aioloader.samples``, ``aioloader.wait.time``, ..., with the
-    attribute ``aioloader.loader``.
+    Needs ``aioloader[metrics-opentelemetry]``. The instruments are those of ``loader.stats()``:
+    ``aioloader.batches``, ``aioloader.wait.time``, ``aioloader.stage.utilization``,
+    ..., with the attribute ``aioloader.loader``.
 
     Example:
         ``observe_with_opentelemetry(get_meter("training"), train=loader)``

@@ -30,6 +30,8 @@ SHOWN_EVERY = 0.5
 LOGGED_EVERY = 60.0
 # Rates are those of so many looks.
 _LOOKS = 20
+# The figures take a thousandth of the time at most.
+_IDLE = 1000
 _MOST_LEAVES = 1000
 _log = logging.getLogger("aioloader")
 # When a line was logged of a loader; its epochs may be shorter than a minute.
@@ -247,8 +249,9 @@ class Meter:
         self._display = display or _LogLines(desc)
         self._is_log = display is None
         self._began = now
-        # When, and then: batches, samples, seconds of waiting.
-        self._looks = deque([(now, 0, 0, 0.0)], maxlen=1 if self._is_log else _LOOKS)
+        # When, and then: batches, seconds of waiting.
+        self._looks = deque([(now, 0, 0.0)], maxlen=1 if self._is_log else _LOOKS)
+        self._next_measure = now
         self._epoch: int | None = None
         self._resumed = 0
         self._rates: tuple[str, ...] = ()
@@ -269,10 +272,12 @@ class Meter:
         if self._is_log:
             _logged[self._loader] = now
             self.due = now + LOGGED_EVERY
-        if self.batches and not self._is_closed:
+        if not self.batches or self._is_closed:
+            return
+        if now >= self._next_measure:
             self._measure(now)
-            self.is_weighing = True
-            self._show(now)
+            self._next_measure = now + _IDLE * (clock() - now)
+        self._show(now)
 
     def finish(self) -> None:
         """Show the figures of the whole iteration, and end the display."""
@@ -304,7 +309,8 @@ class Meter:
     def _measure(self, now: float) -> None:
         """Compute the rates since some looks ago."""
         stats = self._loader.stats()
-        look = now, self.batches, getattr(stats, "samples", 0), stats.waited
+        self.is_weighing = not self._is_closed
+        look = now, self.batches, stats.waited
         if stats.epoch != self._epoch:
             if self._epoch is not None:  # another iteration has begun beside this one
                 self._looks.clear()
@@ -312,21 +318,21 @@ class Meter:
                 self._resumed = getattr(stats, "resumed_at", 0)
             self._epoch = stats.epoch
         if self._looks:
-            since = self._looks[0]
-            seconds, batches, samples, waited = map(operator.sub, look, since)
+            seconds, batches, waited = map(operator.sub, look, self._looks[0])
             if seconds > 0:
-                self._rates = tuple(self._words(seconds, batches, samples, waited))
+                recent = getattr(stats, "recent", 0)
+                size = stats.samples / recent if recent else 0.0
+                words = self._words(batches / seconds, size, waited / seconds)
+                self._rates = tuple(words)
         self._looks.append(look)
 
-    def _words(
-        self, seconds: float, batches: float, samples: float, waited: float
-    ) -> Iterator[str]:
-        rate, unit = (samples, "samples") if samples > 0 else (batches, "batches")
-        yield f"{_short(rate / seconds)} {unit}/s"
+    def _words(self, rate: float, size: float, waits: float) -> Iterator[str]:
+        yield (
+            f"{_short(rate * size)} samples/s" if size else f"{_short(rate)} batches/s"
+        )
         if self._bytes:
-            size = self._bytes / self._weighed
-            yield f"{_short(batches * size / seconds)}B/s"
-        yield f"waiting {min(1.0, max(0.0, waited / seconds)):.0%}"
+            yield f"{_short(rate * self._bytes / self._weighed)}B/s"
+        yield f"waiting {min(1.0, max(0.0, waits)):.0%}"
         if self._resumed:
             yield f"resumed at {self._resumed:,}"
 
