@@ -1,6 +1,7 @@
 """Metrics for the real packages: names, values, loaders that are gone."""
 
 import gc
+import sys
 from typing import Any
 
 import pytest
@@ -141,3 +142,14 @@ def test_several_loaders() -> None:
     del test
     gc.collect()
     assert {dict(labels)["loader"] for _, *labels in scraped(registry)} == {"train"}
+
+
+@pytest.mark.parametrize("package", ["prometheus_client", "opentelemetry.metrics"])
+def test_what_is_not_installed(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is said, with the extra to install."""
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=r"pip install 'aioloader\[metrics-"):
+        if package == "prometheus_client":
+            PrometheusCollector(train=full())
+        else:
+            observe_with_opentelemetry(None, train=full())  # type: ignore[arg-type]

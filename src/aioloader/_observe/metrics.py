@@ -5,6 +5,7 @@ weakly. Figures of an epoch are added up over epochs, as counters must never fal
 an epoch delivers after the last reading in it is not seen.
 """
 
+import importlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -145,8 +146,8 @@ FIGURES = (
 class PrometheusCollector:
     """Collect the figures of loaders for ``prometheus_client``.
 
-    Needs ``aioloader[metrics-prometheus]``. The metrics are those of ``loader.stats()``, labelled
-    with the loaders' names: ``aioloader_batches_total``,
+    Needs ``aioloader[metrics-prometheus]``. The metrics are those of
+    ``loader.stats()``, labelled with the loaders' names: ``aioloader_batches_total``,
     ``aioloader_wait_time_seconds_total``, ``aioloader_stage_utilization_ratio``, ...
     Samples per second are ``rate(aioloader_batches_total[1m]) *
     aioloader_batch_samples``.
@@ -156,9 +157,13 @@ class PrometheusCollector:
 
     Args:
         loaders: By name. They are held weakly: one that is gone has no values.
+
+    Raises:
+        ImportError: If prometheus_client is not installed.
     """
 
     def __init__(self, **loaders: Any) -> None:
+        _require("prometheus_client", "metrics-prometheus")
         self._watched = [_Watched(name, one) for name, one in loaders.items()]
 
     def describe(self) -> "Iterator[Metric]":
@@ -192,9 +197,9 @@ def _family(figure: Figure) -> "Metric":
 def observe_with_opentelemetry(meter: "Meter", /, **loaders: Any) -> None:
     """Make observable instruments for the figures of loaders.
 
-    Needs ``aioloader[metrics-opentelemetry]``. The instruments are those of ``loader.stats()``:
-    ``aioloader.batches``, ``aioloader.wait.time``, ``aioloader.stage.utilization``,
-    ..., with the attribute ``aioloader.loader``.
+    Needs ``aioloader[metrics-opentelemetry]``. The instruments are those of
+    ``loader.stats()``: ``aioloader.batches``, ``aioloader.wait.time``,
+    ``aioloader.stage.utilization``, ..., with the attribute ``aioloader.loader``.
 
     Example:
         ``observe_with_opentelemetry(get_meter("training"), train=loader)``
@@ -202,7 +207,11 @@ def observe_with_opentelemetry(meter: "Meter", /, **loaders: Any) -> None:
     Args:
         meter: Makes the instruments; once for each meter.
         loaders: By name. They are held weakly: one that is gone is not observed.
+
+    Raises:
+        ImportError: If opentelemetry-api is not installed.
     """
+    _require("opentelemetry.metrics", "metrics-opentelemetry")
     watched = [_Watched(name, one) for name, one in loaders.items()]
     for figure in FIGURES:
         make = (
@@ -230,6 +239,16 @@ def _observer(
                 yield Observation(value, {"aioloader.loader": one.name, **attributes})
 
     return observe
+
+
+def _require(module: str, extra: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ImportError(
+            f"metrics need {package}: pip install 'aioloader[{extra}]'"
+        ) from error
 
 
 class _Watched:

@@ -343,12 +343,11 @@ def _args(traced: Traced, number: int, **more: int) -> dict[str, Any]:
 
 def _made(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[_Job]:
     """Yield what it took to make a batch."""
-    if record.made == NOT_MADE:
+    times = made_times(setting, record)
+    if not times:
         return
     made = MadeAt._make(record.made)
-    back = made.collated - record.taken if setting.worker_kind == _RAY else 0.0
-    times = [one - back for one in made[:5]]
-    if back:
+    if times[0] != made.began:
         args = {**args, "placed": "as late as possible: another machine's clock"}
     if made.busy:
         args = {**args, "seconds of reading, summed over samples": made.busy}
@@ -363,6 +362,18 @@ def _made(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[_J
     name = {"inline": "loader", "workers": f"worker {record.lane}"}
     where = name.get(setting.place, "thread")
     yield _Job(_LANE, record.lane, where, _lasting(*slices), args)
+
+
+def made_times(setting: Setting, record: Record) -> tuple[float, ...]:
+    """Return ``began`` to ``collated`` on this machine's clock; nothing if unknown.
+
+    What was made by another machine was made at the latest when it was taken.
+    """
+    if record.made == NOT_MADE:
+        return ()
+    times = record.made[:5]
+    back = times[-1] - record.taken if setting.worker_kind == _RAY else 0.0
+    return tuple(one - back for one in times)
 
 
 def _lasting(*slices: _Slice) -> tuple[_Slice, ...]:
