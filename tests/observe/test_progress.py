@@ -4,11 +4,13 @@ import asyncio
 import gc
 import io
 import logging
+import subprocess
 import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from aioloader import DataLoader, LoaderStats, progress
 from aioloader._observe import progress as module
 from observe.showing import Clock, Counting, Terminal
 from samples import AsyncMap
+from scripts.running import KERNEL
 
 
 @pytest.fixture
@@ -310,3 +313,26 @@ def test_weights() -> None:
 def test_short_numbers(number: float, text: str) -> None:
     """Three digits, and a prefix."""
     assert module._short(number) == text
+
+
+CELL = """
+import time
+from aioloader import DataLoader, progress
+from aioloader._observe import progress as module
+module.SHOWN_EVERY = 0.0
+async for _ in progress(DataLoader(range(6), 2), desc="train"):
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_in_a_notebook(tmp_path: Path) -> None:
+    """A cell shows it, though its stderr is no terminal."""
+    cells = tmp_path / "cells.py"
+    cells.write_text(CELL)
+    done = subprocess.run(
+        [*KERNEL, str(cells)], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert done.stdout == ""
+    shown = done.stderr.replace("\r", "\n").splitlines()
+    assert any(line.startswith("train: 100%") for line in shown), shown
