@@ -255,6 +255,24 @@ async def test_exceptions_in_async_for(clock: Clock, terminal: Terminal) -> None
     assert caught.value.__traceback__ is not None
 
 
+def test_an_interrupt_loses_no_batch(clock: Clock, terminal: Terminal) -> None:
+    """It comes while figures are read: before the next batch is asked for."""
+
+    class Interrupted(Counting):
+        def stats(self) -> Any:
+            if self.figures.batches == 4:
+                clock.now -= 1  # not a second time
+                self.figures.batches = 0
+                raise KeyboardInterrupt
+            return super().stats()
+
+    batches = iter(progress(Interrupted(clock), file=terminal))
+    taken = [next(batches)["number"] for _ in range(4)]
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert [*taken, *(one["number"] for one in batches)] == list(range(8))
+
+
 async def test_async_for(clock: Clock, terminal: Terminal) -> None:
     """The same batches and figures."""
     shown = progress(Counting(clock), file=terminal)

@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple, TypeAlias
 # Batches whose records are kept.
 KEPT = 1024
 
-Place: TypeAlias = Literal["inline", "thread", "loop", "workers"]
 # When a batch was made: ``MadeAt``'s fields, as a plain tuple, which costs a fifth.
 Made: TypeAlias = tuple[float, float, float, float, float, float, float]
 RecordTuple: TypeAlias = tuple[int, float, float, int, int, Made]
@@ -126,7 +125,7 @@ class Setting:
         cores: How many cores this process may use.
     """
 
-    place: Place
+    place: Literal["inline", "thread", "loop", "workers"]
     workers: int = 0
     worker_kind: str = ""
     reads_in_workers: bool = False

@@ -353,7 +353,7 @@ def _made(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[_J
         args = {**args, "seconds of reading, summed over samples": made.busy}
     if made.cpu:
         args = {**args, "seconds of processor time": made.cpu}
-    names = ("read", "wait", "transform", "collate")
+    names = ("read", "queued", "transform", "collate")
     slices = list(map(_Slice, names, times, times[1:]))
     # Elsewhere than what follows, and several batches at a time.
     if setting.place == "loop" or (setting.workers and not setting.reads_in_workers):
