@@ -255,22 +255,25 @@ async def test_exceptions_in_async_for(clock: Clock, terminal: Terminal) -> None
     assert caught.value.__traceback__ is not None
 
 
-def test_an_interrupt_loses_no_batch(clock: Clock, terminal: Terminal) -> None:
-    """It comes while figures are read: before the next batch is asked for."""
+@pytest.mark.parametrize("at", [4, 8])
+def test_an_interrupt_loses_no_batch(clock: Clock, terminal: Terminal, at: int) -> None:
+    """It comes while figures are read: before a batch is asked for; or at the end."""
 
     class Interrupted(Counting):
+        is_pending = True
+
         def stats(self) -> Any:
-            if self.figures.batches == 4:
-                clock.now -= 1  # not a second time
-                self.figures.batches = 0
+            if self.is_pending and self.figures.batches == at:
+                self.is_pending = False
                 raise KeyboardInterrupt
             return super().stats()
 
     batches = iter(progress(Interrupted(clock), file=terminal))
-    taken = [next(batches)["number"] for _ in range(4)]
+    taken = [next(batches)["number"] for _ in range(at)]
     with pytest.raises(KeyboardInterrupt):
         next(batches)
     assert [*taken, *(one["number"] for one in batches)] == list(range(8))
+    assert terminal.getvalue().endswith("\n")
 
 
 async def test_async_for(clock: Clock, terminal: Terminal) -> None:

@@ -281,21 +281,25 @@ class Meter:
 
     def finish(self) -> None:
         """Show the figures of the whole iteration, and end the display."""
-        if self.batches and not (self._is_closed or self._is_log):
-            now = clock()
-            self._measure(now)
-            self._show(now)
-        self.close()
+        try:
+            if self.batches and not (self._is_closed or self._is_log):
+                now = clock()
+                self._measure(now)
+                self._show(now)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """End the display. May be called by a finalizer: it asks the loader nothing."""
         if self._is_closed:
             return
         self._is_closed, self.held, self.is_weighing, self.due = True, None, False, inf
-        if 0 < self._shown < self.batches and not self._is_log:
-            self._show(clock())
-        with suppress(OSError, ValueError):
-            self._display.close()
+        try:
+            if 0 < self._shown < self.batches and not self._is_log:
+                self._show(clock())
+        finally:
+            with suppress(OSError, ValueError):
+                self._display.close()
 
     def _show(self, now: float) -> None:
         seconds, resumed = now - self._began, self._resumed
