@@ -20,12 +20,22 @@ from aioloader._workers.info import WorkerInfo, get_worker_info
 if TYPE_CHECKING:
     from aioloader import datasets
     from aioloader._loader.merge_states import merge_states
+    from aioloader._observe.metrics import (
+        PrometheusCollector,
+        observe_with_opentelemetry,
+    )
+    from aioloader._observe.progress import progress
+    from aioloader._observe.trace import merge_traces
     from aioloader._workers.process.fork_server import warm_up
     from aioloader._workers.ray.workers import RayWorkers
 
 _LATER = {
+    "PrometheusCollector": "aioloader._observe.metrics",
     "RayWorkers": "aioloader._workers.ray.workers",
     "merge_states": "aioloader._loader.merge_states",
+    "merge_traces": "aioloader._observe.trace",
+    "observe_with_opentelemetry": "aioloader._observe.metrics",
+    "progress": "aioloader._observe.progress",
     "warm_up": "aioloader._workers.process.fork_server",
 }
 
@@ -34,6 +44,7 @@ __all__ = [
     "DataLoader",
     "Failure",
     "LoaderStats",
+    "PrometheusCollector",
     "RayWorkers",
     "Retry",
     "ShuffledIndices",
@@ -44,6 +55,9 @@ __all__ = [
     "errors",
     "get_worker_info",
     "merge_states",
+    "merge_traces",
+    "observe_with_opentelemetry",
+    "progress",
     "warm_up",
 ]
 

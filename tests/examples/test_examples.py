@@ -145,6 +145,24 @@ def test_a_service_streams_rows(server: Server) -> None:
 
 
 @pytest.mark.slow
+def test_figures_are_logged() -> None:
+    """Beside the loss, every eighth step; no bar where there is no terminal."""
+    lines = ran("log_figures.py")
+    assert [line.partition(":")[0] for line in lines] == [
+        f"step {step}" for step in range(0, 32, 8)
+    ]
+    number = r"[\d.e+-]+"
+    assert all(
+        re.fullmatch(
+            rf"step \d+: loss {number}, loader/wait_share {number}, "
+            rf"loader/batches_per_second {number}, loader/in_flight {number}",
+            line,
+        )
+        for line in lines
+    )
+
+
+@pytest.mark.slow
 def test_a_killed_training_is_resumed() -> None:
     """By SIGKILL in its second epoch; to the same losses."""
     (line,) = ran("resume.py")

@@ -258,7 +258,8 @@ def test_a_report_for_people() -> None:
     stats = LoaderStats(0, 64, 0.1, 2, failures=0, worker_deaths=2, worker_restarts=2)
     records = Clock(setting, [Ticks((5,) * 4, collate=1, step=15)]).run(64)
     assert str(report(records, setting, stats)) == (
-        "Reading samples holds training back: it waits for batches 29% of the time.\n"
+        "Reading samples holds training back: training waits for batches 29% of the "
+        "time.\n"
         "Change num_workers from 0 to 2: +40 % steps per second expected; more batches "
         "are made at the same time.\n"
         "Accelerator utilisation by speed of a step: 71% at 1x, 36% at 2x, 18% at 4x.\n"

@@ -22,6 +22,7 @@ def test_public_names() -> None:
         "DataLoader",
         "Failure",
         "LoaderStats",
+        "PrometheusCollector",
         "RayWorkers",
         "Retry",
         "ShuffledIndices",
@@ -32,6 +33,9 @@ def test_public_names() -> None:
         "errors",
         "get_worker_info",
         "merge_states",
+        "merge_traces",
+        "observe_with_opentelemetry",
+        "progress",
         "warm_up",
     ]
     assert all(hasattr(aioloader, name) for name in aioloader.__all__)
@@ -65,6 +69,7 @@ def test_torchs_signature() -> None:
         "world_size",
         "tail",
         "lifespan",
+        "prefetch_bytes",
     ]
 
 

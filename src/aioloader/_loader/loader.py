@@ -16,6 +16,7 @@ from typing_extensions import TypeVar
 from aioloader._collate.collate import default_collate, default_convert
 from aioloader._device.accelerator import accelerator_for
 from aioloader._loader import arguments, auto
+from aioloader._loader.observed import Observed
 from aioloader._loader.options import Options, attributes_of
 from aioloader._loader.ranks import (
     Rank,
@@ -27,16 +28,10 @@ from aioloader._loader.ranks import (
 from aioloader._loader.sampling import make_samplers, settle_shuffle
 from aioloader._loader.state import State, sealed, state_of, unsealed
 from aioloader._loader.state_check import check, fitted
-from aioloader._loader.torch_compat import TorchLoader, dataset_kind
-from aioloader._observe.records import Counters, Record, Setting
-from aioloader._observe.stats import LoaderStats, with_records
-from aioloader._observe.verdict import Report, report
+from aioloader._loader.torch_compat import dataset_kind
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import EpochNumbers, index_sampler_of
-from aioloader._order.failures import (
-    Failure,
-    OnError,
-)
+from aioloader._order.failures import OnError
 from aioloader._order.ranks import WHOLE, Part, Tail
 from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import MakeLifespan
@@ -51,7 +46,7 @@ if TYPE_CHECKING:
 Batch = TypeVar("Batch", default=Any)
 
 
-class DataLoader(TorchLoader[Batch]):
+class DataLoader(Observed[Batch]):
     """Load batches from a dataset, for ``async for`` and for ``for``.
 
     A drop-in for ``torch.utils.data.DataLoader``: the same first seventeen arguments,
@@ -393,44 +388,6 @@ class DataLoader(TorchLoader[Batch]):
         live.loaded = copy.deepcopy(state)
 
     # -- figures ------------------------------------------------------------------
-
-    def stats(self) -> LoaderStats:
-        """Return the figures of the latest epoch, so far; ``print`` shows a table."""
-        epoch, tally = self._live.epoch, self._live.tally
-        counters = Counters() if epoch is None else epoch.counters
-        policy = None if epoch is None else epoch.failures
-        is_under_way = any(one.is_under_way() for one in list(self._live.open))
-        stats = LoaderStats(
-            epoch=counters.epoch,
-            batches=counters.batches,
-            waited=counters.waited,
-            in_flight=counters.in_flight if is_under_way else 0,
-            failures=0 if policy is None else policy.count,
-            worker_deaths=tally.deaths,
-            worker_restarts=tally.restarts,
-        )
-        return with_records(stats, *self._recorded())
-
-    def report(self) -> Report:
-        """Return what holds training back, and the one argument to change.
-
-        It is computed from the latest batches, at most 1,024, of the latest epoch:
-        they are replayed with other arguments, and what gains most is advised. Takes
-        some 0.05 to 0.3 s. ``print`` shows it.
-        """
-        return report(*self._recorded(), self.stats())
-
-    def _recorded(self) -> tuple[list[Record], Setting]:
-        """Return the records of the latest epoch, and how it was set up."""
-        counters = Counters() if self._live.epoch is None else self._live.epoch.counters
-        setting = counters.setting or Setting("inline", batch_size=self.batch_size)
-        return counters.records.all(), setting
-
-    @property
-    def skipped(self) -> tuple[Failure, ...]:
-        """The latest failed samples of the latest epoch, at most 1,000."""
-        policy = None if self._live.epoch is None else self._live.epoch.failures
-        return () if policy is None else tuple(policy.latest)
 
     def __repr__(self) -> str:
         dataset = type(self.dataset).__name__

@@ -2,7 +2,7 @@
 
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.data import IterDataPipe
@@ -13,6 +13,7 @@ from aioloader._loader.options import Options
 from aioloader._loader.sampling import draw_base_seed, seed_pipe
 from aioloader._loader.sources import Source, make_source
 from aioloader._loader.state import State, note_first, own_generator_state, resumed
+from aioloader._observe.records import Records, Setting
 from aioloader._order.epoch import Epoch, EpochNumbers
 from aioloader._pipeline.hosts import Hosts
 from aioloader._pipeline.inline import PlainIterator
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
     from aioloader._pipeline.iterator import BatchIterator
 
 
+class Follower(Protocol):
+    """A ``Trace``, which is imported when one is made."""
+
+    def follow(self, epoch: int, records: Records, setting: Setting) -> None:
+        """Collect what is recorded of an epoch."""
+
+
 class Runtime:
     """What a loader has in its own process, and is never copied.
 
@@ -43,6 +51,7 @@ class Runtime:
     Attributes:
         epoch: The latest that has started.
         open: The iterators that were made and not dropped.
+        traces: Those under way.
     """
 
     def __init__(
@@ -55,6 +64,7 @@ class Runtime:
         self.servers = Servers()
         self.tally = Tally()
         self.tuning = Tuning()
+        self.traces: list[Follower] = []
         self.open: weakref.WeakSet[BatchIterator[Any]] = weakref.WeakSet()
         self.numbers = numbers
         self.loaded = loaded
@@ -143,9 +153,22 @@ class Runtime:
         """Start an iteration that was prepared: its epoch counts from now on."""
         self.numbers.begin(epoch)
         self.epoch = epoch
+        for trace in self.traces:
+            self.show(trace)
         if self.loaded is epoch.saved:  # none was loaded meanwhile
             self.loaded = None
         return source
+
+    def show(self, trace: "Follower") -> None:
+        """Have a trace follow the latest epoch."""
+        if self.epoch is not None:
+            trace.follow(self.epoch.number, self.epoch.counters.records, self.setting())
+
+    def setting(self) -> Setting:
+        """Return how the loader is set up for the latest epoch."""
+        setting = None if self.epoch is None else self.epoch.counters.setting
+        size = None if self.options is None else self.options.batch_size
+        return setting or Setting("inline", batch_size=size)
 
     def _source(self, options: Options, epoch: Epoch, *, is_async: bool) -> Source:
         source = make_source(options, epoch, self, is_async=is_async)

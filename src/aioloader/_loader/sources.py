@@ -17,7 +17,6 @@ from aioloader._collate.gather import gatherable
 from aioloader._device.opening import Devices, DeviceSide
 from aioloader._loader.auto import MOST_PER_WORKER, is_chosen, tuner_of
 from aioloader._loader.options import Options
-from aioloader._observe import machine
 from aioloader._observe.records import Setting
 from aioloader._order.epoch import Epoch
 from aioloader._order.indices import IndexOrder
@@ -204,7 +203,6 @@ def _setting(
         is_stream=options.kind is not Kind.MAP,
         in_order=options.in_order,
         on_device=on_device,
-        cores=machine.cores(),
     )
 
 

@@ -67,7 +67,7 @@ def _quota_1(groups: Path) -> float:
 
 
 def _read(path: Path) -> str:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         return os.read(descriptor, 1 << 16).decode()
     finally:

@@ -8,6 +8,7 @@ differences mean something).
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -73,17 +74,37 @@ class Records:
     """The latest records of one epoch.
 
     Attributes:
-        latest: ``Record``s as plain tuples, the latest last.
+        append: Adds a ``Record`` as a plain tuple. To be looked up for each batch: it
+            changes when a sink is added.
+        latest: Those that are kept, the latest last.
     """
 
-    __slots__ = ("latest",)
+    __slots__ = ("_sinks", "append", "latest")
 
     def __init__(self) -> None:
         self.latest: deque[RecordTuple] = deque(maxlen=KEPT)
+        self.append: Callable[[RecordTuple], None] = self.latest.append
+        self._sinks: tuple[Callable[[RecordTuple], None], ...] = ()
 
     def all(self) -> list[Record]:
         """Return those that are kept."""
         return [Record._make(one) for one in list(self.latest)]
+
+    def add_sink(self, sink: Callable[[RecordTuple], None]) -> None:
+        """Have ``sink`` called with each record to come, in the consumer's thread."""
+        self._sinks = (*self._sinks, sink)
+        self.append = self._append_to_all
+
+    def remove_sink(self, sink: Callable[[RecordTuple], None]) -> None:
+        """Undo ``add_sink``."""
+        self._sinks = tuple(one for one in self._sinks if one != sink)
+        if not self._sinks:
+            self.append = self.latest.append
+
+    def _append_to_all(self, record: RecordTuple) -> None:
+        self.latest.append(record)
+        for sink in self._sinks:
+            sink(record)
 
 
 @dataclass(frozen=True)
@@ -108,7 +129,7 @@ class Setting:
         is_stream: Whether an iterable is read one block after the other.
         in_order: Whether batches are delivered in the sampler's order.
         on_device: How many batches are on the device ahead; 0 without ``device``.
-        cores: How many cores this process may use.
+        cores: How many cores this process may use; filled in when it is needed.
     """
 
     place: Literal["inline", "thread", "loop", "workers"]

@@ -34,6 +34,8 @@ class LoaderStats:
         failures: Samples that failed and were skipped or replaced.
         worker_deaths: Worker processes that died, over all epochs.
         worker_restarts: Worker processes started in their place.
+        resumed_at: Batches of the epoch that were delivered before, where it was
+            resumed from a state.
     """
 
     epoch: int
@@ -43,6 +45,7 @@ class LoaderStats:
     failures: int
     worker_deaths: int = 0
     worker_restarts: int = 0
+    resumed_at: int = 0
     _recorded: Sequence[Record] = field(default=(), repr=False, compare=False)
     _setting: Setting | None = field(default=None, repr=False, compare=False)
 

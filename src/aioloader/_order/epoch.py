@@ -44,6 +44,10 @@ class Bookmark:
     states: dict[int, Any] = field(default_factory=dict)
     datasets: dict[int, Any] = field(default_factory=dict)
 
+    def read(self) -> int:
+        """Return how many batches were delivered."""
+        return self.done + len(self.beyond)
+
 
 BEGINNING = Bookmark()
 _NOTHING: frozenset[int] = frozenset()

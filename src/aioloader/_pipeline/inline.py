@@ -58,7 +58,7 @@ class LocalIterator(abc.ABC):
     def __init__(self, epoch: Epoch, requests: Iterator[IndexBatch]) -> None:
         self.epoch = epoch
         self.counters = epoch.counters
-        self._latest = epoch.counters.records.latest
+        self._records = epoch.counters.records
         self._progress = epoch.progress
         self._requests = requests
         self._is_closed = False
@@ -195,7 +195,7 @@ class PlainIterator(LocalIterator):
         cpu = cpu and time.thread_time() - cpu
         taken = perf_counter()
         made = began, read, read, read, taken, 0.0, cpu
-        self._latest.append((number, asked, taken, 0, len(indices), made))
+        self._records.append((number, asked, taken, 0, len(indices), made))
         self._progress.take(number, state)
         return batch
 
@@ -295,7 +295,7 @@ class InlineIterator(LocalIterator):
             if is_delivered:
                 task.cpu = cpu and time.thread_time() - cpu
                 taken, size = perf_counter(), len(task.indices)
-                self._latest.append((task.number, asked, taken, 0, size, task.made()))
+                self._records.append((task.number, asked, taken, 0, size, task.made()))
             self._progress.take(task.number, task.state)
             if is_delivered:
                 return result.batch
@@ -366,7 +366,7 @@ class GatherIterator(LocalIterator):
         taken = perf_counter()
         chunk_size = len(chunk) if type(chunk) is range else chunk.numel()
         made = began, taken, taken, taken, taken, 0.0, 0.0
-        self._latest.append((number, asked, taken, 0, chunk_size, made))
+        self._records.append((number, asked, taken, 0, chunk_size, made))
         self._progress.take(number)
         return batch
 

@@ -119,7 +119,7 @@ class PipelineIterator:
         self.pipeline: Final = pipeline
         self._ready: Final = pipeline.stage or pipeline.ready
         self.counters = epoch.counters
-        self._latest = epoch.counters.records.latest
+        self._records = epoch.counters.records
         self._asked = 0.0  # when the consumer asked for its batch
         self._requests = epoch.requests()
         self._epoch = epoch
@@ -383,7 +383,7 @@ class PipelineIterator:
                 )
                 self.counters.batches += is_delivered
                 if is_delivered:
-                    self._latest.append(self._record(number, result))
+                    self._records.append(self._record(number, result))
                 # Nothing follows by which an interrupt could lose the batch: what
                 # comes before runs the user's sampler, for one.
                 self._note(number, result)

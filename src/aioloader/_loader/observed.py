@@ -1,0 +1,94 @@
+"""What a loader tells of itself: figures, what holds training back, traces."""
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import TypeVar
+
+from aioloader._loader.torch_compat import TorchLoader
+from aioloader._observe.records import Counters, Record, Setting
+from aioloader._observe.stats import LoaderStats, with_records
+from aioloader._order.failures import Failure
+
+if TYPE_CHECKING:
+    from aioloader._loader.runtime import Runtime
+    from aioloader._observe.trace import Trace
+    from aioloader._observe.verdict import Report
+
+Batch = TypeVar("Batch", default=Any)
+
+
+class Observed(TorchLoader[Batch]):
+    """The part of ``DataLoader`` that shows what its iterations do."""
+
+    _live: "Runtime"
+
+    def stats(self) -> LoaderStats:
+        """Return the figures of the latest epoch, so far; ``print`` shows a table."""
+        epoch, tally = self._live.epoch, self._live.tally
+        counters = Counters() if epoch is None else epoch.counters
+        policy = None if epoch is None else epoch.failures
+        is_under_way = any(one.is_under_way() for one in list(self._live.open))
+        stats = LoaderStats(
+            epoch=counters.epoch,
+            batches=counters.batches,
+            waited=counters.waited,
+            in_flight=counters.in_flight if is_under_way else 0,
+            failures=0 if policy is None else policy.count,
+            worker_deaths=tally.deaths,
+            worker_restarts=tally.restarts,
+            resumed_at=0 if epoch is None else epoch.bookmark.read(),
+        )
+        return with_records(stats, *self._recorded())
+
+    def report(self) -> "Report":
+        """Return what holds training back, and the one argument to change.
+
+        It is computed from the latest batches, at most 1,024, of the latest epoch:
+        they are replayed with other arguments, and what gains most is advised. Takes
+        some 0.05 to 0.3 s. ``print`` shows it.
+        """
+        from aioloader._observe import machine, verdict
+
+        records, setting = self._recorded()
+        setting = replace(setting, cores=machine.cores())
+        return verdict.report(records, setting, self.stats())
+
+    def report_html(self, path: str | os.PathLike[str]) -> None:
+        """Write ``stats()`` and ``report()`` as one page, with a drawing of the stages.
+
+        Args:
+            path: Of the HTML file. It needs nothing else, and requests nothing.
+        """
+        from aioloader._observe.page import report_html
+
+        report_html(path, self.stats(), self.report(), *self._recorded())
+
+    def trace(self, path: str | os.PathLike[str]) -> "Trace":
+        """Return a context manager that writes when and where batches were made.
+
+        Perfetto and Chrome's tracing open the file; ``aioloader.merge_traces`` joins it
+        with one of ``torch.profiler``, whose clock it has. For ``with`` and ``async
+        with``; a batch in the block costs 0.1 us.
+
+        Args:
+            path: Of the JSON file; compressed if it ends with ``".gz"``.
+        """
+        from aioloader._observe.trace import Trace
+
+        trace = Trace(path, self._live.traces)  # type: ignore[arg-type]
+        self._live.show(trace)
+        return trace
+
+    def _recorded(self) -> tuple[list[Record], Setting]:
+        """Return the records of the latest epoch, and how it was set up."""
+        epoch = self._live.epoch
+        records = [] if epoch is None else epoch.counters.records.all()
+        return records, self._live.setting()
+
+    @property
+    def skipped(self) -> tuple[Failure, ...]:
+        """The latest failed samples of the latest epoch, at most 1,000."""
+        policy = None if self._live.epoch is None else self._live.epoch.failures
+        return () if policy is None else tuple(policy.latest)

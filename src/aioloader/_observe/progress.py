@@ -1,0 +1,477 @@
+"""A progress display for ``for`` and ``async for``: rates, and the share of waiting.
+
+``progress(loader)`` passes the loader's batches on, in its order, one for one, and
+reads ``loader.stats()`` twice a second at most. What is shown are the batches of which
+the consumer has asked for the next: nothing is done between the arrival of a batch and
+its hand-over, where an interrupt would lose it.
+"""
+
+import importlib
+import logging
+import operator
+import shutil
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Generic, Protocol, TextIO
+
+from typing_extensions import TypeVar
+
+Batch = TypeVar("Batch", default=Any)
+
+clock = time.perf_counter
+# Seconds between two looks at the figures: on a display, and in a log.
+SHOWN_EVERY = 0.5
+LOGGED_EVERY = 60.0
+# Rates are those of so many looks.
+_LOOKS = 20
+# The figures take a thousandth of the time at most.
+_IDLE = 1000
+_MOST_LEAVES = 1000
+_log = logging.getLogger("aioloader")
+# When a line was logged of a loader; its epochs may be shorter than a minute.
+_logged: "weakref.WeakKeyDictionary[Any, float]" = weakref.WeakKeyDictionary()
+
+
+def progress(
+    loader: Any,
+    *,
+    total: int | None = None,
+    desc: str | None = None,
+    leave: bool = True,
+    file: TextIO | None = None,
+) -> "WithProgress[Any]":
+    """Iterate over a loader and show how it goes.
+
+    On a terminal and in a notebook: a bar (with tqdm installed) or one line, with
+    batches, samples and bytes per second, the share of time spent waiting for batches,
+    and the position in a resumed epoch. Elsewhere nothing is printed, and a line a
+    minute is logged by ``logging.getLogger("aioloader")``, as information.
+
+    Example:
+        >>> from aioloader import DataLoader, progress
+        >>> [batch.tolist() for batch in progress(DataLoader([1, 2, 3], batch_size=2))]
+        [[1, 2], [3]]
+
+    Args:
+        loader: A ``DataLoader``; each iteration begins one of it.
+        total: Batches of an epoch; ``None`` is ``len(loader)``, if it has a length.
+        desc: What the line begins with.
+        leave: Whether the display stays when the iteration is over.
+        file: Where it is shown; ``None`` is ``sys.stderr``.
+
+    Returns:
+        An iterable for ``for`` and ``async for``, any number of times.
+    """
+    return WithProgress(loader, total, desc, leave, file)
+
+
+class WithProgress(Generic[Batch]):
+    """What ``progress`` returns."""
+
+    def __init__(
+        self,
+        loader: Any,
+        total: int | None,
+        desc: str | None,
+        leave: bool,  # noqa: FBT001  (of ``progress``, by keyword)
+        file: TextIO | None,
+    ) -> None:
+        self._loader = loader
+        self._total = total
+        self._desc = desc
+        self._leave = leave
+        self._file = file
+
+    def __len__(self) -> int:
+        """Return ``len(loader)``.
+
+        Raises:
+            TypeError: If that is unknown.
+        """
+        return len(self._loader)
+
+    def __iter__(self) -> "ProgressIterator[Batch]":
+        return ProgressIterator(iter(self._loader), self._meter())
+
+    def __aiter__(self) -> "ProgressIterator[Batch]":
+        return ProgressIterator(aiter(self._loader), self._meter())
+
+    def _meter(self) -> "Meter":
+        total = self._total
+        if total is None:
+            # A stream has no length.
+            with suppress(TypeError, AttributeError, NotImplementedError):
+                total = len(self._loader)
+        return Meter(self._loader, total, self._display(), self._desc)
+
+    def _display(self) -> "Display | None":
+        file = sys.stderr if self._file is None else self._file
+        if not _is_seen(file):
+            return None
+        bar = _bar_class(self._file)
+        if bar is None:
+            return _Line(file, self._desc, leave=self._leave)
+        return _Bar(bar, self._desc, self._file, leave=self._leave)
+
+
+class ProgressIterator(Generic[Batch]):
+    """The loader's iterator, with a display; both end together.
+
+    As with the loader's own, dropping it releases everything, ``close`` and ``aclose``
+    wait for that, and no frame of a traceback holds it.
+    """
+
+    def __init__(self, batches: Any, meter: "Meter") -> None:
+        self._batches = batches
+        self._meter = meter
+        # At the interpreter's exit a display has nothing to lose.
+        weakref.finalize(self, meter.close).atexit = False
+
+    def __iter__(self) -> "ProgressIterator[Batch]":
+        return self
+
+    def __aiter__(self) -> "ProgressIterator[Batch]":
+        return self
+
+    def __next__(self) -> Batch:
+        batches, meter = self._batches, self._meter
+        del self
+        try:
+            if meter.held is not None:
+                meter.weigh()
+            if clock() >= meter.due:
+                meter.look()
+            batch: Batch = next(batches)
+        except BaseException as error:
+            del batches
+            if isinstance(error, StopIteration):
+                meter.finish()
+            raise
+        meter.batches += 1
+        if meter.is_weighing:
+            meter.held = batch
+        return batch  # nothing is called here: an interrupt would lose it
+
+    async def __anext__(self) -> Batch:
+        meter = self._meter
+        try:
+            if meter.held is not None:
+                meter.weigh()
+            if clock() >= meter.due:
+                meter.look()
+            batch: Batch = await self._batches.__anext__()
+        except StopAsyncIteration:
+            meter.finish()
+            raise
+        finally:
+            del self
+        meter.batches += 1
+        if meter.is_weighing:
+            meter.held = batch
+        return batch
+
+    def close(self) -> None:
+        """End the iteration and its display; wait until all it held is released."""
+        self._meter.close()
+        self._batches.close()
+
+    async def aclose(self) -> None:
+        """End the iteration and its display, without blocking the loop."""
+        self._meter.close()
+        await self._batches.aclose()
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is shown.
+
+    Attributes:
+        batches: Position in the epoch.
+        resumed: Position where this iteration began.
+        total: Batches of the epoch, if known.
+        seconds: Since the iteration began.
+        rates: Rates and shares, in words.
+    """
+
+    batches: int
+    resumed: int
+    total: int | None
+    seconds: float
+    rates: tuple[str, ...] = ()
+
+
+class Display(Protocol):
+    """Where figures are shown."""
+
+    def show(self, figures: Figures) -> None:
+        """Show them, instead of those before."""
+        ...
+
+    def close(self) -> None:
+        """End; what was shown last stays, or is taken away."""
+        ...
+
+
+class Meter:
+    """Figures of one iteration, and when they are shown next.
+
+    Args:
+        loader: Whose ``stats()`` are read.
+        total: Batches of the epoch, if known.
+        display: Shows the figures, every half second; None: they are logged.
+        desc: What a line of the log begins with.
+
+    Attributes:
+        batches: Delivered in this iteration.
+        due: When to look again.
+        held: A batch to be weighed when the next is asked for; its consumer's loop
+            variable holds it just as long.
+        is_weighing: Whether the next batch is to be held.
+    """
+
+    def __init__(
+        self, loader: Any, total: int | None, display: Display | None, desc: str | None
+    ) -> None:
+        self.batches = 0
+        self.held: Any = None
+        self.is_weighing = True
+        now = self.due = clock()
+        if display is None:
+            self.due = _logged.setdefault(loader, now) + LOGGED_EVERY
+        self._loader = loader
+        self._total = total
+        self._display = display or _LogLines(desc)
+        self._is_log = display is None
+        self._began = now
+        # When, and then: batches, seconds of waiting.
+        self._looks = deque([(now, 0, 0.0)], maxlen=1 if self._is_log else _LOOKS)
+        self._next_measure = now
+        self._epoch: int | None = None
+        self._resumed = 0
+        self._rates: tuple[str, ...] = ()
+        self._weighed = self._bytes = 0
+        self._shown = 0  # batches
+        self._is_closed = False
+
+    def weigh(self) -> None:
+        """Weigh the batch that is held, and release it."""
+        batch, self.held, self.is_weighing = self.held, None, False
+        self._weighed += 1
+        self._bytes += weight_of(batch)
+
+    def look(self) -> None:
+        """Show the figures of now."""
+        now = clock()
+        self.due = now + SHOWN_EVERY
+        if self._is_log:
+            _logged[self._loader] = now
+            self.due = now + LOGGED_EVERY
+        if not self.batches or self._is_closed:
+            return
+        if now >= self._next_measure:
+            self._measure(now)
+            self._next_measure = now + _IDLE * (clock() - now)
+        self._show(now)
+
+    def finish(self) -> None:
+        """Show the figures of the whole iteration, and end the display."""
+        try:
+            if self.batches and not (self._is_closed or self._is_log):
+                now = clock()
+                self._measure(now)
+                self._show(now)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the display. May be called by a finalizer: it asks the loader nothing."""
+        if self._is_closed:
+            return
+        self._is_closed, self.held, self.is_weighing, self.due = True, None, False, inf
+        try:
+            if 0 < self._shown < self.batches and not self._is_log:
+                self._show(clock())
+        finally:
+            with suppress(OSError, ValueError):
+                self._display.close()
+
+    def _show(self, now: float) -> None:
+        seconds, resumed = now - self._began, self._resumed
+        self._shown = self.batches
+        figures = Figures(
+            resumed + self.batches, resumed, self._total, seconds, self._rates
+        )
+        with suppress(OSError, ValueError):  # the terminal is gone
+            self._display.show(figures)
+
+    def _measure(self, now: float) -> None:
+        """Compute the rates since some looks ago."""
+        stats = self._loader.stats()
+        self.is_weighing = not self._is_closed
+        look = now, self.batches, stats.waited
+        if stats.epoch != self._epoch:
+            if self._epoch is not None:  # another iteration has begun beside this one
+                self._looks.clear()
+            else:
+                self._resumed = getattr(stats, "resumed_at", 0)
+            self._epoch = stats.epoch
+        if self._looks:
+            seconds, batches, waited = map(operator.sub, look, self._looks[0])
+            if seconds > 0:
+                recent = getattr(stats, "recent", 0)
+                size = stats.samples / recent if recent else 0.0
+                words = self._words(batches / seconds, size, waited / seconds)
+                self._rates = tuple(words)
+        self._looks.append(look)
+
+    def _words(self, rate: float, size: float, waits: float) -> Iterator[str]:
+        yield (
+            f"{_short(rate * size)} samples/s" if size else f"{_short(rate)} batches/s"
+        )
+        if self._bytes:
+            yield f"{_short(rate * self._bytes / self._weighed)}B/s"
+        yield f"waiting {min(1.0, max(0.0, waits)):.0%}"
+        if self._resumed:
+            yield f"resumed at {self._resumed:,}"
+
+
+class _Bar:
+    """A bar of tqdm's, on a terminal or in a notebook."""
+
+    def __init__(
+        self,
+        bar_class: Callable[..., Any],
+        desc: str | None,
+        file: TextIO | None,
+        *,
+        leave: bool,
+    ) -> None:
+        self._make = bar_class
+        self._given = {"desc": desc, "file": file, "leave": leave}
+        self._bar: Any = None
+
+    def show(self, figures: Figures) -> None:
+        bar = self._bar
+        if bar is None:  # not before there is something to show
+            bar = self._bar = self._make(
+                total=figures.total,
+                initial=figures.resumed,
+                unit=" batches",
+                mininterval=0,
+                miniters=0,
+                delay=1e-9,  # not yet
+                dynamic_ncols=True,
+                **self._given,
+            )
+            bar.start_t = bar.last_print_t = time.time() - figures.seconds
+        bar.set_postfix_str(", ".join(figures.rates), refresh=False)
+        bar.update(figures.batches - bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class _Line:
+    """One line of plain text, written over and over."""
+
+    def __init__(self, file: TextIO, desc: str | None, *, leave: bool) -> None:
+        self._file = file
+        self._desc = desc
+        self._leave = leave
+        self._width = 0
+
+    def show(self, figures: Figures) -> None:
+        text = sentence(self._desc, figures)
+        text = text[: shutil.get_terminal_size().columns - 1]
+        self._write("\r" + text.ljust(self._width))
+        self._width = len(text)
+
+    def close(self) -> None:
+        if self._width:
+            gone = "\r" + " " * self._width + "\r"
+            self._write("\n" if self._leave else gone)
+
+    def _write(self, text: str) -> None:
+        self._file.write(text)
+        self._file.flush()
+
+
+class _LogLines:
+    """Lines of a log."""
+
+    def __init__(self, desc: str | None) -> None:
+        self._desc = desc
+
+    def show(self, figures: Figures) -> None:
+        _log.info("%s", sentence(self._desc, figures))
+
+    def close(self) -> None:
+        pass
+
+
+def sentence(desc: str | None, figures: Figures) -> str:
+    """Return figures as one line."""
+    batches, total = figures.batches, figures.total
+    where = f"{batches:,} batches"
+    if total is not None:
+        where = f"{batches:,} of {total:,} batches"
+        if 0 < batches <= total:
+            where += f" ({batches / total:.0%})"
+    text = ", ".join([where, *figures.rates])
+    return text if desc is None else f"{desc}: {text}"
+
+
+def weight_of(batch: Any) -> int:
+    """Return the bytes of the tensors, arrays and byte strings of a batch.
+
+    0 if there are none, or more than a thousand.
+    """
+    found, todo = 0, [batch]
+    for _ in range(_MOST_LEAVES):
+        if not todo:
+            return found
+        one = todo.pop()
+        if isinstance(one, Mapping):
+            todo.extend(one.values())
+        elif isinstance(one, tuple | list):
+            todo.extend(one[:_MOST_LEAVES])
+        elif isinstance(one, bytes | bytearray):
+            found += len(one)
+        else:
+            size = getattr(one, "nbytes", 0)
+            found += size if isinstance(size, int) else 0
+    return 0
+
+
+def _short(number: float) -> str:
+    """Return three digits and a prefix, such as ``"12.3 k"``."""
+    power = 0
+    while abs(number) >= 999.5 and power < 4:
+        number, power = number / 1000, power + 1
+    return f"{number:.3g}{('', ' k', ' M', ' G', ' T')[power]}"
+
+
+def _is_seen(file: TextIO) -> bool:
+    """Tell whether somebody looks: at a terminal, or at a notebook."""
+    is_notebook = type(file).__module__.startswith("ipykernel.")
+    with suppress(AttributeError, ValueError):  # no file; or a closed one
+        return is_notebook or file.isatty()
+    return False
+
+
+def _bar_class(file: TextIO | None) -> Callable[..., Any] | None:
+    """Return tqdm's class for this place, without its monitor thread, or None."""
+    try:
+        # A given file is no notebook's cell.
+        module = importlib.import_module("tqdm.auto" if file is None else "tqdm")
+    except ImportError:
+        return None
+    bar: Callable[..., Any] = type("Bar", (module.tqdm,), {"monitor_interval": 0})
+    return bar

@@ -1,0 +1,449 @@
+"""Records as a trace: Chrome's trace event format, which Perfetto opens.
+
+A track for the consumer (its steps, and its waits), tracks for where samples are read,
+and one for each worker; two where batches are made at the same time. Times are on the
+clock of ``torch.profiler``, so that both files can be merged: microseconds of Unix time
+since ``baseTimeNanoseconds``. Source: "Trace Event Format" (Google, 2016); for the
+clock, libkineto's ``ChromeTraceBaseTime`` (torch 2.13).
+"""
+
+import asyncio
+import gzip
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeAlias
+
+from aioloader._observe.records import (
+    NOT_MADE,
+    MadeAt,
+    Record,
+    Records,
+    RecordTuple,
+    Setting,
+)
+from aioloader._observe.warnings import warn
+
+Event: TypeAlias = dict[str, Any]
+StrPath: TypeAlias = str | os.PathLike[str]
+# Kineto's: three mean months, counted from 1970.
+_QUARTER_NS = 7_889_238 * 10**9
+# Numbers of processes are below.
+_BEYOND_PROCESSES = 1 << 22
+_traces = itertools.count(1)
+_RAY = "RayWorkers"  # on machines with other clocks
+# Kinds of tracks, from top to bottom.
+_CONSUMER, _READS, _LANE, _COPIES = range(4)
+
+
+class Clock(NamedTuple):
+    """From ``time.perf_counter`` to the clock of a trace.
+
+    Both tick alike; only what they count from differs.
+
+    Attributes:
+        unix: Nanoseconds since 1970 when ``time.perf_counter_ns`` was 0.
+        base: ``baseTimeNanoseconds``: what the times of the file are relative to.
+    """
+
+    unix: int
+    base: int
+
+    @classmethod
+    def now(cls) -> "Clock":
+        """Compare the clocks; the best of some tries, within a microsecond."""
+        tries = []
+        for _ in range(8):
+            before = time.perf_counter_ns()
+            unix = time.time_ns()
+            after = time.perf_counter_ns()
+            tries.append((after - before, unix - (before + after) // 2))
+        unix = min(tries)[1]
+        return cls(unix, time.time_ns() // _QUARTER_NS * _QUARTER_NS)
+
+    def micros(self, seconds: float) -> float:
+        """Return a reading as microseconds of the file, to the nanosecond."""
+        return (round(seconds * 1e9) + self.unix - self.base) / 1000
+
+
+class Copy(NamedTuple):
+    """One copy to a device.
+
+    Attributes:
+        number: Of the batch, in its epoch.
+        began: When it was begun; clock readings in seconds.
+        ended: When it was done.
+    """
+
+    number: int
+    began: float
+    ended: float
+
+
+@dataclass
+class Traced:
+    """What a trace has of one epoch.
+
+    Attributes:
+        epoch: Its number.
+        setting: How the loader was set up.
+        records: Those of the batches that were delivered meanwhile.
+        copies: To the device, if they are known.
+    """
+
+    epoch: int
+    setting: Setting
+    records: list[RecordTuple] = field(default_factory=list)
+    copies: Sequence[Copy] = ()
+
+
+class Trace:
+    """Collect all that is recorded in a ``with`` block, and write it at the end.
+
+    A batch costs an entry of a list. If the block raises, what was collected is written
+    all the same. At the end of a ``with`` block the file is written in this thread, of
+    an ``async with`` block in another.
+
+    Args:
+        path: Of the JSON file; one that is there is replaced when all is written. If it
+            ends with ``".gz"``, it is compressed.
+        traces: Those that the loader has follow its epochs; this one is among them
+            during the block.
+    """
+
+    def __init__(self, path: StrPath, traces: "list[Trace]") -> None:
+        self._path = Path(path)
+        self._traces = traces
+        self._followed: list[tuple[Records, Traced]] = []
+        self._clock: Clock | None = None  # since the block began
+
+    def follow(
+        self,
+        epoch: int,
+        records: Records,
+        setting: Setting,
+        copies: Sequence[Copy] = (),
+    ) -> None:
+        """Collect what is recorded of an epoch during the block.
+
+        The loader calls it for the epoch under way when it makes the trace, and for
+        each epoch that begins in the block, before its first batch.
+
+        Args:
+            epoch: Its number.
+            records: Where it is recorded.
+            setting: How the loader is set up for it.
+            copies: A list that copies to the device are added to, if they are noted.
+        """
+        traced = Traced(epoch, setting, copies=copies)
+        self._followed.append((records, traced))
+        if self._clock is not None:
+            records.add_sink(traced.records.append)
+
+    def __enter__(self) -> Self:
+        self._check_folder()
+        self._start()
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, *_: object) -> None:
+        self._stop()
+        self._write(error)
+
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self._check_folder)
+        self._start()
+        return self
+
+    async def __aexit__(
+        self, _kind: object, error: BaseException | None, *_: object
+    ) -> None:
+        self._stop()
+        await asyncio.to_thread(self._write, error)
+
+    def _check_folder(self) -> None:
+        """Fail before the block, and not after it."""
+        folder = self._path.parent
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no folder '{folder}' for the trace")
+
+    def _start(self) -> None:
+        if self._clock is not None:
+            raise RuntimeError("this trace was recorded already; make a new one")
+        self._clock = Clock.now()
+        self._traces.append(self)
+        for records, traced in self._followed:
+            records.add_sink(traced.records.append)
+
+    def _stop(self) -> None:
+        self._traces.remove(self)
+        for records, traced in self._followed:
+            records.remove_sink(traced.records.append)
+
+    def _write(self, error: BaseException | None) -> None:
+        assert self._clock is not None
+        traced = [one for _, one in self._followed]
+        self._followed = []
+        try:
+            write_trace(self._path, traced, self._clock)
+        except OSError as failure:
+            if error is None:
+                raise
+            error.add_note(f"the trace was not written: {failure}")
+
+
+def write_trace(path: Path, traced: Sequence[Traced], clock: Clock) -> None:
+    """Write a trace, in one piece or not at all."""
+    number = next(_traces) * _BEYOND_PROCESSES + os.getpid()
+    head = {
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": clock.base,
+        "otherData": {
+            "epochs": [
+                {"epoch": one.epoch, "batches": len(one.records)} | asdict(one.setting)
+                for one in traced
+            ]
+        },
+    }
+    _write_json(path, head, trace_events(traced, clock, number))
+
+
+def merge_traces(ours: StrPath, theirs: StrPath, out: StrPath) -> None:
+    """Write a loader's trace and a profiler's as one file.
+
+    Args:
+        ours: Written by ``loader.trace``.
+        theirs: Written by ``torch.profiler``, or another of ``loader.trace``.
+        out: The file to write; compressed if it ends with ``".gz"``, as may the others.
+
+    Raises:
+        ValueError: If one of them is no trace.
+    """
+    mine, other = _read_json(ours), _read_json(theirs)
+    events, others = mine.pop("traceEvents"), other.pop("traceEvents")
+    behind = mine.get("baseTimeNanoseconds", 0) - other.get("baseTimeNanoseconds", 0)
+    for event in events:
+        if "ts" in event:
+            event["ts"] += behind / 1000
+    (begin, end), (from_, to) = _extent(events), _extent(others)
+    if begin > to or from_ > end:
+        warn(f"nothing in '{ours}' happened at the time of '{theirs}'")
+    _write_json(Path(out), {**mine, **other}, itertools.chain(others, events))
+
+
+# -- events -------------------------------------------------------------------------
+
+
+class _Slice(NamedTuple):
+    name: str
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Slices that follow each other on one track.
+
+    Attributes:
+        kind: Of the track; with ``lane`` and ``name``, which one it is.
+        slices: Those that take time.
+        args: What is said of each.
+    """
+
+    kind: int
+    lane: int
+    name: str
+    slices: tuple[_Slice, ...]
+    args: dict[str, Any]
+
+    @property
+    def began(self) -> float:
+        return self.slices[0].began
+
+    @property
+    def ended(self) -> float:
+        return self.slices[-1].ended
+
+
+def trace_events(
+    traced: Iterable[Traced], clock: Clock, process: int
+) -> Iterator[Event]:
+    """Yield the events of a trace.
+
+    Args:
+        traced: What is known of each epoch.
+        clock: Turns clock readings into times of the file.
+        process: Number of the process that the tracks belong to.
+    """
+    traced = list(traced)
+    jobs = [job for one in traced for job in _jobs(one) if job.slices]
+    tracks = _on_tracks(sorted(jobs, key=attrgetter("began")))
+    name = f"aioloader (process {os.getpid()})"
+    yield _described("process_name", process, 0, name=name)
+    yield _described("process_sort_index", process, 0, sort_index=os.getpid())
+    for thread, (track, on_track) in enumerate(sorted(tracks.items())):
+        name = f"{track[2]} ({track[3] + 1})" if track[3] else track[2]
+        yield _described("thread_name", process, thread, name=name)
+        yield _described("thread_sort_index", process, thread, sort_index=thread)
+        for job in on_track:
+            for one in job.slices:
+                begin, end = clock.micros(one.began), clock.micros(one.ended)
+                yield {
+                    "ph": "X",
+                    "cat": "aioloader",
+                    "name": one.name,
+                    "pid": process,
+                    "tid": thread,
+                    "ts": begin,
+                    "dur": round(end - begin, 3),
+                    "args": job.args,
+                }
+    for at, ready in _ready(traced):
+        yield {
+            "ph": "C",
+            "cat": "aioloader",
+            "name": "batches ready",
+            "pid": process,
+            "tid": 0,
+            "ts": clock.micros(at),
+            "args": {"batches": ready},
+        }
+
+
+def _described(what: str, process: int, thread: int, **args: Any) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+
+
+def _jobs(traced: Traced) -> Iterator[_Job]:
+    """Yield what was done for an epoch, and by whom."""
+    records = [Record._make(one) for one in traced.records]
+    is_inline = traced.setting.place == "inline"
+    name = "make" if is_inline else "wait"
+    after: Record | None
+    for record, after in itertools.zip_longest(records, records[1:]):
+        args = _args(traced, record.number, samples=record.samples)
+        slices = [_Slice(name, record.asked, record.taken)]
+        if after is not None:
+            slices.append(_Slice("step", record.taken, after.asked))
+        for one in slices:
+            yield _Job(_CONSUMER, 0, "consumer", _lasting(one), args)
+        yield from _made(traced.setting, record, args)
+    for number, began, ended in traced.copies:
+        copied = _lasting(_Slice("copy", began, ended))
+        yield _Job(_COPIES, 0, "copies to the device", copied, _args(traced, number))
+
+
+def _args(traced: Traced, number: int, **more: int) -> dict[str, Any]:
+    return {"epoch": traced.epoch, "batch": number, **more}
+
+
+def _made(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[_Job]:
+    """Yield what it took to make a batch."""
+    times = made_times(setting, record)
+    if not times:
+        return
+    made = MadeAt._make(record.made)
+    if times[0] != made.began:
+        args = {**args, "placed": "as late as possible: another machine's clock"}
+    if made.busy:
+        args = {**args, "seconds of reading, summed over samples": made.busy}
+    if made.cpu:
+        args = {**args, "seconds of processor time": made.cpu}
+    names = ("read", "queued", "transform", "collate")
+    slices = list(map(_Slice, names, times, times[1:]))
+    # Elsewhere than what follows, and several batches at a time.
+    if setting.place == "loop" or (setting.workers and not setting.reads_in_workers):
+        yield _Job(_READS, 0, "reads", _lasting(*slices[:2]), args)
+        slices = slices[2:]
+    name = {"inline": "loader", "workers": f"worker {record.lane}"}
+    where = name.get(setting.place, "thread")
+    yield _Job(_LANE, record.lane, where, _lasting(*slices), args)
+
+
+def made_times(setting: Setting, record: Record) -> tuple[float, ...]:
+    """Return ``began`` to ``collated`` on this machine's clock; nothing if unknown.
+
+    What was made by another machine was made at the latest when it was taken.
+    """
+    if record.made == NOT_MADE:
+        return ()
+    times = record.made[:5]
+    back = times[-1] - record.taken if setting.worker_kind == _RAY else 0.0
+    return tuple(one - back for one in times)
+
+
+def _lasting(*slices: _Slice) -> tuple[_Slice, ...]:
+    return tuple(one for one in slices if one.ended > one.began)
+
+
+def _on_tracks(jobs: Iterable[_Job]) -> dict[tuple[int, int, str, int], list[_Job]]:
+    """Put jobs, the earliest first, on tracks, so that none overlaps another.
+
+    Returns:
+        For each track (kind, lane, name, and number of those that are alike) its jobs.
+    """
+    tracks: dict[tuple[int, int, str, int], list[_Job]] = {}
+    for job in jobs:
+        for row in itertools.count():
+            track = tracks.setdefault((job.kind, job.lane, job.name, row), [])
+            if not track or track[-1].ended <= job.began:
+                track.append(job)
+                break
+    return tracks
+
+
+def _ready(traced: Iterable[Traced]) -> Iterator[tuple[float, int]]:
+    """Yield when the number of batches that waited for their consumer changed."""
+    changes = [
+        (at, change)
+        for one in traced
+        if one.setting.place != "inline" and one.setting.worker_kind != _RAY
+        for record in map(Record._make, one.records)
+        if record.made != NOT_MADE
+        for at, change in ((MadeAt._make(record.made).collated, 1), (record.taken, -1))
+    ]
+    ready = 0
+    for at, change in sorted(changes):
+        ready += change
+        yield at, ready
+
+
+def _extent(events: Iterable[Event]) -> tuple[float, float]:
+    times = [one["ts"] for one in events if one.get("ph") == "X"]
+    return min(times, default=0.0), max(times, default=0.0)
+
+
+# -- files --------------------------------------------------------------------------
+
+
+def _read_json(path: StrPath) -> dict[str, Any]:
+    content = Path(path).read_bytes()
+    if os.fspath(path).endswith(".gz"):
+        content = gzip.decompress(content)
+    found = json.loads(content)
+    trace = found if isinstance(found, dict) else {"traceEvents": found}
+    if type(trace.get("traceEvents")) is not list:
+        raise ValueError(f"'{path}' is no trace: it has no list of 'traceEvents'")
+    return trace
+
+
+def _write_json(path: Path, head: dict[str, Any], events: Iterable[Event]) -> None:
+    """Write a trace an event at a time; it appears under its name when it is whole."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with (
+            gzip.open(partial, "wt", encoding="utf-8")
+            if path.suffix == ".gz"
+            else partial.open("w", encoding="utf-8") as file
+        ):
+            file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
+            for number, event in enumerate(events):
+                file.write((",\n" if number else "") + json.dumps(event))
+            file.write("\n]}\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,113 @@
+"""What progress displays and metrics are tried with: a terminal, a clock, figures."""
+
+import io
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+class Terminal(io.StringIO):
+    """Says that it is one, and keeps what is written."""
+
+    def isatty(self) -> bool:
+        """Return True."""
+        return True
+
+    def lines(self) -> list[str]:
+        """Return what was shown, one after the other."""
+        shown = self.getvalue().replace("\n", "\r").split("\r")
+        return [line.rstrip() for line in shown if line.strip()]
+
+
+class Clock:
+    """Goes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Figures of a stage."""
+
+    name: str
+    lanes: int = 1
+    items: int = 0
+    busy: float = 0.0
+    starved: float = 0.0
+    blocked: float = 0.0
+    p50: float = 0.0
+    p95: float = 0.0
+    p99: float = 0.0
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the time in which a lane was busy."""
+        return self.busy / (self.busy + self.starved + self.blocked)
+
+
+@dataclass
+class Figures:
+    """Like ``LoaderStats``, but can be set."""
+
+    epoch: int = 0
+    batches: int = 0
+    waited: float = 0.0
+    in_flight: int = 0
+    failures: int = 0
+    worker_deaths: int = 0
+    worker_restarts: int = 0
+    resumed_at: int = 0
+    recent: int = 0
+    seconds: float = 0.0
+    samples: int = 0
+    waits: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    stages: tuple[Stage, ...] = ()
+
+
+class Counting:
+    """A loader of numbers: each takes a second, a quarter of which is waiting."""
+
+    def __init__(self, clock: Clock, batches: int = 8, seconds: float = 1.0) -> None:
+        self.clock = clock
+        self.batches = batches
+        self.seconds = seconds
+        self.figures = Figures()
+        self.looks = 0
+        self.costs = 0.0
+
+    def __len__(self) -> int:
+        return self.batches + self.figures.resumed_at
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begin()
+        for number in range(self.batches):
+            yield self.made(number)
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        self.begin()
+        for number in range(self.batches):
+            yield self.made(number)
+
+    def begin(self) -> None:
+        """Begin an epoch, or resume one."""
+        before = self.figures
+        self.figures = Figures(before.epoch + 1, resumed_at=before.resumed_at)
+
+    def made(self, number: int) -> Any:
+        """Return a batch of 5 samples and 1,000 bytes."""
+        self.clock.now += self.seconds
+        self.figures.batches += 1
+        self.figures.recent = min(4, self.figures.batches)
+        self.figures.samples = 5 * self.figures.recent
+        self.figures.waited += self.seconds / 4
+        return {"number": number, "data": [bytes(1000)]}
+
+    def stats(self) -> Figures:
+        """Return the figures; count that they were asked for."""
+        self.looks += 1
+        self.clock.now += self.costs
+        return self.figures

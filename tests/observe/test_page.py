@@ -1,0 +1,230 @@
+"""The report page: well-formed, self-contained, true to the records; in a browser."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from aioloader._observe.drawings import seconds_text
+from aioloader._observe.page import report_html
+from aioloader._observe.records import NOT_MADE, Made, Record, Setting
+from observe.showing import Figures, Stage
+
+CHROMIUM = shutil.which("chromium")
+WORKERS = Setting("workers", workers=2, worker_kind="process", reads_in_workers=True)
+SETTINGS = [
+    Setting("inline"),
+    Setting("thread", window=2),
+    Setting("loop", concurrency=64, window=None),
+    WORKERS,
+    Setting("workers", workers=2, worker_kind="RayWorkers", concurrency=64),
+]
+STAGES = (
+    Stage("read", 2, 50, busy=30.0, starved=50.0, blocked=20.0, p50=0.6, p99=0.9),
+    Stage("transform", 2, 50, busy=50.0, starved=30.0, blocked=20.0, p50=1.0),
+    Stage("collate", 2, 50, busy=10.0, starved=90.0, p50=0.2),
+    Stage("transport", 1, 50, busy=0.0, starved=50.0, p50=0.0002),
+    Stage("consumer", 1, 50, busy=20.0, starved=30.0, p50=0.4),
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Like ``Report``."""
+
+    headline: str = "The transform holds training back: it <waits> & waits."
+    stage: str = "transform"
+    advice: str | None = "Change num_workers from 2 to 4: +40 %."
+    limit: str = ""
+    wait_share: float = 0.6
+    head_room: tuple[tuple[int, float], ...] = ((1, 0.4), (2, 0.2), (4, 0.1))
+    remarks: tuple[str, ...] = ("2 samples failed.",)
+    confidence: str = "from 50 batches"
+
+
+def records(count: int, *, is_made: bool = True) -> list[Record]:
+    """Return batches, one a second: read in 0.6 s, transformed in 1, collated in .2."""
+    found = []
+    for number in range(count):
+        at = float(number)
+        made: Made = (at, at + 0.6, at + 0.6, at + 1.6, at + 1.8, 0.0, 0.0)
+        made = made if is_made else NOT_MADE
+        found.append(Record(number, at + 1.4, at + 2.0, number % 2, 4, made))
+    return found
+
+
+def written(
+    path: Path,
+    taken: Sequence[Record],
+    setting: Setting = WORKERS,
+    stages: Sequence[Stage] = STAGES,
+) -> str:
+    """Write a page and return it."""
+    stats: Any = Figures(
+        3, len(taken), 30.0, failures=2, recent=len(taken), seconds=50.0, samples=200
+    )
+    stats = SimpleNamespace(**{**vars(stats), "stages": tuple(stages)})
+    report_html(path, stats, Verdict(), taken, setting)
+    return path.read_text(encoding="utf-8")
+
+
+def parsed(text: str) -> ET.Element:
+    """Return the page, which has to be well-formed."""
+    doctype, _, rest = text.partition("\n")
+    assert doctype == "<!DOCTYPE html>"
+    return ET.fromstring(rest)
+
+
+class References(HTMLParser):
+    """What a page refers to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note what names another resource."""
+        self.tags.add(tag)
+        names = {"href", "src", "srcset", "data", "action", "xlink:href"}
+        self.found += [str(value) for name, value in attrs if name in names]
+
+
+@pytest.mark.parametrize(
+    "setting", SETTINGS, ids=lambda one: one.place + one.worker_kind
+)
+@pytest.mark.parametrize("count", [0, 1, 2, 1024])
+def test_any_page(tmp_path: Path, setting: Setting, count: int) -> None:
+    """Is well-formed, refers to nothing, and has all its parts."""
+    text = written(tmp_path / "page.html", records(count), setting)
+    root = parsed(text)
+    references = References()
+    references.feed(text)
+    assert references.found == ["data:,"]
+    assert not {"script", "iframe", "object", "img"} & references.tags
+    assert "http" not in text.replace("http-equiv", "")
+    assert "url(" not in text
+    assert "@import" not in text
+    assert len(root.findall(".//svg")) == (4 if count else 0)
+    assert {"NaN", "nan", "inf"}.isdisjoint(re.findall(r"[\w.]+", text))
+
+
+def test_what_is_said(tmp_path: Path) -> None:
+    """The verdict, figures, and a row for each stage; in the reader's words."""
+    root = parsed(written(tmp_path / "page.html", records(50)))
+    assert root.findtext(".//h1") == Verdict.headline
+    assert root.findtext("head/title") == Verdict.headline
+    said = ["".join(one.itertext()) for one in root.findall(".//p")]
+    assert {"Change num_workers from 2 to 4: +40 %.", "2 samples failed."} < {*said}
+    assert "Confidence: from 50 batches." in said
+    tiles = ["".join(one.itertext()) for one in root.findall(".//li")]
+    assert tiles[:3] == [
+        "60% of the time waiting",
+        "1 batches per second",
+        "4 samples per second",
+    ]
+    table = root.findall(".//table")[0]
+    rows = [[cell.text or "" for cell in row] for row in table.iter("tr")]
+    assert rows[1] == ["read", "2", "30%", "50%", "20%", "600 ms", "0 us", "900 ms"]
+    assert [row[0] for row in rows[1:]] == [*(one.name for one in STAGES), "wait"]
+    assert rows[-1][5:] == ["600 ms"] * 3
+
+
+def test_widths_are_times(tmp_path: Path) -> None:
+    """In the pipeline (for each lane) and in the timeline."""
+    root = parsed(written(tmp_path / "page.html", records(8)))
+    pipeline, _, timeline, waits = root.findall(".//svg")
+    width = {
+        one.get("class"): float(one.get("width", 0)) for one in pipeline.iter("rect")
+    }
+    assert width["transform"] / width["read"] == pytest.approx(5 / 3, rel=1e-3)
+    assert width["consumer"] / width["read"] == pytest.approx(0.4 / 0.3, rel=1e-3)
+    assert "frame" in width  # the stage that the verdict names
+    drawn = [one for one in timeline.iter("rect") if "batch 3" in (one[0].text or "")]
+    width = {str(one.get("class")): float(one.get("width", 0)) for one in drawn}
+    assert width["transform"] / width["read"] == pytest.approx(1 / 0.6, rel=1e-2)
+    assert len(list(waits.iter("rect"))) == 8
+
+
+def test_many_batches_share_bars(tmp_path: Path) -> None:
+    """Each bar is the longest of its batches, so that none is hidden."""
+    taken = records(1000)
+    taken[501] = taken[501]._replace(asked=taken[501].taken - 7)
+    root = parsed(written(tmp_path / "page.html", taken))
+    bars = list(root.findall(".//svg")[3].iter("rect"))
+    assert len(bars) <= 230
+    (highest,) = [one for one in bars if float(one.get("height", 0)) > 100]
+    assert "at most 7 s" in (highest[0].text or "")
+
+
+def test_batches_of_unknown_making(tmp_path: Path) -> None:
+    """Their consumer is known all the same."""
+    taken = records(8, is_made=False)
+    root = parsed(written(tmp_path / "page.html", taken, stages=STAGES[-1:]))
+    timeline = root.findall(".//svg")[2]
+    kinds = {one.get("class") for one in timeline.iter("rect")}
+    assert "consumer" in kinds
+
+
+def test_a_page_is_replaced_whole(tmp_path: Path) -> None:
+    """Or not at all."""
+    path = tmp_path / "page.html"
+    path.write_text("before")
+    broken: Any = SimpleNamespace(**vars(Figures()), headline="x")
+    with pytest.raises(AttributeError):
+        report_html(path, broken, broken, [], WORKERS)
+    assert path.read_text() == "before"
+    written(path, records(3))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 us"), (0.0123456, "12.3 ms"), (1.5, "1.5 s"), (12345.6, "12,346 s")],
+)
+def test_seconds(seconds: float, text: str) -> None:
+    """In fitting units."""
+    assert seconds_text(seconds) == text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_in_a_browser(tmp_path: Path) -> None:
+    """Without an error, light and dark; a page that asks for a file has one."""
+    page, other = tmp_path / "page.html", tmp_path / "other.html"
+    text = written(page, records(200))
+    pictures = []
+    for scheme in ("light", "dark"):
+        errors, picture = rendered(page, scheme)
+        assert errors == []
+        pictures.append(picture)
+    assert len(set(pictures)) == 2
+    other.write_text(text.replace("<main>", '<main><img src="http://127.0.0.1:1/x"/>'))
+    errors, _ = rendered(other, "light")
+    assert any("Content Security Policy" in one for one in errors)
+
+
+def rendered(page: Path, scheme: str) -> tuple[list[str], bytes]:
+    """Return the errors in the browser's console, and a picture."""
+    assert CHROMIUM is not None
+    picture = page.with_suffix(".png")
+    command = [
+        *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+        *("--disable-background-networking", "--enable-logging=stderr"),
+        f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
+        *(f"--user-data-dir={page.parent / 'profile'}", "--window-size=1100,2700"),
+        *(f"--screenshot={picture}", page.as_uri()),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=60
+    )
+    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return said, picture.read_bytes()

@@ -1,0 +1,325 @@
+"""Traces: their format, their sums, their clock; and merged with torch's."""
+
+import asyncio
+import gzip
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from aioloader import merge_traces
+from aioloader._observe.records import NOT_MADE, MadeAt, Records, RecordTuple, Setting
+from aioloader._observe.trace import Clock, Copy, Trace, Traced, trace_events
+from observe.trace_format import check_trace, of_kind, tracks
+
+CLOCK = Clock(unix=0, base=0)
+WORKERS = Setting("workers", workers=2, worker_kind="process", reads_in_workers=True)
+SETTINGS = [
+    Setting("inline"),
+    Setting("thread", window=2),
+    Setting("loop", concurrency=64, window=None),
+    WORKERS,
+    Setting("workers", workers=2, worker_kind="thread", concurrency=64),
+    Setting("workers", workers=2, worker_kind="RayWorkers", reads_in_workers=True),
+]
+
+
+def record(number: int, at: float, *, lane: int = 0, size: int = 4) -> RecordTuple:
+    """Return a batch that took 2 s to read, 1 to wait, 3 to transform, 1 to collate."""
+    made = MadeAt(at, at + 2, at + 3, at + 6, at + 7, busy=5.0, cpu=0.5)
+    return number, at + 5, at + 8, lane, size, made
+
+
+def traced(setting: Setting, count: int = 6) -> Traced:
+    """Return an epoch of batches that overlap where there are two lanes."""
+    lanes = max(1, setting.workers)
+    records = [record(n, 4.0 * n, lane=n % lanes) for n in range(count)]
+    return Traced(3, setting, records)
+
+
+def loaded(path: Path) -> Any:
+    """Return a trace that keeps to the format."""
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        content = gzip.decompress(content)
+    trace = json.loads(content)
+    check_trace(trace)
+    return trace
+
+
+def total(events: list[Any], name: str) -> float:
+    """Return the seconds of all events of a name."""
+    return math.fsum(one["dur"] for one in of_kind(events, name)) / 1e6
+
+
+@pytest.mark.parametrize(
+    "setting", SETTINGS, ids=lambda one: one.place + one.worker_kind
+)
+def test_sums_agree_with_the_records(setting: Setting) -> None:
+    """For each place, each stage has its time, on a track of its own."""
+    events = list(trace_events([traced(setting)], CLOCK, 1))
+    check_trace({"traceEvents": events})
+    name = "make" if setting.place == "inline" else "wait"
+    stages = ("read", 2), ("queued", 1), ("transform", 3), ("collate", 1)
+    for stage, seconds in ((name, 3), *stages):
+        assert total(events, stage) == pytest.approx(6 * seconds)
+    batches = {one["args"]["batch"] for one in of_kind(events, "collate")}
+    assert batches == set(range(6))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 100),
+            st.floats(0, 9),
+            st.integers(0, 2),
+            st.lists(st.floats(0, 3), min_size=4, max_size=4),
+        ),
+        max_size=12,
+    ),
+    st.sampled_from(SETTINGS),
+)
+def test_any_times(drawn: list[Any], setting: Setting) -> None:
+    """Nothing overlaps on a track, whatever was recorded; every second is there."""
+    one = Traced(0, setting)
+    for number, (began, wait, lane, lasts) in enumerate(drawn):
+        at = [began]
+        for seconds in lasts:
+            at.append(at[-1] + seconds)
+        asked = at[-1] - wait
+        made = (*at, 0.0, 0.0)
+        one.records.append((number, asked, at[-1] + 1, lane, 1, made))
+    events = list(trace_events([one], CLOCK, 1))
+    check_trace({"traceEvents": events})
+    for index, stage in ((0, "read"), (2, "transform"), (3, "collate")):
+        seconds = sum(lasts[index] for *_, lasts in drawn)
+        assert total(events, stage) == pytest.approx(seconds, abs=1e-6)
+
+
+def test_tracks() -> None:
+    """The consumer's first, then the readers', one for each worker, then the copies."""
+    both = Setting("workers", workers=2, worker_kind="thread", concurrency=64)
+    epoch = traced(both)
+    epoch.copies = [Copy(0, 8.0, 8.5), Copy(1, 12.0, 12.5)]
+    events = list(trace_events([epoch], CLOCK, 7))
+    check_trace({"traceEvents": events})
+    names = list(tracks(events).values())
+    assert names == [
+        "consumer",
+        "reads",
+        "worker 0",
+        "worker 1",
+        "copies to the device",
+    ]
+    inline = list(tracks(trace_events([traced(Setting("inline"))], CLOCK, 7)).values())
+    assert inline == ["consumer", "loader", "loader (2)"]
+
+
+def test_a_step_is_from_a_batch_to_the_next_question() -> None:
+    """Of the last one nobody knows."""
+    records = [(n, 10.0 * n, 10.0 * n + 2, 0, 1, NOT_MADE) for n in range(3)]
+    events = list(trace_events([Traced(0, Setting("thread"), records)], CLOCK, 1))
+    steps = of_kind(events, "step")
+    assert [(one["ts"] / 1e6, one["dur"] / 1e6) for one in steps] == [(2, 8), (12, 8)]
+    assert not of_kind(events, "read")
+
+
+def test_batches_that_are_ready() -> None:
+    """A counter: up when one was collated, down when it was taken."""
+    events = list(trace_events([traced(WORKERS, 2)], CLOCK, 1))
+    found = of_kind(events, "batches ready")
+    counts = [(one["ts"] / 1e6, one["args"]["batches"]) for one in found]
+    assert counts == [(7, 1), (8, 0), (11, 1), (12, 0)]
+
+
+def test_another_machines_clock() -> None:
+    """What Ray's workers took is shown where it can have been at the latest."""
+    far = 1e6
+    made = (far, far + 2, far + 2, far + 5, far + 6, 0.0, 0.0)
+    setting = Setting("workers", workers=1, worker_kind="RayWorkers")
+    epoch = Traced(0, setting, [(0, 10.0, 20.0, 0, 1, made)])
+    events = list(trace_events([epoch], CLOCK, 1))
+    (collate,) = of_kind(events, "collate")
+    assert (collate["ts"] + collate["dur"]) / 1e6 == pytest.approx(20.0)
+    assert "another machine" in collate["args"]["placed"]
+
+
+# -- the block ----------------------------------------------------------------------
+
+
+def test_all_records_of_all_epochs(tmp_path: Path) -> None:
+    """Not only those that are kept; from those of the epoch under way at its start."""
+    traces: list[Trace] = []
+    path = tmp_path / "run.json"
+    under_way, next_one = Records(), Records()
+    under_way.append(record(0, 0.0))
+    trace = Trace(path, traces)
+    trace.follow(0, under_way, WORKERS)
+    with trace:
+        assert traces == [trace]
+        for number in range(1, 3000):
+            under_way.append(record(number, 8.0 * number))
+        for one in traces:
+            one.follow(1, next_one, WORKERS)
+        next_one.append(record(0, 8.0 * 3000))
+        assert not path.exists()
+    under_way.append(record(3000, 8.0 * 3001))
+    assert traces == []
+    events = loaded(path)["traceEvents"]
+    found = [one["args"] for one in of_kind(events, "collate")]
+    batches = [(one["epoch"], one["batch"]) for one in found]
+    assert sorted(batches) == [*((0, n) for n in range(1, 3000)), (1, 0)]
+    assert under_way.append == under_way.latest.append
+    assert len(under_way.all()) == 1024
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_traces_at_once(tmp_path: Path) -> None:
+    """Each has what was recorded in its block, under a process of its own."""
+    traces: list[Trace] = []
+    records = Records()
+    outer, inner = (Trace(tmp_path / name, traces) for name in ("a.json", "b.json.gz"))
+    for one in (outer, inner):
+        one.follow(0, records, WORKERS)
+    with outer:
+        records.append(record(0, 0.0))
+        with inner:
+            records.append(record(1, 8.0))
+        records.append(record(2, 16.0))
+    a, b = (loaded(tmp_path / name) for name in ("a.json", "b.json.gz"))
+    for trace, batches in ((a, 3), (b, 1)):
+        assert len(of_kind(trace["traceEvents"], "collate")) == batches
+        assert trace["otherData"]["epochs"][0]["batches"] == batches
+    merge_traces(tmp_path / "a.json", tmp_path / "b.json.gz", tmp_path / "c.json")
+    merged = loaded(tmp_path / "c.json")["traceEvents"]
+    assert len(of_kind(merged, "collate")) == 4
+
+
+def test_a_block_that_raises(tmp_path: Path) -> None:
+    """Is written too; what is there is replaced."""
+    path = tmp_path / "run.json"
+    path.write_text("before")
+    records, trace = Records(), Trace(path, [])
+    trace.follow(0, records, WORKERS)
+    with pytest.raises(LookupError), trace:
+        records.append(record(0, 0.0))
+        raise LookupError
+    assert of_kind(loaded(path)["traceEvents"], "collate")
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    """Is an error; beside one of the block, a note of that."""
+    none = Trace(tmp_path / "none" / "run.json", [])
+    with pytest.raises(FileNotFoundError, match="no folder"), none:
+        pass
+    taken = tmp_path / "folder"
+    taken.mkdir()
+    with pytest.raises(IsADirectoryError), Trace(taken, []):
+        pass
+    with pytest.raises(LookupError) as caught, Trace(taken, []):
+        raise LookupError
+    assert "was not written" in caught.value.__notes__[0]
+    assert list(tmp_path.iterdir()) == [taken]
+
+
+def test_a_trace_is_recorded_once(tmp_path: Path) -> None:
+    """A second block would replace the first one's file."""
+    trace = Trace(tmp_path / "run.json", [])
+    with trace:
+        pass
+    with pytest.raises(RuntimeError, match="make a new one"), trace:
+        pass
+    check_trace(json.loads((tmp_path / "run.json").read_text()))
+
+
+# -- torch's ------------------------------------------------------------------------
+
+
+def profiled(path: Path) -> tuple[float, float]:
+    """Profile a block; return clock readings just inside it."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with record_function("warm"):
+            pass
+        with record_function("block"):
+            began = time.perf_counter()
+            torch.ones(1000, 1000).sum()
+            ended = time.perf_counter()
+    profiler.export_chrome_trace(str(path))
+    return began, ended
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+def test_on_torchs_clock(tmp_path: Path, suffix: str) -> None:
+    """A wait that was inside a block of the profiler's is inside it in the merged file.
+
+    Both clocks are compared within some microseconds; half a millisecond is allowed.
+    """
+    theirs, ours = tmp_path / f"theirs{suffix}", tmp_path / f"ours{suffix}"
+    records, trace = Records(), Trace(ours, [])
+    trace.follow(0, records, Setting("thread"))
+    with trace:
+        began, ended = profiled(theirs)
+        records.append((0, began, ended, 0, 1, NOT_MADE))
+    merge_traces(ours, theirs, tmp_path / "both.json")
+    events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+    (block,) = of_kind(events, "block")
+    (wait,) = of_kind(events, "wait")
+    assert wait["dur"] == pytest.approx((ended - began) * 1e6, abs=0.01)
+    assert block["ts"] - 500 <= wait["ts"]
+    assert wait["ts"] + wait["dur"] <= block["ts"] + block["dur"] + 500
+    assert wait["pid"] != block["pid"]
+
+
+def test_the_base_is_torchs(tmp_path: Path) -> None:
+    """So that both line up unmerged too; another one is converted."""
+    profiled(tmp_path / "theirs.json")
+    base = json.loads((tmp_path / "theirs.json").read_text())["baseTimeNanoseconds"]
+    assert base == Clock.now().base
+    event = {"ph": "X", "name": "x", "cat": "c", "pid": 1, "tid": 1, "dur": 1}
+    for name, zero, ts in (("a", 5_000_000, 1.0), ("b", 2_000_000, 3001.0)):
+        trace = {"baseTimeNanoseconds": zero, "traceEvents": [{**event, "ts": ts}]}
+        (tmp_path / name).write_text(json.dumps(trace))
+    merge_traces(tmp_path / "a", tmp_path / "b", tmp_path / "c")
+    merged = json.loads((tmp_path / "c").read_text())
+    assert merged["baseTimeNanoseconds"] == 2_000_000
+    assert [one["ts"] for one in merged["traceEvents"]] == [3001.0, 3001.0]
+
+
+def test_traces_of_other_times_are_said(tmp_path: Path) -> None:
+    """Such as those of two runs."""
+    event = {"ph": "X", "name": "x", "cat": "c", "pid": 1, "tid": 1, "dur": 1}
+    for name, ts in (("a", 1.0), ("b", 3e9)):
+        (tmp_path / name).write_text(json.dumps([{**event, "ts": ts}]))
+    with pytest.warns(UserWarning, match="happened at the time of"):
+        merge_traces(tmp_path / "a", tmp_path / "b", tmp_path / "c")
+    (tmp_path / "b").write_text("{}")
+    with pytest.raises(ValueError, match="is no trace"):
+        merge_traces(tmp_path / "a", tmp_path / "b", tmp_path / "c")
+
+
+async def test_another_thread_writes(tmp_path: Path) -> None:
+    """``async with``: also where the block is cancelled."""
+    records, trace = Records(), Trace(tmp_path / "run.json", [])
+    trace.follow(0, records, WORKERS)
+    began = asyncio.Event()
+
+    async def run() -> None:
+        async with trace:
+            records.append(record(0, 0.0))
+            began.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(run())
+    await began.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    found = await asyncio.to_thread(loaded, tmp_path / "run.json")
+    assert of_kind(found["traceEvents"], "collate")
