@@ -344,7 +344,7 @@ async def test_a_reader_s_connection_is_cut(
     with caplog.at_level(logging.WARNING, "aioloader"):
         async with opened(made, SMALL) as readers:
             rows = [*await readers[0].pull(10)]
-            cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE "
+            cut = "SELECT pg_terminate_backend(pid, 20000) FROM pg_stat_activity WHERE "
             await beside(
                 lambda: postgresql.run(
                     "UPDATE t SET n = 1", f"{cut} query LIKE 'COPY%ORDER BY%'"
@@ -368,7 +368,7 @@ async def test_the_leader_s_connection_is_cut(
         async with opened(made, SMALL) as readers:
             await readers[0].pull(10)
             leader = (
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "SELECT pg_terminate_backend(pid, 20000) FROM pg_stat_activity "
                 "WHERE state = 'idle in transaction'"
             )
             await beside(lambda: postgresql.run("UPDATE t SET n = 1", leader))

@@ -4,6 +4,7 @@ Tables are read from their ends, so they need ranges. A copy is a temporary file
 least recently used go when there are many, and all when no iteration is left.
 """
 
+import contextlib
 import os
 import tempfile
 import threading
@@ -86,12 +87,16 @@ class Copies:
 
     async def read(self, address: str, start: int, stop: int) -> Buffer:
         """Return bytes of a file, or of its copy."""
-        if address not in self._copies:
-            try:
-                return await self._opener.read(address, start, stop)
-            except NoRangesError:
-                await self._copy(address)
-        return await in_thread(_read, self._copies[address][0], start, stop)
+        while True:
+            if address not in self._copies:
+                try:
+                    return await self._opener.read(address, start, stop)
+                except NoRangesError:
+                    await self._copy(address)
+            # Another file's copy may take its place at any moment.
+            if copy := self._copies.get(address):
+                with contextlib.suppress(FileNotFoundError):
+                    return await in_thread(_read, copy[0], start, stop)
 
     def cached(self, cache: CacheDir) -> Self:
         """Return the same, read through a cache."""
