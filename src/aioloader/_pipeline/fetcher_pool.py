@@ -6,7 +6,6 @@ sample, of whatever batch. A task per sample would cost ten times as much as a p
 
 import asyncio
 import contextvars
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from time import perf_counter
@@ -231,7 +230,7 @@ class FetcherPool:
     ) -> Coroutine[Any, Any, None] | None:
         """Do one job, and as many at a time from then on as the tuner says."""
         assert self._tuner is not None
-        began = time.perf_counter()
+        began = perf_counter()
         rest = await self._do(task, position, job)
         is_busy = bool(self._queue) and self._fetching >= self._size
         size = self._tuner.note_read(began, failures=self._failed, is_busy=is_busy)
