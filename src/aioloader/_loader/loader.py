@@ -28,7 +28,7 @@ from aioloader._loader.ranks import (
 from aioloader._loader.sampling import make_samplers, settle_shuffle
 from aioloader._loader.state import State, sealed, state_of, unsealed
 from aioloader._loader.state_check import check, fitted
-from aioloader._loader.torch_compat import dataset_kind
+from aioloader._loader.torch_compat import TorchLoader, dataset_kind
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import EpochNumbers, index_sampler_of
 from aioloader._order.failures import OnError
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 Batch = TypeVar("Batch", default=Any)
 
 
-class DataLoader(Observed[Batch]):
+class DataLoader(Observed, TorchLoader[Batch]):
     """Load batches from a dataset, for ``async for`` and for ``for``.
 
     A drop-in for ``torch.utils.data.DataLoader``: the same first seventeen arguments,

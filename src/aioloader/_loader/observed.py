@@ -2,11 +2,8 @@
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from typing_extensions import TypeVar
-
-from aioloader._loader.torch_compat import TorchLoader
 from aioloader._observe.records import Counters, Record, Setting
 from aioloader._observe.stats import LoaderStats, with_records
 from aioloader._order.failures import Failure
@@ -16,10 +13,8 @@ if TYPE_CHECKING:
     from aioloader._observe.trace import Trace
     from aioloader._observe.verdict import Report
 
-Batch = TypeVar("Batch", default=Any)
 
-
-class Observed(TorchLoader[Batch]):
+class Observed:
     """The part of ``DataLoader`` that shows what its iterations do."""
 
     _live: "Runtime"

@@ -6,9 +6,9 @@ sample, of whatever batch. A task per sample would cost ten times as much as a p
 
 import asyncio
 import contextvars
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from time import perf_counter
 from typing import Any, TypeAlias
 
 from aioloader._order.failures import SKIP
@@ -205,7 +205,7 @@ class FetcherPool:
         self, task: BatchTask, position: int, job: Job
     ) -> Coroutine[Any, Any, None] | None:
         """Do one job; its error ends the batch, not the fetcher."""
-        began = 0.0 if position % _TIMED_EVERY else perf_counter()
+        began = 0.0 if position % _TIMED_EVERY else time.perf_counter()
         if not position and task.stage == "fetch":
             task.began = began
         try:
@@ -219,7 +219,7 @@ class FetcherPool:
             return self._done(task)
         task.pending -= 1  # never 0 again once a sample failed
         if task.stage == "fetch" and (began or not task.pending):
-            task.read = perf_counter()
+            task.read = time.perf_counter()
             if began:  # for those after it, which are not timed
                 jobs = min(_TIMED_EVERY, len(task.indices) - position)
                 task.busy += (task.read - began) * jobs
@@ -230,7 +230,7 @@ class FetcherPool:
     ) -> Coroutine[Any, Any, None] | None:
         """Do one job, and as many at a time from then on as the tuner says."""
         assert self._tuner is not None
-        began = perf_counter()
+        began = time.perf_counter()
         rest = await self._do(task, position, job)
         is_busy = bool(self._queue) and self._fetching >= self._size
         size = self._tuner.note_read(began, failures=self._failed, is_busy=is_busy)
