@@ -235,7 +235,7 @@ def test_the_cheaper_change_is_preferred() -> None:
     found = report(records, setting)
     assert found.advice is not None
     assert (found.advice.argument, found.advice.new) == ("prefetch_factor", 2)
-    assert found.advice.gain == pytest.approx(100)
+    assert found.advice.gain == pytest.approx(100, abs=1)
 
 
 @pytest.mark.parametrize("batches", [0, 1])
@@ -260,7 +260,7 @@ def test_a_report_for_people() -> None:
     assert str(report(records, setting, stats)) == (
         "Reading samples holds training back: training waits for batches 29% of the "
         "time.\n"
-        "Change num_workers from 0 to 2: +40 % steps per second expected; more batches "
+        "Change num_workers from 0 to 2: +39 % steps per second expected; more batches "
         "are made at the same time.\n"
         "Accelerator utilisation by speed of a step: 71% at 1x, 36% at 2x, 18% at 4x.\n"
         "2 worker processes died.\n"
@@ -283,3 +283,15 @@ def test_confidence_in_words() -> None:
         "Confidence: from 90 batches."
     )
     assert TICK == 1e-3
+
+
+@pytest.mark.parametrize("cost", [2e-6, 2e-5])
+def test_batches_that_cost_nothing_stay_where_they_are(cost: float) -> None:
+    """To hand one over costs more than to make it."""
+    records, now = [], 0.0
+    for number in range(64):
+        read, end = now + cost, now + 2 * cost
+        made = now, read, read, read, end, 0.0, 0.0 if number % 16 else 2 * cost
+        records.append(Record(number, now, now + 2 * cost, 0, 4, made))
+        now += 2.2 * cost
+    assert report(records, Setting("inline", batch_size=4, cores=8)).advice is None

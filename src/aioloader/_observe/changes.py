@@ -18,6 +18,11 @@ _CONCURRENCY = 64
 _PACKED = 0.1
 # Up to this share of processor time, reading is waiting for a store.
 _WAITS = 0.3
+# Seconds that the consumer needs for a small batch of another process: 7,000 pass in a
+# second (benchmarks/transport.py, pairs).
+_SENT = 0.00014
+# The same for a batch of another thread: 22,000 pass in a second.
+_HANDED = 0.000045
 # So much longer than the median, one batch in twenty: batches vary strongly.
 _VARIES = 2.0
 
@@ -68,6 +73,7 @@ def _windows(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
     if setting.place == "inline":
         why = "a thread makes batches while the step runs"
         beside = replace(setting, place="thread", window=2)
+        batches = [one._replace(step=one.step + _HANDED) for one in batches]
         yield Change("prefetch_factor", None, 2, why, 1, beside, batches)
     elif setting.window == 0:  # keyed generators of this process: one at a time
         return
@@ -126,6 +132,8 @@ def _workers(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
     why = "more batches are made at the same time"
     most = min(_MOST_WORKERS, max(4 * setting.cores, 2 * old))
     numbers = {2, 4, 8, 16, 32, setting.cores, 2 * old}
+    if not old:
+        batches = [one._replace(step=one.step + _SENT) for one in batches]
     for new in sorted(n for n in numbers if max(1, old) < n <= most):
         wider = _with_workers(setting, new)
         if reading_lanes(wider) > _MOST_READS:

@@ -24,9 +24,10 @@ from aioloader._observe.words import seconds_text
 
 # Below this share of waiting, nothing holds training back.
 _WAITS = 0.02
-# Percent: what an advice gains at least, and what the cheaper one may gain less.
+# Percent: what an advice gains at least.
 _LEAST_GAIN = 5.0
-_AS_GOOD = 3.0
+# How fast a cheaper change may leave the loader, beside the best one.
+_AS_GOOD = 0.95
 # Fewer batches are a guess.
 _ENOUGH = 16
 # The loop is held for this share of the time at least if that is the verdict.
@@ -212,8 +213,8 @@ def best_change(
 ) -> tuple[Change, float] | None:
     """Return the change to make and its gain in percent; None if none is worth it.
 
-    Among changes that gain as much but for 3 points, it is the cheapest; of these, the
-    first, which changes least.
+    Among changes that leave the loader as fast but for 5 percent, it is the cheapest;
+    of these, the first, which changes least.
     """
     now = replay(batches, setting, slow)
     tried = [
@@ -223,7 +224,7 @@ def best_change(
     most = max((gain for _, gain in tried), default=0.0)
     if most < _LEAST_GAIN:
         return None
-    least = max(_LEAST_GAIN, most - _AS_GOOD)
+    least = max(_LEAST_GAIN, _AS_GOOD * (100 + most) - 100)
     good = [(one, gain) for one, gain in tried if gain >= least]
     return min(good, key=lambda pair: pair[0].cost)
 
