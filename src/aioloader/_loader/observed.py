@@ -35,7 +35,8 @@ class Observed:
             worker_restarts=tally.restarts,
             resumed_at=0 if epoch is None else epoch.bookmark.read(),
         )
-        return with_records(stats, *self._recorded())
+        recorded = list(counters.records.latest)
+        return with_records(stats, recorded, self._live.setting())
 
     def report(self) -> "Report":
         """Return what holds training back, and the one argument to change.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from aioloader._observe.records import Record, Setting
+from aioloader._observe.records import Record, RecordTuple, Setting
 from aioloader._observe.stages import StageStats, held_back, percentiles, stage_stats
 from aioloader._observe.words import seconds_text, table
 
@@ -46,7 +46,7 @@ class LoaderStats:
     worker_deaths: int = 0
     worker_restarts: int = 0
     resumed_at: int = 0
-    _recorded: Sequence[Record] = field(default=(), repr=False, compare=False)
+    _recorded: Sequence[RecordTuple] = field(default=(), repr=False, compare=False)
     _setting: Setting | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -57,13 +57,13 @@ class LoaderStats:
     @property
     def seconds(self) -> float:
         """Seconds from when the first of these was asked for to the last one."""
-        records = self._recorded
+        records = self._records
         return records[-1].taken - records[0].asked if records else 0.0
 
     @property
     def samples(self) -> int:
         """The samples of these."""
-        return sum(one.samples for one in self._recorded)
+        return sum(one.samples for one in self._records)
 
     @cached_property
     def waits(self) -> Percentiles:
@@ -71,7 +71,7 @@ class LoaderStats:
         if not self._recorded:
             return Percentiles()
         return Percentiles(
-            *percentiles([one.taken - one.asked for one in self._recorded])
+            *percentiles([one.taken - one.asked for one in self._records])
         )
 
     @cached_property
@@ -79,14 +79,18 @@ class LoaderStats:
         """Seconds that made batches waited for an earlier one, summed over them."""
         if self._setting is None or not self._recorded:
             return 0.0
-        return held_back(self._recorded, self._setting)
+        return held_back(self._records, self._setting)
 
     @cached_property
     def stages(self) -> tuple[StageStats, ...]:
         """The way of these batches, stage by stage."""
         if self._setting is None or not self._recorded:
             return ()
-        return stage_stats(self._recorded, self._setting)
+        return stage_stats(self._records, self._setting)
+
+    @cached_property
+    def _records(self) -> list[Record]:
+        return [Record._make(one) for one in self._recorded]
 
     def __str__(self) -> str:
         """Return a table of the stages, at most 100 columns wide."""
@@ -133,7 +137,7 @@ class LoaderStats:
 
 
 def with_records(
-    stats: LoaderStats, records: Sequence[Record], setting: Setting
+    stats: LoaderStats, records: Sequence[RecordTuple], setting: Setting
 ) -> LoaderStats:
     """Return ``stats`` with what the records tell of the latest batches."""
     return replace(stats, _recorded=records, _setting=setting)

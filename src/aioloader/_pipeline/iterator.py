@@ -5,6 +5,7 @@ traceback holds it, so that dropping it (``break``, an exception) releases the p
 at once, without a garbage collection.
 """
 
+import asyncio
 import sys
 import threading
 import weakref
@@ -19,7 +20,7 @@ from aioloader._pipeline.host import GRACE
 from aioloader._pipeline.inline import ClosedIterator, LocalIterator
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.pipeline_iterator import PipelineIterator
-from aioloader._pipeline.waiting import Queueing, require_asyncio
+from aioloader._pipeline.waiting import require_asyncio
 
 Batch = TypeVar("Batch", default=Any)
 Source: TypeAlias = LocalIterator | PipelineIterator
@@ -143,7 +144,9 @@ class _Steps:
         self._check = check
         self._prepared = prepared
         self._lock = fork_safe(threading.RLock())
-        self._queueing = Queueing()  # of several tasks, the first gets the first batch
+        # Of the tasks of one loop, the first gets the first batch.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._turns = asyncio.Lock()
 
     def next(self) -> Any:
         source = self.source or self.begin()
@@ -155,12 +158,12 @@ class _Steps:
     async def next_async(self) -> Any:
         if self.source is None:
             require_asyncio()
-        await self._queueing.enter()
-        try:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._turns = loop, asyncio.Lock()
+        async with self._turns:
             source = self.source or self.begin()
             batch = await source.next_async()
-        finally:
-            self._queueing.leave()
         if self._check is not None:
             self._check(source.counters.batches)
         return batch

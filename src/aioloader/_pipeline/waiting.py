@@ -123,42 +123,6 @@ class Latch:
         return await self._waiters.wait_async(timeout)
 
 
-class Queueing:
-    """Lets tasks of any loops in one at a time, in the order in which they came."""
-
-    def __init__(self) -> None:
-        self._is_taken = False
-        self._line: deque[Latch] = deque()
-        self._lock = fork_safe(threading.RLock())  # a finalizer may come in between
-
-    async def enter(self) -> None:
-        """Suspend until those that came before have left."""
-        with self._lock:
-            if not self._is_taken:
-                self._is_taken = True
-                return
-            turn = Latch()
-            self._line.append(turn)
-        try:
-            await turn.wait_async()
-        except BaseException:
-            with self._lock:
-                is_in_line = turn in self._line
-                if is_in_line:
-                    self._line.remove(turn)
-            if not is_in_line:  # its turn had come
-                self.leave()
-            raise
-
-    def leave(self) -> None:
-        """Let the next one in."""
-        with self._lock:
-            self._is_taken = bool(self._line)
-            turn = self._line.popleft() if self._line else None
-        if turn is not None:
-            turn.set()
-
-
 def call_threadsafe(
     loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object
 ) -> bool:
