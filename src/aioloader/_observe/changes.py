@@ -165,9 +165,7 @@ def _with_workers(setting: Setting, number: int) -> Setting:
 
 
 def _datasets(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
-    read = sum(one.read for one in batches)
-    cpu = sum(one.read * one.read_cpu for one in batches)
-    if setting.is_stream or not read or cpu > _WAITS * read:
+    if setting.is_stream or not waits_for_store(batches):
         return
     size = max(1, round(mean(one.reads for one in batches)))
     if is_coupled(setting):
@@ -188,3 +186,10 @@ def _datasets(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
         why = "one request then brings many samples; assumed to take a tenth"
         packed = scaled(batches, "read", _PACKED)
         yield Change("dataset", "a read each", "shards", why, 4, setting, packed)
+
+
+def waits_for_store(batches: Sequence[Batch]) -> bool:
+    """Tell whether reading is mostly waiting, and not processor time."""
+    read = sum(one.read for one in batches)
+    cpu = sum(one.read * one.read_cpu for one in batches)
+    return read > 0 and cpu <= _WAITS * read

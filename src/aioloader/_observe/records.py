@@ -123,7 +123,7 @@ class Setting:
         concurrency: How many samples are read at a time by each reader, where
             coroutines read them; else 1.
         window: How many batches may be requested and not taken, at most; None where
-            that follows their sizes or speed; 0 where a batch is only begun when it
+            that follows their sizes or speed; 0 where a batch is not started until it
             is asked for.
         batch_size: Samples of a batch; None if a batch sampler decides.
         is_stream: Whether an iterable is read one block after the other.

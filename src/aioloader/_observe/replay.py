@@ -4,8 +4,8 @@ The recorded batches pass again, from the first to the last and from the first a
 each with its recorded durations. What is assumed:
 
 - A store answers as fast when more samples are read at a time, and a batch takes as
-  long in a worker as beside the consumer. Its way out of a worker is as recorded: made
-  without workers, it counts as taking no time.
+  long in a worker as beside the consumer. Its way out of a worker is as recorded; made
+  without workers, ``changes`` adds what a small batch takes.
 - Processor time is shared by as many lanes as there are cores; threads that are workers
   share one, for the interpreter's lock. In one thread beside the consumer, the lock is
   free: the processor time of the consumer is not known, and not modelled.
@@ -375,10 +375,17 @@ def _sending_share(
 
 
 def _cpu_share(records: Sequence[Record]) -> float | None:
-    """Return the share of the making that is processor time; None if not known."""
+    """Return the share of the making that is processor time; None if not known.
+
+    It is the median of those measured: a first batch may wait for a disk, as imports
+    and page faults do, for longer than all others take.
+    """
     measured = [one.made for one in records if one.made[6]]
-    seconds = sum(made[4] - made[2] + made[1] - made[0] for made in measured)
-    return min(1.0, sum(made[6] for made in measured) / seconds) if seconds else None
+    seconds = [made[4] - made[2] + made[1] - made[0] for made in measured]
+    shares = [
+        made[6] / took for made, took in zip(measured, seconds, strict=True) if took
+    ]
+    return min(1.0, median(shares)) if shares else None
 
 
 def _undisturbed(batches: list[Batch], setting: Setting, seconds: float) -> list[Batch]:

@@ -116,11 +116,13 @@ def on_one_clock(records: Sequence[Record]) -> list[Record]:
     earliest = 2 * records[0].asked - records[-1].taken
     if all(one.made[0] >= earliest and one.made[4] <= one.taken for one in made):
         return list(records)
-    behind: dict[int, float] = {}
+    offsets: dict[int, float] = {}
     for one in made:
         late = one.taken - one.made[4]
-        behind[one.lane] = min(late, behind.get(one.lane, late))
-    return [_shifted(one, behind[one.lane]) if is_made(one) else one for one in records]
+        offsets[one.lane] = min(late, offsets.get(one.lane, late))
+    return [
+        _shifted(one, offsets[one.lane]) if is_made(one) else one for one in records
+    ]
 
 
 def is_made(record: Record) -> bool:

@@ -225,10 +225,10 @@ def merge_traces(ours: StrPath, theirs: StrPath, out: StrPath) -> None:
     """
     mine, other = _read_json(ours), _read_json(theirs)
     events, others = mine.pop("traceEvents"), other.pop("traceEvents")
-    behind = mine.get("baseTimeNanoseconds", 0) - other.get("baseTimeNanoseconds", 0)
+    offset = mine.get("baseTimeNanoseconds", 0) - other.get("baseTimeNanoseconds", 0)
     for event in events:
         if "ts" in event:
-            event["ts"] += behind / 1000
+            event["ts"] += offset / 1000
     (begin, end), (from_, to) = _extent(events), _extent(others)
     if begin > to or from_ > end:
         warn(f"nothing in '{ours}' happened at the time of '{theirs}'")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from aioloader._observe.changes import Change, changes
+from aioloader._observe.changes import Change, changes, waits_for_store
 from aioloader._observe.records import Record, Setting
 from aioloader._observe.replay import (
     Batch,
@@ -306,7 +306,7 @@ def _limit(
         setting.cores
     ):
         return f"The cores set the pace: all {setting.cores} are busy making batches."
-    if stage == "read":
+    if stage == "read" and waits_for_store(batches):
         return "The store sets the pace: no argument gains 5 % or more."
     if stage == "transport" and setting.on_device:
         return "The link to the device sets the pace: make batches smaller in bytes."
