@@ -118,18 +118,14 @@ def settle(loader: Any, tuning: Tuning, *, deaths: int, is_kept: bool) -> None:
             setattr(loader, name, Chosen(controller.value))
 
 
-def tuner_of(options: Options, tuning: Tuning, *, reads_here: bool) -> Tuner | None:
-    """Return what tunes an iteration; None if nothing in it is to be chosen.
+def tuner_of(options: Options, tuning: Tuning, *, reads_here: bool) -> Tuner:
+    """Return what tunes an iteration.
 
     Args:
         options: The loader's.
         tuning: What the loader has found out.
         reads_here: Whether this process reads the samples.
     """
-    if options.prefetch_bytes is None and not any(
-        is_chosen(getattr(options, name)) for name in NAMES
-    ):
-        return None
     concurrency: Controller | None = None
     prefetch: Controller | None = None
     given = int(options.prefetch_factor or 2)

@@ -326,9 +326,11 @@ class DataLoader(Observed, TorchLoader[Batch]):
         from aioloader._pipeline.pipeline_iterator import PipelineIterator
 
         live = self._live
-        deaths, is_kept = live.tally.deaths, live.pools.has_kept()
-        auto.settle(self, live.tuning, deaths=deaths, is_kept=is_kept)
         options = self._options(settles=True)
+        if options.chooses:
+            deaths, is_kept = live.tally.deaths, live.pools.has_kept()
+            auto.settle(self, live.tuning, deaths=deaths, is_kept=is_kept)
+            options = self._options()
         epoch = live.draw(options) if live.loaded is None else None
         seed = (live.loaded or {}).get("seed") if epoch is None else epoch.base_seed
         prepared = None

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, TensorDataset
 
+from aioloader._observe.autotune import Chosen
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import index_sampler_of, order_of
 from aioloader._order.failures import OnError
@@ -92,6 +93,19 @@ class Options:
             part: Which part of each global batch is delivered.
         """
         return cls(*(*values, part, values))
+
+    # -- what the loader chooses --------------------------------------------------
+
+    @cached_property
+    def chooses(self) -> bool:
+        """Whether some arguments are ``"auto"``, and the loader chooses a number."""
+        values = self.num_workers, self.prefetch_factor, self.concurrency
+        return any(isinstance(one, (Chosen, str)) for one in values)
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether something changes while an iteration goes on."""
+        return self.chooses or self.prefetch_bytes is not None
 
     # -- what is read -------------------------------------------------------------
 

@@ -86,6 +86,10 @@ def make_source(
     pool = _pool(options, epoch, maker, resources, locker)
     if options.readers > 1 and not options.in_order:
         epoch.turns = Turns(options.readers, epoch.bookmark.done)
+    reads_here = not (pool and pool.reads)
+    tuner = None
+    if options.is_tuned:
+        tuner = tuner_of(options, resources.tuning, reads_here=reads_here)
     pipeline = Pipeline(
         maker,
         hosts.lease(_place(options, pool, is_async=is_async)),
@@ -95,7 +99,7 @@ def make_source(
         bookmark=epoch.bookmark,
         pool=pool,
         head_start=_follows_concurrency(options),
-        tuner=tuner_of(options, resources.tuning, reads_here=not (pool and pool.reads)),
+        tuner=tuner,
     )
     if side is not None:
         pipeline.stage = side.stage(pipeline.ready, epoch.number)

@@ -10,10 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 # Batches whose records are kept.
 KEPT = 1024
+# Processor time is taken of each so many-th batch.
+CLOCKED = 16
 
 # When a batch was made: ``MadeAt``'s fields, as a plain tuple, which costs a fifth.
 Made: TypeAlias = tuple[float, float, float, float, float, float, float]
@@ -23,7 +26,7 @@ NOT_MADE: Made = (0.0,) * 7
 
 def processor_time(number: int) -> float:
     """Return this thread's processor time; 0 for most batches, as it costs 0.3 us."""
-    return 0.0 if number % 16 else time.thread_time()
+    return 0.0 if number % CLOCKED else time.thread_time()
 
 
 class MadeAt(NamedTuple):
@@ -70,41 +73,51 @@ class Record(NamedTuple):
     made: Made
 
 
+Sink: TypeAlias = Callable[[RecordTuple], None]
+
+
+class _Forwarding(deque[RecordTuple]):
+    """Records that are handed to sinks as they are added."""
+
+    sinks: tuple[Sink, ...] = ()
+
+    def append(self, record: RecordTuple) -> None:
+        super().append(record)
+        for sink in self.sinks:
+            sink(record)
+
+
+@dataclass(slots=True)
 class Records:
     """The latest records of one epoch.
 
     Attributes:
-        append: Adds a ``Record`` as a plain tuple. To be looked up for each batch: it
-            changes when a sink is added.
-        latest: Those that are kept, the latest last.
+        latest: Those that are kept, as plain tuples, the latest last. To be looked up
+            for each batch that is added: it changes when a sink is added.
     """
 
-    __slots__ = ("_sinks", "append", "latest")
-
-    def __init__(self) -> None:
-        self.latest: deque[RecordTuple] = deque(maxlen=KEPT)
-        self.append: Callable[[RecordTuple], None] = self.latest.append
-        self._sinks: tuple[Callable[[RecordTuple], None], ...] = ()
+    latest: deque[RecordTuple] = field(default_factory=partial(deque, maxlen=KEPT))
 
     def all(self) -> list[Record]:
         """Return those that are kept."""
         return [Record._make(one) for one in list(self.latest)]
 
-    def add_sink(self, sink: Callable[[RecordTuple], None]) -> None:
+    def add_sink(self, sink: Sink) -> None:
         """Have ``sink`` called with each record to come, in the consumer's thread."""
-        self._sinks = (*self._sinks, sink)
-        self.append = self._append_to_all
+        forwarding = _Forwarding(self.latest, KEPT)
+        forwarding.sinks = (*self._sinks(), sink)
+        self.latest = forwarding
 
-    def remove_sink(self, sink: Callable[[RecordTuple], None]) -> None:
+    def remove_sink(self, sink: Sink) -> None:
         """Undo ``add_sink``."""
-        self._sinks = tuple(one for one in self._sinks if one != sink)
-        if not self._sinks:
-            self.append = self.latest.append
+        left = tuple(one for one in self._sinks() if one != sink)
+        if not left:
+            self.latest = deque(self.latest, KEPT)
+        elif isinstance(self.latest, _Forwarding):
+            self.latest.sinks = left
 
-    def _append_to_all(self, record: RecordTuple) -> None:
-        self.latest.append(record)
-        for sink in self._sinks:
-            sink(record)
+    def _sinks(self) -> tuple[Sink, ...]:
+        return self.latest.sinks if isinstance(self.latest, _Forwarding) else ()
 
 
 @dataclass(frozen=True)

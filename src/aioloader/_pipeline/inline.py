@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from aioloader._collate.collate import lending
-from aioloader._observe.records import processor_time
+from aioloader._observe.records import CLOCKED
 from aioloader._order.epoch import Epoch
 from aioloader._order.failures import Failure, noted
 from aioloader._order.indices import IndexBatch
@@ -171,7 +171,7 @@ class PlainIterator(LocalIterator):
         except BaseException as error:
             self._end(is_over=isinstance(error, StopIteration))
             raise
-        cpu = processor_time(number)
+        cpu = 0.0 if number % CLOCKED else time.thread_time()
         began = perf_counter()
         samples: list[Any] = []
         stage = "fetch"
@@ -195,7 +195,7 @@ class PlainIterator(LocalIterator):
         cpu = cpu and time.thread_time() - cpu
         taken = perf_counter()
         made = began, read, read, read, taken, 0.0, cpu
-        self._records.append((number, asked, taken, 0, len(indices), made))
+        self._records.latest.append((number, asked, taken, 0, len(indices), made))
         self._progress.take(number, state)
         return batch
 
@@ -279,7 +279,7 @@ class InlineIterator(LocalIterator):
                 self._end(is_over=isinstance(error, StopIteration))
                 raise
             task = self._maker.task(request)
-            cpu = processor_time(task.number)
+            cpu = 0.0 if task.number % CLOCKED else time.thread_time()
             try:
                 with self._maker.around(task):
                     result = self._made(task)
@@ -295,7 +295,9 @@ class InlineIterator(LocalIterator):
             if is_delivered:
                 task.cpu = cpu and time.thread_time() - cpu
                 taken, size = perf_counter(), len(task.indices)
-                self._records.append((task.number, asked, taken, 0, size, task.made()))
+                self._records.latest.append(
+                    (task.number, asked, taken, 0, size, task.made())
+                )
             self._progress.take(task.number, task.state)
             if is_delivered:
                 return result.batch
@@ -366,7 +368,7 @@ class GatherIterator(LocalIterator):
         taken = perf_counter()
         chunk_size = len(chunk) if type(chunk) is range else chunk.numel()
         made = began, taken, taken, taken, taken, 0.0, 0.0
-        self._records.append((number, asked, taken, 0, chunk_size, made))
+        self._records.latest.append((number, asked, taken, 0, chunk_size, made))
         self._progress.take(number)
         return batch
 

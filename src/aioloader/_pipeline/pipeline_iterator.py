@@ -383,7 +383,7 @@ class PipelineIterator:
                 )
                 self.counters.batches += is_delivered
                 if is_delivered:
-                    self._records.append(self._record(number, result))
+                    self._records.latest.append(self._record(number, result))
                 # Nothing follows by which an interrupt could lose the batch: what
                 # comes before runs the user's sampler, for one.
                 self._note(number, result)
