@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from aioloader._observe.records import Record, Setting
+from aioloader._observe.records import LoopLag, Record, Setting
 from aioloader._observe.replay import batches_of, slow_workers, window_of
 from aioloader._observe.stats import LoaderStats
-from aioloader._observe.verdict import Advice, LoopLag, Report, best_change, report
+from aioloader._observe.verdict import Advice, Report, best_change, report
 from observe.clock import TICK, Clock, Ticks, seconds_per_batch
 
 PROCESSES = Setting(
@@ -210,10 +210,15 @@ def test_more_workers_than_cores_gain_nothing() -> None:
     assert abs(found.model_error) < 0.05
 
 
+def told(records: list[Record], lag: LoopLag, setting: Setting = LOOP) -> Report:
+    stats = LoaderStats(0, len(records), 0.0, 0, failures=0, loop_lag=lag)
+    return report(records, setting, stats)
+
+
 def test_a_hogged_loop_outranks_what_it_slows_down() -> None:
     records = Clock(LOOP, [Ticks((20,) * 4, collate=1, step=5)]).run(64)
-    lags = LoopLag(0.002, 0.01, "quick"), LoopLag(0.05, 0.4, "parse_headers")
-    found = report(records, LOOP, notes=lags)
+    lag = LoopLag(0.05, 0.4, "parse_headers")
+    found = told(records, lag)
     assert found.stage == "loop"
     assert found.advice is not None
     assert (found.advice.argument, found.advice.new) == (
@@ -222,10 +227,30 @@ def test_a_hogged_loop_outranks_what_it_slows_down() -> None:
     )
     assert found.advice.gain == pytest.approx(100 / 0.6 - 100)
     assert "parse_headers holds up the event loop" in found.headline
-    # A loop that is held a little is no verdict; nor is it if nobody waits.
-    assert report(records, LOOP, notes=lags[:1]).stage == "read"
+    # A loop that is held a little is no verdict, nor one without a name; nor is it if
+    # nobody waits.
+    assert told(records, replace(lag, share=0.01)).stage == "read"
+    assert told(records, replace(lag, culprit="")).stage == "read"
     idle = Clock(LOOP, [Ticks((1,) * 4, step=30)]).run(64)
-    assert report(idle, LOOP, notes=lags).stage == "nothing"
+    assert told(idle, lag).stage == "nothing"
+
+
+def test_a_hogged_loop_of_the_caller() -> None:
+    """The loader may read on a loop of its own instead."""
+    records = Clock(LOOP, [Ticks((20,) * 4, collate=1, step=5)]).run(64)
+    found = told(records, LoopLag(0.05, 0.4, "train", is_callers=True))
+    assert found.stage == "loop"
+    assert found.advice is not None
+    assert (found.advice.argument, found.advice.new) == ("loop", "'thread'")
+    assert "train" in str(found.advice)
+
+
+def test_a_loop_that_computes() -> None:
+    """A thread would not free it."""
+    records = Clock(LOOP, [Ticks((20,) * 4, collate=1, step=5)]).run(64)
+    found = told(records, LoopLag(0.05, 0.4, "parse", computes=True))
+    assert found.advice is not None
+    assert found.advice.new != "asyncio.to_thread"
 
 
 def test_the_cheaper_change_is_preferred() -> None:

@@ -34,6 +34,7 @@ class Observed:
             worker_deaths=tally.deaths,
             worker_restarts=tally.restarts,
             resumed_at=0 if epoch is None else epoch.bookmark.read(),
+            loop_lag=None if counters.lag is None else counters.lag(),
         )
         recorded = list(counters.records.latest)
         return with_records(stats, recorded, self._live.setting())

@@ -158,6 +158,26 @@ class Setting:
     cores: int = 1
 
 
+@dataclass(frozen=True)
+class LoopLag:
+    """How an event loop was held up while samples were read on it.
+
+    Attributes:
+        seconds: For how long at a time, at most: what 95 percent do not exceed.
+        share: For which share of the time, from 0 to 1.
+        culprit: Name and place of the coroutine that held it; ``""`` if none was found.
+        computes: Whether it computes meanwhile; if not, it waits, for a lock or a
+            system call.
+        is_callers: Whether it is the loop of the loader's caller.
+    """
+
+    seconds: float
+    share: float
+    culprit: str
+    computes: bool = False
+    is_callers: bool = False
+
+
 @dataclass(slots=True)
 class Counters:
     """What a source counts as it goes; one per epoch.
@@ -169,6 +189,8 @@ class Counters:
         in_flight: Batches requested and not yet taken.
         records: What was noted of the latest batches.
         setting: How the loader is set up; None for a plain loop over a dataset.
+        lag: Returns how the event loop is held up on which samples are read; None where
+            there is none.
     """
 
     epoch: int = -1
@@ -177,3 +199,4 @@ class Counters:
     in_flight: int = 0
     records: Records = field(default_factory=Records)
     setting: Setting | None = None
+    lag: Callable[[], LoopLag | None] | None = None

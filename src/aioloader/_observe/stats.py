@@ -5,9 +5,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from aioloader._observe.records import Record, RecordTuple, Setting
+from aioloader._observe.records import LoopLag, Record, RecordTuple, Setting
 from aioloader._observe.stages import StageStats, held_back, percentiles, stage_stats
 from aioloader._observe.words import seconds_text, table
+
+# A loop that is held for a smaller share of the time is not worth a line.
+_SHOWN = 0.05
 
 
 class Percentiles(NamedTuple):
@@ -36,6 +39,8 @@ class LoaderStats:
         worker_restarts: Worker processes started in their place.
         resumed_at: Batches of the epoch that were delivered before, where it was
             resumed from a state.
+        loop_lag: How the event loop is held up on which samples are read in this
+            process; None if it is not, or there is none.
     """
 
     epoch: int
@@ -46,6 +51,7 @@ class LoaderStats:
     worker_deaths: int = 0
     worker_restarts: int = 0
     resumed_at: int = 0
+    loop_lag: LoopLag | None = None
     _recorded: Sequence[RecordTuple] = field(default=(), repr=False, compare=False)
     _setting: Setting | None = field(default=None, repr=False, compare=False)
 
@@ -103,6 +109,10 @@ class LoaderStats:
             "worker restarts": self.worker_restarts,
         }
         lines += [f"{name}: {count:,}" for name, count in counts.items() if count]
+        if (lag := self.loop_lag) is not None and lag.share >= _SHOWN:
+            by = f" by {lag.culprit}" if lag.culprit else ""
+            longest = seconds_text(lag.seconds)
+            lines.append(f"event loop held {lag.share:.0%} of the time, {longest}{by}")
         if self.recent and self.seconds:
             lines += self._recent_lines()
         return "\n".join(lines)

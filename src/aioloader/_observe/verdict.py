@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from aioloader._observe.changes import Change, changes, waits_for_store
-from aioloader._observe.records import Record, Setting
+from aioloader._observe.records import LoopLag, Record, Setting
 from aioloader._observe.replay import (
     Batch,
     Replayed,
@@ -44,21 +44,6 @@ _WORDS = {
     "collate": "Collating",
     "transport": "The transport of batches to the consumer",
 }
-
-
-@dataclass(frozen=True)
-class LoopLag:
-    """A fact that records do not hold: an event loop was held up.
-
-    Attributes:
-        seconds: For how long at a time.
-        share: For which share of the time, from 0 to 1.
-        culprit: Name of the coroutine that held it.
-    """
-
-    seconds: float
-    share: float
-    culprit: str
 
 
 @dataclass(frozen=True)
@@ -155,18 +140,15 @@ class Report:
 
 
 def report(
-    records: Sequence[Record],
-    setting: Setting,
-    stats: LoaderStats | None = None,
-    notes: Sequence[LoopLag] = (),
+    records: Sequence[Record], setting: Setting, stats: LoaderStats | None = None
 ) -> Report:
     """Return the verdict on a loader.
 
     Args:
         records: The latest batches, in the order in which they were taken.
         setting: How they were made.
-        stats: Its counts of failures and deaths are remarked upon.
-        notes: What records do not tell; the worst one outranks them.
+        stats: What else is known: failures and deaths are remarked upon, and a loop
+            that is held up outranks what that makes slow.
     """
     remarks = _remarks(stats)
     batches = batches_of(records, setting)
@@ -183,7 +165,9 @@ def report(
     each = (recent[-1].taken - recent[0].taken) / len(batches)
     found = _Found("nothing")
     if share >= _WAITS:
-        found = _lagging(now, notes) or _findings(batches, setting, slow)
+        found = _findings(batches, setting, slow)
+        if stats is not None and stats.loop_lag is not None:
+            found = _lagging(now, stats.loop_lag, found) or found
     return Report(
         headline=_headline(found.stage, share, setting, found.lag),
         stage=found.stage,
@@ -235,12 +219,13 @@ class _Found(NamedTuple):
     lag: LoopLag | None = None
 
 
-def _lagging(now: Replayed, notes: Sequence[LoopLag]) -> _Found | None:
+def _lagging(now: Replayed, lag: LoopLag, else_found: _Found) -> _Found | None:
     """Return the finding that the loop is held up; None if that is not it."""
-    lag = max(notes, key=lambda one: one.share, default=None)
-    if lag is None or lag.share < _LAGS:
+    if not lag.culprit or lag.share < _LAGS:
         return None
-    advice = _freed(lag, now)
+    advice, other = _freed(lag, now), else_found.advice
+    if lag.computes and other is not None and other.argument == "num_workers":
+        advice = other  # a thread would share the interpreter lock with the loop
     return _Found("loop", advice, lag) if advice.gain >= _LEAST_GAIN else None
 
 
@@ -268,13 +253,15 @@ def _gain(now: Replayed, then: Replayed) -> float:
 def _freed(lag: LoopLag, now: Replayed) -> Advice:
     """Return the advice to free the loop: at best, all else takes the time left."""
     seconds = max(now.step, now.seconds * (1 - lag.share))
-    then = Replayed(seconds, now.step)
+    gain = _gain(now, Replayed(seconds, now.step))
     why = (
-        f"it holds the loop {lag.share:.0%} of the time, "
+        f"it holds the loop {lag.share:.0%} of the time, up to "
         f"{seconds_text(lag.seconds)} at a time, and nothing else is read meanwhile"
     )
-    new = "asyncio.to_thread"
-    return Advice(lag.culprit, "the event loop", new, _gain(now, then), why)
+    if lag.is_callers:
+        return Advice("loop", "'caller'", "'thread'", gain, f"{lag.culprit}: {why}")
+    new = "a process pool" if lag.computes else "asyncio.to_thread"
+    return Advice(lag.culprit, "the event loop", new, gain, why)
 
 
 def _headline(stage: str, share: float, setting: Setting, lag: LoopLag | None) -> str:

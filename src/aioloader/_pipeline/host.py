@@ -19,6 +19,7 @@ from aioloader._observe.warnings import warn
 from aioloader._order.forks import fork_safe
 from aioloader._pipeline.cpu import CpuThread, Job, SharedThread, beside
 from aioloader._pipeline.lifespan import Lifespan
+from aioloader._pipeline.loop_watch import LoopWatch
 from aioloader._pipeline.waiting import Latch
 from aioloader.errors import LoaderClosedError
 
@@ -63,6 +64,8 @@ class Host(abc.ABC):
     """Leases and waiting, the same in all places.
 
     Attributes:
+        loop: The event loop, where this is one.
+        watch: What tells how punctual it is.
         lifespan: What is entered here.
         cpu: The thread for plain code; starts with its first job.
         opened: Set when the lifespan was entered, or failed.
@@ -71,6 +74,7 @@ class Host(abc.ABC):
     """
 
     loop: asyncio.AbstractEventLoop | None = None
+    watch: LoopWatch | None = None
 
     def __init__(self, lifespan: Lifespan, *, shares_threads: bool = False) -> None:
         self.lifespan = lifespan

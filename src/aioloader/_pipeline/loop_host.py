@@ -12,6 +12,7 @@ import anyio
 
 from aioloader._pipeline.host import GRACE, Host, Hosted
 from aioloader._pipeline.lifespan import Lifespan
+from aioloader._pipeline.loop_watch import watch_of
 from aioloader._pipeline.waiting import (
     Latch,
     call_threadsafe,
@@ -47,6 +48,7 @@ class LoopHost(Host):
         self._host_task: asyncio.Task[None] | None = None
         if caller is None:
             self.loop = new_event_loop()
+            self.watch = watch_of(self.loop, is_callers=False)
             context = context_elsewhere()
             self._own_thread = threading.Thread(
                 target=context.run,
@@ -57,6 +59,7 @@ class LoopHost(Host):
             self._own_thread.start()
             return
         self.loop = caller
+        self.watch = watch_of(caller, is_callers=True)
         if lifespan:
             self._host_task = caller.create_task(self._serve(), name="aioloader host")
             self._host_task.add_done_callback(self._finish)

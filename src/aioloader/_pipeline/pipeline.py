@@ -193,6 +193,8 @@ class Pipeline:
             head_start=self._head_start,
             tuner=self.tuner,
         )
+        if self.host.watch is not None:
+            stack.enter_context(self.host.watch.reading())
         try:
             self._fetchers = fetchers
             if self._async_stream is not None:

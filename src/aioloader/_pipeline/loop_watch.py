@@ -1,0 +1,223 @@
+"""How punctual an event loop is on which samples are read, and who holds it up.
+
+A timer on the loop is due at even intervals; where it is late, the loop was held then,
+so that the share of late ones is the share of the time in which it was held. Only if
+that happens often, a thread looks for a while at what runs on the loop when a timer is
+overdue, and counts the coroutines that it finds there twice in a row.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from aioloader._observe.records import LoopLag
+from aioloader._order.forks import fork_safe
+
+# Seconds from one timer to the next.
+_EVERY = 0.02
+# Seconds that a timer may be late on a loop that is not held: clocks of loops are
+# coarse, and other threads have their turns.
+_TOLERANCE = 0.006
+# Late timers after which the thread looks, and seconds without one after which it ends.
+_SUSPECT = 5
+_CALM = 1.0
+# How often it looks, in seconds; a coroutine was found often enough to be named, and is
+# looked for no more.
+_LOOK = 0.003
+_NAMED = 5
+_ENOUGH = 100
+# Late timers of which the lateness is kept.
+_KEPT = 256
+
+_COROUTINES = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_PACKAGE = str(Path(__file__).parents[1])
+_INSTALLED = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+)
+
+
+class Mark(NamedTuple):
+    """What a watch has counted until an iteration began."""
+
+    timers: int
+    late: int
+
+
+class LoopWatch:
+    """The timer of one loop, which runs while somebody reads there.
+
+    Args:
+        is_callers: Whether it is the loop of the loader's caller.
+
+    Attributes:
+        due: When the timer is due, by ``time.monotonic``.
+        thread: Which thread runs the loop.
+        timers: How many were due.
+        late: How many were late.
+        culprits: How often each coroutine was found on the loop when it was held.
+    """
+
+    def __init__(self, *, is_callers: bool) -> None:
+        self.is_callers = is_callers
+        self.due = 0.0
+        self.thread = 0
+        self.timers = self.late = 0
+        self.culprits: Counter[str] = Counter()
+        self._lateness: deque[float] = deque(maxlen=_KEPT)
+        self._latest = 0.0  # when the timer was late
+        self._readers = 0
+        self._is_set = False
+        self._clocks = (0.0, 0.0)  # of the latest timer: wall, and the thread's own
+        self._held = self._computed = 0.0
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Watch while the block lasts; called on the loop."""
+        self._readers += 1
+        if not self._is_set:
+            self._is_set = True
+            self.thread = threading.get_ident()
+            self.due = time.monotonic()
+            self._clocks = self.due, time.thread_time()
+            self._set()
+        try:
+            yield
+        finally:
+            self._readers -= 1
+
+    def mark(self) -> Mark:
+        """Return what was counted so far."""
+        return Mark(self.timers, self.late)
+
+    def lag(self, since: Mark) -> LoopLag | None:
+        """Return how the loop was held up; None if it was not, or not yet seen.
+
+        Args:
+            since: What was counted when that begins.
+        """
+        timers, late = self.timers - since.timers, self.late - since.late
+        lateness = sorted(self._lateness)
+        if not late or not lateness:
+            return None
+        named = self.culprits.most_common(1)
+        name = named[0][0] if named and named[0][1] >= _NAMED else ""
+        return LoopLag(
+            seconds=lateness[int(0.95 * (len(lateness) - 1))],
+            share=min(1.0, late / max(1, timers)),
+            culprit=name,
+            computes=self._computed > self._held / 5,
+            is_callers=self.is_callers,
+        )
+
+    def is_suspect(self) -> bool:
+        """Tell whether somebody should look at what runs on the loop."""
+        is_calm = time.monotonic() - self._latest > _CALM
+        is_known = self.culprits.total() >= _ENOUGH
+        return self._readers > 0 and not is_calm and not is_known
+
+    def _set(self) -> None:
+        self.due += _EVERY
+        loop = asyncio.get_running_loop()
+        loop.call_later(max(0.0, self.due - time.monotonic()), self._tick)
+
+    def _tick(self) -> None:
+        now, own = time.monotonic(), time.thread_time()
+        late = now - self.due
+        missed = int(late / _EVERY)  # it would have been due again, and late
+        self.timers += 1 + missed
+        if late > _TOLERANCE:
+            self.late += 1 + missed
+            self._lateness.append(late)
+            self._latest = now
+            self._held += now - self._clocks[0]
+            self._computed += own - self._clocks[1]
+            if self.late >= _SUSPECT and self.is_suspect():
+                _look_at(self)
+        self._clocks = now, own
+        self.due += missed * _EVERY
+        if self._readers:
+            self._set()
+        else:
+            self._is_set = False
+
+
+_WATCHES: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWatch]" = (
+    weakref.WeakKeyDictionary()
+)
+# Those that are looked at, by one thread for all.
+_suspects: set[LoopWatch] = set()
+_LOCK = fork_safe(threading.Lock())
+
+
+def watch_of(loop: asyncio.AbstractEventLoop, *, is_callers: bool) -> LoopWatch:
+    """Return the watch of a loop: all that read there share it."""
+    watch = _WATCHES.get(loop)
+    if watch is None:
+        watch = _WATCHES.setdefault(loop, LoopWatch(is_callers=is_callers))
+    return watch
+
+
+def _look_at(watch: LoopWatch) -> None:
+    with _LOCK:
+        is_first = not _suspects
+        _suspects.add(watch)
+    if is_first:
+        threading.Thread(target=_look, name="aioloader-watch", daemon=True).start()
+
+
+def _look() -> None:
+    """Name what holds up the loops that are suspect, until none is."""
+    # What was found the last time, and between which timers. The frames are held, so
+    # that no other has their address.
+    seen: dict[LoopWatch, tuple[FrameType, int]] = {}
+    while True:
+        with _LOCK:
+            suspects = [watch for watch in _suspects if watch.is_suspect()]
+            _suspects.intersection_update(suspects)
+            if not suspects:
+                return
+        found: dict[LoopWatch, tuple[FrameType, int]] = {}
+        for watch in suspects:
+            if time.monotonic() < watch.due + _TOLERANCE:
+                continue
+            frame = _running(watch.thread)
+            if frame is not None:
+                found[watch] = frame, watch.timers
+                if seen.get(watch) == found[watch]:
+                    watch.culprits[_name(frame)] += 1
+                del frame
+        seen = found
+        time.sleep(_LOOK)
+
+
+def _running(thread: int) -> FrameType | None:
+    """Return the frame of the innermost coroutine in a thread that is not ours.
+
+    One of the user's own code is preferred to one of a library that it calls.
+    """
+    frame: FrameType | None = sys._current_frames().get(thread)  # noqa: SLF001
+    found: FrameType | None = None
+    while frame is not None:
+        place = frame.f_code.co_filename
+        is_coroutine = frame.f_code.co_flags & _COROUTINES
+        if is_coroutine and not place.startswith(_PACKAGE):
+            if not place.startswith(_INSTALLED):
+                return frame
+            found = found or frame
+        frame = frame.f_back
+    return found
+
+
+def _name(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"

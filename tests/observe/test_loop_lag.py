@@ -1,0 +1,113 @@
+"""An event loop that is held up: seen, and by whom."""
+
+import asyncio
+import select
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+import aioloader
+
+STEPS = 24
+
+
+def block(seconds: float) -> None:
+    """Wait without leaving the loop, as many drivers do."""
+    select.select([], [], [], seconds)
+
+
+class Blocking:
+    """Each eighth read sleeps, and the loop with it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 8 * STEPS
+
+    async def __getitem__(self, index: int) -> int:
+        await asyncio.sleep(0.001)
+        if index % 8 == 0:
+            block(self.seconds)
+        return index
+
+
+class Computing(Blocking):
+    """They compute for as long."""
+
+    async def __getitem__(self, index: int) -> int:
+        end = time.thread_time() + self.seconds
+        while index % 8 == 0 and time.thread_time() < end:
+            pass
+        return index
+
+
+class Stream:
+    """An async generator that sleeps."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for number in range(8 * STEPS):
+            if number % 8 == 0:
+                block(self.seconds)
+            yield number
+
+
+def loader_of(dataset: Any, **options: Any) -> Any:
+    return aioloader.DataLoader(dataset, batch_size=8, prefetch_factor=2, **options)
+
+
+@pytest.mark.parametrize("dataset", [Blocking(0.04), Computing(0.04), Stream(0.04)])
+def test_it_is_named(dataset: Any) -> None:
+    with loader_of(dataset) as loader:
+        assert sum(1 for _ in loader) == STEPS
+        lag, report = loader.stats().loop_lag, loader.report()
+    method = "__aiter__" if isinstance(dataset, Stream) else "__getitem__"
+    assert lag is not None
+    assert lag.culprit.startswith(f"{type(dataset).__name__}.{method} (test_loop_lag")
+    assert lag.share > 0.3
+    assert lag.seconds > 0.02
+    assert lag.computes == isinstance(dataset, Computing)
+    assert not lag.is_callers
+    assert report.stage == "loop"
+    assert lag.culprit in report.headline
+    assert lag.culprit in str(loader.stats())
+
+
+async def test_the_callers_loop() -> None:
+    """Its own step holds up the reads; they can be on another loop."""
+
+    async def main() -> Any:
+        async with loader_of(Blocking(0.0), loop="caller") as loader:
+            async for _ in loader:
+                block(0.04)
+            return loader.stats().loop_lag
+
+    lag = await main()
+    assert lag is not None
+    assert "test_the_callers_loop.<locals>.main" in lag.culprit
+    assert lag.is_callers
+
+
+def test_a_loop_that_is_free() -> None:
+    with loader_of(Blocking(0.0)) as loader:
+        for _ in loader:
+            block(0.01)
+        lag = loader.stats().loop_lag
+    assert lag is None or not lag.culprit
+    assert "event loop held" not in str(loader.stats()) or lag is not None
+
+
+def test_nobody_looks_on_after_the_end() -> None:
+    with loader_of(Blocking(0.04)) as loader:
+        for _ in loader:
+            pass
+    for thread in threading.enumerate():
+        if thread.name == "aioloader-watch":
+            thread.join(10)
+            assert not thread.is_alive()
