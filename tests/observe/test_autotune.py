@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +16,6 @@ from aioloader._observe.autotune import (
     Decision,
     Held,
     Observation,
-    bytes_of,
 )
 
 Rate = Callable[[int], float]
@@ -250,19 +248,6 @@ def test_a_chosen_number() -> None:
 
 
 # -- bytes ----------------------------------------------------------------------
-
-
-def test_bytes_of_a_batch() -> None:
-    """Tensors, bytes and text, in any container; of many items, some are measured."""
-    tensor = torch.zeros(10, 10)
-    batch = {"a": tensor, "b": (b"12345", ["abc"]), "c": tensor.numpy()}
-    assert bytes_of(batch) == 400 + 5 + 3 + 400
-    assert bytes_of([tensor] * 1000) == 400_000
-    assert bytes_of([]) == 0
-    assert bytes_of(torch.eye(3).to_sparse()) >= 0
-    circle: list[Any] = []
-    circle.append(circle)
-    assert bytes_of(circle) == 0
 
 
 def test_how_many_batches_fit() -> None:

@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from tqdm import tqdm
 
 from aioloader import DataLoader, progress
@@ -299,25 +297,6 @@ def test_epochs_of_one_display(clock: Clock, terminal: Terminal) -> None:
     assert [len(list(shown)) for _ in range(2)] == [3, 3]
     with pytest.raises(TypeError):
         len(progress(DataLoader(iter(range(3)), None)))
-
-
-def test_a_batch_is_not_held_for_long(clock: Clock, terminal: Terminal) -> None:
-    """It is weighed when the next is asked for, and released."""
-    loader = DataLoader(torch.zeros(6, 2), None)
-    batches = iter(progress(loader, file=terminal))
-    clock.now += 1
-    first = weakref.ref(next(batches))
-    clock.now += 1
-    next(batches)
-    assert first() is None
-    batches.close()
-
-
-def test_weights() -> None:
-    """Tensors, arrays and bytes count; what is not known does not."""
-    batch = {"a": [torch.zeros(3), np.zeros(2)], "b": (b"xyz", "text", 7, None)}
-    assert module.weight_of(batch) == 12 + 16 + 3
-    assert module.weight_of(list(range(5000))) == 0
 
 
 @pytest.mark.parametrize(

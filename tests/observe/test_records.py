@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from aioloader import DataLoader
-from aioloader._observe.records import MadeAt, Record
+from aioloader._observe.records import MadeAt, Record, bytes_of
 from aioloader.datasets import from_iterable
 from beside import beside
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
@@ -121,3 +121,16 @@ async def test_only_the_latest_are_kept() -> None:
     loader = DataLoader(range(5000), 1)
     await beside(lambda: sum(1 for _ in loader))
     assert [one.number for one in records(loader)] == list(range(5000 - 1024, 5000))
+
+
+def test_bytes_of_a_batch() -> None:
+    """Tensors, bytes and text, in any container; of many items, some are measured."""
+    tensor = torch.zeros(10, 10)
+    batch = {"a": tensor, "b": (b"12345", ["abc"]), "c": tensor.numpy()}
+    assert bytes_of(batch) == 400 + 5 + 3 + 400
+    assert bytes_of([tensor] * 1000) == 400_000
+    assert bytes_of([]) == 0
+    assert bytes_of(torch.eye(3).to_sparse()) >= 0
+    circle: list[Any] = []
+    circle.append(circle)
+    assert bytes_of(circle) == 0

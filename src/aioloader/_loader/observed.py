@@ -34,6 +34,9 @@ class Observed:
             worker_deaths=tally.deaths,
             worker_restarts=tally.restarts,
             resumed_at=0 if epoch is None else epoch.bookmark.read(),
+            retries=0 if policy is None else policy.retries,
+            batch_bytes=counters.bytes / max(1, counters.weighed),
+            listed=counters.listed,
             loop_lag=None if counters.lag is None else counters.lag(),
         )
         recorded = list(counters.records.latest)

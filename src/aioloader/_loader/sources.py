@@ -107,6 +107,7 @@ def make_source(
     window = _window(options, pool, on_device=on_device, is_async=is_async)
     patience = Patience(options.patience, restarts=options.on_timeout == "restart")
     epoch.counters.setting = _setting(options, pool, window, on_device=on_device)
+    epoch.counters.listed = pipeline.listed
     if (watch := pipeline.host.watch) is not None:
         epoch.counters.lag = partial(watch.lag, watch.mark())
     epoch.reads_ahead = True  # what was read is no sign of what was delivered

@@ -8,9 +8,10 @@ back. Each decision is logged with its reason. Source: RFC 5681, sections 3.1 an
 
 import logging
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+from aioloader._observe.records import bytes_of
 
 _log = logging.getLogger("aioloader")
 
@@ -287,7 +288,6 @@ def _words(before: Observation, after: Observation) -> str:
 _LATEST = 32  # batches whose sizes are remembered
 _EACH = 8  # of so many batches at first, each is measured
 _EVERY = 4  # and later every fourth
-_ITEMS = 64  # of a longer list, so many items are measured
 
 
 class Held:
@@ -316,25 +316,3 @@ class Held:
     def batches(self) -> int:
         """Return how many batches may be held: 1 until the size of one is known."""
         return max(1, self.most // self.greatest) if self.greatest else 1
-
-
-def bytes_of(batch: Any, depth: int = 8) -> int:
-    """Return the bytes of tensors, arrays, bytes and text in nested containers.
-
-    Of a long list, some of the items are measured.
-    """
-    if isinstance(batch, (bytes, bytearray, str)):
-        return len(batch)
-    if isinstance(batch, Mapping):
-        return bytes_of(list(batch.values()), depth)
-    if isinstance(batch, (list, tuple)):
-        if not depth or not batch:
-            return 0
-        some = batch[:: -(-len(batch) // _ITEMS)]
-        found = sum(bytes_of(one, depth - 1) for one in some)
-        return found * len(batch) // len(some)
-    try:
-        return int(batch.nbytes)
-    except Exception:  # noqa: BLE001  (a sparse tensor's; any class's own)
-        own = getattr(batch, "__dict__", None)
-        return bytes_of(own, depth - 1) if own and depth else 8

@@ -49,18 +49,18 @@ def _one(name: str) -> Callable[[Any], Iterable[Value]]:
 
 
 def _batch_size(stats: Any) -> Iterator[Value]:
-    if getattr(stats, "recent", 0):
+    if stats.recent:
         yield Value(stats.samples / stats.recent)
 
 
 def _waits(stats: Any) -> Iterator[Value]:
-    if getattr(stats, "recent", 0):
+    if stats.recent:
         for quantile, seconds in zip(("0.5", "0.95", "0.99"), stats.waits, strict=True):
             yield Value(seconds, (("quantile", quantile),))
 
 
 def _stage_shares(stats: Any) -> Iterator[Value]:
-    for stage in getattr(stats, "stages", ()):
+    for stage in stats.stages:
         seconds = stage.busy + stage.starved + stage.blocked
         for state in ("busy", "starved", "blocked"):
             share = getattr(stage, state) / seconds if seconds else 0.0
@@ -68,7 +68,7 @@ def _stage_shares(stats: Any) -> Iterator[Value]:
 
 
 def _stage_durations(stats: Any) -> Iterator[Value]:
-    for stage in getattr(stats, "stages", ()):
+    for stage in stats.stages:
         for name, quantile in (("p50", "0.5"), ("p95", "0.95"), ("p99", "0.99")):
             labels = ("stage", stage.name), ("quantile", quantile)
             yield Value(getattr(stage, name), labels)

@@ -14,7 +14,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -32,7 +32,6 @@ LOGGED_EVERY = 60.0
 _LOOKS = 20
 # The figures take a thousandth of the time at most.
 _IDLE = 1000
-_MOST_LEAVES = 1000
 _log = logging.getLogger("aioloader")
 # When a line was logged of a loader; its epochs may be shorter than a minute.
 _logged: "weakref.WeakKeyDictionary[Any, float]" = weakref.WeakKeyDictionary()
@@ -143,8 +142,6 @@ class ProgressIterator(Generic[Batch]):
         batches, meter = self._batches, self._meter
         del self
         try:
-            if meter.held is not None:
-                meter.weigh()
             if clock() >= meter.due:
                 meter.look()
             batch: Batch = next(batches)
@@ -154,15 +151,11 @@ class ProgressIterator(Generic[Batch]):
                 meter.finish()
             raise
         meter.batches += 1
-        if meter.is_weighing:
-            meter.held = batch
         return batch  # nothing is called here: an interrupt would lose it
 
     async def __anext__(self) -> Batch:
         meter = self._meter
         try:
-            if meter.held is not None:
-                meter.weigh()
             if clock() >= meter.due:
                 meter.look()
             batch: Batch = await self._batches.__anext__()
@@ -172,8 +165,6 @@ class ProgressIterator(Generic[Batch]):
         finally:
             del self
         meter.batches += 1
-        if meter.is_weighing:
-            meter.held = batch
         return batch
 
     def close(self) -> None:
@@ -230,17 +221,12 @@ class Meter:
     Attributes:
         batches: Delivered in this iteration.
         due: When to look again.
-        held: A batch to be weighed when the next is asked for; its consumer's loop
-            variable holds it just as long.
-        is_weighing: Whether the next batch is to be held.
     """
 
     def __init__(
         self, loader: Any, total: int | None, display: Display | None, desc: str | None
     ) -> None:
         self.batches = 0
-        self.held: Any = None
-        self.is_weighing = True
         now = self.due = clock()
         if display is None:
             self.due = _logged.setdefault(loader, now) + LOGGED_EVERY
@@ -255,15 +241,9 @@ class Meter:
         self._epoch: int | None = None
         self._resumed = 0
         self._rates: tuple[str, ...] = ()
-        self._weighed = self._bytes = 0
+        self._bytes = 0.0  # of a batch
         self._shown = 0  # batches
         self._is_closed = False
-
-    def weigh(self) -> None:
-        """Weigh the batch that is held, and release it."""
-        batch, self.held, self.is_weighing = self.held, None, False
-        self._weighed += 1
-        self._bytes += weight_of(batch)
 
     def look(self) -> None:
         """Show the figures of now."""
@@ -293,7 +273,7 @@ class Meter:
         """End the display. May be called by a finalizer: it asks the loader nothing."""
         if self._is_closed:
             return
-        self._is_closed, self.held, self.is_weighing, self.due = True, None, False, inf
+        self._is_closed, self.due = True, inf
         try:
             if 0 < self._shown < self.batches and not self._is_log:
                 self._show(clock())
@@ -313,19 +293,18 @@ class Meter:
     def _measure(self, now: float) -> None:
         """Compute the rates since some looks ago."""
         stats = self._loader.stats()
-        self.is_weighing = not self._is_closed
         look = now, self.batches, stats.waited
         if stats.epoch != self._epoch:
             if self._epoch is not None:  # another iteration has begun beside this one
                 self._looks.clear()
             else:
-                self._resumed = getattr(stats, "resumed_at", 0)
+                self._resumed = stats.resumed_at
             self._epoch = stats.epoch
         if self._looks:
             seconds, batches, waited = map(operator.sub, look, self._looks[0])
             if seconds > 0:
-                recent = getattr(stats, "recent", 0)
-                size = stats.samples / recent if recent else 0.0
+                size = stats.samples / stats.recent if stats.recent else 0.0
+                self._bytes = stats.batch_bytes
                 words = self._words(batches / seconds, size, waited / seconds)
                 self._rates = tuple(words)
         self._looks.append(look)
@@ -335,7 +314,7 @@ class Meter:
             f"{_short(rate * size)} samples/s" if size else f"{_short(rate)} batches/s"
         )
         if self._bytes:
-            yield f"{_short(rate * self._bytes / self._weighed)}B/s"
+            yield f"{_short(rate * self._bytes)}B/s"
         yield f"waiting {min(1.0, max(0.0, waits)):.0%}"
         if self._resumed:
             yield f"resumed at {self._resumed:,}"
@@ -426,28 +405,6 @@ def sentence(desc: str | None, figures: Figures) -> str:
             where += f" ({batches / total:.0%})"
     text = ", ".join([where, *figures.rates])
     return text if desc is None else f"{desc}: {text}"
-
-
-def weight_of(batch: Any) -> int:
-    """Return the bytes of the tensors, arrays and byte strings of a batch.
-
-    0 if there are none, or more than a thousand.
-    """
-    found, todo = 0, [batch]
-    for _ in range(_MOST_LEAVES):
-        if not todo:
-            return found
-        one = todo.pop()
-        if isinstance(one, Mapping):
-            todo.extend(one.values())
-        elif isinstance(one, tuple | list):
-            todo.extend(one[:_MOST_LEAVES])
-        elif isinstance(one, bytes | bytearray):
-            found += len(one)
-        else:
-            size = getattr(one, "nbytes", 0)
-            found += size if isinstance(size, int) else 0
-    return 0
 
 
 def _short(number: float) -> str:

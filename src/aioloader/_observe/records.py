@@ -8,15 +8,18 @@ differences mean something).
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 # Batches whose records are kept.
 KEPT = 1024
-# Processor time is taken of each so many-th batch.
+# Processor time is taken, and bytes are counted, of each so many-th batch.
 CLOCKED = 16
+# Items of a batch that are measured.
+_ITEMS = 64
 
 # When a batch was made: ``MadeAt``'s fields, as a plain tuple, which costs a fifth.
 Made: TypeAlias = tuple[float, float, float, float, float, float, float]
@@ -179,6 +182,23 @@ class LoopLag:
 
 
 @dataclass(slots=True)
+class Listed:
+    """How the shards of an epoch were listed, before the first was read.
+
+    Attributes:
+        shards: How many there are.
+        seconds: How long it took.
+    """
+
+    shards: int = 0
+    seconds: float = 0.0
+
+
+# Set in the tasks of an iteration: what those that list shards add to.
+LISTED: ContextVar[Listed | None] = ContextVar("aioloader_listed", default=None)
+
+
+@dataclass(slots=True)
 class Counters:
     """What a source counts as it goes; one per epoch.
 
@@ -189,6 +209,9 @@ class Counters:
         in_flight: Batches requested and not yet taken.
         records: What was noted of the latest batches.
         setting: How the loader is set up; None for a plain loop over a dataset.
+        weighed: Of how many batches the bytes were counted.
+        bytes: The bytes of these.
+        listed: How the shards of a stream were listed, if that was done here.
         lag: Returns how the event loop is held up on which samples are read; None where
             there is none.
     """
@@ -199,4 +222,40 @@ class Counters:
     in_flight: int = 0
     records: Records = field(default_factory=Records)
     setting: Setting | None = None
+    weighed: int = 0
+    bytes: int = 0
+    listed: Listed | None = None
     lag: Callable[[], LoopLag | None] | None = None
+
+    def weigh(self, batch: Any) -> None:
+        """Count the bytes of a batch: each 16th is enough."""
+        self.weighed += 1
+        self.bytes += bytes_of(batch)
+
+
+def bytes_of(batch: Any, items: int = _ITEMS, depth: int = 8) -> int:
+    """Return the bytes of tensors, arrays, bytes and text in nested containers.
+
+    Of many items some are measured.
+
+    Args:
+        batch: What is measured.
+        items: How many items of it, at most, of all levels.
+        depth: How many levels, at most.
+    """
+    if isinstance(batch, (bytes, bytearray, str)):
+        return len(batch)
+    if isinstance(batch, Mapping):
+        return bytes_of(list(batch.values()), items, depth)
+    if isinstance(batch, (list, tuple)):
+        if not depth or not batch:
+            return 0
+        some = batch[:: -(-len(batch) // items)]
+        items = max(1, items // len(some))
+        found = sum(bytes_of(one, items, depth - 1) for one in some)
+        return found * len(batch) // len(some)
+    try:
+        return int(batch.nbytes)
+    except Exception:  # noqa: BLE001  (a sparse tensor's; any class's own)
+        own = getattr(batch, "__dict__", None)
+        return bytes_of(own, items, depth - 1) if own and depth else 8

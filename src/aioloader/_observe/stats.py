@@ -1,12 +1,19 @@
 """The figures of one epoch, as ``loader.stats()`` shows them."""
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from aioloader._observe.records import LoopLag, Record, RecordTuple, Setting
-from aioloader._observe.stages import StageStats, held_back, percentiles, stage_stats
+from aioloader._observe.records import Listed, LoopLag, Record, RecordTuple, Setting
+from aioloader._observe.stages import (
+    StageStats,
+    held_back,
+    is_made,
+    percentiles,
+    stage_stats,
+)
 from aioloader._observe.words import seconds_text, table
 
 # A loop that is held for a smaller share of the time is not worth a line.
@@ -35,10 +42,14 @@ class LoaderStats:
             that an inline ``for`` spends making a batch is not a wait.
         in_flight: Batches requested and not yet taken.
         failures: Samples that failed and were skipped or replaced.
+        retries: Reads that were tried again, by the loader's ``retry``.
         worker_deaths: Worker processes that died, over all epochs.
         worker_restarts: Worker processes started in their place.
         resumed_at: Batches of the epoch that were delivered before, where it was
             resumed from a state.
+        batch_bytes: Bytes of tensors, arrays, bytes and text in a batch: the mean of
+            each 16th; 0 if none was measured.
+        listed: How the shards of a stream were listed, if this process did.
         loop_lag: How the event loop is held up on which samples are read in this
             process; None if it is not, or there is none.
     """
@@ -48,9 +59,12 @@ class LoaderStats:
     waited: float
     in_flight: int
     failures: int
+    retries: int = 0
     worker_deaths: int = 0
     worker_restarts: int = 0
     resumed_at: int = 0
+    batch_bytes: float = 0.0
+    listed: Listed | None = None
     loop_lag: LoopLag | None = None
     _recorded: Sequence[RecordTuple] = field(default=(), repr=False, compare=False)
     _setting: Setting | None = field(default=None, repr=False, compare=False)
@@ -81,6 +95,16 @@ class LoaderStats:
         )
 
     @cached_property
+    def queued(self) -> float:
+        """Batches that were made and waited when one was asked for: the mean."""
+        collated = sorted(one.made[4] for one in self._records if is_made(one))
+        found = [
+            max(0, bisect.bisect_right(collated, one.asked) - number)
+            for number, one in enumerate(self._records)
+        ]
+        return sum(found) / len(found) if collated else 0.0
+
+    @cached_property
     def held(self) -> float:
         """Seconds that made batches waited for an earlier one, summed over them."""
         if self._setting is None or not self._recorded:
@@ -105,10 +129,14 @@ class LoaderStats:
         lines = [f"epoch {self.epoch}: {self.batches:,} batches, {flight}"]
         counts = {
             "failed samples": self.failures,
+            "retries": self.retries,
             "worker deaths": self.worker_deaths,
             "worker restarts": self.worker_restarts,
         }
         lines += [f"{name}: {count:,}" for name, count in counts.items() if count]
+        if self.listed is not None and self.listed.shards:
+            took = seconds_text(self.listed.seconds)
+            lines.append(f"listed {self.listed.shards:,} shards in {took}")
         if (lag := self.loop_lag) is not None and lag.share >= _SHOWN:
             by = f" by {lag.culprit}" if lag.culprit else ""
             longest = seconds_text(lag.seconds)
@@ -123,10 +151,14 @@ class LoaderStats:
             f"{self.recent / self.seconds:,.4g} batches/s, "
             f"{self.samples / self.seconds:,.4g} samples/s"
         )
+        if self.batch_bytes:
+            rate = self.batch_bytes * self.recent / self.seconds
+            speeds += f", {rate / 1e6:,.4g} MB/s"
         took = seconds_text(self.seconds)
         lines = [
             f"latest {self.recent:,} batches: {took}, {speeds}",
             f"wait per batch, p50 / p95 / p99: {waits}",
+            f"batches ready when one was asked for, mean: {self.queued:.1f}",
         ]
         if self.held > 0.01 * self.seconds:
             lines.append(f"held back for an earlier batch: {seconds_text(self.held)}")

@@ -68,6 +68,12 @@ class FailurePolicy:
             returns a sample to use instead, or ``SKIP``, or raises.
         max_failures: Failed samples allowed per epoch: a count, or a fraction of the
             samples tried (of which one failure is always allowed); ``None``: no limit.
+
+    Attributes:
+        attempted: Samples that were tried.
+        count: Those that failed, and were skipped or replaced.
+        retries: How often a read was tried again.
+        latest: The latest failures.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class FailurePolicy:
         self.max_failures = max_failures
         self.attempted = 0
         self.count = 0
+        self.retries = 0
         self.latest: deque[Failure] = deque(maxlen=_KEPT)
         self._lock = fork_safe(threading.Lock())
 
@@ -96,6 +103,17 @@ class FailurePolicy:
             count, latest = self.count, list(self.latest)[-1:]
         for failure in latest:
             self._spend(failure, count)
+
+    def count_retries(self, count: int) -> None:
+        """Count reads that are tried again, here or elsewhere."""
+        with self._lock:
+            self.retries += count
+
+    def take_retries(self) -> int:
+        """Return how many there were since the last call, to be counted elsewhere."""
+        with self._lock:
+            count, self.retries = self.retries, 0
+        return count
 
     def resolve(self, failure: Failure) -> Any:
         """Return a sample to use instead, or ``SKIP``; or raise.

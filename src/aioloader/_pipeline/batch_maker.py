@@ -474,7 +474,12 @@ class BatchMaker:
         """Return the waits before further attempts at a read that gave ``error``."""
         if self.retry is None or not self.may_retry(error):
             return iter(())
-        return self.retry.delays()
+        return self._counted(self.retry.delays())
+
+    def _counted(self, delays: Iterator[float]) -> Iterator[float]:
+        for delay in delays:
+            self.policy.count_retries(1)
+            yield delay
 
     def may_retry(self, error: BaseException) -> bool:
         """Tell whether a read that gave ``error`` may be tried again."""

@@ -30,6 +30,7 @@ class BatchResult:
         has_ended: Of several readers, the one that was asked for the batch had ended.
         attempted: Samples that a worker process tried to read; counted on delivery.
         failures: Those of them that were skipped or replaced.
+        retries: How often a worker tried to read one again, since its last result.
         state: The state of its reader (sampler or stream) after it, if known.
         dataset: Of a stateful map-style dataset: the worker whose copy made it (0 for
             this process), and the state of that copy after it.
@@ -45,6 +46,7 @@ class BatchResult:
     has_ended: bool = False
     attempted: int = 0
     failures: Sequence[Any] = ()
+    retries: int = 0
     state: Any = None
     dataset: tuple[int, Any] | None = None
     made: Made = NOT_MADE

@@ -196,6 +196,8 @@ class PlainIterator(LocalIterator):
         taken = perf_counter()
         made = began, read, read, read, taken, 0.0, cpu
         self._records.latest.append((number, asked, taken, 0, len(indices), made))
+        if number % CLOCKED == 1:
+            self.counters.weigh(batch)
         self._progress.take(number, state)
         return batch
 
@@ -298,6 +300,8 @@ class InlineIterator(LocalIterator):
                 self._records.latest.append(
                     (task.number, asked, taken, 0, size, task.made())
                 )
+                if task.number % CLOCKED == 1:
+                    self.counters.weigh(result.batch)
             self._progress.take(task.number, task.state)
             if is_delivered:
                 return result.batch
@@ -369,6 +373,8 @@ class GatherIterator(LocalIterator):
         chunk_size = len(chunk) if type(chunk) is range else chunk.numel()
         made = began, taken, taken, taken, taken, 0.0, 0.0
         self._records.latest.append((number, asked, taken, 0, chunk_size, made))
+        if number % CLOCKED == 1:
+            self.counters.weigh(batch)
         self._progress.take(number)
         return batch
 

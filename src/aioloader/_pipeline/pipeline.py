@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from aioloader._observe.records import NOT_MADE, processor_time
+from aioloader._observe.records import LISTED, NOT_MADE, Listed, processor_time
 from aioloader._order.epoch import BEGINNING, Bookmark
 from aioloader._order.failures import Failure
 from aioloader._pipeline.awaiting import raisable
@@ -93,6 +93,7 @@ class Pipeline:
         self.tuner = tuner
         if tuner is not None:
             tuner.ready = self.ready
+        self.listed = Listed()
         self.seconds_per_batch = 0.0  # of those that are made in the thread
         self._is_closing = self._is_dismissed = self._is_abandoned = False
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -186,6 +187,7 @@ class Pipeline:
             self.fail(LoaderClosedError("the iterator was closed"))
 
     async def _host(self, stack: contextlib.AsyncExitStack) -> None:
+        LISTED.set(self.listed)  # the tasks of the fetchers have this context
         fetchers = FetcherPool(
             self._concurrency,
             self.maker,
@@ -478,6 +480,8 @@ class Pipeline:
         is_counted = self.reads_here or result.is_end
         result.attempted = 0 if is_counted else len(task.indices)
         result.failures = failures
+        if result.retries:
+            self.maker.policy.count_retries(result.retries)
         self.deliver(task, result)
 
     def count(self, result: BatchResult) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from aioloader._observe.records import RecordTuple
+from aioloader._observe.records import CLOCKED, RecordTuple
 from aioloader._order.epoch import Epoch
 from aioloader._order.failures import noted
 from aioloader._order.forks import fork_safe
@@ -384,6 +384,8 @@ class PipelineIterator:
                 self.counters.batches += is_delivered
                 if is_delivered:
                     self._records.latest.append(self._record(number, result))
+                    if number % CLOCKED == 1:
+                        self.counters.weigh(result.batch)
                 # Nothing follows by which an interrupt could lose the batch: what
                 # comes before runs the user's sampler, for one.
                 self._note(number, result)

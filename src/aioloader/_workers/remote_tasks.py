@@ -117,6 +117,7 @@ def pack_answer(
         error,
         result.is_empty,
         failures=failures,
+        retries=maker.policy.take_retries(),
         made=task.made(),
         lane=max(0, worker),
     )
@@ -138,6 +139,7 @@ class Answer(NamedTuple):
         is_end: The stream has ended.
         failures: Samples that failed and were skipped or replaced, as ``Failure``s
             whose error is a ``RemoteError``.
+        retries: As in ``BatchResult``.
         state: The state of a replica's stream after the batch.
         dataset: As in ``BatchResult``.
         made: As in ``BatchResult``, if the pool does not send it apart.
@@ -149,6 +151,7 @@ class Answer(NamedTuple):
     is_empty: bool = False
     is_end: bool = False
     failures: Sequence[Any] = ()
+    retries: int = 0
     state: Any = None
     dataset: tuple[int, Any] | None = None
     made: Made = NOT_MADE
@@ -176,6 +179,7 @@ def opened(answer: Answer, task: BatchTask) -> tuple[BatchResult, list[Failure]]
         error,
         answer.is_empty,
         answer.is_end,
+        retries=answer.retries,
         state=answer.state,
         dataset=answer.dataset,
         made=of_both(task, answer.made),

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain
 from os import PathLike
 from pathlib import PurePath
+from time import perf_counter
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -20,6 +21,7 @@ from typing import (
     Unpack,
 )
 
+from aioloader._observe.records import LISTED
 from aioloader._order.permutation import (
     ShuffledIndices,
     is_quick,
@@ -142,7 +144,11 @@ class ShardedStream(Stream[Sample_co]):
             )
         known = state.get("shards")
         if id(self) not in reading.listed:
-            reading.listed[id(self)] = await self._agreed(reading, known)
+            began = perf_counter()
+            found = reading.listed[id(self)] = await self._agreed(reading, known)
+            if (listed := LISTED.get()) is not None:
+                listed.shards += len(found[0])
+                listed.seconds += perf_counter() - began
         shards, summary = reading.listed[id(self)]
         self._check(summary, known, share.readers)
         order = await self._order(reading, len(shards))

@@ -190,6 +190,8 @@ class Endpoint:
         # Those since the last result; the loader keeps the list and the budget.
         latest = self.maker.policy.latest
         failures = sendable(latest, self.id) if latest else []
+        if self.maker.policy.retries:
+            result.retries = self.maker.policy.take_retries()
         try:
             if failures or not _is_just_a_batch(result):
                 self._send_answer(ticket, result, failures, task.made())
@@ -228,6 +230,7 @@ class Endpoint:
             result.is_empty,
             result.is_end,
             failures,
+            result.retries,
             result.state,
             result.dataset,
         )
@@ -235,7 +238,7 @@ class Endpoint:
 
 
 def _is_just_a_batch(result: BatchResult) -> bool:
-    has_more = result.error or result.is_empty or result.is_end
+    has_more = result.error or result.is_empty or result.is_end or result.retries
     return not has_more and result.state is result.dataset is None
 
 

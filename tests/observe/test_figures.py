@@ -1,0 +1,133 @@
+"""Bytes, retries, listings and queues in ``stats()``, wherever batches are made."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from aioloader import DataLoader, Retry
+from aioloader._observe.records import Record, Setting
+from aioloader._observe.stats import LoaderStats, with_records
+from aioloader.datasets import JSONLinesDataset
+from samples import AsyncMap, SyncMap
+
+BATCH = 4
+PLACES: dict[str, dict[str, Any]] = {
+    "here": {},
+    "ahead": {"prefetch_factor": 2},
+    "threads": {"num_workers": 2, "workers": "thread"},
+    "processes": {"num_workers": 2},
+}
+
+
+class Flaky(Dataset[int]):
+    """Each fifth sample cannot be read at first."""
+
+    def __init__(self) -> None:
+        self.failed: set[int] = set()
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        if index % 5 == 0 and index not in self.failed:
+            self.failed.add(index)
+            raise OSError(f"sample {index} is busy")
+        return index
+
+
+class AsyncFlaky(Flaky):
+    """The same, read by coroutines."""
+
+    async def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().__getitem__(index)
+
+
+class FlakyBatches(Flaky):
+    """Whole batches, of which each is read again once."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["plain", "transform", "async", "in memory"])
+def test_bytes(place: str, kind: str) -> None:
+    """The mean of some batches: here all are alike."""
+    rows = torch.zeros(40, 8)
+    datasets: dict[str, Any] = {
+        "plain": SyncMap(40),
+        "transform": SyncMap(40),
+        "async": AsyncMap(40),
+        "in memory": TensorDataset(rows),
+    }
+    options: dict[str, Any] = {"batch_size": BATCH, **PLACES[place]}
+    if kind == "transform":
+        options["transform"] = tuple
+    with DataLoader(datasets[kind], **options) as loader:
+        assert loader.stats().batch_bytes == 0
+        assert sum(1 for _ in loader) == 10
+        found = loader.stats()
+    # Three floats and an integer per sample; or eight floats.
+    assert found.batch_bytes == BATCH * (32 if kind == "in memory" else 3 * 4 + 8)
+    assert "MB/s" in str(found)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dataset", [Flaky(), AsyncFlaky(), FlakyBatches()])
+def test_retries(dataset: Any, place: str) -> None:
+    """Each read that is tried again counts, also in a worker process."""
+    dataset.failed.clear()
+    retry = Retry(4, base_delay=0)
+    with DataLoader(dataset, batch_size=BATCH, retry=retry, **PLACES[place]) as loader:
+        batches = [batch.tolist() for batch in loader]
+        found = loader.stats()
+    assert [one for batch in batches for one in batch] == list(range(20))
+    assert (found.retries, found.failures) == (4, 0)
+    assert "retries: 4" in str(found)
+
+
+def test_retries_in_an_executor() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        loader = DataLoader(
+            Flaky(), BATCH, num_workers=1, workers=pool, retry=Retry(2, base_delay=0)
+        )
+        assert len(list(loader)) == 5
+        assert loader.stats().retries == 4
+
+
+def test_listing(tmp_path: Path) -> None:
+    """How many shards were listed; of a dataset that is no stream, nothing is said."""
+    for number in range(3):
+        (tmp_path / f"{number}.jsonl").write_text('{"x": 1}\n' * 4)
+    with DataLoader(JSONLinesDataset(str(tmp_path / "*.jsonl")), 4) as loader:
+        for _ in range(2):
+            assert sum(1 for _ in loader) == 3
+            found = loader.stats()
+            assert found.listed is not None
+            assert found.listed.shards == 3
+            assert found.listed.seconds > 0
+            assert "listed 3 shards" in str(found)
+    with DataLoader(AsyncMap(8), 4) as loader:
+        assert sum(1 for _ in loader) == 2
+        assert "listed" not in str(loader.stats())
+
+
+def test_batches_that_were_ready() -> None:
+    """All four are made at once; then one after the other is asked for."""
+
+    def record(number: int, asked: float, collated: float) -> Record:
+        made = (0.0, 1.0, 1.0, 1.0, collated, 0.0, 0.0)
+        return Record(number, asked, max(asked, collated), 0, 1, made)
+
+    empty = LoaderStats(0, 4, 0.0, 0, failures=0)
+    assert empty.queued == 0
+    ahead = [record(number, 10.0 + number, 2.0) for number in range(4)]
+    assert with_records(empty, ahead, Setting("thread")).queued == (4 + 3 + 2 + 1) / 4
+    late = [record(number, 10.0 * number, 10.0 * number + 5) for number in range(4)]
+    assert with_records(empty, late, Setting("thread")).queued == 0
