@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from aioloader._observe.records import LoopLag
+
 
 class Terminal(io.StringIO):
     """Says that it is one, and keeps what is written."""
@@ -61,6 +63,10 @@ class Figures:
     worker_deaths: int = 0
     worker_restarts: int = 0
     resumed_at: int = 0
+    retries: int = 0
+    batch_bytes: float = 0.0
+    queued: float = 0.0
+    loop_lag: LoopLag | None = None
     recent: int = 0
     seconds: float = 0.0
     samples: int = 0
@@ -102,9 +108,10 @@ class Counting:
         self.clock.now += self.seconds
         self.figures.batches += 1
         self.figures.recent = min(4, self.figures.batches)
+        self.figures.batch_bytes = 1000.0
         self.figures.samples = 5 * self.figures.recent
         self.figures.waited += self.seconds / 4
-        return {"number": number, "data": [bytes(1000)]}
+        return {"number": number}
 
     def stats(self) -> Figures:
         """Return the figures; count that they were asked for."""

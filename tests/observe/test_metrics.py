@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aioloader import DataLoader, PrometheusCollector, observe_with_opentelemetry
+from aioloader._observe.records import LoopLag
 from observe.showing import Clock, Counting, Figures, Stage
 
 
@@ -31,6 +32,10 @@ def full() -> Counting:
     stage = Stage("read", 2, 9, busy=3.0, starved=1.0, p50=0.1, p95=0.2, p99=0.3)
     loader.figures = Figures(
         *(2, 9, 1.5, 3, 4, 1, 1, 0),
+        retries=6,
+        batch_bytes=4096.0,
+        queued=1.5,
+        loop_lag=LoopLag(0.02, 0.125, "read"),
         recent=4,
         samples=20,
         waits=(0.1, 0.2, 0.3),
@@ -43,11 +48,15 @@ EXPECTED = {
     ("aioloader_batches_total",): 9,
     ("aioloader_wait_time_seconds_total",): 1.5,
     ("aioloader_failures_total",): 4,
+    ("aioloader_retries_total",): 6,
     ("aioloader_worker_deaths_total",): 1,
     ("aioloader_worker_restarts_total",): 1,
     ("aioloader_epoch",): 2,
     ("aioloader_batches_in_flight",): 3,
     ("aioloader_batch_samples",): 5,
+    ("aioloader_batch_size_bytes",): 4096,
+    ("aioloader_batches_ready",): 1.5,
+    ("aioloader_loop_held_ratio",): 0.125,
     ("aioloader_wait_duration_seconds", ("quantile", "0.5")): 0.1,
     ("aioloader_wait_duration_seconds", ("quantile", "0.95")): 0.2,
     ("aioloader_wait_duration_seconds", ("quantile", "0.99")): 0.3,

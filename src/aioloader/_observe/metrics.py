@@ -53,6 +53,21 @@ def _batch_size(stats: Any) -> Iterator[Value]:
         yield Value(stats.samples / stats.recent)
 
 
+def _batch_bytes(stats: Any) -> Iterator[Value]:
+    if stats.batch_bytes:
+        yield Value(stats.batch_bytes)
+
+
+def _ready(stats: Any) -> Iterator[Value]:
+    if stats.recent:
+        yield Value(stats.queued)
+
+
+def _loop_held(stats: Any) -> Iterator[Value]:
+    if stats.loop_lag is not None:
+        yield Value(stats.loop_lag.share)
+
+
 def _waits(stats: Any) -> Iterator[Value]:
     if stats.recent:
         for quantile, seconds in zip(("0.5", "0.95", "0.99"), stats.waits, strict=True):
@@ -91,6 +106,13 @@ FIGURES = (
         _one("failures"),
     ),
     Figure(
+        "retries",
+        "{read}",
+        "sum",
+        "Reads that were tried again, by the loader's retry.",
+        _one("retries"),
+    ),
+    Figure(
         "worker.deaths",
         "{worker}",
         "total",
@@ -118,6 +140,27 @@ FIGURES = (
         "gauge",
         "Samples of a batch: the mean of the latest ones.",
         _batch_size,
+    ),
+    Figure(
+        "batch.size",
+        "By",
+        "gauge",
+        "Bytes of a batch: the mean of some.",
+        _batch_bytes,
+    ),
+    Figure(
+        "batches.ready",
+        "{batch}",
+        "gauge",
+        "Batches that were ready when one was asked for: the mean of the latest ones.",
+        _ready,
+    ),
+    Figure(
+        "loop.held",
+        "1",
+        "gauge",
+        "Share of the time in which the event loop was held up that reads samples.",
+        _loop_held,
     ),
     Figure(
         "wait.duration",
@@ -189,7 +232,9 @@ def _family(figure: Figure) -> "Metric":
     name = "aioloader_" + figure.name.replace(".", "_")
     if figure.unit == "s":
         name += "_seconds"
-    elif figure.name.endswith("utilization"):
+    elif figure.unit == "By":
+        name += "_bytes"
+    elif figure.name.endswith(("utilization", "held")):
         name += "_ratio"
     return Metric(name, figure.help, kind)
 

@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 # Batches whose records are kept.
 KEPT = 1024
-# Processor time is taken, and bytes are counted, of each so many-th batch.
+# Processor time is taken, and bytes are counted, of one in so many batches: of the
+# second, and not of the first, which is like no other.
 CLOCKED = 16
 # Items of a batch that are measured.
 _ITEMS = 64
@@ -29,7 +30,7 @@ NOT_MADE: Made = (0.0,) * 7
 
 def processor_time(number: int) -> float:
     """Return this thread's processor time; 0 for most batches, as it costs 0.3 us."""
-    return 0.0 if number % CLOCKED else time.thread_time()
+    return time.thread_time() if number % CLOCKED == 1 else 0.0
 
 
 class MadeAt(NamedTuple):

@@ -171,8 +171,8 @@ class PlainIterator(LocalIterator):
         except BaseException as error:
             self._end(is_over=isinstance(error, StopIteration))
             raise
-        cpu = 0.0 if number % CLOCKED else time.thread_time()
-        began = perf_counter()
+        is_clocked = number % CLOCKED == 1
+        cpu = time.thread_time() if is_clocked else 0.0
         samples: list[Any] = []
         stage = "fetch"
         try:
@@ -192,12 +192,12 @@ class PlainIterator(LocalIterator):
                 raise self._noted(stage, number, indices, len(samples), error)  # noqa: B904
             raise
         self.counters.batches += 1
-        cpu = cpu and time.thread_time() - cpu
-        taken = perf_counter()
-        made = began, read, read, read, taken, 0.0, cpu
-        self._records.latest.append((number, asked, taken, 0, len(indices), made))
-        if number % CLOCKED == 1:
+        if is_clocked:
+            cpu = time.thread_time() - cpu
             self.counters.weigh(batch)
+        taken = perf_counter()
+        made = asked, read, read, read, taken, 0.0, cpu
+        self._records.latest.append((number, asked, taken, 0, len(indices), made))
         self._progress.take(number, state)
         return batch
 
@@ -273,7 +273,7 @@ class InlineIterator(LocalIterator):
         Raises:
             StopIteration: At the end.
         """
-        asked = perf_counter()
+        asked = 0.0
         while True:
             try:
                 request = next(self._requests)
@@ -281,7 +281,8 @@ class InlineIterator(LocalIterator):
                 self._end(is_over=isinstance(error, StopIteration))
                 raise
             task = self._maker.task(request)
-            cpu = 0.0 if task.number % CLOCKED else time.thread_time()
+            is_clocked = task.number % CLOCKED == 1
+            cpu = time.thread_time() if is_clocked else 0.0
             try:
                 with self._maker.around(task):
                     result = self._made(task)
@@ -294,14 +295,15 @@ class InlineIterator(LocalIterator):
                 raise StopIteration
             is_delivered = not result.is_empty and task.number not in self._dropped
             self.counters.batches += is_delivered
+            asked = asked or task.began
             if is_delivered:
-                task.cpu = cpu and time.thread_time() - cpu
-                taken, size = perf_counter(), len(task.indices)
+                if is_clocked:
+                    task.cpu = time.thread_time() - cpu
+                    self.counters.weigh(result.batch)
+                size, taken = len(task.indices), task.collated
                 self._records.latest.append(
                     (task.number, asked, taken, 0, size, task.made())
                 )
-                if task.number % CLOCKED == 1:
-                    self.counters.weigh(result.batch)
             self._progress.take(task.number, task.state)
             if is_delivered:
                 return result.batch
@@ -359,7 +361,6 @@ class GatherIterator(LocalIterator):
             self._end(is_over=isinstance(error, StopIteration))
             raise
         self._next = number + 1
-        began = perf_counter()
         try:
             if type(chunk) is range:
                 batch = [_copied(tensor, chunk) for tensor in self._tensors]
@@ -371,7 +372,7 @@ class GatherIterator(LocalIterator):
         self.counters.batches += 1
         taken = perf_counter()
         chunk_size = len(chunk) if type(chunk) is range else chunk.numel()
-        made = began, taken, taken, taken, taken, 0.0, 0.0
+        made = asked, taken, taken, taken, taken, 0.0, 0.0
         self._records.latest.append((number, asked, taken, 0, chunk_size, made))
         if number % CLOCKED == 1:
             self.counters.weigh(batch)
