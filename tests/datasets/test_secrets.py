@@ -22,6 +22,8 @@ from aioloader.datasets import (
     ObjectDataset,
     ParquetDataset,
     ParquetWriter,
+    SQLDataset,
+    SQLRows,
     TarDataset,
     TarWriter,
     TextDataset,
@@ -294,6 +296,25 @@ def test_constructors_that_raise_tell_no_secret(make: Any, url: str) -> None:
     for args, options in wrong:
         with pytest.raises((TypeError, ValueError)) as caught:
             make(*args, **options)
+        assert MARKER not in everything_said(caught.value)
+
+
+@pytest.mark.parametrize("make", [SQLDataset, SQLRows])
+def test_databases_that_are_refused_tell_no_secret(make: Any) -> None:
+    """Neither in what they raise, nor in a variable; but for the caller's own."""
+    url = f"postgresql://me:{MARKER}@host/db"
+    wrong: list[tuple[str, str, dict[str, Any]]] = [
+        (url, "t", {"key": "id", "unknown": 1}),
+        (url, "t", {"key": "id", "columns": "id"}),
+        (url, "t", {"key": 7}),
+        (url, "t", {"key": "id", "numeric": "complex"}),
+        (f"postgresql://me:{MARKER}?x=1@host/db", "t", {"key": "id"}),
+        (f"mysql://me:{MARKER}@host/db", "t", {"key": "id"}),
+        (f"postgresql://host/db?{MARKER}", "t", {"key": "id"}),
+    ]
+    for where, table, options in wrong:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            make(where, table, **options)
         assert MARKER not in everything_said(caught.value)
 
 

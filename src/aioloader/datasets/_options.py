@@ -92,9 +92,9 @@ def names_options(function: Callable[P, T]) -> Callable[P, T]:
     """Make a function refuse options it does not know, and name the nearest one.
 
     A constructor that others pass keywords on to also names theirs, and a function that
-    passes on those of a typed dictionary names these. Addresses with secrets and all
-    ``store_options`` are sealed before it is called, so that of what it raises only the
-    caller's own frames hold them.
+    passes on those of a typed dictionary names these. Addresses with secrets, URLs of
+    databases and all ``store_options`` are sealed before it is called, so that of what
+    it raises only the caller's own frames hold them.
     """
 
     @functools.wraps(function)
@@ -117,6 +117,8 @@ def _sealed(name: str, value: Any) -> Any:
     if name == "store_options":
         is_open = value is not None and not isinstance(value, Sealed)
         return Sealed(value, "the store options") if is_open else value
+    if name == "url" and isinstance(value, str):
+        return Sealed(value, "the URL of a database")
     return sealed_alike(value) if name in _ADDRESSES else value
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from aioloader.datasets._options import check_at_least, names_options
-from aioloader.datasets._sql.address import Address
+from aioloader.datasets._sql.address import address_of
 from aioloader.datasets._sql.failures import failure_of, given_up, pauses, reason_of
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.lookup import (
@@ -33,6 +33,7 @@ from aioloader.datasets._sql.lookup import (
 from aioloader.datasets._sql.postgres_values import Infinity, Numeric, Values
 from aioloader.datasets._sql.source import Source
 from aioloader.datasets._stores.per_loop import PerLoop
+from aioloader.datasets._stores.redact import Sealed
 from aioloader.errors import ObjectNotFoundError
 from aioloader.protocols import HasLifespan
 
@@ -95,11 +96,12 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         self._source = Source(table, key, wanted)
         if self._source.is_query:
             raise ValueError("table must be a table: give a query a name by a view")
-        self._pool = None if isinstance(url, str) else url
+        is_url = isinstance(url, (str, Sealed))
+        self._pool: asyncpg.Pool | None = None if is_url else url
         if self._pool is not None and not hasattr(url, "acquire"):
             kind = type(url).__name__
             raise TypeError(f"url must be a URL or a pool of asyncpg, got {kind}")
-        self._address = Address(url if isinstance(url, str) else "postgresql:///")
+        self._address = address_of(url if is_url else "postgresql:///")
         if self._pool is not None:
             self._address.label = "asyncpg.Pool"
         if not self._address.is_sqlite:

@@ -204,6 +204,7 @@ class SQLDataset(ShardedStream[Row]):
         ValueError: If an argument is wrong.
     """
 
+    @names_options
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
         url: str,

@@ -34,6 +34,28 @@ _NOT_ASYNCPG = frozenset({
 })  # fmt: skip
 
 
+def address_of(url: Any) -> "Address":
+    """Return the address that a URL is, which may be sealed.
+
+    Raises:
+        ValueError: If it is no URL of a database. No frame of its traceback has it.
+        TypeError: If it is no string.
+    """
+    found = _parsed(url.value if isinstance(url, Sealed) else url)
+    del url
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _parsed(url: Any) -> "Address | Exception":
+    try:
+        return Address(url)
+    except (TypeError, ValueError) as error:
+        error.__cause__ = error.__context__ = None
+        return error.with_traceback(None)
+
+
 class Address:
     """Where a database is.
 

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from aioloader.datasets._sql.address import Address
+from aioloader.datasets._sql.address import address_of
 from aioloader.datasets._sql.failures import failure_of
 from aioloader.datasets._sql.keys import Key, Span, encoded
 from aioloader.datasets._sql.links import driver_of
@@ -22,6 +22,7 @@ from aioloader.datasets._sql.postgres_values import Infinity, Numeric, Values
 from aioloader.datasets._sql.reader import SQLReader
 from aioloader.datasets._sql.source import Source
 from aioloader.datasets._sql.sqlite import SQLite
+from aioloader.datasets._stores.redact import Sealed
 
 if TYPE_CHECKING:
     from aioloader.datasets._streams.shards import Position, Summary
@@ -51,7 +52,7 @@ class SQLFormat:
 
     Args:
         url: ``sqlite:///path`` or ``postgresql://user@host/name``; for a Unix socket
-            ``postgresql:///name?host=/directory``.
+            ``postgresql:///name?host=/directory``. Or that, sealed.
         query: A table, ``name`` or ``schema.name``, or a SELECT.
         key: A column of integers, text, UUIDs, dates, times or bytes.
         columns: The columns to read, in order; default: all.
@@ -74,7 +75,7 @@ class SQLFormat:
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
-        url: str,
+        url: str | Sealed[str],
         query: str,
         *,
         key: str,
@@ -93,7 +94,7 @@ class SQLFormat:
             kind = type(parameters).__name__
             raise TypeError(f"parameters must be a list of values, got {kind}")
         wanted = None if columns is None else tuple(columns)
-        self._address = Address(url)
+        self._address = address_of(url)
         self._source = Source(query, key, wanted, tuple(parameters))
         self._partitions = _checked(partitions)
         self._deadline = deadline
