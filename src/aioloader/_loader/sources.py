@@ -241,11 +241,14 @@ def make_maker(options: Options, epoch: Epoch, slots: SlotPool) -> BatchMaker:
     is_keyed, num_workers = options.is_keyed, options.num_workers
     if not num_workers and options.pins:
         collate_fn = _pinning(collate_fn)
+    is_even = part.world_size > 1
     if options.is_own_stream:  # it knows of ranks, and gives this one its part
         dataset = dataset.for_epoch()
         if options.rank is not None:
             dataset = dataset.shard(part.rank, part.world_size)
-        if (dataset.ranks or (0, 1))[1] > 1:
+        has_ranks = (dataset.ranks or (0, 1))[1] > 1
+        is_even = has_ranks and dataset.total() is not None
+        if has_ranks:
             is_skipped = epoch.policy.on_error == "skip"
             dataset = dataset.evened(options.tail or "wrap", is_skipped=is_skipped)
         part = replace(part, rank=0, world_size=1)
@@ -265,6 +268,7 @@ def make_maker(options: Options, epoch: Epoch, slots: SlotPool) -> BatchMaker:
         part=part,
         snapshot_every=options.snapshot_every,
         keeps_step=options.part.world_size > 1,
+        is_even=is_even and options.tail != "uneven",
         concurrency=options.concurrency,
     )
 
@@ -353,6 +357,7 @@ def _spec(
         part=maker.part,
         snapshot_every=maker.snapshot_every,
         keeps_step=maker.keeps_step,
+        is_even=maker.is_even,
         lifespan=options.lifespan if reads else None,
         datasets=epoch.bookmark.datasets,
     )

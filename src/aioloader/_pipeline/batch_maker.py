@@ -37,9 +37,10 @@ from aioloader._pipeline.awaiting import (
     refuse_coroutines,
     user_error,
 )
-from aioloader._pipeline.batch_task import BatchResult, BatchTask, shorten
+from aioloader._pipeline.batch_task import BatchResult, BatchTask, place_of
 from aioloader._pipeline.keys import BatchSeeds, Keys
 from aioloader._transport.slots import Lender, SlotPool
+from aioloader.errors import FailureBudgetError
 from aioloader.protocols import (
     Kind,
     batch_getter,
@@ -86,6 +87,7 @@ class BatchMaker:
         snapshot_every: Batches from one state of a stateful stream to the next.
         keeps_step: Whether other ranks read the same batches: one that raises must not
             put them out of step.
+        is_even: Whether all ranks have as many batches.
         concurrency: Awaitables of one batch that are awaited at a time, where plain
             code has returned them.
     """
@@ -107,6 +109,7 @@ class BatchMaker:
     part: Part = WHOLE
     snapshot_every: int = 1
     keeps_step: bool = False
+    is_even: bool = False
     concurrency: int = 64
     side_loop: SideLoop = field(default_factory=SideLoop, init=False)
     # Derived, and looked up once: a look-up per sample is 5 % of a small one.
@@ -234,7 +237,7 @@ class BatchMaker:
         task.transformed = perf_counter()
         samples = self.kept(task)
         if self.is_void(samples):
-            return BatchResult(is_empty=True)
+            return self._nothing(task)
         try:
             with lending(self.pool):
                 batch = self.collate_fn(samples if self.batched else samples[0])
@@ -249,7 +252,7 @@ class BatchMaker:
         task.transformed = perf_counter()
         samples = self.kept(task)
         if self.is_void(samples):
-            return BatchResult(is_empty=True)
+            return self._nothing(task)
         if self.at is not None and task.key is not None:
             self.at(task, -1, 2)
         try:
@@ -293,6 +296,18 @@ class BatchMaker:
     def is_void(self, samples: Any) -> bool:
         """Tell whether skipping left nothing of a batch."""
         return self._may_skip() and type(samples) is list and not samples
+
+    def _nothing(self, task: BatchTask) -> BatchResult:
+        """Return that there is no batch; raise if other ranks have one, and wait."""
+        if self.is_even:
+            raise FailureBudgetError(
+                f"all {len(task.indices)} samples of batch {task.number} of epoch "
+                f"{self.epoch} failed and were skipped, but other ranks have this "
+                "batch and would wait: have on_error return samples to use instead",
+                failures=self.policy.count,
+                attempted=self.policy.attempted,
+            )
+        return BatchResult(is_empty=True)
 
     def _may_skip(self) -> bool:
         return bool(self.policy.count) or not self.reads
@@ -472,24 +487,12 @@ class BatchMaker:
 
     def delays(self, error: BaseException) -> Iterator[float]:
         """Return the waits before further attempts at a read that gave ``error``."""
-        if self.retry is None or not self.may_retry(error):
-            return iter(())
-        return self._counted(self.retry.delays())
-
-    def _counted(self, delays: Iterator[float]) -> Iterator[float]:
-        for delay in delays:
-            self.policy.count_retries(1)
-            yield delay
+        if self.retry is not None and self.may_retry(error):
+            for delay in self.retry.delays():
+                self.policy.count_retries(1)
+                yield delay
 
     def may_retry(self, error: BaseException) -> bool:
         """Tell whether a read that gave ``error`` may be tried again."""
         is_known = self.retry is not None and isinstance(error, Exception)
         return is_known and self.retry.is_worth(error)  # type: ignore[union-attr]
-
-
-def place_of(stage: str, epoch: int, batch: int, indices: Any) -> str:
-    """Return the error note for a stage that processes whole batches."""
-    return (
-        f"in stage {stage!r} of epoch {epoch}, batch {batch}, sample indices "
-        f"{shorten(indices)}"
-    )

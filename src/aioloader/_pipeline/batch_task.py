@@ -115,3 +115,11 @@ def shorten(indices: Sequence[Any]) -> str:
     shown = ", ".join(repr(index) for index in indices[:8])
     more = f", … ({len(indices)} in all)" if len(indices) > 8 else ""
     return f"[{shown}{more}]"
+
+
+def place_of(stage: str, epoch: int, batch: int, indices: Any) -> str:
+    """Return the error note for a stage that processes whole batches."""
+    return (
+        f"in stage {stage!r} of epoch {epoch}, batch {batch}, sample indices "
+        f"{shorten(indices)}"
+    )

@@ -29,8 +29,8 @@ from aioloader._pipeline.awaiting import (
     raisable,
     refuse_coroutines,
 )
-from aioloader._pipeline.batch_maker import BatchMaker, place_of
-from aioloader._pipeline.batch_task import BatchResult, BatchTask
+from aioloader._pipeline.batch_maker import BatchMaker
+from aioloader._pipeline.batch_task import BatchResult, BatchTask, place_of
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.host import CallerHost, Host
 from aioloader._pipeline.stream import SyncStream

@@ -59,6 +59,7 @@ def maker_of(spec: WorkerSpec, **options: Any) -> BatchMaker:
         part=spec.part,
         snapshot_every=spec.snapshot_every,
         keeps_step=spec.keeps_step,
+        is_even=spec.is_even,
         **options,
     )
 

@@ -60,6 +60,7 @@ class WorkerSpec:
         part: Which rank's samples are made.
         snapshot_every: Batches from one state of a stateful stream to the next.
         keeps_step: Whether other ranks read the same batches.
+        is_even: Whether all ranks have as many batches.
         lifespan: Returns what is entered where samples are read, or None.
         datasets: States to give to the copies of a map-style dataset, by worker.
     """
@@ -82,6 +83,7 @@ class WorkerSpec:
     part: Part = WHOLE
     snapshot_every: int = 1
     keeps_step: bool = False
+    is_even: bool = False
     lifespan: Any = None
     datasets: dict[int, Any] = field(default_factory=dict)
 
