@@ -174,70 +174,86 @@ class FetcherPool:
         tasks.add(self._loop.create_task(coroutine, name=name, context=context))
 
     async def _run(self) -> None:
-        """Do one job after the other, until there are none."""
-        queue, tuner = self._queue, self._tuner
-        do = self._do if tuner is None else self._do_timed
+        """Do one job after the other, until there are none.
+
+        The error of a job ends its batch, not the fetcher.
+        """
         # User code may have swallowed the cancellation, which comes but once.
-        while not self._is_closed:
-            if tuner is not None and self._fetching > self._size:
-                self._fetching -= 1  # it has become smaller
-                return
-            if not queue:
+        while not self._is_closed and self._fetching <= self._size:
+            found = self._next()
+            if found is None:
                 if self._held is not None or len(self._idle) >= _RESERVE:
-                    self._fetching -= 1
-                    return
+                    break
                 waiting = self._loop.create_future()
                 self._idle.append(waiting)
                 await waiting
                 continue
+            task, job, position = found
+            began = self._begin(task, position)
+            try:
+                await job(task, position)
+            except (asyncio.CancelledError, GeneratorExit):
+                raise
+            except BaseException as error:  # handed to the consumer
+                rest = self._failed_by(task, error)
+            else:
+                rest = self._did(task, position, began)
+            if self._tuner is not None:
+                self._tune(self._tuner, began)
+            if rest is not None and not await self._give_way(rest):
+                return
+        self._fetching -= 1
+
+    def _next(self) -> tuple[BatchTask, Job, int] | None:
+        """Take the next job, and its place in its batch; None if there is none."""
+        queue = self._queue
+        while queue:
             task, job, jobs = queue[0]
             position = task.cursor
             task.cursor += 1
             if task.result or task.cursor == jobs:
                 queue.popleft()
-            if task.result:
-                continue
-            rest = await do(task, position, job)
-            if rest is not None and not await self._give_way(rest):
-                return
+            if not task.result:
+                return task, job, position
+        return None
 
-    async def _do(
-        self, task: BatchTask, position: int, job: Job
-    ) -> Coroutine[Any, Any, None] | None:
-        """Do one job; its error ends the batch, not the fetcher."""
-        began = 0.0 if position % _TIMED_EVERY else time.perf_counter()
+    def _begin(self, task: BatchTask, position: int) -> float:
+        """Return when a job begins; 0 for those that are not timed."""
+        if position % _TIMED_EVERY and self._tuner is None:
+            return 0.0
+        began = time.perf_counter()
         if not position and task.stage == "fetch":
             task.began = began
-        try:
-            await job(task, position)
-        except (asyncio.CancelledError, GeneratorExit):
-            raise
-        except BaseException as error:  # handed to the consumer
-            if task.result:
-                return None
-            task.result = BatchResult(error=error)
-            return self._done(task)
+        return began
+
+    def _failed_by(
+        self, task: BatchTask, error: BaseException
+    ) -> Coroutine[Any, Any, None] | None:
+        """End a batch, unless another of its jobs has failed before."""
+        if task.result:
+            return None
+        task.result = BatchResult(error=error)
+        return self._done(task)
+
+    def _did(
+        self, task: BatchTask, position: int, began: float
+    ) -> Coroutine[Any, Any, None] | None:
+        """Count a job that is done; return what is to be awaited after the last."""
         task.pending -= 1  # never 0 again once a sample failed
         if task.stage == "fetch" and (began or not task.pending):
             task.read = time.perf_counter()
-            if began:  # for those after it, which are not timed
+            if not position % _TIMED_EVERY:  # for those after it, which are not timed
                 jobs = min(_TIMED_EVERY, len(task.indices) - position)
                 task.busy += (task.read - began) * jobs
         return None if task.pending else self._done(task)
 
-    async def _do_timed(
-        self, task: BatchTask, position: int, job: Job
-    ) -> Coroutine[Any, Any, None] | None:
-        """Do one job, and as many at a time from then on as the tuner says."""
-        assert self._tuner is not None
-        began = time.perf_counter()
-        rest = await self._do(task, position, job)
+    def _tune(self, tuner: Tuner, began: float) -> None:
+        """Do as many jobs at a time from now on as the tuner says."""
         is_busy = bool(self._queue) and self._fetching >= self._size
-        size = self._tuner.note_read(began, failures=self._failed, is_busy=is_busy)
+        size = tuner.note_read(began, failures=self._failed, is_busy=is_busy)
         if size != self._size:
             self._size = size
             self._rouse(sum(jobs - one.cursor for one, _, jobs in self._queue))
-        return rest
 
     async def _give_way(self, rest: Coroutine[Any, Any, None]) -> bool:
         """Await the rest of a batch while another fetcher reads; tell who goes on."""
