@@ -87,7 +87,7 @@ class Awaited:
         if self.freed:
             await asyncio.to_thread(time.sleep, self.held)
         else:
-            time.sleep(self.held)
+            time.sleep(self.held)  # noqa: ASYNC251  (that is the plant)
 
 
 class Compute:
@@ -97,6 +97,7 @@ class Compute:
         self.seconds = seconds
 
     def __call__(self, value: Any) -> Any:
+        """Compute; return the sample, or the samples as a batch."""
         compute(self.seconds)
         return torch.stack(value) if isinstance(value, list) else value
 

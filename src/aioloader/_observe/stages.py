@@ -174,7 +174,26 @@ def transports(records: Sequence[Record], setting: Setting) -> list[Transport]:
             Transport(max(0.0, _waited(one) - one.made[4] + one.made[0]), one.taken)
             for one in records
         ]
-    least = hand_over(records, setting)
+    known = seen_transports(records, setting, hand_over(records, setting))
+    usual = median(known.values()) if known else 0.0
+    ways = []
+    for at, one in enumerate(records):
+        hidden = max(0.0, min(usual, one.asked - one.made[4])) if is_made(one) else 0.0
+        end = one.taken if at in known or not is_made(one) else one.made[4] + hidden
+        ways.append(Transport(known.get(at, hidden), end))
+    return ways
+
+
+def seen_transports(
+    records: Sequence[Record], setting: Setting, least: float
+) -> dict[int, float]:
+    """Return the seconds of those batches, by place, that the consumer waited for.
+
+    Args:
+        records: In the order in which they were taken; not of an inline loader.
+        setting: What they were made with.
+        least: What ``hand_over`` returns.
+    """
     known: dict[int, float] = {}
     free = 0.0
     for at, one in enumerate(records):
@@ -184,13 +203,7 @@ def transports(records: Sequence[Record], setting: Setting) -> list[Transport]:
         seconds, waited = one.taken - before, _waited(one) - least
         if is_made(one) and (one.asked <= collated or waited > _WAITED * seconds):
             known[at] = max(0.0, seconds - least)
-    usual = median(known.values()) if known else 0.0
-    ways = []
-    for at, one in enumerate(records):
-        hidden = max(0.0, min(usual, one.asked - one.made[4])) if is_made(one) else 0.0
-        end = one.taken if at in known or not is_made(one) else one.made[4] + hidden
-        ways.append(Transport(known.get(at, hidden), end))
-    return ways
+    return known
 
 
 def _waited(record: Record) -> float:
@@ -210,7 +223,7 @@ def held_back(records: Sequence[Record], setting: Setting) -> float:
     return held
 
 
-class _Overlap:
+class Overlap:
     """How long intervals overlap with the union of given ones."""
 
     def __init__(self, begins: Floats, ends: Floats) -> None:
@@ -250,7 +263,7 @@ class _Span:
         setting = self._setting
         reading, making = reading_lanes(setting), making_lanes(setting)
         began, read, started, transformed, collated, busy, _ = self._made
-        lying = _Overlap(self._clip(collated), self._taken[self._is_made])
+        lying = Overlap(self._clip(collated), self._taken[self._is_made])
         weight = np.ones(len(read))
         if not is_coupled(setting) and not setting.is_stream:
             # Samples are read at the same time: as many as lanes on average.
@@ -278,7 +291,7 @@ class _Span:
         names: list[str],
         lanes: int,
         steps: list[tuple[Any, Any, Any]],
-        lying: _Overlap,
+        lying: Overlap,
     ) -> list[StageStats]:
         """Return stages that share lanes, which take one step after the other."""
         busy, within = [], 0.0
@@ -310,8 +323,8 @@ class _Span:
         begins = self._clip(self._ready - self._moved)
         ends = self._clip(self._ready)
         seconds = self._end - self._begin
-        busy = float(_Overlap(begins, ends).until(self._end))
-        some = _Overlap(np.append(begins, ends), np.append(ends, self._taken))
+        busy = float(Overlap(begins, ends).until(self._end))
+        some = Overlap(np.append(begins, ends), np.append(ends, self._taken))
         lying = float(some.until(self._end)) - busy
         return StageStats(
             "transport",

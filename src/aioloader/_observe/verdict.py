@@ -6,6 +6,7 @@ stage at twice its speed. What is advised is what gains most there.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean
 from typing import NamedTuple
 
 from aioloader._observe.changes import Change, changes, waits_for_store
@@ -109,7 +110,8 @@ class Report:
             hardly waits; ``"unknown"`` if too little is recorded.
         advice: What to change, or None if nothing gains 5 percent.
         limit: Without an advice: what sets the pace.
-        wait_share: Share of the time that the consumer waits, from 0 to 1.
+        wait_share: Share of the time that the consumer waits, from 0 to 1; also for the
+            interpreter's lock, where threads of the loader hold it.
         head_room: For steps that are as fast as now, twice and four times as fast.
         batches: From how many batches all this is computed.
         model_error: What the replay of the recorded setting is off by, as a share of
@@ -181,11 +183,13 @@ def report(
     now = replay(batches, setting, slow)
     recent = records[-len(batches) - 1 :]
     each = (recent[-1].taken - recent[0].taken) / len(batches)
+    locked = mean(one.locked for one in batches) / each if each else 0.0
+    share = min(1.0, share + locked)
     found = _Found("nothing")
     if share >= _WAITS:
         found = _lagging(now, notes) or _findings(batches, setting, slow)
     return Report(
-        headline=_headline(found.stage, share, setting, found.lag),
+        headline=_headline(found, share, setting, is_locked=locked >= _WAITS),
         stage=found.stage,
         advice=found.advice,
         limit="" if found.advice else _limit(found.stage, batches, setting, now),
@@ -277,8 +281,12 @@ def _freed(lag: LoopLag, now: Replayed) -> Advice:
     return Advice(lag.culprit, "the event loop", new, _gain(now, then), why)
 
 
-def _headline(stage: str, share: float, setting: Setting, lag: LoopLag | None) -> str:
-    waits = f"training waits for batches {share:.0%} of the time"
+def _headline(
+    found: "_Found", share: float, setting: Setting, *, is_locked: bool
+) -> str:
+    stage, lag = found.stage, found.lag
+    what = "batches and for the interpreter's lock" if is_locked else "batches"
+    waits = f"training waits for {what} {share:.0%} of the time"
     if stage == "nothing":
         return f"Nothing holds training back: {waits}."
     if stage == "consumer":

@@ -1,0 +1,78 @@
+"""What the interpreter's lock costs the consumer, seen in its records.
+
+A thread that computes in Python keeps the lock for the switch interval while another
+one wants it. So a consumer that slept, or waited for its accelerator, gets on late if
+the loader's own threads compute meanwhile, and its step looks longer than it is.
+"""
+
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+
+import numpy as np
+
+from aioloader._observe.records import Record, Setting
+from aioloader._observe.stages import (
+    Floats,
+    Overlap,
+    hand_over,
+    is_coupled,
+    is_made,
+    seen_transports,
+)
+
+# The lock is kept if batches of this process take so long to their consumer, or
+_LATE = 1e-3
+# if so many steps, and so many times more than by chance, end
+_SHARE, _TIMES = 0.2, 4
+# so soon after a batch is made, which lets it go.
+_AT_ONCE = 3e-4
+
+
+def is_shared(setting: Setting) -> bool:
+    """Tell whether a thread of the consumer's process makes batches beside it."""
+    if setting.place == "workers":
+        return setting.worker_kind in {"thread", "ThreadPoolExecutor"}
+    return setting.place in {"thread", "loop"}
+
+
+def lock_waits(records: Sequence[Record], setting: Setting) -> list[float]:
+    """Return for how long each step but the last waited for the interpreter's lock.
+
+    That is not measured. It is taken to be once per step, at its end: at the most the
+    switch interval, and at the most as long as batches were made before; half of that
+    if a batch was made just then; and what a step takes beyond the usual one, up to
+    two turns of other threads. And only if there are signs of it: batches that the
+    consumer waited for came late, for the same reason, or many steps end as soon as a
+    batch is made.
+
+    Args:
+        records: In the order in which they were taken, with the times of their making.
+        setting: What they were made with.
+    """
+    none = [0.0] * (len(records) - 1)
+    makes = [one for one in records if is_made(one)]
+    if not is_shared(setting) or setting.on_device or not makes:
+        return none
+    making = Overlap(_times(makes, 0 if is_coupled(setting) else 2), _times(makes, 4))
+    ends = np.sort(_times(makes, 4))
+    waits, let, turn = [], 0, sys.getswitchinterval()
+    usual = median(later.asked - one.taken for one, later in pairwise(records))
+    for one, later in pairwise(records):
+        longer = min(max(0.0, later.asked - one.taken - usual), 2 * turn)
+        begin = max(one.taken, later.asked - turn)
+        wait = float(making.until(later.asked) - making.until(begin))
+        ended = ends[max(0, int(np.searchsorted(ends, later.asked)) - 1)]
+        is_let = 0 < later.asked - ended < _AT_ONCE
+        let += is_let
+        waits.append((wait / 2 if is_let else wait) + longer * (wait > 0))
+    chance = len(ends) * _AT_ONCE / max(records[-1].taken - records[0].taken, 1e-9)
+    late = seen_transports(records, setting, hand_over(records, setting)).values()
+    is_late = bool(late) and median(late) >= _LATE
+    is_kept = is_late or let > max(_SHARE, _TIMES * chance) * len(waits)
+    return waits if is_kept else none
+
+
+def _times(records: Sequence[Record], field: int) -> Floats:
+    return np.array([one.made[field] for one in records])
