@@ -28,6 +28,8 @@ _LATE = 1e-3
 _SHARE, _TIMES = 0.2, 4
 # so soon after a batch is made, which lets it go.
 _AT_ONCE = 3e-4
+# This share of uneven steps did not wait; others did for so many turns, at the most.
+_QUICKEST, _TURNS = 0.05, 3
 
 
 def is_shared(setting: Setting) -> bool:
@@ -40,12 +42,11 @@ def is_shared(setting: Setting) -> bool:
 def lock_waits(records: Sequence[Record], setting: Setting) -> list[float]:
     """Return for how long each step but the last waited for the interpreter's lock.
 
-    That is not measured. It is taken to be once per step, at its end: at the most the
-    switch interval, and at the most as long as batches were made before; half of that
-    if a batch was made just then; and what a step takes beyond the usual one, up to
-    two turns of other threads. And only if there are signs of it: batches that the
+    That is not measured, and only estimated if there are signs of it: batches that the
     consumer waited for came late, for the same reason, or many steps end as soon as a
-    batch is made.
+    batch is made. Where most steps take equally long, each waits in the same way: for
+    the switch interval, at the most as long as batches were made before, or half of
+    that if a batch was made just then. Else the quickest steps did not wait.
 
     Args:
         records: In the order in which they were taken, with the times of their making.
@@ -53,20 +54,26 @@ def lock_waits(records: Sequence[Record], setting: Setting) -> list[float]:
     """
     none = [0.0] * (len(records) - 1)
     makes = [one for one in records if is_made(one)]
-    if not is_shared(setting) or setting.on_device or not makes:
+    if not is_shared(setting) or setting.on_device or not (none and makes):
         return none
     making = Overlap(_times(makes, 0 if is_coupled(setting) else 2), _times(makes, 4))
     ends = np.sort(_times(makes, 4))
-    waits, let, turn = [], 0, sys.getswitchinterval()
-    usual = median(later.asked - one.taken for one, later in pairwise(records))
-    for one, later in pairwise(records):
-        longer = min(max(0.0, later.asked - one.taken - usual), 2 * turn)
+    turn = sys.getswitchinterval()
+    steps = [later.asked - one.taken for one, later in pairwise(records)]
+    usual, least = median(steps), float(np.quantile(steps, _QUICKEST))
+    is_even = sum(abs(one - usual) < turn / 10 for one in steps) > len(steps) / 3
+    waits, let = [], 0
+    for step, (one, later) in zip(steps, pairwise(records), strict=True):
         begin = max(one.taken, later.asked - turn)
         wait = float(making.until(later.asked) - making.until(begin))
         ended = ends[max(0, int(np.searchsorted(ends, later.asked)) - 1)]
         is_let = 0 < later.asked - ended < _AT_ONCE
         let += is_let
-        waits.append((wait / 2 if is_let else wait) + longer * (wait > 0))
+        if wait and not is_even:
+            wait = min(max(0.0, step - least), _TURNS * turn)
+        elif is_let:
+            wait /= 2
+        waits.append(wait)
     chance = len(ends) * _AT_ONCE / max(records[-1].taken - records[0].taken, 1e-9)
     late = seen_transports(records, setting, hand_over(records, setting)).values()
     is_late = bool(late) and median(late) >= _LATE
