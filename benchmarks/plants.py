@@ -23,7 +23,7 @@ import torch
 from aioloader import DataLoader
 from environment import describe
 from harness import RESULTS, Options, render, run_fresh, show
-from plant_data import Awaited, Compute, FileServer, Plain, as_numbers
+from plant_data import Awaited, Compute, FileServer, Pinned, Plain, as_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,7 +138,12 @@ PLANTS = {
         ("prefetch_factor",),
     ),
     "slow copy": Plant(
-        plain(8), {"batch_size": 8, "device": "cuda"}, 0.002, "transport", ()
+        lambda _: Pinned(BATCHES),
+        {"batch_size": None, "device": "cuda"},
+        0.001,
+        "transport",
+        (),
+        tries={"prefetch_device": 4},
     ),
     "tiny prefetch": Plant(
         awaited(8, 0.020),
@@ -184,6 +189,8 @@ def run(plant: Plant, make: Callable[[ExitStack], Any], settings: Settings) -> A
         times = []
         for _ in loader:
             times.append(time.perf_counter())
+            if "device" in settings:  # the batch must be there, as for any step
+                torch.cuda.synchronize()
             time.sleep(plant.step)
         times = times[WARM:-TAIL]
         return (times[-1] - times[0]) / (len(times) - 1), loader.report()

@@ -15,7 +15,6 @@ import numpy as np
 from aioloader._observe.records import Record, Setting
 from aioloader._observe.stages import (
     Floats,
-    Overlap,
     hand_over,
     is_coupled,
     is_made,
@@ -56,8 +55,8 @@ def lock_waits(records: Sequence[Record], setting: Setting) -> list[float]:
     makes = [one for one in records if is_made(one)]
     if not is_shared(setting) or setting.on_device or not (none and makes):
         return none
-    making = Overlap(_times(makes, 0 if is_coupled(setting) else 2), _times(makes, 4))
-    ends = np.sort(_times(makes, 4))
+    begins = _times(makes, 0 if is_coupled(setting) else 2)
+    ends = _times(makes, 4)
     turn = sys.getswitchinterval()
     steps = [later.asked - one.taken for one, later in pairwise(records)]
     usual, least = median(steps), float(np.quantile(steps, _QUICKEST))
@@ -65,9 +64,10 @@ def lock_waits(records: Sequence[Record], setting: Setting) -> list[float]:
     waits, let = [], 0
     for step, (one, later) in zip(steps, pairwise(records), strict=True):
         begin = max(one.taken, later.asked - turn)
-        wait = float(making.until(later.asked) - making.until(begin))
-        ended = ends[max(0, int(np.searchsorted(ends, later.asked)) - 1)]
-        is_let = 0 < later.asked - ended < _AT_ONCE
+        made = np.minimum(ends, later.asked) - np.maximum(begins, begin)
+        wait = min(later.asked - begin, float(made[made > 0].sum()))
+        since = later.asked - ends
+        is_let = bool(((since > 0) & (since < _AT_ONCE)).any())
         let += is_let
         if wait and not is_even:
             wait = min(max(0.0, step - least), _TURNS * turn)

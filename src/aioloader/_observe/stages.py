@@ -223,7 +223,7 @@ def held_back(records: Sequence[Record], setting: Setting) -> float:
     return held
 
 
-class Overlap:
+class _Overlap:
     """How long intervals overlap with the union of given ones."""
 
     def __init__(self, begins: Floats, ends: Floats) -> None:
@@ -263,7 +263,7 @@ class _Span:
         setting = self._setting
         reading, making = reading_lanes(setting), making_lanes(setting)
         began, read, started, transformed, collated, busy, _ = self._made
-        lying = Overlap(self._clip(collated), self._taken[self._is_made])
+        lying = _Overlap(self._clip(collated), self._taken[self._is_made])
         weight = np.ones(len(read))
         if not is_coupled(setting) and not setting.is_stream:
             # Samples are read at the same time: as many as lanes on average.
@@ -291,7 +291,7 @@ class _Span:
         names: list[str],
         lanes: int,
         steps: list[tuple[Any, Any, Any]],
-        lying: Overlap,
+        lying: _Overlap,
     ) -> list[StageStats]:
         """Return stages that share lanes, which take one step after the other."""
         busy, within = [], 0.0
@@ -323,8 +323,8 @@ class _Span:
         begins = self._clip(self._ready - self._moved)
         ends = self._clip(self._ready)
         seconds = self._end - self._begin
-        busy = float(Overlap(begins, ends).until(self._end))
-        some = Overlap(np.append(begins, ends), np.append(ends, self._taken))
+        busy = float(_Overlap(begins, ends).until(self._end))
+        some = _Overlap(np.append(begins, ends), np.append(ends, self._taken))
         lying = float(some.until(self._end)) - busy
         return StageStats(
             "transport",
