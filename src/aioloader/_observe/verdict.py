@@ -18,6 +18,7 @@ from aioloader._observe.replay import (
     replay,
     scaled,
     slow_workers,
+    window_of,
 )
 from aioloader._observe.stages import making_lanes, on_one_clock
 from aioloader._observe.stats import LoaderStats
@@ -175,9 +176,11 @@ def report(
     if not batches:
         headline = f"Too little is recorded to tell: {len(records)} batches."
         return Report(headline, "unknown", batches=len(records), remarks=remarks)
-    # The first one is late for all that it starts.
-    seconds = records[-1].taken - records[0].taken
-    waited = sum(one.taken - one.asked for one in records[1:])
+    # The first ones are late for all that they start: workers, and what is ahead.
+    starting = min(len(records) // 4, window_of(setting, batches))
+    settled = records[starting:]
+    seconds = settled[-1].taken - settled[0].taken
+    waited = sum(one.taken - one.asked for one in settled[1:])
     share = waited / seconds if seconds else 0.0
     slow = slow_workers(on_one_clock(records), setting)
     now = replay(batches, setting, slow)
