@@ -21,6 +21,7 @@ NAMES = (
     "crowd",
     "epochs",
     "autotune",
+    "plants",
     "transport",
     "cpu",
     "skew",

@@ -50,6 +50,8 @@ class Clock:
         batches: What batches take; from the first again after the last.
         slow: How many times longer the first worker takes.
         sends: Whether workers do nothing else during the transport of a batch.
+        locks: Whether threads that compute hold the interpreter's lock: the consumer
+            gets on when they let it go, or after 5 ticks.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Clock:
         slow: int = 1,
         *,
         sends: bool = False,
+        locks: bool = False,
     ) -> None:
         self._setting, self._batches, self._slow = setting, batches, slow
         self._sends = sends and setting.place == "workers"
@@ -80,7 +83,10 @@ class Clock:
         self._to_copy: deque[_Job] = deque()
         self._ready: deque[_Job] = deque()
         self._step, self._asked = 0, -1
+        self._locks = locks and setting.worker_kind != "process"
+        self._wants = 0  # ticks that it waits for the lock, at most
         self._turn = 0
+        self._is_waiting = False
         self.records: list[Record] = []
 
     def run(self, batches: int) -> list[Record]:
@@ -93,13 +99,17 @@ class Clock:
         return self.records
 
     def _take(self) -> bool:
-        if self._step:
+        if self._step or self._wants:
             return False
         is_new = self._asked < 0
         if is_new:
             self._asked = self._now
         if not self._ready:
+            self._is_waiting = True
             return is_new
+        if self._is_waiting and self._locks:  # it wakes up
+            self._is_waiting, self._wants = False, 5
+            return True
         job = self._ready.popleft()
         made = [job.at[name] for name in ("read", "there", "transform", "collate")]
         times = [at * TICK + 1 for at in (*made, job.at["made"])]
@@ -223,7 +233,10 @@ class Clock:
 
     def _tick(self) -> None:
         self._now += 1
-        self._step = max(0, self._step - 1)
+        self._wants = max(0, self._wants - 1)
+        if self._step:
+            self._step -= 1
+            self._wants = 0 if self._step or not self._locks else 5
         for job in self._reading:
             for left in job.reading:
                 left[0] -= 1
@@ -235,9 +248,12 @@ class Clock:
     def _work(self) -> None:
         """Let lanes work; those that need a processor take turns."""
         setting = self._setting
-        processors = 1 if setting.worker_kind == "thread" else setting.cores
+        is_one = self._locks or setting.worker_kind == "thread"
+        processors = 1 if is_one else setting.cores
         lanes = [job for job in self._lanes if job is not None and job.left]
         computing = [job for job in lanes if job.stage in job.ticks.uses_cpu]
+        if not computing:
+            self._wants = 0
         if computing:
             self._turn += processors
             first = self._turn % len(computing)

@@ -174,6 +174,23 @@ def test_training_sets_the_pace() -> None:
     assert used == pytest.approx([1, 1, 1], abs=0.03)
 
 
+def test_a_slow_start_holds_nothing_back() -> None:
+    """The first batches of each worker are late, and none after them."""
+    records = Clock(PROCESSES, [Ticks((1,) * 4, collate=1, step=20)]).run(64)
+    late = 0.0
+    for at, one in enumerate(records):
+        came = one._replace(asked=one.asked + late)
+        late += 0.1 if at < 4 else 0.0
+        made = tuple(time + late for time in one.made[:5]) + one.made[5:]
+        records[at] = came._replace(
+            taken=one.taken + late,
+            made=made,  # type: ignore[arg-type]
+        )
+    found = report(records, PROCESSES)
+    assert (found.stage, found.advice) == ("nothing", None)
+    assert found.wait_share < 0.02
+
+
 def test_head_room_ends_where_the_loader_does() -> None:
     """8 ms a batch from two workers: a step of 20 ms may get 2.5 times as fast."""
     records = Clock(PROCESSES, [Ticks((4,) * 4, step=20)]).run(64)

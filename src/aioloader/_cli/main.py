@@ -4,13 +4,15 @@
 """
 
 import argparse
+import math
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from aioloader._cli import index, pack
-from aioloader._cli.usage import UsageError
+from aioloader._cli import bench, index, pack
+from aioloader._cli.usage import UsageError, UserCodeError
 from aioloader.errors import LoaderError
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -43,6 +45,21 @@ Write an index beside each tar, X.tar.idx, so that several readers can share a s
 It says where samples begin. Tars that `aioloader pack` has written have one already.
 Packed tars (.gz, .zst) cannot have one.
 """
+_BENCH = """\
+Run a loader of yours beside torch's with the same dataset and arguments, in turns.
+
+MODULE:NAME is an aioloader.DataLoader, or a function without arguments that returns
+one, in a module of this directory or an installed one. Printed are samples and batches
+per second, the time to the first batch, and the share of time in which training would
+wait; the ratio is above 1 where aioloader is better. Then what the loader itself says:
+what holds training back, and the one argument to change. A script guards what it does
+besides by `if __name__ == "__main__":`, as for worker processes.
+"""
+_BENCH_EXAMPLES = """\
+examples:
+  aioloader bench train:loader
+  aioloader bench my_package.data:make_loader --step 25 --page loader.html
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,8 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         options.parser.error(str(error))
     except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted; the same command goes on from here\n")
+        goes_on = "; the same command goes on from here" if options.goes_on else ""
+        sys.stderr.write(f"\ninterrupted{goes_on}\n")
         return 130
+    except UserCodeError as error:
+        traceback.print_exception(error.__cause__)
+        sys.stderr.write(f"aioloader {options.command}: error: {error}\n")
+        return 1
     except (LoaderError, OSError, ValueError, TypeError, ImportError) as error:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         sys.stderr.write(f"aioloader {options.command}: error: {error}{notes}\n")
@@ -72,11 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="aioloader", description="Make what aioloader's streams read."
+        prog="aioloader",
+        description="Make what aioloader's streams read, and measure loaders.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_pack(commands)
     _add_index(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -88,7 +112,7 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         epilog=_PACK_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.set_defaults(run=pack.run, parser=command)
+    command.set_defaults(run=pack.run, parser=command, goes_on=True)
     add = command.add_argument
     add("src", metavar="SRC", help="what is packed")
     add("dst", metavar="DST", help="directory or URL for the shards")
@@ -143,11 +167,36 @@ def _add_index(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         epilog="example:\n  aioloader index shards/train-*.tar\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.set_defaults(run=index.run, parser=command)
+    command.set_defaults(run=index.run, parser=command, goes_on=True)
     command.add_argument("tars", nargs="+", type=Path, metavar="X.tar", help="the tars")
     command.add_argument(
         "-q", "--quiet", action="store_true", help="print nothing but errors"
     )
+
+
+def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "bench",
+        help="run a loader of yours beside torch's",
+        description=_BENCH,
+        epilog=_BENCH_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=bench.run, parser=command, goes_on=False)
+    add = command.add_argument
+    add("loader", metavar="MODULE:NAME", help="a loader, or what returns one")
+    counts = {"batches": (200, "of a round at most"), "rounds": (3, "of both loaders")}
+    for name, (count, what) in counts.items():
+        help_ = f"{name} {what}; default: {count}"
+        add(f"--{name}", type=_count, metavar="N", default=count, help=help_)
+    times = {
+        "seconds": ("S", 10, "seconds of a round at most, from the first batch on"),
+        "step": ("MS", 0, "milliseconds of a pretended training step per batch"),
+    }
+    for name, (unit, amount, what) in times.items():
+        help_ = f"{what}; default: {amount}"
+        add(f"--{name}", type=_amount, metavar=unit, default=amount, help=help_)
+    add("--page", type=Path, metavar="FILE.html", help="save figures and verdict")
 
 
 # -- values of options: argparse shows what is raised -----------------------------
@@ -165,6 +214,16 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
     return int(text)
+
+
+def _amount(text: str) -> float:
+    try:
+        amount = float(text)
+    except ValueError:
+        amount = -1.0
+    if not 0 <= amount < math.inf:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text!r}")
+    return amount
 
 
 def _pair(text: str) -> tuple[str, str]:

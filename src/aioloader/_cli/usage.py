@@ -11,6 +11,10 @@ class UsageError(Exception):
     """Says what is wrong with the arguments, to the command line."""
 
 
+class UserCodeError(Exception):
+    """Says which code of the user raised; the cause is its exception."""
+
+
 class Progress:
     """Count samples on stderr, if that is a terminal.
 

@@ -7,8 +7,9 @@ each with its recorded durations. What is assumed:
   long in a worker as beside the consumer. Its way out of a worker is as recorded; made
   without workers, ``changes`` adds what a small batch takes.
 - Processor time is shared by as many lanes as there are cores; threads that are workers
-  share one, for the interpreter's lock. In one thread beside the consumer, the lock is
-  free: the processor time of the consumer is not known, and not modelled.
+  share one, for the interpreter's lock. Where records show that the consumer waits for
+  that lock (``lock``), it does so wherever threads make batches, after each step and
+  each wait. Its own processor time is not known, and not modelled.
 - Where coroutines read, the samples of a batch take equally long, but for one. Readers
   in several workers are one pool.
 - Batches are moved to a device one after the other. Else their transport is a delay;
@@ -17,12 +18,14 @@ each with its recorded durations. What is assumed:
 """
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import mean, median
 from typing import NamedTuple
 
+from aioloader._observe.lock import is_shared, lock_waits
 from aioloader._observe.records import Record, Setting
 from aioloader._observe.simulation import Process, Simulation
 from aioloader._observe.stages import (
@@ -57,6 +60,8 @@ class Batch(NamedTuple):
         sending: The part of ``transport`` in which its worker does nothing else.
         read_cpu: Share of ``read`` that is processor time.
         make_cpu: The same of ``transform`` and ``collate``.
+        locked: How long the consumer waited for the interpreter's lock, beside
+            ``step``.
     """
 
     read: float = 0.0
@@ -69,6 +74,7 @@ class Batch(NamedTuple):
     sending: float = 0.0
     read_cpu: float = 0.0
     make_cpu: float = 1.0
+    locked: float = 0.0
 
     @property
     def make(self) -> float:
@@ -173,6 +179,8 @@ class _Pipeline:
         clock = self._clock = Simulation()
         shares_one = setting.place == "workers" and setting.worker_kind == "thread"
         self._processors = clock.lanes(1 if shares_one else max(1, setting.cores))
+        self._locks = is_shared(setting) and any(one.locked for one in batches)
+        self._lock = clock.lanes(1)  # the interpreter's
         self._makers = clock.lanes(making_lanes(setting))
         factors = [*slow, *(1.0,) * making_lanes(setting)][: making_lanes(setting)]
         self._free = deque(factors)  # of makers that have nothing to do
@@ -206,12 +214,21 @@ class _Pipeline:
         for number in range(batches):
             if self._is_lazy:
                 self._clock.start(self._make(number))
+            asked = self._clock.now
             yield self._there
+            if self._clock.now > asked:
+                yield from self._get_lock()
             self._taken.append(self._clock.now)
             self._room.release()
             if not self._is_lazy:
                 self._clock.start(self._make(number + self._window))
             yield self._at(number).step
+            yield from self._get_lock()
+
+    def _get_lock(self) -> Process:
+        if self._locks:
+            yield self._lock
+            self._lock.release()
 
     def _make(self, number: int) -> Process:
         one = self._at(number)
@@ -222,10 +239,7 @@ class _Pipeline:
             yield from self._read(one)
         yield self._makers
         factor = self._free.popleft()
-        if cpu:
-            yield self._processors
-            yield cpu * factor
-            self._processors.release()
+        yield from self._compute(cpu * factor)
         yield max(0.0, seconds - cpu) * factor
         delay = one.transport
         if self._setting.place == "workers":
@@ -236,6 +250,16 @@ class _Pipeline:
         if not self._setting.on_device:
             yield delay
         self._deliver(number, one)
+
+    def _compute(self, seconds: float) -> Process:
+        """Use a processor; with the interpreter's lock, in turns with others."""
+        turn = sys.getswitchinterval() if self._locks else seconds
+        lanes = self._lock if self._locks else self._processors
+        while seconds > 0:
+            yield lanes
+            yield min(turn, seconds)
+            lanes.release()
+            seconds -= turn
 
     def _read(self, one: Batch) -> Process:
         """Read the samples of a batch, as lanes get free."""
@@ -303,12 +327,15 @@ def batches_of(records: Sequence[Record], setting: Setting) -> list[Batch]:
     slow = slow_workers(records, setting)
     least = hand_over(records, setting)
     batches = []
+    waits = lock_waits(records, setting)
+    if any(waits):  # the same lock delays batches
+        moved = [0.0] * len(moved)
     steps = [later.asked - one.taken + least for one, later in pairwise(records)]
     # Requests go out by number, whatever the order of delivery.
     by_number = sorted(
         zip(records, moved, strict=True), key=lambda pair: pair[0].number
     )
-    for (one, transport), step in zip(by_number, steps, strict=False):
+    for (one, transport), step, wait in zip(by_number, steps, waits, strict=False):
         began, read, started, transformed, collated, busy, _ = one.made
         factor = slow[one.lane] if one.lane < len(slow) else 1.0
         wall = (read - began) / (factor if is_coupled(setting) else 1.0)
@@ -322,12 +349,13 @@ def batches_of(records: Sequence[Record], setting: Setting) -> list[Batch]:
                 transform=(transformed - started) / factor,
                 collate=(collated - transformed) / factor,
                 transport=transport,
-                step=step,
+                step=step - wait,
                 reads=max(1, one.samples) if is_each else 1,
                 slowest=wall,
                 sending=transport * sending,
                 read_cpu=min(1.0, max(0.0, cpu - making) / wall) if wall else 0.0,
                 make_cpu=min(1.0, cpu / making) if making else 0.0,
+                locked=wait,
             )
         )
     seconds = records[-1].taken - records[0].taken

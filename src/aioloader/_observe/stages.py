@@ -174,7 +174,26 @@ def transports(records: Sequence[Record], setting: Setting) -> list[Transport]:
             Transport(max(0.0, _waited(one) - one.made[4] + one.made[0]), one.taken)
             for one in records
         ]
-    least = hand_over(records, setting)
+    known = seen_transports(records, setting, hand_over(records, setting))
+    usual = median(known.values()) if known else 0.0
+    ways = []
+    for at, one in enumerate(records):
+        hidden = max(0.0, min(usual, one.asked - one.made[4])) if is_made(one) else 0.0
+        end = one.taken if at in known or not is_made(one) else one.made[4] + hidden
+        ways.append(Transport(known.get(at, hidden), end))
+    return ways
+
+
+def seen_transports(
+    records: Sequence[Record], setting: Setting, least: float
+) -> dict[int, float]:
+    """Return the seconds of those batches, by place, that the consumer waited for.
+
+    Args:
+        records: In the order in which they were taken; not of an inline loader.
+        setting: What they were made with.
+        least: What ``hand_over`` returns.
+    """
     known: dict[int, float] = {}
     free = 0.0
     for at, one in enumerate(records):
@@ -184,13 +203,7 @@ def transports(records: Sequence[Record], setting: Setting) -> list[Transport]:
         seconds, waited = one.taken - before, _waited(one) - least
         if is_made(one) and (one.asked <= collated or waited > _WAITED * seconds):
             known[at] = max(0.0, seconds - least)
-    usual = median(known.values()) if known else 0.0
-    ways = []
-    for at, one in enumerate(records):
-        hidden = max(0.0, min(usual, one.asked - one.made[4])) if is_made(one) else 0.0
-        end = one.taken if at in known or not is_made(one) else one.made[4] + hidden
-        ways.append(Transport(known.get(at, hidden), end))
-    return ways
+    return known
 
 
 def _waited(record: Record) -> float:

@@ -6,6 +6,7 @@ stage at twice its speed. What is advised is what gains most there.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean
 from typing import NamedTuple
 
 from aioloader._observe.changes import Change, changes, waits_for_store
@@ -17,6 +18,7 @@ from aioloader._observe.replay import (
     replay,
     scaled,
     slow_workers,
+    window_of,
 )
 from aioloader._observe.stages import making_lanes, on_one_clock
 from aioloader._observe.stats import LoaderStats
@@ -94,7 +96,8 @@ class Report:
             hardly waits; ``"unknown"`` if too little is recorded.
         advice: What to change, or None if nothing gains 5 percent.
         limit: Without an advice: what sets the pace.
-        wait_share: Share of the time that the consumer waits, from 0 to 1.
+        wait_share: Share of the time that the consumer waits, from 0 to 1; also for the
+            interpreter's lock, where threads of the loader hold it.
         head_room: For steps that are as fast as now, twice and four times as fast.
         batches: From how many batches all this is computed.
         model_error: What the replay of the recorded setting is off by, as a share of
@@ -155,21 +158,25 @@ def report(
     if not batches:
         headline = f"Too little is recorded to tell: {len(records)} batches."
         return Report(headline, "unknown", batches=len(records), remarks=remarks)
-    # The first one is late for all that it starts.
-    seconds = records[-1].taken - records[0].taken
-    waited = sum(one.taken - one.asked for one in records[1:])
+    # The first ones are late for all that they start: workers, and what is ahead.
+    starting = min(len(records) // 4, window_of(setting, batches))
+    settled = records[starting:]
+    seconds = settled[-1].taken - settled[0].taken
+    waited = sum(one.taken - one.asked for one in settled[1:])
     share = waited / seconds if seconds else 0.0
     slow = slow_workers(on_one_clock(records), setting)
     now = replay(batches, setting, slow)
     recent = records[-len(batches) - 1 :]
     each = (recent[-1].taken - recent[0].taken) / len(batches)
+    locked = mean(one.locked for one in batches) / each if each else 0.0
+    share = min(1.0, share + locked)
     found = _Found("nothing")
     if share >= _WAITS:
         found = _findings(batches, setting, slow)
         if stats is not None and stats.loop_lag is not None:
             found = _lagging(now, stats.loop_lag, found) or found
     return Report(
-        headline=_headline(found.stage, share, setting, found.lag),
+        headline=_headline(found, share, setting, is_locked=locked >= _WAITS),
         stage=found.stage,
         advice=found.advice,
         limit="" if found.advice else _limit(found.stage, batches, setting, now),
@@ -264,8 +271,12 @@ def _freed(lag: LoopLag, now: Replayed) -> Advice:
     return Advice(lag.culprit, "the event loop", new, gain, why)
 
 
-def _headline(stage: str, share: float, setting: Setting, lag: LoopLag | None) -> str:
-    waits = f"training waits for batches {share:.0%} of the time"
+def _headline(
+    found: "_Found", share: float, setting: Setting, *, is_locked: bool
+) -> str:
+    stage, lag = found.stage, found.lag
+    what = "batches and for the interpreter's lock" if is_locked else "batches"
+    waits = f"training waits for {what} {share:.0%} of the time"
     if stage == "nothing":
         return f"Nothing holds training back: {waits}."
     if stage == "consumer":

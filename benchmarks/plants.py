@@ -1,0 +1,336 @@
+"""Plants: is the verdict right on bottlenecks that were put in on purpose?
+
+For each of 12: a real loader and a training step run, ``loader.report()`` is asked, and
+the change that it advises is made. The second run gives the gain that the first one's
+prediction is compared with. Each run is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aioloader import DataLoader
+from environment import describe
+from harness import RESULTS, Options, render, run_fresh, show
+from plant_data import Awaited, Compute, FileServer, Pinned, Plain, as_numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aioloader._observe.verdict import Report
+
+BATCHES = 160
+WARM = 32  # batches before the clock starts: workers start, windows fill
+TAIL = 16  # batches after it stops: a slow worker's last one comes late
+NO_GAIN = 5.0  # percent: less is none
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A loader with one bottleneck.
+
+    Attributes:
+        make: Makes the dataset.
+        settings: Arguments of the loader.
+        step: Seconds that the training step takes; it waits, as for an accelerator.
+        stage: Which one is to be named.
+        advice: Arguments of which one is to be advised; none: no advice.
+        cured: Makes the dataset where the advice is another one.
+        tries: Without an advice: a change that is to gain nothing.
+        value: The value to be advised, where only one is right.
+    """
+
+    make: Callable[[ExitStack], Any]
+    settings: Settings
+    step: float
+    stage: str
+    advice: tuple[str, ...]
+    cured: Callable[[ExitStack], Any] | None = None
+    tries: Settings = field(default_factory=dict)
+    value: Any = None
+
+
+def plain(batch_size: int, **taking: Any) -> Callable[[ExitStack], Any]:
+    return lambda _: Plain(BATCHES * batch_size, **taking)
+
+
+def awaited(batch_size: int, *taking: float, **also: Any) -> Callable[[ExitStack], Any]:
+    return lambda _: Awaited(BATCHES * batch_size, *taking, **also)
+
+
+def files(stack: ExitStack) -> Any:
+    return stack.enter_context(FileServer(BATCHES * 32, 0.5)).files()
+
+
+def shards(stack: ExitStack) -> Any:
+    return stack.enter_context(FileServer(BATCHES * 32, 0.5)).shards()
+
+
+PLANTS = {
+    "slow store": Plant(
+        plain(8, pause=0.004),
+        {"batch_size": 8},
+        0.010,
+        "read",
+        ("num_workers", "dataset"),
+        cured=awaited(8, 0.004),
+    ),
+    "latency-bound store": Plant(
+        awaited(16, 0.030),
+        {"batch_size": 16, "concurrency": 16},
+        0.006,
+        "read",
+        ("concurrency",),
+    ),
+    "slow transform": Plant(
+        plain(8),
+        {"batch_size": 8, "transform": Compute(0.0025)},
+        0.014,
+        "transform",
+        ("num_workers",),
+    ),
+    "slow collate": Plant(
+        awaited(8, 0.004),
+        {"batch_size": 8, "collate_fn": Compute(0.020)},
+        0.013,
+        "collate",
+        ("num_workers",),
+    ),
+    "GIL-bound transform": Plant(
+        plain(8),
+        {
+            "batch_size": 8,
+            "transform": Compute(0.00125),
+            "num_workers": 2,
+            "workers": "thread",
+        },
+        0.007,
+        "transform",
+        ("workers",),
+        value="process",
+    ),
+    "hogged loop": Plant(
+        awaited(8, 0.010, 0.002),
+        {"batch_size": 8},
+        0.008,
+        "loop",
+        ("parse_headers",),
+        cured=awaited(8, 0.010, 0.002, freed=True),
+        value="asyncio.to_thread",
+    ),
+    "slow consumer": Plant(
+        plain(8, pause=0.0008),
+        {"batch_size": 8},
+        0.020,
+        "consumer",
+        ("prefetch_factor",),
+    ),
+    "slow copy": Plant(
+        lambda _: Pinned(BATCHES),
+        {"batch_size": None, "device": "cuda"},
+        0.001,
+        "transport",
+        (),
+        tries={"prefetch_device": 4},
+    ),
+    "tiny prefetch": Plant(
+        awaited(8, 0.020),
+        {"batch_size": 8, "prefetch_factor": 1},
+        0.008,
+        "read",
+        ("prefetch_factor",),
+    ),
+    "one slow worker": Plant(
+        plain(4, pause=0.001, slow=60),
+        {"batch_size": 4, "num_workers": 4},
+        0.0025,
+        "read",
+        ("in_order",),
+        value=False,
+    ),
+    "many small files": Plant(
+        files,
+        {"batch_size": 32, "concurrency": 1024, "collate_fn": as_numbers},
+        0.004,
+        "read",
+        ("dataset",),
+        cured=shards,
+        value="shards",
+    ),
+    "training-bound": Plant(
+        plain(8, cpu=0.001),
+        {"batch_size": 8, "num_workers": 2},
+        0.015,
+        "nothing",
+        (),
+        tries={"prefetch_factor": 8},
+    ),
+}
+
+
+def run(plant: Plant, make: Callable[[ExitStack], Any], settings: Settings) -> Any:
+    """Return seconds per batch, and the report."""
+    with ExitStack() as stack:
+        loader = DataLoader(make(stack), **settings)
+        stack.enter_context(loader)
+        gc.collect()
+        times = []
+        for _ in loader:
+            times.append(time.perf_counter())
+            if "device" in settings:  # the batch must be there, as for any step
+                torch.cuda.synchronize()
+            time.sleep(plant.step)
+        times = times[WARM:-TAIL]
+        return (times[-1] - times[0]) / (len(times) - 1), loader.report()
+
+
+def is_one_of(named: str, arguments: tuple[str, ...]) -> bool:
+    """Tell whether an advice is one of those; a coroutine's has its place as well."""
+    return named in arguments or any(
+        one in named.split(" (", maxsplit=1)[0] for one in arguments
+    )
+
+
+def changed(plant: Plant, report: Report) -> tuple[Any, Settings] | None:
+    """Return the dataset and the arguments that are advised; None if they are not ours.
+
+    Without an advice: those that are to gain nothing.
+    """
+    advice, settings = report.advice, plant.settings
+    if advice is None:
+        return (plant.make, settings | plant.tries) if plant.tries else None
+    known = DataLoader.__init__.__annotations__
+    if advice.argument != "dataset" and advice.argument in known:
+        return plant.make, settings | {advice.argument: advice.new}
+    if plant.cured is None:
+        return None
+    if "async" in str(advice.new):
+        settings = settings | {"num_workers": 0, "concurrency": 64}
+    return plant.cured, settings
+
+
+def one_run(name: str, *, says: bool) -> Settings:
+    """Plant a bottleneck, ask, change, and compare."""
+    plant = PLANTS[name]
+    before, report = run(plant, plant.make, plant.settings)
+    advice = report.advice
+    predicted = 0.0 if advice is None else advice.gain
+    change = changed(plant, report)
+    measured = None
+    if change is not None:
+        after, _ = run(plant, *change)
+        measured = 100 * (before / after - 1)
+    if says:
+        print(report, file=sys.stderr)
+    named = "" if advice is None else advice.argument
+    is_stage = report.stage == plant.stage
+    is_advised = is_one_of(named, plant.advice) if plant.advice else not named
+    if advice is not None and plant.value is not None:
+        is_advised = is_advised and advice.new == plant.value
+    is_sign = measured is not None and (predicted >= NO_GAIN) == (measured >= NO_GAIN)
+    return {
+        "stage": report.stage,
+        "advice": "none" if advice is None else f"{named}={advice.new}",
+        "predicted": predicted,
+        "measured": measured,
+        "model_error": report.model_error,
+        "is_stage": is_stage,
+        "is_advised": is_advised,
+        "is_sign": is_sign,
+        "is_right": is_stage and is_advised and is_sign,
+    }
+
+
+def usual(values: list[str]) -> str:
+    """Return the most frequent one."""
+    return statistics.mode(values)
+
+
+def line(name: str, runs: list[Settings]) -> list[str]:
+    """Return a row of the table."""
+    compared = [one for one in runs if one["measured"] is not None]
+    cells = [name, usual([one["stage"] for one in runs])]
+    cells.append(usual([one["advice"] for one in runs]))
+    cells.append(f"{statistics.median(one['predicted'] for one in runs):+.0f}")
+    if compared:
+        errors = [one["predicted"] - one["measured"] for one in compared]
+        cells.append(f"{statistics.median(one['measured'] for one in compared):+.0f}")
+        cells.append(f"{statistics.median(errors):+.0f}")
+        cells.append(f"{max(map(abs, errors)):.0f}")
+    else:
+        cells += ["", "", ""]
+    cells.append(f"{sum(one['is_right'] for one in runs)} of {len(runs)}")
+    return cells
+
+
+HEAD = [
+    "plant",
+    "stage",
+    "advice",
+    "predicted %",
+    "measured %",
+    "error",
+    "worst",
+    "right",
+]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--contender", help="run this plant once; print its figures")
+    parser.add_argument("--only", default="", help="plants, by comma")
+    parser.add_argument("--runs", type=int, default=3, help="of each plant")
+    parser.add_argument("--rounds", type=int, help="the same")
+    parser.add_argument("--quick", action="store_true", help="one run")
+    parser.add_argument("--all", action="store_true", help="no more than without")
+    parser.add_argument("--url", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--log", action="store_true", help="print each report")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run all plants in turns; print the table, keep the figures."""
+    args = parse()
+    if args.contender:
+        print(json.dumps(one_run(args.contender, says=bool(args.url))), flush=True)
+        return
+    names = args.only.split(",") if args.only else list(PLANTS)
+    if not torch.cuda.is_available() and "slow copy" in names:
+        names.remove("slow copy")
+        print("left out: slow copy, which needs a GPU")
+    rounds = 1 if args.quick else args.rounds or args.runs
+    started = time.perf_counter()
+    runs: dict[str, list[Any]] = {name: [] for name in names}
+    options = Options(url="log" if args.log else "")
+    for number in range(rounds):
+        for name in names:
+            show(f"run {number + 1}: {name}")
+            runs[name].append(run_fresh(Path(__file__), name, options))
+    show("")
+    print(render([HEAD, *(line(name, each) for name, each in runs.items())]))
+    wrong = [
+        name
+        for name, each in runs.items()
+        if sum(one["is_right"] for one in each) < 0.9 * rounds
+    ]
+    print("MISSED: " + ", ".join(wrong) if wrong else "met: 9 of 10 right everywhere")
+    if not args.quick and not args.only:
+        seconds = time.perf_counter() - started
+        kept = {"environment": describe(), "seconds": seconds, "plants": runs}
+        (RESULTS / "plants.json").write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Torch's loader with the dataset and the arguments of one of ours.
+
+What torch has not is left out, or put in by other means, and said in words.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.utils.data
+from torch.utils.data import IterableDataset
+
+from aioloader._loader.loader import DataLoader
+from aioloader.protocols import (
+    HasLifespan,
+    Kind,
+    batch_getter,
+    is_async_function,
+    kind_of,
+    reads_async,
+)
+
+# What it means for torch's rounds that an argument is not torch's.
+_WITHOUT = {
+    "workers": "its workers are processes",
+    "fetch": "its workers read the samples",
+    "device": "its batches stay in the host's memory",
+    "on_error": "it ends with the first sample that fails",
+    "retry": "it ends with the first sample that fails",
+    "prefetch_bytes": "it holds as many bytes as its batches have",
+    "rank": "it delivers the samples of all ranks",
+    "rng": "its random draws are others",
+    "timeout": "without workers it has none",
+    "prefetch_factor": "without workers it makes no batch ahead",
+}
+
+
+@dataclass
+class Twin:
+    """Torch's loader.
+
+    Attributes:
+        loader: None if torch cannot run this.
+        notes: What is not compared, in words.
+    """
+
+    loader: "torch.utils.data.DataLoader[Any] | None"
+    notes: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def iterating(self) -> Iterator[Iterator[Any]]:
+        """Iterate; leave no worker behind."""
+        loader = self.loader
+        assert loader is not None
+        iterator: Any = iter(loader)
+        try:
+            yield iterator
+        finally:
+            if loader.num_workers:
+                iterator._shutdown_workers()  # noqa: SLF001  (torch has no other way)
+                loader._iterator = None  # noqa: SLF001
+
+
+def twin_of(loader: DataLoader[Any]) -> Twin:
+    """Return torch's loader for the same batches, as far as it goes."""
+    if reason := _obstacle(loader):
+        return Twin(None, [f"Not compared with torch's DataLoader: {reason}."])
+    arguments, left_out = _arguments(loader)
+    notes = [
+        f"Not in torch's DataLoader: {name}={_shown(getattr(loader, name))}; "
+        f"{_WITHOUT[name]}."
+        for name in left_out
+    ]
+    if loader.transform is not None:
+        arguments["dataset"] = _transformed(loader.dataset, loader.transform)
+        notes.append(
+            "Not in torch's DataLoader: transform; its dataset applies it to each "
+            "sample."
+        )
+    return Twin(torch.utils.data.DataLoader(**arguments), notes)
+
+
+def _obstacle(loader: DataLoader[Any]) -> str:
+    """Return why torch cannot run this; nothing if it can."""
+    dataset = loader.dataset
+    name = type(dataset).__name__
+    if kind_of(dataset) is Kind.ASYNC_ITERABLE:
+        return f"{name} is an async iterable, which torch cannot read"
+    if reads_async(dataset):
+        return f"{name} is read by coroutines, which torch cannot run"
+    for each in ("transform", "collate_fn"):
+        if is_async_function(getattr(loader, each)):
+            return f"{each} is async, and torch cannot run it"
+    if loader.lifespan is not None or isinstance(dataset, HasLifespan):
+        return f"{name} has a lifespan, which torch does not enter"
+    return ""
+
+
+def _arguments(loader: DataLoader[Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return arguments for torch's loader, and the names of those left out."""
+    taken = [
+        "dataset",
+        "collate_fn",
+        "pin_memory",
+        "worker_init_fn",
+        "generator",
+        "persistent_workers",
+        "in_order",
+    ]
+    arguments = {name: getattr(loader, name) for name in taken}
+    arguments["num_workers"] = int(loader.num_workers)
+    arguments |= _sampling(loader)
+    defaults = {
+        name: one.default
+        for name, one in inspect.signature(DataLoader.__init__).parameters.items()
+    }
+    left_out = []
+    for name in _WITHOUT:
+        if getattr(loader, name) == defaults[name]:
+            continue
+        needs_workers = name in {"timeout", "prefetch_factor"}
+        if needs_workers and arguments["num_workers"]:
+            arguments[name] = getattr(loader, name)
+        else:
+            left_out.append(name)
+    if loader.pin_memory_device:
+        arguments["pin_memory_device"] = loader.pin_memory_device
+    context = loader.multiprocessing_context
+    if context is not None and loader.workers == "process":
+        arguments["multiprocessing_context"] = context
+    return arguments, left_out
+
+
+def _sampling(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return what decides about the samples of batches."""
+    if kind_of(loader.dataset) is not Kind.MAP:
+        return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        return {"batch_sampler": loader.batch_sampler}
+    return {
+        "batch_size": loader.batch_size,
+        "sampler": loader.sampler,
+        "drop_last": loader.drop_last,
+    }
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, (str, int, float)) else type(value).__name__
+
+
+def _transformed(dataset: Any, transform: Callable[[Any], Any]) -> Any:
+    if kind_of(dataset) is not Kind.MAP:
+        return TransformedStream(dataset, transform)
+    kind = Transformed if batch_getter(dataset) is None else TransformedBatches
+    return kind(dataset, transform)
+
+
+class Transformed:
+    """A map-style dataset that applies a transform itself."""
+
+    def __init__(self, dataset: Any, transform: Callable[[Any], Any]) -> None:
+        self.dataset, self.transform = dataset, transform
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.transform(self.dataset[index])
+
+
+class TransformedBatches(Transformed):
+    """One whose samples are read a batch at a time."""
+
+    def __getitems__(self, indices: Any) -> list[Any]:
+        return [self.transform(one) for one in self.dataset.__getitems__(indices)]
+
+
+class TransformedStream(IterableDataset[Any]):
+    """An iterable that applies a transform itself."""
+
+    def __init__(self, dataset: Any, transform: Callable[[Any], Any]) -> None:
+        self.dataset, self.transform = dataset, transform
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.transform, self.dataset)

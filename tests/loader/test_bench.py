@@ -1,0 +1,290 @@
+"""``aioloader bench``: what it measures, what it says of torch, and mistakes."""
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aioloader import DataLoader
+from aioloader._cli.main import main
+from aioloader._cli.torch_twin import twin_of
+from samples import AsyncMap
+
+MODULE = """\
+import torch
+import aioloader
+
+class Numbers:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.tensor(index), {"name": str(index)}
+
+class Speaking(Numbers):
+    def __getitem__(self, index):
+        print("reading", flush=True)
+        return super().__getitem__(index)
+
+class Awaited(Numbers):
+    async def __getitem__(self, index):
+        return torch.tensor(index)
+
+loader = aioloader.DataLoader(Numbers(), 4, shuffle=True, num_workers=2)
+empty = aioloader.DataLoader([])
+torchs = torch.utils.data.DataLoader([1])
+
+class Parts:
+    inline = aioloader.DataLoader(Numbers(), 4)
+
+def speaking():
+    return aioloader.DataLoader(Speaking(), 4, num_workers=2)
+
+def awaited():
+    return aioloader.DataLoader(Awaited(), 4)
+
+def failing():
+    raise ValueError("no data here")
+
+async def coroutine():
+    return loader
+
+class Broken(Numbers):
+    def __getitem__(self, index):
+        raise OSError("a bad disk")
+
+broken = aioloader.DataLoader(Broken(), 4)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Write the user's module, and be in its directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("users_train.py").write_text(MODULE)
+    yield "users_train"
+    sys.modules.pop("users_train", None)
+
+
+def bench(*arguments: str) -> "subprocess.Popen[str]":
+    """Start the command."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "aioloader", "bench", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_beside_torch(module: str) -> None:
+    """The output ends when the last process that could write to it has ended."""
+    process = bench(f"{module}:loader", "--rounds", "2", "--page", "page.html")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("users_train:loader: DataLoader(Numbers, batch_size=4")
+    assert lines[2].split() == ["aioloader", "torch", "ratio"]
+    titles = ["samples/s", "batches/s", "time to first batch", "wait share"]
+    for title, line in zip(titles, lines[3:7], strict=True):
+        assert line.startswith(title)
+    samples, batches = (float(line.split()[1].replace(",", "")) for line in lines[3:5])
+    assert samples == pytest.approx(4 * batches, rel=0.01)
+    assert "Confidence: a guess, from 15 batches only." in lines
+    assert lines[-1] == "Page: page.html"
+    assert "<svg" in Path("page.html").read_text()
+
+
+@pytest.mark.slow
+def test_an_interruption_leaves_no_process(module: str) -> None:
+    process = bench(f"{module}:speaking", "--step", "60000")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "reading\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.endswith("\ninterrupted\n")
+
+
+def test_what_torch_cannot_run(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", f"{module}:awaited", "--rounds", "1", "--batches", "8"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[2].split() == ["aioloader"]
+    assert re.search(r"Not compared .*: Awaited is read by coroutines, which", out)
+
+
+def test_a_part_of_a_module_for_a_while(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"{module}:Parts.inline"
+    assert main(["bench", name, "--rounds", "1", "--seconds", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3].split() == ["samples/s", "0", "0", "-"]
+    assert "Too little is recorded to tell: 1 batches." in lines
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("users_train", "a loader is named as in train:loader, got 'users_train'"),
+        ("users_trein:loader", "there is no module 'users_trein' in "),
+        ("users_train.data:loader", "there is no module 'users_train.data' in "),
+        ("users_train:other", "module 'users_train' has no 'other'"),
+        ("users_train:empty", "users_train:empty gives no batch: it is empty"),
+        ("users_train:torchs", "is a DataLoader of torch, and no aioloader.DataLoader"),
+        ("users_train:coroutine", "is a coroutine: make the loader in a plain func"),
+        ("users_train:Numbers", "what users_train:Numbers() returns is a Numbers of"),
+    ],
+)
+def test_no_loader(
+    name: str, said: str, module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["bench", name])
+    assert exit_.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("failing", "users_train:failing() raised ValueError: no data here"),
+        ("broken", "users_train:broken raised OSError: a bad disk"),
+    ],
+)
+def test_code_of_the_user_fails(
+    name: str, said: str, module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its traceback."""
+    assert main(["bench", f"{module}:{name}"]) == 1
+    err = capsys.readouterr().err
+    assert err.endswith(f"aioloader bench: error: {said}\n")
+    assert "Traceback" in err
+    assert "users_train.py" in err
+
+
+def test_a_module_that_imports_what_is_not_there(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("users_train.py").write_text("import nowhere_to_be_found")
+    assert main(["bench", f"{module}:loader"]) == 1
+    said = "raised ModuleNotFoundError: No module named 'nowhere_to_be_found'"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["--step", "-1"], ["--seconds", "inf"], ["--batches", "0"], ["--page", "no/x"]],
+)
+def test_wrong_arguments(wrong: list[str], module: str) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["bench", f"{module}:loader", *wrong])
+    assert exit_.value.code == 2
+
+
+# -- torch's loader -------------------------------------------------------------------
+
+
+def twin(**arguments: Any) -> tuple[Any, list[str]]:
+    """Return torch's batches of 10 numbers, and what is said."""
+    made = twin_of(DataLoader(arguments.pop("dataset", range(10)), **arguments))
+    assert made.loader is not None
+    assert type(made.loader) is torch.utils.data.DataLoader
+    with made.iterating() as iterator:
+        return [batch.tolist() for batch in iterator], made.notes
+
+
+def test_the_same_batches() -> None:
+    batches = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert twin(batch_size=4, drop_last=True) == (batches, [])
+    sampler = [[1, 2], [3]]
+    assert twin(batch_sampler=sampler, timeout=3, num_workers=1) == (sampler, [])
+    assert twin(dataset=torch.arange(9), batch_size=None, sampler=[5])[0] == [5]
+    one = torch.Generator().manual_seed(7)
+    both = DataLoader(range(10), 5, shuffle=True, generator=one)
+    ours = [batch.tolist() for batch in both]
+    one.manual_seed(7)
+    made = twin_of(both)
+    assert made.loader is not None
+    assert [batch.tolist() for batch in made.loader] == ours
+
+
+class Pairs:
+    """Numbers that are read a batch at a time."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        raise NotImplementedError
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [10 * index for index in indices]
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    """Three numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(3)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "batches"),
+    [
+        (range(3), [[0, -1], [-2]]),
+        (Pairs(), [[0, -10], [-20, -30]]),
+        (Stream(), [[0, -1], [-2]]),
+    ],
+)
+def test_a_transform_is_applied_by_its_dataset(dataset: Any, batches: Any) -> None:
+    found, notes = twin(dataset=dataset, batch_size=2, transform=lambda one: -one)
+    assert found == batches
+    said = "Not in torch's DataLoader: transform; its dataset applies it to each sample"
+    assert notes == [f"{said}."]
+
+
+def test_what_is_left_out() -> None:
+    _, notes = twin(
+        num_workers=1,
+        workers="thread",
+        batch_size=4,
+        on_error="skip",
+        prefetch_factor=3,
+        timeout=9,
+    )
+    assert notes == [
+        "Not in torch's DataLoader: workers='thread'; its workers are processes.",
+        (
+            "Not in torch's DataLoader: on_error='skip'; it ends with the first "
+            "sample that fails."
+        ),
+    ]
+    _, notes = twin(prefetch_factor=3)
+    said = "prefetch_factor=3; without workers it makes no batch ahead."
+    assert notes == [f"Not in torch's DataLoader: {said}"]
+
+
+async def shouting(sample: Any) -> Any:
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        (DataLoader(AsyncMap(4)), "AsyncMap is read by coroutines, which torch can"),
+        (DataLoader([1], transform=shouting), "transform is async, and torch cannot"),
+        (DataLoader([1], collate_fn=shouting), "collate_fn is async, and torch cannot"),
+    ],
+)
+def test_torch_cannot_run_it(loader: DataLoader[Any], reason: str) -> None:
+    made = twin_of(loader)
+    assert made.loader is None
+    assert made.notes[0].startswith(f"Not compared with torch's DataLoader: {reason}")
