@@ -25,52 +25,56 @@ class DropIn(TorchDataLoader):
 
     def read(self) -> None:
         """Make the loader, with the arguments that DLIO gives torch's."""
-        args = self._args
         dataset = TorchDataset(
             self.format_type,
             self.dataset_type,
             self.epoch_number,
             self.num_samples,
-            args.read_threads,
+            self._args.read_threads,
             self.batch_size,
+        )
+        self.load(
+            dataset,
+            worker_init_fn=dataset.worker_init,
+            multiprocessing_context=self._args.multiprocessing_context,
+        )
+
+    def load(self, dataset: Any, **more: Any) -> None:
+        """Make a loader in DLIO's order, with as many workers as DLIO asks for."""
+        args = self._args
+        sampler = dlio_sampler(
+            args.my_rank,
+            args.comm_size,
+            self.num_samples,
+            args.sample_shuffle,
+            args.epochs,
+            args.seed,
         )
         self._dataset = DataLoader(
             dataset,
             batch_size=self.batch_size,
-            sampler=sampler_of(self),
+            sampler=sampler,
             num_workers=args.read_threads,
             pin_memory=True,
             drop_last=True,
-            worker_init_fn=dataset.worker_init,
-            multiprocessing_context=args.multiprocessing_context,
             prefetch_factor=math.ceil(args.prefetch_size / args.read_threads) or 2,
             persistent_workers=True,
+            **more,
         )
 
 
-class Threads(TorchDataLoader):
+class Threads(DropIn):
     """The same samples in the same order, read by threads of this process."""
 
     def read(self) -> None:
         """Make the loader: as many threads as DLIO has worker processes."""
-        args = self._args
-        self._dataset = DataLoader(
-            ThreadDataset(self),
-            batch_size=self.batch_size,
-            sampler=sampler_of(self),
-            num_workers=args.read_threads,
-            pin_memory=True,
-            drop_last=True,
-            prefetch_factor=math.ceil(args.prefetch_size / args.read_threads) or 2,
-            workers="thread",
-            persistent_workers=True,
-        )
+        self.load(ThreadDataset(self), workers="thread")
 
 
 class ThreadDataset:
     """DLIO's samples, with a reader for each thread that asks."""
 
-    def __init__(self, loader: TorchDataLoader) -> None:
+    def __init__(self, loader: DropIn) -> None:
         self._loader = loader
         self._own = threading.local()
 
@@ -86,16 +90,3 @@ class ThreadDataset:
                 epoch_number=self._loader.epoch_number,
             )
         return self._own.reader.read_index(index, 0)
-
-
-def sampler_of(loader: TorchDataLoader) -> dlio_sampler:
-    """Return the sampler that DLIO gives torch's loader."""
-    args = loader._args
-    return dlio_sampler(
-        args.my_rank,
-        args.comm_size,
-        loader.num_samples,
-        args.sample_shuffle,
-        args.epochs,
-        args.seed,
-    )

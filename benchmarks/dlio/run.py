@@ -1,9 +1,9 @@
 """What does DLIO say of this loader, beside torch's?
 
-DLIO, the engine of MLPerf Storage, trains on a simulated accelerator (a step sleeps) and
-reports its utilisation, AU: the share of the time after the first step that is not
-spent waiting for data. Each cell is a workload, a cold or a warm page cache, and a
-number of ranks; the loaders take turns in it, with the same readers, files and order.
+DLIO, the engine of MLPerf Storage, trains on a simulated accelerator (a step sleeps)
+and reports its utilisation, AU: the share of the time after the first step in which it
+computes. Each cell is a workload, a cold or a warm page cache, and a number of ranks;
+the loaders take turns in it, with the same readers, files and order.
 ``make dlio`` makes the environment that this runs in.
 """
 
