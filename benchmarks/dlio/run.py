@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -84,9 +85,8 @@ class Bench:
         """
         reports = Path(tempfile.mkdtemp(prefix="reports-", dir=self.folder))
         command = [
-            *self.under,
-            str(Path(sys.executable).parent / "mpiexec"),
-            *("-n", str(ranks), sys.executable, str(HERE / "rank.py")),
+            *(str(Path(sys.executable).parent / "mpiexec"), "-n", str(ranks)),
+            *(*self.under, sys.executable, str(HERE / "rank.py")),
             *("--config-dir", str(HERE / "configs"), f"workload={workload}_tenth"),
             *(f"hydra.run.dir={reports}", "hydra.output_subdir=null"),
             f"++workload.dataset.data_folder={self.folder / workload}",
@@ -110,13 +110,14 @@ class Bench:
         ready = self.folder / workload / f"{self.files[workload] * max(RANKS)}.ready"
         if not ready.exists():
             show(f"files of {workload}")
-            self.dlio(
+            reports = self.dlio(
                 os.cpu_count() or 1,
                 workload,
                 "workflow.generate_data=True",
                 "workflow.train=False",
                 f"dataset.num_files_train={self.files[workload] * max(RANKS)}",
             )
+            shutil.rmtree(reports)
             os.sync()  # only clean pages can be dropped
             ready.touch()
 
@@ -143,6 +144,7 @@ class Bench:
         samples = self.files[cell.workload] * SAMPLES_PER_FILE[cell.workload]
         waits = waits_of(reports, cell, steps=samples // BATCH[cell.workload])
         metric = json.loads((reports / "summary.json").read_text())["metric"]
+        shutil.rmtree(reports)
         return {
             "au": metric["train_au_mean_percentage"],
             "samples": metric["train_throughput_mean_samples_per_second"],
@@ -248,7 +250,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", choices=FILES, help="one workload; keeps no results")
     parser.add_argument("--data", type=Path, help="folder that keeps the files")
     parser.add_argument(
-        "--under", default="", help="put before each command, as 'chrt -r 20'"
+        "--under", default="", help="put before each rank, as 'nice -n -10'"
     )
     args = parser.parse_args()
     args.rounds = args.rounds or (1 if args.quick else 5)
