@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 COMPAT := .venv-compat
+DLIO := .venv-dlio
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test compat lint types imports pytest fuzz lowest bench gpu format clean
+.PHONY: demo test compat lint types imports pytest fuzz lowest bench dlio gpu format clean
 
 demo: $(VENV)/.dev
 	$(BIN)/python examples/train_digits.py
@@ -44,6 +45,10 @@ compat: $(COMPAT)/.ready
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py
 
+# DLIO with torch's loader and with this one; `make dlio DLIO_ARGS=--quick` is small
+dlio: $(DLIO)/.ready
+	$(DLIO)/bin/python benchmarks/dlio/run.py $(DLIO_ARGS)
+
 # on a machine with a GPU: builds apart, runs the cuda tests, measures
 gpu:
 	benchmarks/gpu.sh
@@ -77,9 +82,18 @@ $(COMPAT)/.ready: $(INPUTS)
 	$(COMPAT)/bin/python -m pip install --quiet -c constraints.txt -e . --group compat
 	touch $@
 
+# of what DLIO asks for, TensorFlow, DALI and torchvision are not used here
+$(DLIO)/.ready: $(INPUTS)
+	$(PYTHON) -m venv $(DLIO)
+	$(DLIO)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(DLIO)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(DLIO)/bin/python -m pip install --quiet -c constraints.txt -e . --group dlio
+	$(DLIO)/bin/python -m pip install --quiet --no-deps "dlio-benchmark==2.0.0"
+	touch $@
+
 $(VENV)/.bench: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group bench
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(COMPAT) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(COMPAT) $(DLIO) .mypy_cache .ruff_cache .pytest_cache .hypothesis

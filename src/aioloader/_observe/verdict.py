@@ -174,7 +174,7 @@ def report(
     if share >= _WAITS:
         found = _findings(batches, setting, slow)
         if stats is not None and stats.loop_lag is not None:
-            found = _lagging(now, stats.loop_lag, found) or found
+            found = _lagging(Replayed(each, now.step), stats.loop_lag, found) or found
     return Report(
         headline=_headline(found, share, setting, is_locked=locked >= _WAITS),
         stage=found.stage,

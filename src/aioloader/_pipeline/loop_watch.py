@@ -17,7 +17,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 from aioloader._observe.records import LoopLag
@@ -177,47 +177,45 @@ def _look_at(watch: LoopWatch) -> None:
 
 def _look() -> None:
     """Name what holds up the loops that are suspect, until none is."""
-    # What was found the last time, and between which timers. The frames are held, so
-    # that no other has their address.
-    seen: dict[LoopWatch, tuple[FrameType, int]] = {}
+    # What was found the last time, and between which timers: the same coroutine twice,
+    # in one call, or in many short ones of which none lets the timer run.
+    seen: dict[LoopWatch, tuple[CodeType, int]] = {}
     while True:
         with _LOCK:
             suspects = [watch for watch in _suspects if watch.is_suspect()]
             _suspects.intersection_update(suspects)
             if not suspects:
                 return
-        found: dict[LoopWatch, tuple[FrameType, int]] = {}
+        found: dict[LoopWatch, tuple[CodeType, int]] = {}
         for watch in suspects:
             if time.monotonic() < watch.due + _TOLERANCE:
                 continue
-            frame = _running(watch.thread)
-            if frame is not None:
-                found[watch] = frame, watch.timers
+            code = _running(watch.thread)
+            if code is not None:
+                found[watch] = code, watch.timers
                 if seen.get(watch) == found[watch]:
-                    watch.culprits[_name(frame)] += 1
-                del frame
+                    watch.culprits[_name(code)] += 1
         seen = found
         time.sleep(_LOOK)
 
 
-def _running(thread: int) -> FrameType | None:
-    """Return the frame of the innermost coroutine in a thread that is not ours.
+def _running(thread: int) -> CodeType | None:
+    """Return the code of the innermost coroutine in a thread that is not ours.
 
     One of the user's own code is preferred to one of a library that it calls.
     """
     frame: FrameType | None = sys._current_frames().get(thread)  # noqa: SLF001
-    found: FrameType | None = None
+    found: CodeType | None = None
     while frame is not None:
         place = frame.f_code.co_filename
         is_coroutine = frame.f_code.co_flags & _COROUTINES
         if is_coroutine and not place.startswith(_PACKAGE):
             if not place.startswith(_INSTALLED):
-                return frame
-            found = found or frame
+                return frame.f_code
+            found = found or frame.f_code
         frame = frame.f_back
     return found
 
 
-def _name(frame: FrameType) -> str:
-    code = frame.f_code
+def _name(code: CodeType) -> str:
     return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
