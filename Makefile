@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 COMPAT := .venv-compat
+PEERS := .venv-peers
 INPUTS := pyproject.toml constraints.txt
 
 .PHONY: demo test compat lint types imports pytest fuzz lowest bench gpu format clean
@@ -41,8 +42,9 @@ compat: $(COMPAT)/.ready
 	$(COMPAT)/bin/pytest tests/compat --confcutdir=tests/compat -W ignore \
 		-o faulthandler_timeout=600 -p no:cacheprovider
 
-bench: $(VENV)/.bench
-	$(BIN)/python benchmarks/run.py
+# about an hour; `make bench OPTIONS=--quick` sees in some minutes that all of it works
+bench: $(VENV)/.bench $(PEERS)/.ready
+	AIOLOADER_PEERS=$(CURDIR)/$(PEERS)/bin/python $(BIN)/python benchmarks/run.py $(OPTIONS)
 
 # on a machine with a GPU: builds apart, runs the cuda tests, measures
 gpu:
@@ -77,9 +79,18 @@ $(COMPAT)/.ready: $(INPUTS)
 	$(COMPAT)/bin/python -m pip install --quiet -c constraints.txt -e . --group compat
 	touch $@
 
+# MosaicML Streaming pins an older numpy and a torchvision for another torch
+$(PEERS)/.ready: $(INPUTS)
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -e . --group peers
+	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt --no-deps mosaicml-streaming
+	touch $@
+
 $(VENV)/.bench: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group bench
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(COMPAT) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(COMPAT) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
