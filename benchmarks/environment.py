@@ -69,10 +69,11 @@ def _gpu() -> str | None:
 
 
 def _scheduling() -> str:
-    """Name the scheduler's policy, which ``chrt`` or ``nice`` may have set."""
-    names = {os.SCHED_OTHER: "normal", os.SCHED_FIFO: "FIFO", os.SCHED_RR: "RR"}
-    policy = os.sched_getscheduler(0)
-    return names.get(policy, str(policy))
+    """Name the priority that ``nice`` or ``chrt`` may have set."""
+    names = {os.SCHED_FIFO: "FIFO", os.SCHED_RR: "RR"}
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    normal = f"nice {nice}" if nice else "normal"
+    return names.get(os.sched_getscheduler(0), normal)
 
 
 def describe() -> dict[str, object]:

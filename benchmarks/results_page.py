@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,18 +48,10 @@ def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
 
 def spread(values: list[float]) -> float:
     """Give half the range between the quartiles, as a share of the median."""
-    ordered = sorted(values)
-    middle = ordered[len(ordered) // 2]
-    if len(values) < 2 or not middle:
+    if len(values) < 2 or not (middle := statistics.median(values)):
         return 0.0
-
-    def quantile(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        low = math.floor(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    return (quantile(0.75) - quantile(0.25)) / 2 / abs(middle)
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / 2 / abs(middle)
 
 
 def cell(row: Row, metric: dict[str, Any]) -> str:

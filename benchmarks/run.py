@@ -46,7 +46,7 @@ ROUNDS = {
     "growth": 3,
     "device": 3,
 }
-BESIDE = {"peers", "shuffle_quality"}
+BESIDE = {"parquet", "peers", "shuffle_quality"}
 HERE = Path(__file__).parent
 
 

@@ -38,7 +38,7 @@ def run(make: Callable[[int], Any], n: int, options: Options) -> Figures:
     next(iter(make(10**4)))  # what is imported and cached once
     gc.collect()
     before = peak_megabytes()["rss_mb"]
-    loader = make(n // 100 if options.quick else n)
+    loader = make(max(1_000, n // 100) if options.quick else n)
     start = time.perf_counter()
     iterator = iter(loader)
     next(iterator)

@@ -94,6 +94,15 @@ def test_curves_meet_where_their_ratio_passes_one(
     )
 
 
+def test_runs_kept_in_another_shape_are_shown(
+    modules: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    runs = {"slow store": [{"gain": 0.5, "stage": "read"}, {"gain": 1.5}]}
+    kept = {"environment": ENVIRONMENT, "seconds": 1.0, "plants": runs}
+    (tmp_path / "plants.json").write_text(json.dumps(kept))
+    assert "| slow store | 1 ±25% |" in page(modules, tmp_path)
+
+
 def test_the_page_is_up_to_date(modules: dict[str, ModuleType]) -> None:
     results = modules["figures"].read_all(BENCHMARKS / "results")
     text = modules["results_page"].page(results, BENCHMARKS / "plots")
