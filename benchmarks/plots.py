@@ -74,6 +74,7 @@ def finish_curves(axes: Any, x: str, metric: str) -> None:
     above = [value for value in found if value > 0]
     if min(found) <= 0:
         axes.set_xscale("symlog", linthresh=min(above))
+        axes.set_xlim(left=0)
     elif max(above) > 8 * min(above):
         axes.set_xscale("log")
     axes.legend(fontsize=6)
