@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 COMPAT := .venv-compat
 DLIO := .venv-dlio
+PEERS := .venv-peers
 INPUTS := pyproject.toml constraints.txt
 
 .PHONY: demo test compat lint types imports pytest fuzz lowest bench dlio gpu format clean
@@ -42,8 +43,9 @@ compat: $(COMPAT)/.ready
 	$(COMPAT)/bin/pytest tests/compat --confcutdir=tests/compat -W ignore \
 		-o faulthandler_timeout=600 -p no:cacheprovider
 
-bench: $(VENV)/.bench
-	$(BIN)/python benchmarks/run.py
+# about an hour; `make bench OPTIONS=--quick` sees in some minutes that all of it works
+bench: $(VENV)/.bench $(PEERS)/.ready
+	AIOLOADER_PEERS=$(CURDIR)/$(PEERS)/bin/python $(BIN)/python benchmarks/run.py $(OPTIONS)
 
 # DLIO with torch's loader and with this one; `make dlio DLIO_ARGS=--quick` is small
 dlio: $(DLIO)/.ready
@@ -91,9 +93,18 @@ $(DLIO)/.ready: $(INPUTS)
 	$(DLIO)/bin/python -m pip install --quiet --no-deps "dlio-benchmark==2.0.0"
 	touch $@
 
+# MosaicML Streaming pins an older numpy and a torchvision for another torch
+$(PEERS)/.ready: $(INPUTS)
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -e . --group peers
+	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt --no-deps mosaicml-streaming
+	touch $@
+
 $(VENV)/.bench: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group bench
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(COMPAT) $(DLIO) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(COMPAT) $(DLIO) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
-import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -19,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aioloader import DataLoader
-from environment import describe
-from harness import RESULTS, show
+from harness import Metric, Question, keep, medians, show, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from harness import Rounds
 
 LEARNING = 30  # batches
 Settings = dict[str, Any]
@@ -153,56 +152,77 @@ def rates(workload: Workload, settings: Settings) -> tuple[float, float, int]:
     return first, rest, held
 
 
-def measure(names: list[str], rounds: int) -> dict[str, dict[str, Any]]:
-    """Run all settings of the workloads in turns; print a table."""
-    found: dict[str, dict[str, Any]] = {}
-    print(f"{'':<34}{'first 30':>10}{'after':>10}{'held':>6}{'of best':>9}")
+def measure(names: list[str], rounds: int) -> Rounds:
+    """Run all settings of the workloads in turns."""
+    found: Rounds = {}
     for name in names:
         workload = WORKLOADS[name]
-        runs: dict[str, list[tuple[float, float, int]]] = {}
         for number in range(rounds):
             for settings in [*workload.by_hand, workload.auto]:
                 words = ", ".join(f"{key}={value}" for key, value in settings.items())
-                words = "auto" if settings is workload.auto else words
+                words = "auto" if settings is workload.auto else f"by hand {words}"
                 show(f"round {number + 1}: {name} {words}")
-                runs.setdefault(words, []).append(rates(workload, settings))
-        show("")
-        medians = {
-            words: [statistics.median(column) for column in zip(*seen, strict=True)]
-            for words, seen in runs.items()
-        }
-        best = max(after for words, (_, after, _) in medians.items() if words != "auto")
-        for words, (first, after, held) in medians.items():
-            line = f"{name + ' ' + words:<34}{first:>10,.0f}{after:>10,.0f}{held:>6.0f}"
-            print(f"{line}{after / best:>9.2f}")
-        found[name] = {"best": best, "medians": medians, "rounds": runs}
+                first, after, held = rates(workload, settings)
+                figures = {"after": after, "first": first, "held": float(held)}
+                found.setdefault(f"{name}: {words}", []).append(figures)
+    show("")
     return found
+
+
+def shares(found: Rounds) -> dict[str, float]:
+    """Return the rate of "auto" as a share of the best by hand, by workload."""
+    middles = {name: medians(figures)["after"] for name, figures in found.items()}
+    best: dict[str, float] = {}
+    for name, rate in middles.items():
+        workload, _, words = name.partition(": ")
+        if words != "auto":
+            best[workload] = max(best.get(workload, 0.0), rate)
+    return {name: middles[f"{name}: auto"] / rate for name, rate in best.items()}
+
+
+def verdicts(found: Rounds) -> list[dict[str, object]]:
+    return [
+        {
+            "text": f"{name}: auto has {share:.2f} of the best by hand, promised 0.9",
+            "measured": share,
+            "met": share >= 0.9,
+        }
+        for name, share in shares(found).items()
+    ]
+
+
+QUESTION = Question(
+    name="autotune",
+    text='How near does "auto" come to the best setting found by hand?',
+    contenders={},
+    metrics=[
+        Metric("after", "samples/s after 30 batches"),
+        Metric("first", "samples/s of the first 30"),
+        Metric("held", "batches held", higher=False),
+    ],
+)
 
 
 def main() -> None:
     """Measure, and keep the figures of a run that was asked to be long."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(WORKLOADS), help="workloads")
-    parser.add_argument("--rounds", type=int, help="default 1; 3 or more are kept")
-    parser.add_argument("--quick", action="store_true", help="one round, the default")
+    parser.add_argument("--rounds", type=int, default=3, help="3 or more are kept")
+    parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--all", action="store_true", help="no more than without")
     parser.add_argument("--log", action="store_true", help="print what is decided")
     args = parser.parse_args()
     if args.log:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     started = time.perf_counter()
-    rounds = args.rounds or 1
-    found = measure(args.only.split(","), rounds)
-    short = [
-        name
-        for name, one in found.items()
-        if one["medians"]["auto"][1] < 0.9 * one["best"]
-    ]
-    print("MISSED: " + ", ".join(short) if short else "met: 0.9 of the best everywhere")
-    seconds = time.perf_counter() - started
-    if rounds >= 3 and len(found) == len(WORKLOADS):
-        kept = {"environment": describe(), "seconds": seconds, "workloads": found}
-        (RESULTS / "autotune.json").write_text(json.dumps(kept, indent=1) + "\n")
+    names, rounds = args.only.split(","), 1 if args.quick else args.rounds
+    found = measure(names, rounds)
+    print(f"{QUESTION.text}\n\n{table(QUESTION, found)}")
+    targets = verdicts(found)
+    for one in targets:
+        print(f"{'met' if one['met'] else 'MISSED'}: {one['text']}")
+    if rounds >= 3 and len(names) == len(WORKLOADS):
+        keep(QUESTION, found, time.perf_counter() - started, targets=targets)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,12 @@ _PACKAGES = (
     "adbc-driver-manager",
     "asyncpg",
     "psycopg",
+    "torchdata",
+    "litdata",
+    "mosaicml-streaming",
+    "grain",
+    "ray",
+    "tensorflow-cpu",
 )
 
 
@@ -62,6 +68,14 @@ def _gpu() -> str | None:
     return done.stdout.strip() or None
 
 
+def _scheduling() -> str:
+    """Name the priority that ``nice`` or ``chrt`` may have set."""
+    names = {os.SCHED_FIFO: "FIFO", os.SCHED_RR: "RR"}
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    normal = f"nice {nice}" if nice else "normal"
+    return names.get(os.sched_getscheduler(0), normal)
+
+
 def describe() -> dict[str, object]:
     """Describe this machine, these packages and this run."""
     return {
@@ -74,6 +88,10 @@ def describe() -> dict[str, object]:
         "cpu": _cpu(),
         "gpu": _gpu(),
         "cores": os.cpu_count(),
+        "memory_gib": round(
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        ),
+        "scheduling": _scheduling(),
         "load_average": os.getloadavg(),
         "aioloader": _version("aioloader"),
         "commit": _git("rev-parse", "HEAD"),

@@ -83,9 +83,12 @@ class Limit:
     at_most: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Question:
-    """One benchmark; the first metric is the one that ratios are taken of."""
+    """One benchmark; the first metric is the one that ratios are taken of.
+
+    With an ``axis`` the metrics are points on it, and their keys are numbers.
+    """
 
     name: str
     text: str
@@ -94,6 +97,7 @@ class Question:
     targets: Sequence[Target] = ()
     limits: Sequence[Limit] = ()
     rounds: int = 5
+    axis: str = ""
     serve: Callable[[], AbstractContextManager[str]] = field(
         default=lambda: contextlib.nullcontext("")
     )
@@ -124,7 +128,8 @@ def table(question: Question, rounds: Rounds) -> str:
             values = [f[metric.key] for f in figures]
             middle = format(statistics.median(values), metric.spec)
             cells.append(f"{middle} ±{spread(values):.0%}")
-        against = question.contenders[name].against
+        contender = question.contenders.get(name)
+        against = contender.against if contender else ""
         if against in rounds and against != name:
             ratio = statistics.median(ratios(first, figures, rounds[against]))
             cells += [f"{ratio:.2f}", against]
@@ -240,16 +245,57 @@ def report(question: Question, rounds: Rounds, seconds: float) -> dict[str, obje
     found = verdicts(question, rounds) + limits(question, rounds)
     for verdict in found:
         print(f"{'met' if verdict['met'] else 'MISSED'}: {verdict['text']}")
+    return record(question, rounds, seconds) | {"targets": found}
+
+
+def record(question: Question, rounds: Rounds, seconds: float) -> dict[str, object]:
+    """Return what the JSON file of a question keeps."""
     return {
         "question": question.name,
         "text": question.text,
         "environment": describe(),
         "seconds": seconds,
+        "axis": question.axis,
         "metrics": [asdict(metric) for metric in question.metrics],
-        "targets": found,
         "medians": {name: medians(figures) for name, figures in rounds.items()},
         "rounds": rounds,
     }
+
+
+def write(name: str, kept: Mapping[str, object]) -> None:
+    """Write the JSON file of a question."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def keep(question: Question, rounds: Rounds, seconds: float, **more: object) -> None:
+    """Keep the rounds of a script that measures without ``main``."""
+    write(question.name, record(question, rounds, seconds) | more)
+
+
+def in_one_process(
+    questions: Mapping[Question, Callable[[int], Rounds]],
+    rounds: int,
+    *,
+    is_quick: bool,
+) -> None:
+    """Answer questions whose ways take turns here; keep and print what is found."""
+    for question, measure_rounds in questions.items():
+        started = time.perf_counter()
+        found = measure_rounds(1 if is_quick else rounds)
+        print(f"\n{question.text}\n\n{table(question, found)}", flush=True)
+        if not is_quick:
+            keep(question, found, time.perf_counter() - started)
+
+
+def main_in_one_process(questions: Mapping[Question, Callable[[int], Rounds]]) -> None:
+    """Be the ``main`` of a script whose ways take turns in one process."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--all", action="store_true", help="no more than without")
+    args = parser.parse_args()
+    in_one_process(questions, args.rounds, is_quick=args.quick)
 
 
 def parse(question: Question) -> argparse.Namespace:
@@ -286,10 +332,10 @@ def main(question: Question) -> None:
         print(json.dumps(figures | peak_megabytes()), flush=True)
         return
     chosen = choose(question, args)
+    if not chosen:
+        return
     started = time.perf_counter()
     rounds = measure(question, Path(sys.argv[0]), chosen, args)
     kept = report(question, rounds, time.perf_counter() - started)
     if not args.quick and not args.only:
-        name = question.name + ("-all" if args.all else "")
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+        write(question.name + ("-all" if args.all else ""), kept)

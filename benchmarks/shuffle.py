@@ -1,15 +1,15 @@
 """Shuffle: what does it cost to begin a shuffled epoch of many samples?
 
 A dataset whose samples are their indices, in batches of 64; from ``iter()`` to the
-first batch, and the memory that the process has grown by then. torch draws the whole
-permutation, as 8 bytes a sample, and makes a list of it; ours is computed where it is
-looked at. torch's is not run at 1e9: the list alone would take some 36 GB.
+first batch, the memory that the process has grown by then, and the time of each of 300
+batches more. torch draws the whole permutation, as 8 bytes a sample, and makes a list
+of it; ours is computed where it is looked at. torch's is not run at 1e9: its list alone
+would take some 36 GB. How well streams are shuffled is measured by shuffle_quality.py.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,14 @@ from torch.utils.data import DataLoader
 from harness import Contender, Figures, Limit, Metric, Options, Question, Target, main
 from meter import peak_megabytes
 from resume import BATCH, Numbers, ours, ours_with_torchs_sampler
-from shuffle_quality import measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SIZES = {"1e6": 10**6, "1e8": 10**8, "1e9": 10**9}
+SIZES = {f"1e{power}": 10**power for power in range(3, 10)}
+# drawn whole, 1e9 indices would be a tensor of 8 GB and a list of some 36 GB
+LARGEST_DRAWN = 10**8
+STEPS = 300
 
 
 def torchs(n: int) -> Any:
@@ -36,23 +38,32 @@ def run(make: Callable[[int], Any], n: int, options: Options) -> Figures:
     next(iter(make(10**4)))  # what is imported and cached once
     gc.collect()
     before = peak_megabytes()["rss_mb"]
-    loader = make(n // 100 if options.quick else n)
+    loader = make(max(1_000, n // 100) if options.quick else n)
     start = time.perf_counter()
-    next(iter(loader))
+    iterator = iter(loader)
+    next(iterator)
     seconds = time.perf_counter() - start
-    return {"ms": seconds * 1e3, "grown_mb": peak_megabytes()["rss_mb"] - before}
+    grown = peak_megabytes()["rss_mb"] - before
+    steps = min(STEPS, len(loader) - 1)
+    start = time.perf_counter()
+    for _ in range(steps):
+        next(iterator)
+    later = (time.perf_counter() - start) / steps
+    return {"ms": seconds * 1e3, "grown_mb": grown, "batch_us": later * 1e6}
 
 
 def contenders() -> dict[str, Contender]:
     found = {}
     for size, n in SIZES.items():
         makes: dict[str, Any] = {"aioloader": ours}
-        if size != "1e9":
+        if n <= LARGEST_DRAWN:
             makes["aioloader, torch's sampler"] = ours_with_torchs_sampler
             makes["torch"] = torchs
         for name, make in makes.items():
             found[f"{size}: {name}"] = Contender(
-                partial(run, make, n), against=f"{size}: torch"
+                partial(run, make, n),
+                against=f"{size}: torch",
+                max_rounds=100 if n < LARGEST_DRAWN else 2,
             )
     return found
 
@@ -64,6 +75,7 @@ QUESTION = Question(
     metrics=[
         Metric("ms", "first batch ms", ",.1f", higher=False),
         Metric("grown_mb", "MB grown", ",.1f", higher=False),
+        Metric("batch_us", "us per batch then", ",.0f", higher=False),
     ],
     targets=[
         Target(f"{size}: aioloader", [f"{size}: torch"], 1) for size in ("1e6", "1e8")
@@ -77,5 +89,3 @@ QUESTION = Question(
 
 if __name__ == "__main__":
     main(QUESTION)
-    if "--contender" not in sys.argv:  # how good it is: of shards, beside others
-        measure()

@@ -17,6 +17,7 @@ import io
 import sys
 import tarfile
 import tempfile
+import time
 import types
 from functools import partial
 from pathlib import Path
@@ -25,9 +26,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aioloader.datasets import TarDataset
+from harness import Metric, Question, keep, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from harness import Rounds
 
 SHARDS, LENGTH, BATCH = 64, 500, 64
 HELD = (1_000, 4_000)
@@ -114,19 +118,42 @@ def _correlation(found: Any, distance: int) -> float:
     return float(np.corrcoef(found[:-distance], found[distance:])[0, 1])
 
 
-def measure() -> None:
-    """Print a row for each setting."""
-    title = f"{'setting':58} {'held':>6} {'shards per batch':>17}"
-    print(f"{title} {'corr. 1':>8} {f'corr. {BATCH}':>9}")
+QUESTION = Question(
+    name="shuffle_quality",
+    text=f"How well are samples of {SHARDS} shards mixed, for what is held in memory?",
+    contenders={},
+    metrics=[
+        Metric("distinct", "shards per batch", ".1f"),
+        Metric("near", "correlation, 1 apart", ".3f", higher=False),
+        Metric("far", f"correlation, {BATCH} apart", ".3f", higher=False),
+    ],
+)
+
+
+def measure(settings: list[tuple[str, int, Any]]) -> tuple[Rounds, list[str]]:
+    """Return the figures of each setting, and the names of those that are missing."""
+    found: Rounds = {}
+    missing = []
+    for name, held, order in settings:
+        try:
+            distinct, near, far = figures(order())
+        except ModuleNotFoundError as error:
+            missing.append(f"{name}: {error}")
+            continue
+        case = f"{held:,} held" if held else "nothing held"
+        found[f"{case}: {name}"] = [{"distinct": distinct, "near": near, "far": far}]
+    return found, missing
+
+
+def main() -> None:
+    """Measure once, for nothing is drawn by chance; keep it if no peer is missing."""
+    started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        for name, held, order in contenders(write(Path(folder))):
-            try:
-                distinct, near, far = figures(order())
-            except ModuleNotFoundError as error:
-                print(f"{name:58} {held:6,} {error}")
-                continue
-            print(f"{name:58} {held:6,} {distinct:17.1f} {near:8.3f} {far:9.3f}")
+        found, missing = measure(list(contenders(write(Path(folder)))))
+    print(f"{QUESTION.text}\n\n{table(QUESTION, found)}", *missing, sep="\n")
+    if not missing and "--quick" not in sys.argv:
+        keep(QUESTION, found, time.perf_counter() - started)
 
 
 if __name__ == "__main__":
-    measure()
+    main()

@@ -143,10 +143,12 @@ class SpdlPool:
     ``ahead`` batches per worker are under way, as many as the stage lets overtake.
     """
 
-    def __init__(self, dataset: Skewed, window: Window, *, ahead: int) -> None:
-        self._window, self._ahead = window, ahead
+    def __init__(
+        self, dataset: Skewed, window: Window, *, ahead: int, workers: int = WORKERS
+    ) -> None:
+        self._window, self._ahead, self._workers = window, ahead, workers
         self._executor = ProcessPoolExecutor(
-            WORKERS,
+            workers,
             multiprocessing.get_context("fork"),
             initializer=set_dataset,
             initargs=(dataset,),
@@ -158,7 +160,7 @@ class SpdlPool:
             spdl_pipeline(
                 offsets,
                 load_batch,
-                concurrency=WORKERS * self._ahead,
+                concurrency=self._workers * self._ahead,
                 executor=self._executor,
             )
         )

@@ -9,7 +9,6 @@ as many samples. Ratios are taken in one process, in turn, and their median is s
 from __future__ import annotations
 
 import asyncio
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -17,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from aioloader.datasets import TextDataset, from_async_iterable, from_iterable
 from aioloader.datasets.sharded import ShardedStream
+from harness import Metric, Question, main_in_one_process
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-SAMPLES, SHARDS, BATCH, MANY, ROUNDS = 80_000, 8, 64, 1_000_000, 7
+    from harness import Rounds
+
+SAMPLES, SHARDS, BATCH, MANY = 80_000, 8, 64, 1_000_000
 
 
 async def pulled(stream: Any) -> float:
@@ -111,8 +113,8 @@ async def held_up(stream: Any) -> tuple[float, float]:
     return worst * 1e3, took * 1e3
 
 
-async def steps(folder: Path) -> None:
-    """Print a row for each kind of stream."""
+async def steps(folder: Path, rounds: int) -> Rounds:
+    """Measure each kind of stream."""
 
     def lines(**options: Any) -> Any:
         return TextDataset(str(folder / "*.txt"), **options)
@@ -122,17 +124,13 @@ async def steps(folder: Path) -> None:
         "lines": lines,
         "lines, interleave=8": lambda: lines(interleave=8),
     }
-    print(
-        f"{'stream':24} {'us alone':>9} {'us mixed':>9} {'ratio':>6} {'async for':>10}"
-    )
-    for name, make in kinds.items():
-        rounds = []
-        for _ in range(ROUNDS):
+    found: Rounds = {name: [] for name in kinds}
+    for _ in range(rounds):
+        for name, make in kinds.items():
             alone, mixed = await pulled(make()), await pulled(make().mix(make()))
-            rounds.append((alone, mixed, mixed / alone, await single(make())))
-        shown = [statistics.median(column) for column in zip(*rounds, strict=True)]
-        alone, mixed, ratio, by_one = shown
-        print(f"{name:24} {alone:9.2f} {mixed:9.2f} {ratio:6.2f} {by_one:10.2f}")
+            figures = {"alone": alone, "mixed": mixed, "ratio": mixed / alone}
+            found[name].append(figures | {"single": await single(make())})
+    return found
 
 
 async def waiting() -> AsyncIterator[int]:
@@ -141,29 +139,56 @@ async def waiting() -> AsyncIterator[int]:
     yield 0
 
 
-async def blocking() -> None:
-    """Print for how long a loop is held up."""
+async def blocking(rounds: int) -> Rounds:
+    """Measure for how long a loop is held up."""
     jobs: dict[str, Callable[[], Any]] = {
         "nothing, half a second": lambda: from_async_iterable(waiting),
         f"shuffle {MANY:,} shards": lambda: ShardedStream(ManyShards(), shuffle=True),
         f".shuffle({MANY:,})": lambda: from_iterable(range(MANY)).shuffle(MANY),
     }
-    print(f"\n{'beginning':24} {'held up ms':>11} {'took ms':>9}")
-    for name, make in jobs.items():
-        rounds = [await held_up(make()) for _ in range(3)]
-        worst, took = map(statistics.median, zip(*rounds, strict=True))
-        print(f"{name:24} {worst:11.1f} {took:9.0f}")
+    found: Rounds = {name: [] for name in jobs}
+    for _ in range(rounds):
+        for name, make in jobs.items():
+            worst, took = await held_up(make())
+            found[name].append({"held_ms": worst, "took_ms": took})
+    return found
 
 
-def measure() -> None:
-    """Print all rows."""
+def measure_steps(rounds: int) -> Rounds:
+    """Write lines of text, and measure."""
     with tempfile.TemporaryDirectory() as name:
         for shard in range(SHARDS):
             text = "".join(f"line {k} of {shard}\n" for k in range(SAMPLES // SHARDS))
             (Path(name) / f"{shard}.txt").write_text(text)
-        asyncio.run(steps(Path(name)))
-    asyncio.run(blocking())
+        return asyncio.run(steps(Path(name), rounds))
 
+
+def measure_blocking(rounds: int) -> Rounds:
+    return asyncio.run(blocking(min(rounds, 3)))
+
+
+QUESTIONS: dict[Question, Callable[[int], Rounds]] = {
+    Question(
+        name="stream_steps",
+        text="What do a mix of two streams and single samples cost? CPU per sample",
+        contenders={},
+        metrics=[
+            Metric("alone", "us alone", ",.2f", higher=False),
+            Metric("mixed", "us mixed", ",.2f", higher=False),
+            Metric("ratio", "mixed to alone", ",.2f", higher=False),
+            Metric("single", "us by async for", ",.2f", higher=False),
+        ],
+    ): measure_steps,
+    Question(
+        name="stream_blocking",
+        text="For how long does the beginning of a large shuffle hold up its loop?",
+        contenders={},
+        metrics=[
+            Metric("held_ms", "held up ms", ",.1f", higher=False),
+            Metric("took_ms", "first batch ms", ",.0f", higher=False),
+        ],
+    ): measure_blocking,
+}
 
 if __name__ == "__main__":
-    measure()
+    main_in_one_process(QUESTIONS)

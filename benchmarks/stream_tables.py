@@ -1,10 +1,10 @@
 """Streams of tables: what a batch of Parquet costs, and how soon the first rows of SQL.
 
-One process, contenders in turn, medians. Parquet: numbers alone, on disk and in its
-cache, to batches of 1,024 as dicts of tensors; against ``pyarrow.dataset`` batches and
-``torch.from_numpy`` of a copy per column, without and with its threads. ``above`` is
-the CPU time of a batch beyond that of the first of these. SQL: from the making of the
-dataset to the first 64 rows of 100,000, with a driver that is imported.
+One process, contenders in turn, after a round that warms up. Parquet: numbers alone, on
+disk and in its cache, to batches of 1,024 as dicts of tensors; beside
+``pyarrow.dataset`` batches and ``torch.from_numpy`` of a copy per column, without and
+with its threads. SQL: from the making of the dataset to the first 64 rows of 100,000,
+with a driver that is imported.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import asyncio
 import gc
 import importlib
 import sqlite3
-import statistics
 import tempfile
 import time
 import warnings
 from contextlib import ExitStack, closing
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,12 +30,14 @@ from pyarrow import parquet as pq
 
 from aioloader import DataLoader
 from aioloader.datasets import ParquetDataset, SQLDataset
-from harness import render
+from harness import Metric, Question, main_in_one_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-BATCH, ROUNDS = 1_024, 7
+    from harness import Rounds
+
+BATCH = 1_024
 ROWS, FILES = 1_000_000, 2
 SQL_ROWS = 100_000
 
@@ -81,9 +83,9 @@ def timed(make: Callable[[], Iterable[Any]]) -> tuple[float, float]:
     return (time.perf_counter() - clock) / count, (time.process_time() - cpu) / count
 
 
-def parquet(folder: Path) -> list[list[str]]:
-    """Return a line per kind of file and choice of columns."""
-    lines = [["parquet", "us/batch", "CPU us", "above", "rows ratio", "to"]]
+def parquet(folder: Path, rounds: int) -> Rounds:
+    """Measure each kind of file and choice of columns, after a round that warms up."""
+    found: Rounds = {}
     for group in (100_000, 10_000):
         paths = write(folder, group)
         for what, columns in (("8 columns", None), ("2 columns", ["id", "a"])):
@@ -96,30 +98,14 @@ def parquet(folder: Path) -> list[list[str]]:
                     p, c, threads=True
                 ),
             }
-            rounds = [{n: timed(m) for n, m in makers.items()} for _ in range(ROUNDS)]
-            title = f"{what}, groups of {group:,}"
-            lines += [row(f"{title}: {name}", name, rounds) for name in makers]
-    return lines
-
-
-def row(
-    title: str, name: str, rounds: list[dict[str, tuple[float, float]]]
-) -> list[str]:
-    """Lay out one contender, after the first round, which warms up."""
-    rounds = rounds[1:]
-    clock = statistics.median(one[name][0] for one in rounds)
-    cpu = statistics.median(one[name][1] for one in rounds)
-    line = [title, f"{clock * 1e6:.0f}", f"{cpu * 1e6:.0f}"]
-    if name != "aioloader":
-        return line
-    above = statistics.median(
-        one[name][1] - one["pyarrow.dataset"][1] for one in rounds
-    )
-    ratio = statistics.median(
-        min(one["pyarrow.dataset"][0], one["its threads"][0]) / one[name][0]
-        for one in rounds
-    )
-    return [*line, f"{above * 1e6:.0f}", f"{ratio:.2f}", "the faster of both"]
+            case = f"{what}, groups of {group:,}"
+            for number in range(rounds + 1):
+                for name, make in makers.items():
+                    seen = found.setdefault(f"{case}: {name}", [])
+                    clock, cpu = timed(make)
+                    if number:
+                        seen.append({"us": clock * 1e6, "cpu_us": cpu * 1e6})
+    return found
 
 
 async def first_rows(url: str, interleave: int) -> float:
@@ -131,9 +117,9 @@ async def first_rows(url: str, interleave: int) -> float:
         return time.perf_counter() - began
 
 
-def sql(folder: Path) -> list[list[str]]:
-    """Return a line per database and number of ranges that are open at once."""
-    lines = [["sql start", "ms", "fastest", "first"]]
+def sql(folder: Path, rounds: int) -> Rounds:
+    """Measure each database and number of ranges that are open at once."""
+    found: Rounds = {}
     path = folder / "t.db"
     with closing(sqlite3.connect(path)) as database:
         database.execute("CREATE TABLE t (id INTEGER PRIMARY KEY, v REAL, name TEXT)")
@@ -146,12 +132,12 @@ def sql(folder: Path) -> list[list[str]]:
             urls["postgresql"] = postgresql(stack)
         for kind, url in urls.items():
             for interleave in (1, 4):
-                took = [asyncio.run(first_rows(url, interleave)) for _ in range(ROUNDS)]
-                first, *rest = (one * 1e3 for one in took)
-                cells = (statistics.median(rest), min(rest), first)
-                title = f"{kind}, interleave {interleave}"
-                lines.append([title, *(f"{one:.0f}" for one in cells)])
-    return lines
+                took = [
+                    asyncio.run(first_rows(url, interleave)) for _ in range(rounds + 1)
+                ]
+                name = f"{kind}, interleave={interleave}"
+                found[name] = [{"ms": one * 1e3} for one in took[1:]]
+    return found
 
 
 def postgresql(stack: ExitStack) -> str:
@@ -177,13 +163,28 @@ def postgresql(stack: ExitStack) -> str:
     return url
 
 
-def measure() -> None:
-    """Print both tables."""
+def in_folder(measure: Callable[[Path, int], Rounds], rounds: int) -> Rounds:
     with tempfile.TemporaryDirectory(prefix="aioloader-tables-") as folder:
-        print(render(parquet(Path(folder))))
-        print()
-        print(render(sql(Path(folder))))
+        return measure(Path(folder), rounds)
 
+
+QUESTIONS: dict[Question, Callable[[int], Rounds]] = {
+    Question(
+        name="stream_parquet",
+        text="What does a batch of 1,024 rows of Parquet cost?",
+        contenders={},
+        metrics=[
+            Metric("us", "us/batch", ",.0f", higher=False),
+            Metric("cpu_us", "CPU us/batch", ",.0f", higher=False),
+        ],
+    ): partial(in_folder, parquet),
+    Question(
+        name="stream_sql",
+        text="How soon are the first 64 of 100,000 rows there?",
+        contenders={},
+        metrics=[Metric("ms", "first rows ms", ",.1f", higher=False)],
+    ): partial(in_folder, sql),
+}
 
 if __name__ == "__main__":
-    measure()
+    main_in_one_process(QUESTIONS)

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
+import gc
 import io
 import json
 import mmap
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tarfile
@@ -38,10 +37,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from aioloader import DataLoader
 from aioloader.datasets import JSONLinesDataset, TarDataset
-from harness import render
+from harness import Metric, Question, in_one_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from harness import Rounds
 
 warnings.filterwarnings("ignore", message="This DataLoader will create")
 
@@ -50,29 +51,36 @@ MEMBER = 512 + -(-BODY // 512) * 512
 LOCAL = (4, 1_536)  # shards, samples of each
 REMOTE = (24, 240)
 LATENCIES = (0.02, 0.05)
-Rounds = dict[str, list[float]]
+
+
+QUESTION = Question(
+    name="streams",
+    text="What do samples of streams cost beside the bytes that they are made of?",
+    contenders={},
+    metrics=[
+        Metric("us", "us/sample", ",.2f", higher=False),
+        Metric("ms", f"ms/{BATCH} samples", ",.2f", higher=False),
+    ],
+)
 
 
 def compare(
     title: str, ways: Mapping[str, Callable[[], int]], count: int, rounds: int
-) -> None:
-    """Time all ways in turn, and print a row for each, with its ratio to the first."""
+) -> Rounds:
+    """Time all ways in turn; return the figures of all rounds."""
     for way in ways.values():
         assert way() >= count, title  # once without a clock: threads, connections
-    took: Rounds = {name: [] for name in ways}
+    found: Rounds = {f"{title}: {name}": [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
+            gc.collect()
             began = time.perf_counter()
             way()
-            took[name].append(time.perf_counter() - began)
-    base = next(iter(took.values()))
-    rows = [[title, "us/sample", "ms/batch", "x time"]]
-    for name, seconds in took.items():
-        middle = statistics.median(seconds) / count
-        ratio = statistics.median(a / b for a, b in zip(seconds, base, strict=True))
-        cells = [f"{middle * 1e6:,.2f}", f"{middle * BATCH * 1e3:,.2f}", f"{ratio:.2f}"]
-        rows.append([name, *cells])
-    print(render(rows), end="\n\n", flush=True)
+            took = (time.perf_counter() - began) / count
+            found[f"{title}: {name}"].append(
+                {"us": took * 1e6, "ms": took * 1e3 * BATCH}
+            )
+    return found
 
 
 def drained(batches: Iterable[list[Any]]) -> int:
@@ -128,7 +136,7 @@ def by_hand(paths: list[str]) -> Iterator[bytes]:
                 yield body.read()
 
 
-def local_tar(folder: str, rounds: int) -> None:
+def local_tar(folder: str, rounds: int) -> Rounds:
     paths = write_tars(folder, *LOCAL)
     loader: Any = DataLoader(TarDataset(paths), BATCH, collate_fn=list)
     ways = {
@@ -138,7 +146,7 @@ def local_tar(folder: str, rounds: int) -> None:
         "tarfile by hand": lambda: batched(by_hand(paths)),
     }
     with loader:
-        compare("tar, local", ways, LOCAL[0] * LOCAL[1], rounds)
+        return compare("tar, local", ways, LOCAL[0] * LOCAL[1], rounds)
 
 
 class Responses(IterableDataset[dict[str, Any]]):
@@ -193,8 +201,9 @@ def serve(folder: str, latency: float) -> None:
         sys.stdin.read()
 
 
-def http_tar(folder: str, rounds: int) -> None:
+def http_tar(folder: str, rounds: int) -> Rounds:
     write_tars(folder, *REMOTE)
+    found: Rounds = {}
     for latency in LATENCIES:
         with Server(folder, latency) as server:
             urls = [f"{server.url}/{shard:03}.tar" for shard in range(REMOTE[0])]
@@ -215,8 +224,9 @@ def http_tar(folder: str, rounds: int) -> None:
                 ),
             }
             title = f"tar, 5 MB over HTTP, {latency * 1e3:.0f} ms"
-            compare(title, ways, REMOTE[0] * REMOTE[1], rounds)
+            found |= compare(title, ways, REMOTE[0] * REMOTE[1], rounds)
             del hand
+    return found
 
 
 # -- JSON lines -----------------------------------------------------------------------
@@ -264,7 +274,8 @@ async def pulled(dataset: JSONLinesDataset, size: int) -> int:
     return count
 
 
-def json_lines(folder: str, rounds: int) -> None:
+def json_lines(folder: str, rounds: int) -> Rounds:
+    found: Rounds = {}
     for kind, (count, make) in KINDS.items():
         path = f"{folder}/{kind}.jsonl"
         text = "".join(json.dumps(make(k)) + "\n" for k in range(count))
@@ -277,29 +288,30 @@ def json_lines(folder: str, rounds: int) -> None:
             "aioloader, batches of 64": lambda one=loader: drained(one),  # type: ignore[misc]
         }
         with loader:
-            compare(f"JSON lines of {kind}", ways, count, rounds)
+            found |= compare(f"JSON lines of {kind}", ways, count, rounds)
+    return found
 
 
-def measure(rounds: int = 7) -> None:
-    """Print all rows: of tar and of lines, then of steps and of tables."""
+def measure(rounds: int) -> Rounds:
+    """Measure tar and lines."""
+    found: Rounds = {}
     for question in (local_tar, http_tar, json_lines):
         with tempfile.TemporaryDirectory() as folder:
-            question(folder, rounds)
-    for name in ("stream_steps", "stream_tables"):
-        if importlib.util.find_spec(name) is not None:
-            importlib.import_module(name).measure()
+            found |= question(folder, rounds)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--serve", nargs=2, metavar=("FOLDER", "LATENCY"))
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--all", action="store_true", help="no more than without")
     args = parser.parse_args()
     if args.serve:
         serve(args.serve[0], float(args.serve[1]))
     else:
-        measure(1 if args.quick else args.rounds)
+        in_one_process({QUESTION: measure}, args.rounds, is_quick=args.quick)
 
 
 if __name__ == "__main__":

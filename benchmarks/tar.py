@@ -9,8 +9,8 @@ more ranges where several shards share it. Every epoch proves that each sample c
 once. The first epoch, which starts workers and opens connections, does not count.
 
 LitData reads the same samples in its own format, on disk, if ``AIOLOADER_PEERS`` names
-the Python of an environment that has it (``tar_peers.py``). MosaicML Streaming is left
-out: it cannot be imported without a torchvision that fits torch's build.
+the Python of an environment that has it (``tar_peers.py``). The others that have
+formats of their own are in ``peers.py``.
 """
 
 from __future__ import annotations

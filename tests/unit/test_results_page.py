@@ -1,0 +1,109 @@
+"""The page of benchmark results says what the JSON files say, losses included."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ENVIRONMENT = {
+    "date": "2026-01-02T03:04:05+00:00",
+    "command": "python benchmarks/tiny.py --rounds 3",
+    "python": "3.11.7",
+    "platform": "Linux",
+    "cpu": "a processor",
+    "gpu": None,
+    "cores": 2,
+    "commit": "0123456789abcdef",
+    "packages": {"torch": "2.13.0", "spdl": None},
+}
+
+
+@pytest.fixture(name="modules")
+def _modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """The scripts, imported as they import each other."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    names = ("figures", "results_page")
+    found = {name: importlib.import_module(name) for name in names}
+    for name in names:
+        monkeypatch.delitem(sys.modules, name)
+    return found
+
+
+def metric(key: str, *, higher: bool) -> dict[str, Any]:
+    return {"key": key, "title": f"{key} title", "spec": ",.1f", "higher": higher}
+
+
+def keep(folder: Path, name: str, **kept: Any) -> None:
+    text = {"question": name, "text": f"Is {name} fast?", "seconds": 1.0}
+    whole = text | {"environment": ENVIRONMENT, "targets": []} | kept
+    (folder / f"{name}.json").write_text(json.dumps(whole))
+
+
+def page(modules: dict[str, ModuleType], folder: Path) -> str:
+    results = modules["figures"].read_all(folder)
+    return str(modules["results_page"].page(results, folder / "plots"))
+
+
+def test_a_loss_is_shown_as_plainly_as_a_win(
+    modules: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    rounds = {
+        "small: torch": [{"rate": 10.0}, {"rate": 20.0}, {"rate": 30.0}],
+        "small: aioloader": [{"rate": 20.0}, {"rate": 40.0}, {"rate": 60.0}],
+        "large: torch": [{"rate": 10.0}],
+        "large: aioloader": [{"rate": 5.0}],
+    }
+    keep(tmp_path, "tiny", metrics=[metric("rate", higher=True)], rounds=rounds)
+    text = page(modules, tmp_path)
+    assert "as good or better in 1 of 2 cases, worse in 1" in text
+    assert "| torch | 20.0 ±25% | 2.00 |" in text
+    assert "| torch | 10.0 | **0.50** |" in text
+    assert "`python benchmarks/tiny.py --rounds 3`; commit `012345678`" in text
+
+
+def test_less_is_better_where_the_metric_says_so(
+    modules: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    rounds = {"torch": [{"us": 10.0}], "aioloader": [{"us": 4.0}]}
+    missed = [{"text": "tiny has 4 in us, promised 3", "met": False}]
+    metrics = [metric("us", higher=False)]
+    keep(tmp_path, "tiny", metrics=metrics, rounds=rounds, targets=missed)
+    text = page(modules, tmp_path)
+    assert "| torch | 10.0 | 2.50 |" in text
+    assert "**missed**: tiny has 4 in us, promised 3" in text
+
+
+def test_curves_meet_where_their_ratio_passes_one(
+    modules: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    rounds = {
+        "torch": [{"1": 10.0, "100": 10.0}],
+        "aioloader": [{"1": 1.0, "100": 100.0}],
+    }
+    metrics = [metric(key, higher=True) for key in ("1", "100")]
+    keep(tmp_path, "tiny", metrics=metrics, rounds=rounds, axis="bytes")
+    text = page(modules, tmp_path)
+    assert (
+        "| torch | 0.10 to 10.00 | equal at 10 bytes; **slower** below the first |"
+        in (text)
+    )
+
+
+def test_runs_kept_in_another_shape_are_shown(
+    modules: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    runs = {"slow store": [{"gain": 0.5, "stage": "read"}, {"gain": 1.5}]}
+    kept = {"environment": ENVIRONMENT, "seconds": 1.0, "plants": runs}
+    (tmp_path / "plants.json").write_text(json.dumps(kept))
+    assert "| slow store | 1 ±25% |" in page(modules, tmp_path)
+
+
+def test_the_page_is_up_to_date(modules: dict[str, ModuleType]) -> None:
+    results = modules["figures"].read_all(BENCHMARKS / "results")
+    text = modules["results_page"].page(results, BENCHMARKS / "plots")
+    assert (BENCHMARKS / "RESULTS.md").read_text() == text
