@@ -220,14 +220,19 @@ def test_the_window_counts_what_is_on_the_device() -> None:
 def test_a_device_that_is_not_there() -> None:
     """Said at once, and what to do."""
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match=r"torch sees 0 cuda devices here; pass"):
+        seen = "torch sees no device but the cpu here"
+        with pytest.raises(ValueError, match=seen):
             DataLoader([1], device="cuda")
-    with pytest.raises(ValueError, match=r"which have streams; leave device out"):
-        DataLoader([1], device="mps")
+        with pytest.raises(ValueError, match=seen):
+            DataLoader([1], device="mps")
     with pytest.raises(TypeError, match="device must name a torch device"):
         DataLoader([1], device="graphics")
-    with pytest.raises(TypeError, match="device must name a torch device"):
-        DataLoader([1], device=1.5)
+        with pytest.raises(ValueError, match=f"device=1: {seen}; pass 'auto' or 'cpu'"):
+            DataLoader([1], device=1)
+        assert DataLoader([1], device="auto").device is None
+    for device in (1.5, True):
+        with pytest.raises(TypeError, match="device must name a torch device"):
+            DataLoader([1], device=device)
     with pytest.raises(ValueError, match="prefetch_device must be at least 1, got 0"):
         DataLoader([1], prefetch_device=0)
 
