@@ -39,6 +39,7 @@ class Moved:
 
     Attributes:
         taken: Where the consumer's stream was when the batch was handed over.
+        is_async: Whether it may not have arrived yet.
         copied_bytes: What is copied ahead.
         held_bytes: What it takes on the device.
     """
@@ -60,6 +61,7 @@ class Moved:
         self._late = late
         self._sources = sources
         self.taken: Mark | None = None
+        self.is_async = port.is_async
         self.copied_bytes = 0
         self.held_bytes = _storage_bytes(arrived)
 
@@ -266,6 +268,7 @@ class Pinned:
     """A batch that is where it should be."""
 
     taken: Mark | None = None
+    is_async = False
     copied_bytes = held_bytes = 0
 
     def __init__(self, batch: Any) -> None:

@@ -9,6 +9,7 @@ from aioloader._device.accelerator import Accelerator, accelerator_of
 from aioloader._device.mover import Mover
 from aioloader._device.naming import Keys, Transform
 from aioloader._device.stage import Carrier, Staged
+from aioloader._observe.records import Copies
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._transport.slots import Locker
 
@@ -27,9 +28,9 @@ class DeviceSide:
     locker: Locker | None
     depth: int
 
-    def stage(self, ready: ReadyQueue, epoch: int) -> Staged:
+    def stage(self, ready: ReadyQueue, epoch: int, copies: Copies) -> Staged:
         """Return the stage of one iteration."""
-        return Staged(ready, self.carrier, self.depth, epoch)
+        return Staged(ready, self.carrier, self.depth, epoch, copies)
 
 
 class Devices:

@@ -18,7 +18,7 @@ from aioloader._device.mover import HostCarrier
 from aioloader._device.opening import Devices, DeviceSide
 from aioloader._loader.auto import MOST_PER_WORKER, is_chosen, tuner_of
 from aioloader._loader.options import Options
-from aioloader._observe.records import Setting
+from aioloader._observe.records import Copies, Setting
 from aioloader._order.epoch import Epoch
 from aioloader._order.indices import IndexOrder
 from aioloader._order.turns import Turns
@@ -99,7 +99,8 @@ def make_source(
         tuner=tuner_of(options, resources.tuning, reads_here=not (pool and pool.reads)),
     )
     if side is not None:
-        pipeline.stage = side.stage(pipeline.ready, epoch.number)
+        copies = epoch.counters.copies = Copies()
+        pipeline.stage = side.stage(pipeline.ready, epoch.number, copies)
     on_device = side.depth if side else 0
     window = _window(options, pool, on_device=on_device, is_async=is_async)
     patience = Patience(options.patience, restarts=options.on_timeout == "restart")

@@ -10,7 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
+
+T = TypeVar("T")
 
 # Batches whose records are kept.
 KEPT = 1024
@@ -70,41 +72,80 @@ class Record(NamedTuple):
     made: Made
 
 
-class Records:
-    """The latest records of one epoch.
+class Copy(NamedTuple):
+    """One batch that was moved to a device; clock readings in seconds.
 
     Attributes:
-        append: Adds a ``Record`` as a plain tuple. To be looked up for each batch: it
-            changes when a sink is added.
+        number: Place in the epoch.
+        asked: When there was room for it on the device.
+        began: When the loader's thread began to move it.
+        ended: When its copy was seen to have ended.
+        nbytes: How much was copied.
+    """
+
+    number: int
+    asked: float
+    began: float
+    ended: float
+    nbytes: int
+
+
+class Latest(Generic[T]):
+    """The latest notes of one epoch.
+
+    Attributes:
+        append: Adds one. To be looked up for each batch: it changes when a sink is
+            added.
         latest: Those that are kept, the latest last.
     """
 
     __slots__ = ("_sinks", "append", "latest")
 
     def __init__(self) -> None:
-        self.latest: deque[RecordTuple] = deque(maxlen=KEPT)
-        self.append: Callable[[RecordTuple], None] = self.latest.append
-        self._sinks: tuple[Callable[[RecordTuple], None], ...] = ()
+        self.latest: deque[T] = deque(maxlen=KEPT)
+        self.append: Callable[[T], None] = self.latest.append
+        self._sinks: tuple[Callable[[T], None], ...] = ()
 
-    def all(self) -> list[Record]:
-        """Return those that are kept."""
-        return [Record._make(one) for one in list(self.latest)]
-
-    def add_sink(self, sink: Callable[[RecordTuple], None]) -> None:
-        """Have ``sink`` called with each record to come, in the consumer's thread."""
+    def add_sink(self, sink: Callable[[T], None]) -> None:
+        """Have ``sink`` called with each one to come, in the thread that notes it."""
         self._sinks = (*self._sinks, sink)
         self.append = self._append_to_all
 
-    def remove_sink(self, sink: Callable[[RecordTuple], None]) -> None:
+    def remove_sink(self, sink: Callable[[T], None]) -> None:
         """Undo ``add_sink``."""
         self._sinks = tuple(one for one in self._sinks if one != sink)
         if not self._sinks:
             self.append = self.latest.append
 
-    def _append_to_all(self, record: RecordTuple) -> None:
+    def _append_to_all(self, record: T) -> None:
         self.latest.append(record)
         for sink in self._sinks:
             sink(record)
+
+
+class Records(Latest[RecordTuple]):
+    """The latest records of one epoch, as plain tuples; by the consumer's thread."""
+
+    __slots__ = ()
+
+    def all(self) -> list[Record]:
+        """Return those that are kept."""
+        return [Record._make(one) for one in list(self.latest)]
+
+
+class Copies(Latest[Copy]):
+    """The latest copies to the device; by the thread that makes them.
+
+    Attributes:
+        moved_bytes: What all batches of the epoch take on the device; by that thread.
+        taken_bytes: The same of those that the consumer took; by its thread.
+    """
+
+    __slots__ = ("moved_bytes", "taken_bytes")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved_bytes = self.taken_bytes = 0
 
 
 @dataclass(frozen=True)
@@ -156,6 +197,7 @@ class Counters:
         in_flight: Batches requested and not yet taken.
         records: What was noted of the latest batches.
         setting: How the loader is set up; None for a plain loop over a dataset.
+        copies: What was moved to the device; None without one.
     """
 
     epoch: int = -1
@@ -164,3 +206,4 @@ class Counters:
     in_flight: int = 0
     records: Records = field(default_factory=Records)
     setting: Setting | None = None
+    copies: Copies | None = None

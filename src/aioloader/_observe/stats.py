@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from aioloader._observe.records import Record, RecordTuple, Setting
+from aioloader._observe.records import Copy, Record, RecordTuple, Setting
 from aioloader._observe.stages import StageStats, held_back, percentiles, stage_stats
 from aioloader._observe.words import seconds_text, table
 
@@ -36,6 +36,8 @@ class LoaderStats:
         worker_restarts: Worker processes started in their place.
         resumed_at: Batches of the epoch that were delivered before, where it was
             resumed from a state.
+        device_bytes: What batches take on the device that were moved there and not
+            yet taken.
     """
 
     epoch: int
@@ -46,8 +48,10 @@ class LoaderStats:
     worker_deaths: int = 0
     worker_restarts: int = 0
     resumed_at: int = 0
+    device_bytes: int = 0
     _recorded: Sequence[RecordTuple] = field(default=(), repr=False, compare=False)
     _setting: Setting | None = field(default=None, repr=False, compare=False)
+    _copies: Sequence[Copy] = field(default=(), repr=False, compare=False)
 
     @property
     def recent(self) -> int:
@@ -86,7 +90,7 @@ class LoaderStats:
         """The way of these batches, stage by stage."""
         if self._setting is None or not self._recorded:
             return ()
-        return stage_stats(self._records, self._setting)
+        return stage_stats(self._records, self._setting, self._copies)
 
     @cached_property
     def _records(self) -> list[Record]:
@@ -103,6 +107,8 @@ class LoaderStats:
             "worker restarts": self.worker_restarts,
         }
         lines += [f"{name}: {count:,}" for name, count in counts.items() if count]
+        if self.device_bytes:
+            lines.append(f"ahead on the device: {self.device_bytes / 1e6:,.1f} MB")
         if self.recent and self.seconds:
             lines += self._recent_lines()
         return "\n".join(lines)
@@ -137,7 +143,10 @@ class LoaderStats:
 
 
 def with_records(
-    stats: LoaderStats, records: Sequence[RecordTuple], setting: Setting
+    stats: LoaderStats,
+    records: Sequence[RecordTuple],
+    setting: Setting,
+    copies: Sequence[Copy] = (),
 ) -> LoaderStats:
     """Return ``stats`` with what the records tell of the latest batches."""
-    return replace(stats, _recorded=records, _setting=setting)
+    return replace(stats, _recorded=records, _setting=setting, _copies=copies)

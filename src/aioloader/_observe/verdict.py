@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from aioloader._observe.changes import Change, changes, waits_for_store
-from aioloader._observe.records import Record, Setting
+from aioloader._observe.records import Copy, Record, Setting
 from aioloader._observe.replay import (
     Batch,
     Replayed,
@@ -37,12 +37,13 @@ _BUSY = 0.8
 # The replay of what was recorded is off by this share at most, or it is said.
 _IS_OFF = 0.2
 
-_STAGES = ("read", "transform", "collate", "transport", "consumer")
+_STAGES = ("read", "transform", "collate", "transport", "device", "consumer")
 _WORDS = {
     "read": "Reading samples",
     "transform": "The transform",
     "collate": "Collating",
     "transport": "The transport of batches to the consumer",
+    "device": "The copy to the device",
 }
 
 
@@ -105,8 +106,8 @@ class Report:
     Attributes:
         headline: What holds back what, in plain words.
         stage: The stage that does: ``"read"``, ``"transform"``, ``"collate"``,
-            ``"transport"``, ``"consumer"``, ``"loop"``; ``"nothing"`` if the consumer
-            hardly waits; ``"unknown"`` if too little is recorded.
+            ``"transport"``, ``"device"``, ``"consumer"``, ``"loop"``; ``"nothing"`` if
+            the consumer hardly waits; ``"unknown"`` if too little is recorded.
         advice: What to change, or None if nothing gains 5 percent.
         limit: Without an advice: what sets the pace.
         wait_share: Share of the time that the consumer waits, from 0 to 1.
@@ -159,6 +160,8 @@ def report(
     setting: Setting,
     stats: LoaderStats | None = None,
     notes: Sequence[LoopLag] = (),
+    *,
+    copies: Sequence[Copy] = (),
 ) -> Report:
     """Return the verdict on a loader.
 
@@ -167,9 +170,10 @@ def report(
         setting: How they were made.
         stats: Its counts of failures and deaths are remarked upon.
         notes: What records do not tell; the worst one outranks them.
+        copies: The latest ones to the device.
     """
     remarks = _remarks(stats)
-    batches = batches_of(records, setting)
+    batches = batches_of(records, setting, copies)
     if not batches:
         headline = f"Too little is recorded to tell: {len(records)} batches."
         return Report(headline, "unknown", batches=len(records), remarks=remarks)
@@ -185,7 +189,7 @@ def report(
     if share >= _WAITS:
         found = _lagging(now, notes) or _findings(batches, setting, slow)
     return Report(
-        headline=_headline(found.stage, share, setting, found.lag),
+        headline=_headline(found.stage, share, found.lag),
         stage=found.stage,
         advice=found.advice,
         limit="" if found.advice else _limit(found.stage, batches, setting, now),
@@ -251,8 +255,9 @@ def _findings(
     halved = {
         name: replay(scaled(batches, name, 0.5), setting, slow).seconds
         for name in _STAGES
+        if name != "device" or setting.on_device
     }
-    stage = min(_STAGES, key=lambda name: halved[name])
+    stage = min(halved, key=lambda name: halved[name])
     best = best_change(batches, setting, slow)
     if best is None:
         return _Found(stage)
@@ -277,7 +282,7 @@ def _freed(lag: LoopLag, now: Replayed) -> Advice:
     return Advice(lag.culprit, "the event loop", new, _gain(now, then), why)
 
 
-def _headline(stage: str, share: float, setting: Setting, lag: LoopLag | None) -> str:
+def _headline(stage: str, share: float, lag: LoopLag | None) -> str:
     waits = f"training waits for batches {share:.0%} of the time"
     if stage == "nothing":
         return f"Nothing holds training back: {waits}."
@@ -288,10 +293,7 @@ def _headline(stage: str, share: float, setting: Setting, lag: LoopLag | None) -
         )
     if lag is not None:
         return f"{lag.culprit} holds up the event loop, and so training: {waits}."
-    what = _WORDS[stage]
-    if stage == "transport" and setting.on_device:
-        what = "The copy to the device"
-    return f"{what} holds training back: {waits}."
+    return f"{_WORDS[stage]} holds training back: {waits}."
 
 
 def _limit(
@@ -308,7 +310,7 @@ def _limit(
         return f"The cores set the pace: all {setting.cores} are busy making batches."
     if stage == "read" and waits_for_store(batches):
         return "The store sets the pace: no argument gains 5 % or more."
-    if stage == "transport" and setting.on_device:
+    if stage == "device":
         return "The link to the device sets the pace: make batches smaller in bytes."
     return "No argument gains 5 % or more: this stage must get cheaper."
 
