@@ -44,7 +44,7 @@ compat: $(COMPAT)/.ready
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py
 
-# on a machine with a GPU: builds apart, runs the cuda tests, measures
+# on a machine with a GPU: builds apart, runs tools/check_gpu.py
 gpu:
 	benchmarks/gpu.sh
 

@@ -3,6 +3,7 @@
 A process that has begun it has another current accelerator, and torch pins for it.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -39,3 +40,21 @@ def test_on_fake(names: list[str]) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
+
+
+def test_the_script_for_a_gpu(tmp_path: Path) -> None:
+    """It runs to its end on the fake device, and prints what it finds."""
+    script, found = HERE.parents[1] / "tools" / "check_gpu.py", tmp_path / "found.json"
+    done = subprocess.run(
+        [sys.executable, script, "--dry", "--workers", "2", "--json", found],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    content = json.loads(found.read_text())
+    assert content["machine"]["device"] == "fake:0"
+    assert "5 passed" in content["tests"]["summary"]
+    feeds = [row["feed"] for row in content["figures"] if row["megabytes"] == 4]
+    assert feeds == ["bare copies", "aioloader", "torch, pin_memory + non_blocking"]
+    assert all(row["gb_per_second"] > 0 for row in content["figures"])
+    assert "of limit" in done.stdout
