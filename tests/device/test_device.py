@@ -327,15 +327,16 @@ def run_all(ways: dict[str, int], device: str, num_workers: int) -> None:
             assert sign not in errors[way]
 
 
-WAYS = [{"raise": 1, "exit": 3}, {"end": 0, "interrupt": -2}]
+# They take long: on the fake device, those that ended wrong once.
+EXITS: list[Any] = [({"exit": 3, "interrupt": -2}, 0)]
+if not IS_FAKE:
+    ways = {"end": 0, "raise": 1, "interrupt": -2, "exit": 3}
+    EXITS = [(ways, 0), (ways, 2)]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("ways", WAYS, ids=["errors", "ends"])
-def test_exits(num_workers: int, ways: dict[str, int]) -> None:
+@pytest.mark.parametrize(("ways", "num_workers"), EXITS)
+def test_exits(ways: dict[str, int], num_workers: int) -> None:
     """With the stage at work: no crash, nothing said that was not raised."""
-    if IS_FAKE and num_workers != 2 * WAYS.index(ways):
-        pytest.skip("one half of them, for they take long")
     run_all(ways, str(DEVICE), num_workers)
 
 

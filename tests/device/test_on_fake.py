@@ -32,7 +32,7 @@ def test_on_fake(names: list[str]) -> None:
     files = [HERE / name for name in names]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
-        env={**os.environ, "AIOLOADER_TEST_DEVICE": "fake"},
+        env=os.environ | {"AIOLOADER_TEST_DEVICE": "fake", "OMP_NUM_THREADS": "1"},
         cwd=HERE.parents[1],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -47,6 +47,7 @@ def test_the_script_for_a_gpu(tmp_path: Path) -> None:
     script, found = HERE.parents[1] / "tools" / "check_gpu.py", tmp_path / "found.json"
     done = subprocess.run(
         [sys.executable, script, "--dry", "--workers", "2", "--json", found],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -52,7 +52,7 @@ def build() -> Path:
             cpp_extension.load(
                 "fake",
                 [str(HERE / "fake.cpp")],
-                extra_cflags=["-O1"],
+                extra_cflags=["-O2"],
                 build_directory=str(folder),
                 is_python_module=False,
             )
