@@ -6,6 +6,7 @@ that take long: the host is far ahead, as it is in training.
 
 import contextlib
 import gc
+import itertools
 import os
 import warnings
 from collections.abc import Iterator
@@ -134,6 +135,57 @@ def test_a_fork_leaves_locked_pages_where_they_are(num_workers: int) -> None:
         with a_child():
             assert train(loader, 1000) == 0
         assert train(loader, 1000) == 0
+
+
+@pytest.mark.parametrize(("num_workers", "workers"), KINDS)
+@pytest.mark.parametrize("way", ["close", "drop", "break"])
+def test_an_end_in_mid_copy(way: str, num_workers: int, workers: Any) -> None:
+    """Copies that were begun end before their memory is unlocked; see ``Held``."""
+    port = Watched(late=20_000_000)  # ten milliseconds
+    options: dict[str, Any] = {"num_workers": num_workers, "workers": workers}
+    loader = on(port, DataLoader(Rows(400), SIZE, **options), 2)
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+        assert port.copied.acquire(timeout=20)
+    if way == "close":
+        iterator.close()
+    elif way == "break":
+        for _ in iterator:
+            break
+    del iterator
+    loader.close()
+
+
+class InTwo(Rows):
+    """Each sample has two parts."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index), super().__getitem__(index)
+
+
+def test_an_error_in_mid_copy() -> None:
+    """What was begun of its batch ends before its memory is used again."""
+    port = Watched(late=2_000_000)
+    copies = itertools.count()
+    begin = port.copy
+
+    def copy(host: torch.Tensor) -> torch.Tensor:
+        if next(copies) % 10 == 5:  # the second part of each fifth batch
+            raise torch.OutOfMemoryError("the device is full")
+        return begin(host)
+
+    port.copy = copy  # type: ignore[method-assign]
+    errors, found = 0, counter()
+    iterator = iter(on(port, DataLoader(InTwo(400), SIZE, num_workers=2), 2))
+    for number in range(100):
+        try:
+            for part in next(iterator):
+                add_wrong(found, part, number)
+        except torch.OutOfMemoryError:
+            errors += 1
+    assert (errors, int(found)) == (20, 0)
+    iterator.close()
 
 
 def test_other_streams() -> None:

@@ -86,12 +86,9 @@ class Fake(ModuleType):
 
     def __init__(self, name: str, calls: ctypes.CDLL) -> None:
         super().__init__(name)
-        calls.fake_hold.restype = ctypes.c_void_p
-        calls.fake_release.argtypes = [ctypes.c_void_p]
         calls.fake_lock.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
         calls.fake_unlock.argtypes = [ctypes.c_size_t]
         calls.fake_set_capacity.argtypes = [ctypes.c_int, ctypes.c_size_t]
-        calls.fake_set_lock_limit.argtypes = [ctypes.c_size_t]
         sizes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
         calls.fake_count.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *sizes]
         self.calls = calls
@@ -186,22 +183,9 @@ class Fake(ModuleType):
     def set_capacity(self, nbytes: int, device: int = 0) -> None:
         self.calls.fake_set_capacity(device, nbytes)
 
-    def set_lock_limit(self, nbytes: int) -> None:
-        """Refuse to register more of the host's memory than that; -1: no limit."""
-        self.calls.fake_set_lock_limit(nbytes % (1 << 64))
-
     def forgive(self) -> None:
         """Forget the violations so far."""
         self.calls.fake_forgive()
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the stream that is current as the block begins, until it ends."""
-        held = self.calls.fake_hold()
-        try:
-            yield
-        finally:
-            self.calls.fake_release(held)
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
@@ -237,4 +221,4 @@ class Runtime:
         return self._lock(address, nbytes)
 
     def cudaGetErrorString(self, status: int) -> str:  # noqa: N802
-        return {1: "invalid argument", 2: "out of memory"}.get(status, str(status))
+        return {1: "invalid argument"}.get(status, str(status))

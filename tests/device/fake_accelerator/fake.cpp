@@ -357,7 +357,6 @@ void fake_empty_cache() {
   for (auto& memory : Machine::get().memory) memory.empty_cache();
 }
 void fake_forgive() { Machine::get().host.violations = 0; }
-void fake_set_lock_limit(size_t nbytes) { Machine::get().host.limit = nbytes; }
 int fake_lock(uintptr_t at, size_t nbytes) { return Machine::get().host.lock(at, nbytes); }
 int fake_unlock(uintptr_t at) { return Machine::get().host.unlock(at); }
 void fake_figures(int device, bool resets_peak, int64_t* out) {
@@ -369,17 +368,6 @@ void fake_busy(int microseconds) {
   current_stream(current_device).push([=] {
     std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
   });
-}
-// Hold the current stream until the signal that is returned is set.
-void* fake_hold() {
-  auto* signal = new SignalPtr(std::make_shared<fake::Signal>());
-  current_stream(current_device).push([at = *signal] { at->wait(); });
-  return signal;
-}
-void fake_release(void* held) {
-  auto* signal = static_cast<SignalPtr*>(held);
-  (*signal)->set();
-  delete signal;
 }
 // Count, in the current stream, the words that are not the number of their row.
 void fake_count(void* found, const void* batch, int64_t rows, int64_t words, int64_t row) {

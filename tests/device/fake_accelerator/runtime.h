@@ -296,7 +296,7 @@ class Host {
       memset(to, kPoison, nbytes);
     }
   }
-  // As cudaHostRegister: 0, or 1 (invalid), 2 (no room), 712 (is registered).
+  // As cudaHostRegister: 0, or 1 (invalid), 712 (is registered).
   int lock(uintptr_t at, size_t size) {
     std::lock_guard lock(mutex_);
     unsigned char pages[1];
@@ -308,7 +308,6 @@ class Host {
       auto [start, length] = *std::prev(next);
       if (start + length > at) return 712;
     }
-    if (locked_ + size > limit) return 2;
     locked_ += size;
     registered_[at] = size;
     return 0;
@@ -327,7 +326,6 @@ class Host {
     out[0] = registered_.size(), out[1] = locked_, out[2] = violations;
     out[3] = blocks_.size(), out[4] = bytes_;
   }
-  std::atomic<size_t> limit{SIZE_MAX};
   std::atomic<int> violations{0};
 
  private:
