@@ -51,7 +51,7 @@ bench: $(VENV)/.bench $(PEERS)/.ready
 dlio: $(DLIO)/.ready
 	$(DLIO)/bin/python benchmarks/dlio/run.py $(DLIO_ARGS)
 
-# on a machine with a GPU: builds apart, runs the cuda tests, measures
+# on a machine with a GPU: builds apart, runs tools/check_gpu.py
 gpu:
 	benchmarks/gpu.sh
 

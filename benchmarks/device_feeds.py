@@ -47,9 +47,8 @@ def picture_case(batch: int = 256, side: int = 224) -> Case:
 
 def bare_copies(case: Case, device: torch.device) -> Iterator[Batch]:
     """Copy two pinned batches in turn, into memory that stays: the limit."""
-    is_cuda = device.type == "cuda"
     hosts = [case.empty() for _ in range(2)]
-    if is_cuda:
+    if device.type != "cpu":
         hosts = [[view.pin_memory() for view in views] for views in hosts]
     targets = [[view.to(device) for view in views] for views in hosts]
     while True:
@@ -85,7 +84,7 @@ def torch_loader(
         num_workers=num_workers,
         persistent_workers=True,
         prefetch_factor=ahead,
-        pin_memory=device.type == "cuda",
+        pin_memory=device.type != "cpu",
     )
 
 

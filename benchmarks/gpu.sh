@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# One call on a machine with a GPU: builds, checks, measures, and prints the tables.
+# One call on a machine with a GPU: builds an environment, checks, measures.
 #
 #     benchmarks/gpu.sh                      # ten minutes at most, the installation apart
-#     PYTHON=python3.12 benchmarks/gpu.sh --rounds 1
+#     PYTHON=python3.12 benchmarks/gpu.sh --json gpu.json
 #
-# Arguments go to benchmarks/device.py. A torch that sees the GPU is used as it is; else
+# Arguments go to tools/check_gpu.py. A torch that sees the GPU is used as it is; else
 # one is installed. Where there is no network, pip finds wheels by its own PIP_NO_INDEX
 # and PIP_FIND_LINKS. The exit status tells whether all of it went well.
 set -euo pipefail
@@ -46,21 +46,5 @@ if ! "$bin/python" -c "$sees_gpu"; then
     echo "torch sees no GPU here: nothing to check or to measure" >&2
     exit 2
 fi
-"$bin/python" - << 'END'
-import sys
-
-import torch
-
-found = torch.cuda.get_device_properties(0)
-print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, {found.name},")
-print(f"{found.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}")
-END
-
-status=0
-echo "== check: on the GPU"
-"$bin/python" -m pytest -q -m cuda tests/device --durations=5 || status=1
-echo "== check: on the CPU"
-"$bin/python" -m pytest -q -m "not cuda" tests/device || status=1
-echo "== measure"
-"$bin/python" benchmarks/device.py "$@" || status=1
-exit $status
+echo "== check and measure"
+exec "$bin/python" tools/check_gpu.py "$@"

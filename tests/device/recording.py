@@ -5,10 +5,9 @@ is at the address by then. So a slot that is given back too early, or a batch th
 handed over without a wait, shows in the values.
 """
 
-import contextlib
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +42,7 @@ class LatePort:
     """
 
     device = torch.device("cpu")
+    is_async = True
 
     def __init__(self, *failing: int) -> None:
         self.log: list[str] = []
@@ -58,12 +58,6 @@ class LatePort:
 
     def enter_thread(self) -> None:
         """Be here already."""
-
-    @contextlib.contextmanager
-    def copying(self) -> Iterator[None]:
-        """Log the batch."""
-        self.log.append("copying")
-        yield
 
     def is_locked(self, host: torch.Tensor) -> bool:
         """Look where the memory is."""
@@ -90,6 +84,9 @@ class LatePort:
             self._copies.append((copy, host.data_ptr()))
         self.log.append(f"copy {host.nbytes}")
         return copy
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Have them already."""
 
     def mark(self) -> Mark:
         """Return where the copies are."""

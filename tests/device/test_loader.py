@@ -2,10 +2,12 @@
 
 import asyncio
 import gc
+import json
 import logging
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,16 +222,40 @@ def test_the_window_counts_what_is_on_the_device() -> None:
 def test_a_device_that_is_not_there() -> None:
     """Said at once, and what to do."""
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match=r"torch sees 0 cuda devices here; pass"):
+        seen = "torch sees no device but the cpu here"
+        with pytest.raises(ValueError, match=seen):
             DataLoader([1], device="cuda")
-    with pytest.raises(ValueError, match=r"which have streams; leave device out"):
-        DataLoader([1], device="mps")
+        with pytest.raises(ValueError, match=seen):
+            DataLoader([1], device="mps")
     with pytest.raises(TypeError, match="device must name a torch device"):
         DataLoader([1], device="graphics")
-    with pytest.raises(TypeError, match="device must name a torch device"):
-        DataLoader([1], device=1.5)
+        with pytest.raises(ValueError, match=f"device=1: {seen}; pass 'auto' or 'cpu'"):
+            DataLoader([1], device=1)
+        assert DataLoader([1], device="auto").device is None
+    for device in (1.5, True):
+        with pytest.raises(TypeError, match="device must name a torch device"):
+            DataLoader([1], device=device)
     with pytest.raises(ValueError, match="prefetch_device must be at least 1, got 0"):
         DataLoader([1], prefetch_device=0)
+
+
+def test_what_is_shown_of_copies(tmp_path: Path) -> None:
+    """Figures of the stage, a verdict, and a row in the trace."""
+    loader = on(LatePort(), DataLoader(Images(), 4, num_workers=1), depth=2)
+    with loader.trace(tmp_path / "run.json"):
+        for _ in loader:
+            pass
+    stages = {stage.name: stage for stage in loader.stats().stages}
+    device = stages["device"]
+    assert (device.items, device.nbytes) == (15, 15 * 4 * (200 * 200 * 4 + 8))
+    parts = device.busy + device.starved + device.blocked
+    assert parts == pytest.approx(loader.stats().seconds)
+    assert "device" in str(loader.stats())
+    assert loader.stats().device_bytes == 0
+    assert loader.report().batches == 14
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    copies = [one for one in events if one["name"] == "copy"]
+    assert [one["args"]["batch"] for one in copies] == list(range(15))
 
 
 def test_the_hosts_memory_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,15 @@
 
 import collections
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from aioloader._device.mover import Mover, Pinner
+from aioloader import DataLoader
+from aioloader._device.leaves import map_leaves
+from aioloader._device.mover import HostCarrier, Mover
 from device.recording import LatePort
 
 DTYPES = [
@@ -176,7 +178,6 @@ def test_locked_memory_is_copied_in_place() -> None:
     assert torch.equal(result[0], locked)
     assert torch.equal(result[1], other)
     assert port.log == [
-        "copying",
         "copy 200000",
         "stage 240000",
         "copy 240000",
@@ -239,8 +240,98 @@ def test_packed_sequences() -> None:
     assert torch.equal(result.data, packed.data)
 
 
+@pytest.mark.parametrize(
+    ("batch", "keys"),
+    [
+        ({"a": torch.ones(2), "b": torch.ones(3)}, ["a"]),
+        ((torch.ones(2), torch.ones(3)), [0]),
+        ([torch.ones(2), torch.ones(3)], lambda key: key == 0),
+        (Point(torch.ones(2), torch.ones(3)), {"x"}),
+        (Record(torch.ones(2), "name", [torch.ones(3)]), ("image", "name")),
+        (collections.UserDict(a=[torch.ones(2)], b=torch.ones(3)), ["a"]),
+    ],
+    ids=["dict", "tuple", "list", "named", "record", "user"],
+)
+def test_keys(batch: Any, keys: Any) -> None:
+    """Only what is named moves; the rest is passed on as it is."""
+    found: Any = Mover(LatePort(), keys).move(batch).hand_over()
+    assert type(found) is type(batch)
+    leaves: list[Any] = []
+    map_leaves(found, leaves.append)
+    originals: list[Any] = []
+    map_leaves(batch, originals.append)
+    assert [new is old for new, old in zip(leaves, originals, strict=True)] == [
+        (torch.is_tensor(old) and old.numel() == 3) or not torch.is_tensor(old)
+        for old in originals
+    ]
+
+
+def test_keys_that_are_not_there() -> None:
+    """A slip of the pen would leave a batch on the host."""
+    with pytest.raises(ValueError, match=r"names \['imgae'\], which the batch lacks"):
+        Mover(LatePort(), ["imgae"]).move({"image": torch.ones(2)})
+    with pytest.raises(TypeError, match="needs batches with entries"):
+        Mover(LatePort(), ["image"]).move(torch.ones(2))
+
+
+def test_one_tensor_under_two_keys() -> None:
+    """It stays where its key says, under each of them."""
+    both = torch.ones(2)
+    found = Mover(LatePort(), ["a"]).move({"a": both, "b": both}).hand_over()
+    assert found["b"] is both
+    assert found["a"] is not both
+
+
+def test_a_transform_without_a_device() -> None:
+    """It is called all the same, in the stage's thread."""
+    loader: Any = DataLoader(
+        torch.arange(4.0), 2, device="cpu", device_transform=lambda batch: batch * 2
+    )
+    assert [batch.tolist() for batch in loader] == [[0, 2], [4, 6]]
+
+
+class Elsewhere:
+    """An array of another library, on a device, that could move itself."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    def to(self, device: Any, **_options: Any) -> Any:
+        raise AssertionError("it is on a device")
+
+
+class Cupy:
+    """The same, by the older protocol."""
+
+    __cuda_array_interface__: ClassVar[dict[str, int]] = {"version": 3}
+
+    def to(self, device: Any, **_options: Any) -> Any:
+        raise AssertionError("it is on a device")
+
+
+def test_arrays_on_a_device_pass_untouched() -> None:
+    """Those of other libraries, too."""
+    batch = [Elsewhere(), Cupy(), torch.ones(1, device="meta")]
+    assert moved(batch) is batch
+
+
+def test_misuse() -> None:
+    """Said in the constructor."""
+
+    async def transform(batch: Any) -> Any:
+        return batch
+
+    with pytest.raises(TypeError, match="device_transform must be a plain function"):
+        DataLoader([1], device_transform=transform)
+    for keys in ("image", 3):
+        with pytest.raises(TypeError, match="device_keys must be a list of keys"):
+            DataLoader([1], device_keys=keys)  # type: ignore[arg-type]
+
+
 def test_pinning_passes_on_what_cannot_be_pinned() -> None:
     """Numbers, text and containers stay as they are."""
     batch = {"a": [1, "b"], "c": Point(None, 2.5)}
-    assert Pinner().move(batch).hand_over() is batch
-    assert Pinner().move([Late(torch.ones(1))]).hand_over()[0].steps == ("pin_memory",)
+    assert HostCarrier().move(batch).hand_over() is batch
+    assert HostCarrier().move([Late(torch.ones(1))]).hand_over()[0].steps == (
+        "pin_memory",
+    )

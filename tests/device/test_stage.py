@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from aioloader._device.stage import Staged
+from aioloader._observe.records import Copies
 from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader.errors import LoaderClosedError
@@ -16,6 +17,9 @@ from aioloader.errors import LoaderClosedError
 
 class Delivery:
     """A batch that arrives when the test says so."""
+
+    is_async = True
+    copied_bytes, held_bytes = 10, 20
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
@@ -73,7 +77,7 @@ def staged(carrier: Carrier, batches: list[Any], depth: int = 1) -> Staged:
     ready = ReadyQueue(in_order=True)
     for number, batch in enumerate(batches):
         ready.put(number, BatchResult(batch))
-    return Staged(ready, carrier, depth, 3)
+    return Staged(ready, carrier, depth, 3, Copies())
 
 
 def take(stage: Staged) -> BatchResult:
@@ -136,6 +140,22 @@ def test_host_memory_is_held_until_the_copy_has_ended() -> None:
     assert all(each.is_released.is_set() for each in carrier.deliveries)
 
 
+def test_copies_are_noted() -> None:
+    """When there was room for each, when it began and ended; and what is ahead."""
+    carrier = Carrier()
+    stage = staged(carrier, list(range(3)), depth=2)
+    for _ in range(3):
+        take(stage)
+    for delivery in carrier.deliveries:
+        assert delivery.is_released.wait(20)
+    assert ended(stage)
+    notes = list(stage._copies.latest)
+    assert [(one.number, one.nbytes) for one in notes] == [(0, 10), (1, 10), (2, 10)]
+    for one in notes:
+        assert 0 < one.asked <= one.began <= one.ended
+    assert stage._copies.moved_bytes == stage._copies.taken_bytes == 60
+
+
 def test_host_memory_is_let_go_of_when_nothing_follows() -> None:
     """The last copy is waited for, though nobody asks for more."""
     carrier = Carrier()
@@ -167,7 +187,7 @@ def test_the_pipelines_failure(batches: list[int]) -> None:
     for number in batches:
         ready.put(number, BatchResult(number))
     ready.fail(KeyError("lost"))
-    stage = Staged(ready, Carrier(), 1, 0)
+    stage = Staged(ready, Carrier(), 1, 0, Copies())
     assert [take(stage).batch for _ in batches] == batches
     with pytest.raises(KeyError, match="lost"):
         take(stage)

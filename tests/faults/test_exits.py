@@ -207,6 +207,26 @@ def test_an_uncaught_exception_is_all_that_is_printed() -> None:
     assert "Warning" not in done.stderr
 
 
+def test_a_thread_in_torchs_code_at_the_interpreters_exit() -> None:
+    """It is waited for: else it would end the process by an abort."""
+    code = IMPORTS + (
+        "torch.set_num_threads(1)\n"
+        "started, big = threading.Event(), torch.rand(2200, 2200)\n"
+        "class Long(S):\n"
+        "    def __getitem__(self, i):\n"
+        "        if i > 1: started.set(); return big.mm(big)\n"
+        "        return i\n"
+        "loader = DataLoader(Long(), 1, prefetch_factor=2, collate_fn=len)\n"
+        "class Last:\n"  # the interpreter's end takes longer than the call
+        "    def __del__(self, wait=threading.Event().wait): wait(2)\n"
+        "last = Last()\n"
+        "for batch in loader:\n"
+        "    if started.wait(0.01): sys.exit(3)\n"
+    )
+    done = python(code, "-W", "ignore")
+    assert (done.returncode, done.stderr) == (3, "")
+
+
 def test_a_stuck_read_does_not_keep_the_interpreter() -> None:
     """A thread that never returns cannot be joined: the exit goes on without it."""
     code = IMPORTS + (

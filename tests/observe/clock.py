@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import NamedTuple
 
-from aioloader._observe.records import Record, Setting
+from aioloader._observe.records import Copy, Record, Setting
 
 TICK = 1e-3
 
@@ -88,6 +88,8 @@ class Clock:
         self._turn = 0
         self._is_waiting = False
         self.records: list[Record] = []
+        self.copies: list[Copy] = []
+        self._room = -1  # since when there is room on the device
 
     def run(self, batches: int) -> list[Record]:
         """Return the records of so many batches."""
@@ -218,16 +220,24 @@ class Clock:
 
     def _copy(self) -> bool:
         """Move the next batch to the device, if there is room."""
+        has_room = len(self._ready) < self._setting.on_device
+        is_free = not (self._to_copy and "copy" in self._to_copy[0].at)
+        if is_free and has_room and self._room < 0:
+            self._room = self._now
         if not self._to_copy:
             return False
         job = self._to_copy[0]
-        if "copy" not in job.at:
-            if len(self._ready) >= self._setting.on_device:
+        if is_free:
+            if not has_room:
                 return False
             job.at["copy"], job.left = self._now, job.ticks.transport
             return True
         if not job.left:
             self._ready.append(self._to_copy.popleft())
+            times = (self._room, job.at["copy"], self._now)
+            asked, began, ended = (each * TICK + 1 for each in times)
+            self.copies.append(Copy(job.number, asked, began, ended, 1 << 20))
+            self._room = -1
             return True
         return False
 

@@ -73,9 +73,10 @@ def test_processes_share_the_cores() -> None:
 
 
 def test_copies_follow_each_other() -> None:
-    batch = Batch(collate=0.001, transport=0.010, step=0.004)
+    batch = Batch(collate=0.001, copy=0.010, step=0.004)
     setting = Setting("thread", window=4, on_device=2)
     assert replay([batch], setting).seconds == pytest.approx(0.010)
+    batch = Batch(collate=0.001, transport=0.010, step=0.004)
     delayed = Setting("thread", window=16)
     assert replay([batch], delayed).seconds == pytest.approx(0.004)
 

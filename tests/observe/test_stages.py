@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader._observe.records import NOT_MADE, Record, Setting
+from aioloader._observe.records import NOT_MADE, Copy, Record, Setting
 from aioloader._observe.stages import StageStats, held_back, stage_stats
 from aioloader._observe.stats import LoaderStats, with_records
 from observe.clock import TICK, Clock, Ticks
@@ -52,6 +52,31 @@ def test_a_slow_consumer_blocks_the_makers() -> None:
     read = named(stages, "read")
     assert read.blocked > 0.8 * (read.busy + read.starved + read.blocked)
     assert named(stages, "consumer").utilisation > 0.95
+
+
+def test_copies_to_a_device() -> None:
+    """One every 10 s: asked for at 0, begun at 2, there at 5; then there is no room."""
+    records = one_after_the_other(4)
+    copies = [
+        Copy(at, 100 + 10.0 * at, 102 + 10.0 * at, 105 + 10.0 * at, 1 << 20)
+        for at in range(4)
+    ]
+    setting = Setting("thread", on_device=1)
+    stages = stage_stats(records, setting, copies)
+    assert [stage.name for stage in stages][-3:] == ["transport", "device", "consumer"]
+    device = named(stages, "device")
+    assert (device.busy, device.starved, device.blocked) == (12, 8, 16)
+    assert (device.items, device.nbytes, device.p50) == (4, 4 << 20, 3)
+
+
+def test_copies_that_overlap() -> None:
+    """The next is begun while one is under way: it counts from the end of that."""
+    records = one_after_the_other(2)
+    copies = [Copy(0, 100, 100, 106, 1), Copy(1, 101, 103, 110, 1)]
+    stages = stage_stats(records, Setting("thread", on_device=1), copies)
+    device = named(stages, "device")
+    assert (device.busy, device.starved, device.blocked) == (10, 0, 6)
+    assert device.p99 == pytest.approx(6, abs=0.1)
 
 
 def test_slow_reads_starve_the_rest() -> None:

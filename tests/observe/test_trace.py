@@ -16,8 +16,16 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from aioloader import merge_traces
-from aioloader._observe.records import NOT_MADE, MadeAt, Records, RecordTuple, Setting
-from aioloader._observe.trace import Clock, Copy, Trace, Traced, trace_events
+from aioloader._observe.records import (
+    NOT_MADE,
+    Copies,
+    Copy,
+    MadeAt,
+    Records,
+    RecordTuple,
+    Setting,
+)
+from aioloader._observe.trace import Clock, Trace, Traced, trace_events
 from observe.trace_format import check_trace, of_kind, tracks
 
 CLOCK = Clock(unix=0, base=0)
@@ -108,7 +116,7 @@ def test_tracks() -> None:
     """The consumer's first, then the readers', one for each worker, then the copies."""
     both = Setting("workers", workers=2, worker_kind="thread", concurrency=64)
     epoch = traced(both)
-    epoch.copies = [Copy(0, 8.0, 8.5), Copy(1, 12.0, 12.5)]
+    epoch.copies = [Copy(0, 7.0, 8.0, 8.5, 64), Copy(1, 11.0, 12.0, 12.5, 64)]
     events = list(trace_events([epoch], CLOCK, 7))
     check_trace({"traceEvents": events})
     names = list(tracks(events).values())
@@ -121,6 +129,24 @@ def test_tracks() -> None:
     ]
     inline = list(tracks(trace_events([traced(Setting("inline"))], CLOCK, 7)).values())
     assert inline == ["consumer", "loader", "loader (2)"]
+
+
+def test_copies_are_collected_in_the_block_alone(tmp_path: Path) -> None:
+    """They end in another thread than batches are taken in."""
+    records, copies, path = Records(), Copies(), tmp_path / "run.json"
+    trace = Trace(path, [])
+    trace.follow(0, records, Setting("thread", on_device=1), copies)
+    copies.latest.append(Copy(0, 1.0, 1.0, 2.0, 64))
+    with trace:
+        copies.latest.append(Copy(1, 2.0, 3.0, 5.0, 64))
+        copies.latest.append(Copy(2, 3.0, 4.0, 6.0, 64))
+    copies.latest.append(Copy(3, 4.0, 5.0, 7.0, 64))
+    events = json.loads(path.read_text())["traceEvents"]
+    shown = [(one["args"], one["dur"]) for one in events if one["ph"] == "X"]
+    assert shown == [
+        ({"epoch": 0, "batch": 1, "bytes": 64}, 2e6),
+        ({"epoch": 0, "batch": 2, "bytes": 64}, 1e6),
+    ]
 
 
 def test_a_step_is_from_a_batch_to_the_next_question() -> None:

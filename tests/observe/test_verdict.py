@@ -205,10 +205,39 @@ def test_a_slow_copy_has_no_remedy_here() -> None:
     found = report(
         Clock(setting, [Ticks(collate=1, transport=20, step=5)]).run(64), setting
     )
-    assert (found.stage, found.advice) == ("transport", None)
+    assert (found.stage, found.advice) == ("device", None)
     assert found.headline.startswith("The copy to the device holds training back")
     assert "link to the device" in found.limit
     assert found.wait_share == pytest.approx(0.75, abs=0.03)
+
+
+def test_a_slow_copy_of_known_size() -> None:
+    """Half the bytes take half the time, as a loader that has them shows."""
+    setting = Setting("thread", window=6, on_device=2, cores=8)
+    clock = Clock(setting, [Ticks(collate=1, transport=20, step=5)])
+    found = report(clock.run(64), setting, copies=clock.copies)
+    assert found.stage == "device"
+    assert abs(found.model_error) < 0.1
+    advice = found.advice
+    assert advice is not None
+    assert advice.argument == "the size of batches"
+    assert (advice.old, advice.new) == ("1.05 MB", "0.524 MB")
+    assert "copied at 0.0524 GB/s" in advice.why
+    halved = Clock(setting, [Ticks(collate=1, transport=10, step=5)]).run(64)
+    truth = seconds_per_batch(clock.records) / seconds_per_batch(halved)
+    assert advice.gain == pytest.approx(100 * (truth - 1), abs=5)
+
+
+def test_copies_that_vary_are_bridged() -> None:
+    """More of them ahead, and the step waits for none."""
+    setting = Setting("thread", window=12, on_device=1, cores=8)
+    ticks = [Ticks(collate=1, transport=40 if at % 4 == 0 else 1, step=12)
+             for at in range(8)]  # fmt: skip
+    clock = Clock(setting, ticks)
+    found = report(clock.run(64), setting, copies=clock.copies)
+    assert found.stage == "device"
+    assert found.advice is not None
+    assert found.advice.argument == "prefetch_device"
 
 
 def test_busy_cores_have_no_remedy_here() -> None:

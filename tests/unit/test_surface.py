@@ -57,6 +57,8 @@ def test_torchs_signature() -> None:
         "concurrency",
         "device",
         "prefetch_device",
+        "device_keys",
+        "device_transform",
         "workers",
         "fetch",
         "rng",

@@ -2,20 +2,24 @@
 
 One copy stream per loader. A copy is begun there and marked by an event; the consumer's
 own stream waits for the event, on the device, and the allocator records that it uses
-the memory. No call here waits, but ``Mark.synchronize``.
+the memory. No call here waits, but ``Mark.synchronize``, and the copies to a device
+that has no streams.
 """
 
 import ctypes
+import logging
 import threading
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
 import torch
 
+from aioloader._device.locking import PageLocker
 from aioloader._order.forks import fork_safe
+from aioloader._transport.slots import Locker
 
 _CAPTURE_THREAD_LOCAL: Final = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_LOG = logging.getLogger("aioloader")
 
 
 class Mark(Protocol):
@@ -26,15 +30,18 @@ class Mark(Protocol):
 
 
 class Port(Protocol):
-    """A device, as the stage sees it."""
+    """A device, as the stage sees it.
+
+    Attributes:
+        device: With its index.
+        is_async: Whether copies go on while this thread does other work.
+    """
 
     device: torch.device
+    is_async: bool
 
     def enter_thread(self) -> None:
-        """Make this thread, which is the stage's own, one that tasks for the device."""
-
-    def copying(self) -> AbstractContextManager[object]:
-        """Return what is entered while copies are begun: they go to the copy stream."""
+        """Make this thread, which is the stage's own, one that copies to the device."""
 
     def is_locked(self, host: torch.Tensor) -> bool:
         """Tell whether a tensor is in page-locked memory."""
@@ -47,6 +54,9 @@ class Port(Protocol):
 
     def copy(self, host: torch.Tensor) -> torch.Tensor:
         """Begin to copy page-locked memory to the device."""
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Block until tensors of other streams are made; use them in this one."""
 
     def mark(self) -> Mark:
         """Mark what was begun on the stream that is current in this thread."""
@@ -64,8 +74,18 @@ class Port(Protocol):
         """
 
 
+class _Reached:
+    """The mark of a copy that was waited for."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
 class Accelerator:
-    """A CUDA (or ROCm, or XPU) device.
+    """A device by what ``torch.accelerator`` has for all: XPU, MPS, any PrivateUse1.
+
+    If it has no streams (MPS), or its package lacks a call that is needed here, each
+    copy blocks the stage's thread, and batches still come ahead of the step.
 
     Args:
         device: With its index.
@@ -73,50 +93,49 @@ class Accelerator:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._module: Any = torch.get_device_module(device)
+        self.is_async = False  # until a thread was entered
         self._lock = fork_safe(threading.Lock())
         self._stream: Any = None  # made in the stage's thread: that may take seconds
-        # A thread that waits for the device sleeps, where that can be had.
-        self._event_options = {"blocking": True} if device.type == "cuda" else {}
+
+    def locker(self) -> Locker | None:
+        """Return what page-locks memory for the device; None if nothing does."""
+        return None
 
     def enter_thread(self) -> None:
-        """Make the device current, and one thread enough.
-
-        While a graph is captured elsewhere, this thread's allocations are no part of
-        it: torch's default would have them end the capture.
-        """
-        self._module.set_device(self.device)
+        """Make the copy stream current in this thread, and one thread enough."""
         torch.set_num_threads(1)  # of this thread alone, as torch's own pinning does
-        if self.device.type == "cuda" and torch.version.cuda:
-            mode = ctypes.c_int(_CAPTURE_THREAD_LOCAL)
-            driver = ctypes.CDLL("libcuda.so.1")
-            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         with self._lock:
             if self._stream is None:
-                self._stream = self._module.Stream(device=self.device)
-
-    def copying(self) -> AbstractContextManager[object]:
-        """Make the copy stream current in this thread."""
-        context: AbstractContextManager[object] = self._module.stream(self._stream)
-        return context
+                self._stream = self._new_stream()
+                self.is_async = self._stream is not None
+        if self.is_async:
+            self._set_stream(self._stream)
 
     def is_locked(self, host: torch.Tensor) -> bool:
-        """Tell whether a tensor is in page-locked memory, whatever locked it."""
-        return host.is_pinned()
+        """Tell whether a tensor need not be staged, whatever locked it."""
+        return not self.is_async or host.is_pinned()
 
     def staging(self, like: torch.Tensor) -> torch.Tensor:
         """Return page-locked memory from torch's own pool."""
         # The pool is notified of each copy that begins from its memory.
-        return torch.empty_like(like, device="cpu", pin_memory=True)
+        return torch.empty_like(like, device="cpu", pin_memory=self.is_async)
 
     def copy(self, host: torch.Tensor) -> torch.Tensor:
         """Begin to copy page-locked memory to the device."""
-        return host.to(self.device, non_blocking=True)
+        return host.to(self.device, non_blocking=self.is_async)
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Block until tensors of other streams are made; use them in this one."""
+        self._synchronize()
+        for tensor in tensors if self.is_async else ():
+            tensor.record_stream(self._current_stream())
 
     def mark(self) -> Mark:
         """Mark the stream that is current in this thread."""
-        mark = self._module.Event(**self._event_options)
-        mark.record(self._module.current_stream(self.device))
+        if not self.is_async:
+            return _Reached()
+        mark = self._new_event()
+        mark.record(self._current_stream())
         found: Mark = mark
         return found
 
@@ -127,10 +146,12 @@ class Accelerator:
             RuntimeError: If a graph is being captured, of which a copy that has begun
                 cannot become a part.
         """
-        stream = self._module.current_stream(self.device)
-        if self.device.type == "cuda" and self._module.is_current_stream_capturing():
+        if not self.is_async:
+            return mark
+        stream = self._current_stream()
+        if self._is_capturing(stream):
             raise RuntimeError(
-                "a batch cannot be taken from the loader while a CUDA graph is being "
+                "a batch cannot be taken from the loader while a graph is being "
                 "captured: take it before, and copy it into the graph's own inputs"
             )
         stream.wait_event(mark)
@@ -138,33 +159,88 @@ class Accelerator:
             tensor.record_stream(stream)
         return self.mark()
 
+    # -- what CUDA has calls of its own for ---------------------------------------
 
-def accelerator_for(device: Any) -> torch.device | None:
-    """Return the device that batches are to be moved to; None for the host's memory.
+    def _new_stream(self) -> Any:
+        """Return a stream; None if copies are to block."""
+        found = torch.accelerator.current_accelerator()
+        if found is None or found.type != self.device.type:
+            _LOG.info("copies to %s block: the accelerator is %s", self.device, found)
+            return None
+        try:
+            stream: Any = torch.Stream(device=self.device)
+            self._set_stream(stream)
+            torch.empty(1, device=self.device).record_stream(stream)
+            torch.empty(1, pin_memory=True)
+        except RuntimeError as error:  # what torch raises for a call that is missing
+            _LOG.info("copies to %s block: %s", self.device, error)
+            return None
+        return stream
 
-    Raises:
-        TypeError: If ``device`` names none.
-        ValueError: If torch does not see it here, or it has no streams.
+    def _set_stream(self, stream: Any) -> None:
+        torch.accelerator.set_stream(stream)  # and its device
+
+    def _current_stream(self) -> Any:
+        return torch.accelerator.current_stream(self.device)
+
+    def _new_event(self) -> Any:
+        return torch.Event(device=self.device)
+
+    def _synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+    def _is_capturing(self, stream: Any) -> bool:
+        is_capturing = getattr(stream, "is_capturing", None)  # not in older versions
+        return is_capturing is not None and bool(is_capturing())
+
+
+class CudaAccelerator(Accelerator):
+    """A CUDA (or ROCm) device, also beside another accelerator of the process.
+
+    A thread that waits for it sleeps, memory is page-locked where it lies, and copies
+    go on while a graph is captured elsewhere.
     """
-    if device is None:
-        return None
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise TypeError(f"device must name a torch device, got {device!r}") from error
-    if found.type == "cpu":
-        return None
-    if found.type not in {"cuda", "xpu"}:
-        raise ValueError(
-            f"device={str(found)!r}: batches can be moved ahead to 'cuda' and 'xpu' "
-            "devices, which have streams; leave device out and move each batch by its "
-            "own .to()"
-        )
-    module = torch.get_device_module(found)
-    count = module.device_count() if module.is_available() else 0
-    if (found.index or 0) >= count:
-        raise ValueError(
-            f"device={str(found)!r}: torch sees {count} {found.type} devices here; "
-            "pass device='cpu', or leave it out, to keep batches in the host's memory"
-        )
-    return found
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._module: Any = torch.get_device_module(device)
+
+    def locker(self) -> Locker | None:
+        """Return what page-locks memory by the CUDA runtime."""
+        return PageLocker(self.device)
+
+    def enter_thread(self) -> None:
+        """Enter, and keep this thread's allocations out of graphs captured elsewhere.
+
+        Torch's default would have them end the capture.
+        """
+        super().enter_thread()
+        if self.device.type == "cuda" and torch.version.cuda:
+            mode = ctypes.c_int(_CAPTURE_THREAD_LOCAL)
+            driver = ctypes.CDLL("libcuda.so.1")
+            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+    def _new_stream(self) -> Any:
+        self._module.set_device(self.device)
+        return self._module.Stream(device=self.device)
+
+    def _set_stream(self, stream: Any) -> None:
+        self._module.set_device(self.device)
+        self._module.set_stream(stream)
+
+    def _current_stream(self) -> Any:
+        return self._module.current_stream(self.device)
+
+    def _new_event(self) -> Any:
+        return self._module.Event(blocking=True)
+
+    def _synchronize(self) -> None:
+        self._module.synchronize(self.device)
+
+    def _is_capturing(self, stream: Any) -> bool:  # noqa: ARG002
+        return bool(self._module.is_current_stream_capturing())
+
+
+def accelerator_of(device: torch.device) -> Accelerator:
+    """Return the port of a device, with its index."""
+    return CudaAccelerator(device) if device.type == "cuda" else Accelerator(device)

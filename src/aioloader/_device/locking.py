@@ -1,4 +1,4 @@
-"""Page-locking of the memory that batches are written into, for a CUDA device.
+"""Page-locking of the memory that batches are written into, by the CUDA runtime.
 
 A slot that is locked is the source of the copy to the device: no thread copies it to
 other memory first. Locking is asked for once per slot. Where it is refused (by a limit,
@@ -29,6 +29,7 @@ class PageLocker:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._module: Any = torch.get_device_module(device)
         self._pid = os.getpid()
         self._lock = fork_safe(threading.Lock())
         self._is_refused = False
@@ -37,8 +38,8 @@ class PageLocker:
         """Lock whole pages; tell whether that was granted."""
         if self._is_refused:
             return False
-        with torch.cuda.device(self._device):
-            runtime = _runtime()
+        with self._module.device(self._device):
+            runtime = self._module.cudart()
             status = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
             if int(status) == 0:
                 return True
@@ -48,8 +49,8 @@ class PageLocker:
     def unlock(self, address: int) -> None:
         """Unlock what was locked; nothing is left to unlock in a forked child."""
         if os.getpid() == self._pid and not sys.is_finalizing():
-            with torch.cuda.device(self._device):
-                _runtime().cudaHostUnregister(address)
+            with self._module.device(self._device):
+                self._module.cudart().cudaHostUnregister(address)
 
     def _give_up(self, nbytes: int, reason: str) -> None:
         with self._lock:
@@ -65,7 +66,3 @@ class PageLocker:
         # The runtime would report the refusal again, to an innocent call.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self._device)
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -6,19 +6,24 @@ staged together and travel as one, for each transfer has a price of its own. Wha
 itself, and what is no plain block of memory, is moved by its own ``to``.
 """
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from aioloader._device.accelerator import Mark, Port
-from aioloader._device.leaves import map_leaves, moves_itself
+from aioloader._device.leaves import is_leaf, keys_of, map_leaves, moves_itself
+from aioloader._device.naming import Choose, Keys, Transform
+from aioloader._order.failures import noted
 
 # Up to this size tensors are packed; each begins where the device's allocator would
 # have it begin.
 _SMALL: Final = 1 << 16
 _ALIGN: Final = 512
+_DLPACK_CPU: Final = 1  # kDLCPU
 
 
 class Moved:
@@ -34,6 +39,9 @@ class Moved:
 
     Attributes:
         taken: Where the consumer's stream was when the batch was handed over.
+        is_async: Whether it may not have arrived yet.
+        copied_bytes: What is copied ahead.
+        held_bytes: What it takes on the device.
     """
 
     def __init__(
@@ -53,6 +61,9 @@ class Moved:
         self._late = late
         self._sources = sources
         self.taken: Mark | None = None
+        self.is_async = port.is_async
+        self.copied_bytes = 0
+        self.held_bytes = _storage_bytes(arrived)
 
     def hand_over(self) -> Any:
         """Return the batch, for the stream that is current in this thread; once."""
@@ -75,26 +86,35 @@ class Moved:
         return self._sources is not None and len(self._marks) > 1
 
     def _move_late(self, batch: Any) -> Any:
-        device, late = self._port.device, {id(leaf) for leaf in self._late}
+        port, late = self._port, {id(leaf) for leaf in self._late}
 
         def convert(leaf: Any) -> Any:
-            return leaf.to(device, non_blocking=True) if id(leaf) in late else leaf
+            if id(leaf) not in late:
+                return leaf
+            return leaf.to(port.device, non_blocking=port.is_async)
 
         batch = map_leaves(batch, convert)
-        self._marks.append(self._port.mark())
+        self._marks.append(port.mark())
         self._late = ()
         return batch
 
 
 class Mover:
-    """Begin the copies of batches to one device; from any thread.
+    """Begin the copies of batches to one device, in the stage's thread.
 
     Args:
         port: The device.
+        keys: Which entries of a batch move: their keys, or a function of a key; all
+            without it.
+        transform: What is made of a batch on the device, in the stream of the copies.
     """
 
-    def __init__(self, port: Port) -> None:
+    def __init__(
+        self, port: Port, keys: Keys | None = None, transform: Transform | None = None
+    ) -> None:
         self._port = port
+        self._keys = keys
+        self._transform = transform
         self.device = port.device
         self.enter_thread = port.enter_thread
 
@@ -106,21 +126,54 @@ class Mover:
 
         Raises:
             torch.OutOfMemoryError: If the device has no room for it.
+            ValueError: If it lacks an entry that is to move.
         """
         found = _Sorted()
-        map_leaves(batch, found.add)
-        with self._port.copying():
+        chosen = None if self._keys is None else _chooser(self._keys, batch)
+        map_leaves(batch, found.add, chosen)
+        with self._settled_on_error():
             results, arrived = self._send(found)
+            late = [results[id(leaf)] for leaf in found.late]
+            moved = map_leaves(batch, lambda leaf: results.get(id(leaf), leaf), chosen)
+            if self._transform is not None:
+                moved, arrived = self._transformed(moved, found)
             mark = self._port.mark()
-        late = [results[id(leaf)] for leaf in found.late]
-        return Moved(
+        delivery = Moved(
             self._port,
-            map_leaves(batch, lambda leaf: results.get(id(leaf), leaf)),
+            moved,
             mark,
             arrived=arrived,
             late=late,
             sources=(batch, late),
         )
+        ahead = (*found.small, *found.large, *found.movable)
+        delivery.copied_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in ahead)
+        return delivery
+
+    @contextlib.contextmanager
+    def _settled_on_error(self) -> Iterator[None]:
+        """Have no copy read memory any more that is released with an error."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the device is lost: all is
+                self._port.mark().synchronize()
+            raise
+
+    def _transformed(self, batch: Any, found: "_Sorted") -> tuple[Any, list[Any]]:
+        """Return what the user's transform makes of a batch, and what of it is here."""
+        if found.resident:
+            self._port.adopt(found.resident)
+        try:
+            assert self._transform is not None
+            batch = self._transform(batch)
+            owned = _Sorted()
+            map_leaves(batch, owned.add)
+            for tensor in owned.resident:
+                _check_dense(tensor)
+        except Exception as error:
+            raise noted(error, "in device_transform") from None
+        return batch, [*owned.resident, *owned.movable]
 
     def _send(self, found: "_Sorted") -> tuple[dict[int, Any], list[Any]]:
         """Return what stands for each leaf, by identity, and what has arrived."""
@@ -134,11 +187,16 @@ class Mover:
             results[id(tensor)] = self._copy(tensor)
             arrived.append(results[id(tensor)])
         for leaf in found.movable:
-            results[id(leaf)] = _pinned(leaf).to(self.device, non_blocking=True)
+            results[id(leaf)] = self._sendable(leaf).to(
+                self.device, non_blocking=self._port.is_async
+            )
             arrived.append(results[id(leaf)])
         for leaf in found.late:
-            results[id(leaf)] = _pinned(leaf)
+            results[id(leaf)] = self._sendable(leaf)
         return results, arrived
+
+    def _sendable(self, leaf: Any) -> Any:
+        return _pinned(leaf) if self._port.is_async else leaf
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._port.is_locked(tensor):
@@ -168,17 +226,28 @@ class Mover:
         ]
 
 
-class Pinner:
-    """Batches in page-locked memory, for consumers that move them on their own."""
+class HostCarrier:
+    """Batches in the host's memory: transformed, pinned, or both.
+
+    Args:
+        pins: Whether consumers move them on their own, from page-locked memory.
+        transform: What is made of a batch, in the stage's thread.
+    """
 
     device = torch.device("cpu")
+
+    def __init__(
+        self, *, pins: bool = True, transform: Transform | None = None
+    ) -> None:
+        self._pins = pins
+        self._transform = transform
 
     def enter_thread(self) -> None:
         """Leave a copy to this thread alone, as torch's own pinning does."""
         torch.set_num_threads(1)
 
     def move(self, batch: Any) -> "Pinned":
-        """Copy what is not in page-locked memory into some of torch's.
+        """Transform, and copy what is not in page-locked memory into some of torch's.
 
         The slots of workers are not, in these loaders: a consumer drops a batch whose
         copy to the device it has only begun, and torch waits for that with memory of
@@ -187,13 +256,20 @@ class Pinner:
         Raises:
             RuntimeError: If there is none.
         """
-        return Pinned(map_leaves(batch, _pinned))
+        if self._transform is not None:
+            try:
+                batch = self._transform(batch)
+            except Exception as error:
+                raise noted(error, "in device_transform") from None
+        return Pinned(map_leaves(batch, _pinned) if self._pins else batch)
 
 
 class Pinned:
     """A batch that is where it should be."""
 
     taken: Mark | None = None
+    is_async = False
+    copied_bytes = held_bytes = 0
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
@@ -220,12 +296,13 @@ class _Sorted:
         # With ``to`` and ``record_stream``: what can be moved ahead by itself.
         self.movable: list[Any] = []
         self.late: list[Any] = []
+        self.resident: list[torch.Tensor] = []  # on a device already
         self._seen: set[int] = set()
 
     def add(self, leaf: Any) -> Any:
         """Take a leaf in; return it."""
         is_tensor = isinstance(leaf, torch.Tensor)
-        is_movable = is_tensor or moves_itself(leaf)
+        is_movable = is_tensor or (moves_itself(leaf) and _is_on_host(leaf))
         if is_movable and id(leaf) not in self._seen:
             self._seen.add(id(leaf))
             if is_tensor:
@@ -237,13 +314,63 @@ class _Sorted:
 
     def _add_tensor(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu":
-            return
-        if not _is_plain(tensor):
+            self.resident.append(tensor)
+        elif not _is_plain(tensor):
             self.late.append(tensor)
         elif tensor.nbytes <= _SMALL and tensor.is_contiguous():
             self.small.append(tensor)
         else:
             self.large.append(tensor)
+
+
+def _chooser(keys: Keys, batch: Any) -> Choose:
+    """Return what tells whether an entry of ``batch`` moves.
+
+    Raises:
+        TypeError: If a batch has no entries.
+        ValueError: If it lacks one that is named.
+    """
+    if is_leaf(batch):
+        raise TypeError(
+            "device_keys needs batches with entries, such as dicts or tuples, and this "
+            f"is one {type(batch).__name__}"
+        )
+    if callable(keys):
+        return keys
+    known = keys_of(batch)
+    missing = [key for key in keys if key not in known]
+    if missing:
+        raise ValueError(
+            f"device_keys names {missing!r}, which the batch lacks: it has {known!r}"
+        )
+    return keys.__contains__
+
+
+def _check_dense(tensor: torch.Tensor) -> None:
+    """Refuse tensors of which the allocator cannot be told that they are used."""
+    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+        raise TypeError(
+            f"device_transform returned a {type(tensor).__name__} of layout "
+            f"{tensor.layout}: only dense tensors can be made ahead"
+        )
+
+
+def _is_on_host(leaf: Any) -> bool:
+    """Tell whether an array of another library, with a method ``to``, is in memory."""
+    device = getattr(leaf, "__dlpack_device__", None)
+    if device is not None:
+        return bool(device()[0] == _DLPACK_CPU)
+    return not hasattr(leaf, "__cuda_array_interface__")
+
+
+def _storage_bytes(arrived: Sequence[Any]) -> int:
+    """Return what tensors take on the device, each memory once."""
+    storages = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+        for one in arrived
+        if isinstance(one, torch.Tensor)
+    }
+    return sum(storages.values())
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

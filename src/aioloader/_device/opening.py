@@ -1,13 +1,15 @@
 """What one loader has of a device: opened with its first iteration, and kept."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from aioloader._device.accelerator import Accelerator
-from aioloader._device.locking import PageLocker
-from aioloader._device.mover import Mover, Pinner
+from aioloader._device.accelerator import Accelerator, accelerator_of
+from aioloader._device.mover import Mover
+from aioloader._device.naming import Keys, Transform
 from aioloader._device.stage import Carrier, Staged
+from aioloader._observe.records import Copies
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._transport.slots import Locker
 
@@ -26,44 +28,41 @@ class DeviceSide:
     locker: Locker | None
     depth: int
 
-    def stage(self, ready: ReadyQueue, epoch: int) -> Staged:
+    def stage(self, ready: ReadyQueue, epoch: int, copies: Copies) -> Staged:
         """Return the stage of one iteration."""
-        return Staged(ready, self.carrier, self.depth, epoch)
+        return Staged(ready, self.carrier, self.depth, epoch, copies)
 
 
 class Devices:
     """The devices that a loader has moved batches to; usually one."""
 
     def __init__(self) -> None:
-        self._opened: dict[torch.device | None, DeviceSide] = {}
+        self._opened: dict[torch.device, tuple[Accelerator, Locker | None]] = {}
 
-    def open(self, device: torch.device | None, depth: int) -> DeviceSide:
-        """Return what moves batches to ``device``; None: to page-locked memory.
+    def open(
+        self,
+        device: torch.device,
+        depth: int,
+        keys: Keys | None = None,
+        transform: Transform | None = None,
+    ) -> DeviceSide:
+        """Return what moves batches to ``device``.
 
         Without an index it is the current device of its kind in this thread.
         """
-        if device is not None:
-            device = _indexed(device)
-        side = self._opened.get(device)
-        if side is None or side.depth != depth:
-            side = self._opened[device] = _open(device, depth)
-        return side
-
-
-def _open(device: torch.device | None, depth: int) -> DeviceSide:
-    if device is not None:
-        return DeviceSide(Mover(Accelerator(device)), _locker(device), depth)
-    return DeviceSide(Pinner(), None, depth)
+        device = _indexed(device)
+        if device not in self._opened:
+            port = accelerator_of(device)
+            self._opened[device] = port, port.locker()
+        port, locker = self._opened[device]
+        return DeviceSide(Mover(port, keys, transform), locker, depth)
 
 
 def _indexed(device: torch.device) -> torch.device:
     if device.index is not None:
         return device
-    module = torch.get_device_module(device)
+    module: Any = torch.get_device_module(device)
     # Not to be initialised for this, which takes long, on an event loop perhaps.
-    index = module.current_device() if module.is_initialized() else 0
-    return torch.device(device.type, index)
-
-
-def _locker(device: torch.device) -> Locker | None:
-    return PageLocker(device) if device.type == "cuda" else None
+    is_begun = getattr(module, "is_initialized", module.is_available)()
+    current = getattr(module, "current_device", None)  # not of MPS, which has one
+    return torch.device(device.type, current() if current and is_begun else 0)

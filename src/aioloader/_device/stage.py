@@ -9,13 +9,15 @@ still works on cannot be used again.
 """
 
 import contextlib
+import time
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from aioloader._device.accelerator import Mark
 from aioloader._device.leaves import map_leaves
+from aioloader._observe.records import Copies, Copy
 from aioloader._order.failures import noted
 from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.cpu import CpuThread
@@ -31,9 +33,15 @@ class Delivery(Protocol):
     Attributes:
         taken: Where the consumer's stream was at the hand-over; None before, and where
             there is no stream.
+        is_async: Whether it may not have arrived when ``move`` returns.
+        copied_bytes: What is copied ahead.
+        held_bytes: What it takes on the device.
     """
 
     taken: Mark | None
+    is_async: bool
+    copied_bytes: int
+    held_bytes: int
 
     def hand_over(self) -> Any:
         """Return the batch; in the consumer's thread, once."""
@@ -57,6 +65,15 @@ class Carrier(Protocol):
         """Begin to move a batch."""
 
 
+class _Flight(NamedTuple):
+    """A delivery whose sources are held, and where its copy is to be noted."""
+
+    delivery: Delivery
+    number: int
+    asked: float
+    began: float
+
+
 class Staged:
     """What is ready, a few batches of it moved already; a queue like ``ReadyQueue``.
 
@@ -68,17 +85,26 @@ class Staged:
         carrier: What moves them.
         depth: How many are moved ahead, at least 1.
         epoch: For the notes on errors.
+        copies: Where copies are noted.
     """
 
     def __init__(
-        self, inner: ReadyQueue, carrier: Carrier, depth: int, epoch: int
+        self,
+        inner: ReadyQueue,
+        carrier: Carrier,
+        depth: int,
+        epoch: int,
+        copies: Copies,
     ) -> None:
         self._inner = inner
         self._carrier = carrier
         self._depth = depth
         self._epoch = epoch
+        self._copies = copies
+        self._asked = 0.0  # when there was room for the next batch
         self._items: deque[tuple[int, BatchResult]] = deque()
-        self._in_flight: deque[Delivery] = deque()
+        self._in_flight: deque[_Flight] = deque()
+        self._late: deque[Delivery] = deque()  # held by what is moved at its delivery
         self._taken: deque[Mark] = deque()
         self._broken: BaseException | None = None
         self._is_finished = self._is_stopped = False
@@ -165,11 +191,15 @@ class Staged:
     def _step(self) -> None:
         """Move a batch, or release one that has arrived, or sleep."""
         has_room = self._has_room()
+        if has_room and not self._asked:
+            self._asked = time.perf_counter()
         item = self._inner.pop_nowait() if has_room else None
         if item is not None:
             self._pass_on(*item)
         elif self._in_flight:
-            self._in_flight.popleft().release()
+            self._release()
+        elif self._late:
+            self._late.popleft().release()
         elif has_room:
             self._inner.wait()
         else:
@@ -181,12 +211,23 @@ class Staged:
         self._items.append((number, result))
         self._waiters.wake(1)
         while len(self._in_flight) > 1:
-            self._in_flight.popleft().release()
+            self._release()
+        while len(self._late) > 1:
+            self._late.popleft().release()
+
+    def _release(self) -> None:
+        """Wait for the oldest copy, note it, and release its sources."""
+        delivery, number, asked, began = self._in_flight.popleft()
+        delivery.release()
+        ended, nbytes = time.perf_counter(), delivery.copied_bytes
+        self._copies.latest.append(Copy(number, asked, began, ended, nbytes))
 
     def _move(self, number: int, result: BatchResult) -> None:
         """Put the delivery of a batch in its place, or the error."""
         while len(self._taken) > self._depth + 1:
             self._taken.popleft().synchronize()
+        began, asked = time.perf_counter(), self._asked
+        self._asked = 0.0
         try:
             delivery = self._carrier.move(result.batch)
         except Exception as error:  # handed to the consumer, in its turn
@@ -194,7 +235,10 @@ class Staged:
             result.error = noted(error, self._place(number, batch))
         else:
             result.batch = delivery
-            self._in_flight.append(delivery)
+            self._copies.moved_bytes += delivery.held_bytes
+            self._in_flight.append(_Flight(delivery, number, asked, began))
+            if not delivery.is_async:
+                self._release()
 
     def _place(self, number: int, batch: Any) -> str:
         """Say where an error was, and how much was to be moved."""
@@ -215,14 +259,18 @@ class Staged:
         """Let go of all that will not be asked for."""
         if self._is_stopped:
             self._items.clear()
-        while self._in_flight:
+        while self._in_flight or self._late:
             with contextlib.suppress(RuntimeError):  # the device is lost: all is
-                self._in_flight.popleft().release()
+                if self._in_flight:
+                    self._release()
+                else:
+                    self._late.popleft().release()
 
     # -- within -------------------------------------------------------------------
 
     def _hand_over(self, number: int, result: BatchResult) -> None:
         delivery = result.batch
+        self._copies.taken_bytes += delivery.held_bytes
         try:
             result.batch = delivery.hand_over()
         except Exception as error:  # raised by the step
@@ -231,7 +279,7 @@ class Staged:
         if delivery.taken is not None:
             self._taken.append(delivery.taken)
         if delivery.is_held():
-            self._in_flight.append(delivery)
+            self._late.append(delivery)
             self._room.wake()
             if self._is_stopped:  # the thread may not look again
                 delivery.release()
@@ -246,7 +294,8 @@ class Staged:
         return len(self._items) < self._depth + self._asking
 
     def _may_go_on(self) -> bool:
-        return self._is_stopped or bool(self._in_flight) or self._has_room()
+        is_held = bool(self._in_flight or self._late)
+        return self._is_stopped or is_held or self._has_room()
 
     def _is_settled(self) -> bool:
         return bool(self._items) or self._is_finished or self._broken is not None

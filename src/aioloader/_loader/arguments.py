@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.context
 import operator
 import os
+from collections.abc import Collection
 from concurrent.futures import Executor
 from typing import Any, Literal, TypeAlias
 
@@ -50,10 +51,11 @@ def check(options: Options, shuffle: Any) -> None:
         if value not in words:
             known = " or ".join(repr(word) for word in words)
             raise ValueError(f"{name} must be {known}, got {value!r}")
-    for name in ("collate_fn", "transform", "worker_init_fn"):
+    for name in ("collate_fn", "transform", "worker_init_fn", "device_transform"):
         function = getattr(options, name)
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be callable, got {type(function).__name__!r}")
+    _check_moves(options)
     _check_failures(options)
     _check_places(options)
     _check_rng(options)
@@ -265,6 +267,19 @@ def _warn_of_many(num_workers: int) -> None:
             "that excessive worker creation might get DataLoader running slow or even "
             "freeze, lower the worker number to avoid potential slowness/freeze if "
             "necessary."
+        )
+
+
+def _check_moves(options: Options) -> None:
+    """Check what decides how batches are moved to the device."""
+    if is_async_function(options.device_transform):
+        raise TypeError("device_transform must be a plain function: a thread calls it")
+    keys = options.device_keys
+    is_names = isinstance(keys, Collection) and not isinstance(keys, (str, bytes))
+    if keys is not None and not (is_names or callable(keys)):
+        raise TypeError(
+            "device_keys must be a list of keys, such as ['image'], or a function of a "
+            f"key, got {keys!r}"
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import TypeVar
 
 from aioloader._collate.collate import default_collate, default_convert
-from aioloader._device.accelerator import accelerator_for
+from aioloader._device.naming import Keys, device_of
 from aioloader._loader import arguments, auto
 from aioloader._loader.observed import Observed
 from aioloader._loader.options import Options, attributes_of
@@ -94,9 +94,16 @@ class DataLoader(Observed, TorchLoader[Batch]):
         concurrency: Samples in flight on the loop. ``"auto"``: 32 at first, then up to
             1,024, as many as gain; in workers that read, 64. What is changed by
             ``"auto"`` is logged with its reason, by the logger ``"aioloader"``.
-        device: Where batches are delivered, such as ``"cuda:1"``: moved there ahead, on
-            a stream of the loader's own, and handed over without a wait of the host.
+        device: Where batches are delivered, such as ``"cuda:1"``, a local rank, a
+            ``DeviceMesh`` of one dimension (this rank's device), or ``"auto"`` (the
+            accelerator, if there is one): moved there ahead, on a stream of the
+            loader's own, and handed over without a wait of the host.
         prefetch_device: Batches moved ahead of those that were asked for.
+        device_keys: Which entries of a batch move: their keys, fields or positions, or
+            a function of a key. The others stay in the host's memory.
+        device_transform: Batch to batch, called where batches are moved, when the
+            copies have begun: what it does on the device follows them, on their stream
+            and beside the step. Called on the host where there is no device.
         workers: ``"process"``, ``"thread"`` (for code that releases the interpreter's
             lock), a ``concurrent.futures.Executor``, or ``RayWorkers``.
         fetch: Where samples are read: ``"workers"``, ``"loader"`` (workers transform
@@ -156,6 +163,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
         concurrency: int | Literal["auto"] = 64,
         device: Any = None,
         prefetch_device: int = 1,
+        device_keys: Keys | None = None,
+        device_transform: Callable[[Any], Any] | None = None,
         workers: arguments.Workers = "process",
         fetch: Literal["auto", "loader", "workers"] = "auto",
         rng: Rng | None = None,
@@ -192,6 +201,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
         self.concurrency = auto.placed("concurrency", concurrency)
         self.device = device
         self.prefetch_device = prefetch_device
+        self.device_keys = device_keys
+        self.device_transform = device_transform
         self.workers = workers
         self.fetch = fetch
         self.rng = rng
@@ -211,7 +222,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         for name, value in auto.first_values(given).items():
             setattr(self, name, value)
         self.multiprocessing_context = arguments.context_of(multiprocessing_context)
-        self.device = accelerator_for(device)
+        self.device = device_of(device)
         ranks = self._ranks = Ranks.asked(rank, world_size, tail, dataset)
         self._may_repeat = not ranks.is_asked() and repeats_samples(given, shuffle)
         made = make_samplers(given, ranks, shuffle)

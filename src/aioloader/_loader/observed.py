@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from aioloader._observe.records import Counters, Record, Setting
+from aioloader._observe.records import Copy, Counters, Record, Setting
 from aioloader._observe.stats import LoaderStats, with_records
 from aioloader._order.failures import Failure
 
@@ -38,9 +38,10 @@ class Observed:
             batch_bytes=counters.bytes / max(1, counters.weighed),
             listed=counters.listed,
             loop_lag=None if counters.lag is None else counters.lag(),
+            device_bytes=_ahead_bytes(counters) if is_under_way else 0,
         )
-        recorded = list(counters.records.latest)
-        return with_records(stats, recorded, self._live.setting())
+        recorded, copied = list(counters.records.latest), _copies_of(counters)
+        return with_records(stats, recorded, self._live.setting(), copied)
 
     def report(self) -> "Report":
         """Return what holds training back, and the one argument to change.
@@ -53,7 +54,8 @@ class Observed:
 
         records, setting = self._recorded()
         setting = replace(setting, cores=machine.cores())
-        return verdict.report(records, setting, self.stats())
+        stats, copies = self.stats(), self._copied()
+        return verdict.report(records, setting, stats, copies=copies)
 
     def report_html(self, path: str | os.PathLike[str]) -> None:
         """Write ``stats()`` and ``report()`` as one page, with a drawing of the stages.
@@ -87,8 +89,23 @@ class Observed:
         records = [] if epoch is None else epoch.counters.records.all()
         return records, self._live.setting()
 
+    def _copied(self) -> list[Copy]:
+        epoch = self._live.epoch
+        return [] if epoch is None else _copies_of(epoch.counters)
+
     @property
     def skipped(self) -> tuple[Failure, ...]:
         """The latest failed samples of the latest epoch, at most 1,000."""
         policy = None if self._live.epoch is None else self._live.epoch.failures
         return () if policy is None else tuple(policy.latest)
+
+
+def _copies_of(counters: Counters) -> list[Copy]:
+    """Return the latest copies to the device."""
+    return [] if counters.copies is None else list(counters.copies.latest)
+
+
+def _ahead_bytes(counters: Counters) -> int:
+    """Return what batches take on the device that were moved and not yet taken."""
+    copies = counters.copies
+    return 0 if copies is None else max(0, copies.moved_bytes - copies.taken_bytes)

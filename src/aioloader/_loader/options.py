@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, TensorDataset
 
+from aioloader._device.naming import Keys, Transform
 from aioloader._observe.autotune import Chosen
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import index_sampler_of, order_of
@@ -68,6 +69,8 @@ class Options:
     concurrency: int
     device: torch.device | None
     prefetch_device: int
+    device_keys: Keys | None
+    device_transform: Transform | None
     workers: Any
     fetch: str
     rng: Rng | None
@@ -225,9 +228,14 @@ class Options:
         return float(self.timeout) if is_limit else None
 
     @cached_property
+    def is_moved(self) -> bool:
+        """Whether a stage for the device follows the pipeline."""
+        return self.device is not None or self.device_transform is not None
+
+    @cached_property
     def is_inline(self) -> bool:
         """Whether a plain ``for`` makes batches where it stands, as torch's does."""
-        ahead = self.patience or self.prefetch_factor or self.device is not None
+        ahead = self.patience or self.prefetch_factor or self.is_moved
         return self.is_plain and not (self.num_workers or ahead)
 
     @cached_property

@@ -13,7 +13,7 @@ from aioloader._loader.options import Options
 from aioloader._loader.sampling import draw_base_seed, seed_pipe
 from aioloader._loader.sources import Source, make_source
 from aioloader._loader.state import State, note_first, own_generator_state, resumed
-from aioloader._observe.records import Records, Setting
+from aioloader._observe.records import Copies, Records, Setting
 from aioloader._order.epoch import Epoch, EpochNumbers
 from aioloader._pipeline.hosts import Hosts
 from aioloader._pipeline.inline import PlainIterator
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 class Follower(Protocol):
     """A ``Trace``, which is imported when one is made."""
 
-    def follow(self, epoch: int, records: Records, setting: Setting) -> None:
+    def follow(
+        self, epoch: int, records: Records, setting: Setting, copies: Copies | None
+    ) -> None:
         """Collect what is recorded of an epoch."""
 
 
@@ -162,7 +164,9 @@ class Runtime:
     def show(self, trace: "Follower") -> None:
         """Have a trace follow the latest epoch."""
         if self.epoch is not None:
-            trace.follow(self.epoch.number, self.epoch.counters.records, self.setting())
+            counters = self.epoch.counters
+            number, setting = self.epoch.number, self.setting()
+            trace.follow(number, counters.records, setting, counters.copies)
 
     def setting(self) -> Setting:
         """Return how the loader is set up for the latest epoch."""

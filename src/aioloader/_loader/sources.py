@@ -14,10 +14,11 @@ from torch.utils.data._utils import pin_memory as torch_pin
 
 from aioloader._collate.collate import collates_as_torch, default_collate
 from aioloader._collate.gather import gatherable
+from aioloader._device.mover import HostCarrier
 from aioloader._device.opening import Devices, DeviceSide
 from aioloader._loader.auto import MOST_PER_WORKER, is_chosen, tuner_of
 from aioloader._loader.options import Options
-from aioloader._observe.records import Setting
+from aioloader._observe.records import Copies, Setting
 from aioloader._order.epoch import Epoch
 from aioloader._order.indices import IndexOrder
 from aioloader._order.turns import Turns
@@ -102,7 +103,8 @@ def make_source(
         tuner=tuner,
     )
     if side is not None:
-        pipeline.stage = side.stage(pipeline.ready, epoch.number)
+        copies = epoch.counters.copies = Copies()
+        pipeline.stage = side.stage(pipeline.ready, epoch.number, copies)
     on_device = side.depth if side else 0
     window = _window(options, pool, on_device=on_device, is_async=is_async)
     patience = Patience(options.patience, restarts=options.on_timeout == "restart")
@@ -120,6 +122,7 @@ def _gathered(options: Options) -> tuple[torch.Tensor, ...] | None:
         options.num_workers
         or options.pin_memory
         or options.device is not None
+        or options.device_transform is not None
         or options.transform is not None
         or options.lifespan is not None
         or options.part.tail == "pad"
@@ -225,9 +228,12 @@ def _device_side(options: Options, devices: Devices) -> DeviceSide | None:
 
     Without workers, batches are pinned where they are collated, as in torch.
     """
-    if options.device is None and not (options.num_workers and options.pins):
+    depth, transform = options.prefetch_device, options.device_transform
+    if options.device is not None:
+        return devices.open(options.device, depth, options.device_keys, transform)
+    if transform is None and not (options.num_workers and options.pins):
         return None
-    return devices.open(options.device, options.prefetch_device)
+    return DeviceSide(HostCarrier(pins=options.pins, transform=transform), None, depth)
 
 
 # -- what makes one batch -------------------------------------------------------------

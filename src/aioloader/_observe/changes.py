@@ -107,6 +107,17 @@ def _moves(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
         wider = None if window is None else window + new - old
         ahead = replace(setting, on_device=new, window=wider)
         yield Change("prefetch_device", old, new, why, 1, ahead, batches)
+    nbytes = mean(one.nbytes for one in batches) if old else 0
+    if nbytes:
+        size, half = (f"{each / 1e6:,.3g} MB" for each in (nbytes, nbytes / 2))
+        seconds = sum(one.copy for one in batches)
+        rate = nbytes * len(batches) / seconds / 1e9 if seconds else 0.0
+        why = (
+            f"they are copied at {rate:.3g} GB/s: send bytes or half floats, and cast "
+            "them in device_transform"
+        )
+        smaller = scaled(batches, "device", 0.5)
+        yield Change("the size of batches", size, half, why, 4, setting, smaller)
 
 
 def _orders(

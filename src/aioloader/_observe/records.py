@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+
+T = TypeVar("T")
 
 # Batches whose records are kept.
 KEPT = 1024
@@ -77,42 +79,53 @@ class Record(NamedTuple):
     made: Made
 
 
-Sink: TypeAlias = Callable[[RecordTuple], None]
+class Copy(NamedTuple):
+    """One batch that was moved to a device; clock readings in seconds.
+
+    Attributes:
+        number: Place in the epoch.
+        asked: When there was room for it on the device.
+        began: When the loader's thread began to move it.
+        ended: When its copy was seen to have ended.
+        nbytes: How much was copied.
+    """
+
+    number: int
+    asked: float
+    began: float
+    ended: float
+    nbytes: int
 
 
-class _Forwarding(deque[RecordTuple]):
-    """Records that are handed to sinks as they are added."""
+class _Forwarding(deque[T]):
+    """Notes that are handed to sinks as they are added."""
 
-    sinks: tuple[Sink, ...] = ()
+    sinks: tuple[Callable[[T], None], ...] = ()
 
-    def append(self, record: RecordTuple) -> None:
-        super().append(record)
+    def append(self, note: T) -> None:
+        super().append(note)
         for sink in self.sinks:
-            sink(record)
+            sink(note)
 
 
 @dataclass(slots=True)
-class Records:
-    """The latest records of one epoch.
+class Latest(Generic[T]):
+    """The latest notes of one epoch.
 
     Attributes:
-        latest: Those that are kept, as plain tuples, the latest last. To be looked up
-            for each batch that is added: it changes when a sink is added.
+        latest: Those that are kept, the latest last. To be looked up for each one that
+            is added: it changes when a sink is added.
     """
 
-    latest: deque[RecordTuple] = field(default_factory=partial(deque, maxlen=KEPT))
+    latest: deque[T] = field(default_factory=partial(deque, maxlen=KEPT))
 
-    def all(self) -> list[Record]:
-        """Return those that are kept."""
-        return [Record._make(one) for one in list(self.latest)]
-
-    def add_sink(self, sink: Sink) -> None:
-        """Have ``sink`` called with each record to come, in the consumer's thread."""
+    def add_sink(self, sink: Callable[[T], None]) -> None:
+        """Have ``sink`` called with each one to come, in the thread that notes it."""
         forwarding = _Forwarding(self.latest, KEPT)
         forwarding.sinks = (*self._sinks(), sink)
         self.latest = forwarding
 
-    def remove_sink(self, sink: Sink) -> None:
+    def remove_sink(self, sink: Callable[[T], None]) -> None:
         """Undo ``add_sink``."""
         left = tuple(one for one in self._sinks() if one != sink)
         if not left:
@@ -120,8 +133,31 @@ class Records:
         elif isinstance(self.latest, _Forwarding):
             self.latest.sinks = left
 
-    def _sinks(self) -> tuple[Sink, ...]:
+    def _sinks(self) -> tuple[Callable[[T], None], ...]:
         return self.latest.sinks if isinstance(self.latest, _Forwarding) else ()
+
+
+class Records(Latest[RecordTuple]):
+    """The latest records of one epoch, as plain tuples; by the consumer's thread."""
+
+    __slots__ = ()
+
+    def all(self) -> list[Record]:
+        """Return those that are kept."""
+        return [Record._make(one) for one in list(self.latest)]
+
+
+@dataclass(slots=True)
+class Copies(Latest[Copy]):
+    """The latest copies to the device; by the thread that makes them.
+
+    Attributes:
+        moved_bytes: What all batches of the epoch take on the device; by that thread.
+        taken_bytes: The same of those that the consumer took; by its thread.
+    """
+
+    moved_bytes: int = 0
+    taken_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -215,6 +251,7 @@ class Counters:
         listed: How the shards of a stream were listed, if that was done here.
         lag: Returns how the event loop is held up on which samples are read; None where
             there is none.
+        copies: What was moved to the device; None without one.
     """
 
     epoch: int = -1
@@ -227,6 +264,7 @@ class Counters:
     bytes: int = 0
     listed: Listed | None = None
     lag: Callable[[], LoopLag | None] | None = None
+    copies: Copies | None = None
 
     def weigh(self, batch: Any) -> None:
         """Count the bytes of a batch: each 16th is enough."""

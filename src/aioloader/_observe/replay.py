@@ -12,8 +12,8 @@ each with its recorded durations. What is assumed:
   each wait. Its own processor time is not known, and not modelled.
 - Where coroutines read, the samples of a batch take equally long, but for one. Readers
   in several workers are one pool.
-- Batches are moved to a device one after the other. Else their transport is a delay;
-  the part of it before a worker begins its next batch keeps that worker busy.
+- Their transport is a delay; the part of it before a worker begins its next batch keeps
+  that worker busy. They are copied to a device one after the other.
 - A batch is requested when another is taken; with a window of 0, when it is asked for.
 """
 
@@ -26,9 +26,10 @@ from statistics import mean, median
 from typing import NamedTuple
 
 from aioloader._observe.lock import is_shared, lock_waits
-from aioloader._observe.records import Record, Setting
+from aioloader._observe.records import Copy, Record, Setting
 from aioloader._observe.simulation import Process, Simulation
 from aioloader._observe.stages import (
+    copy_seconds,
     hand_over,
     is_coupled,
     is_made,
@@ -36,6 +37,7 @@ from aioloader._observe.stages import (
     on_one_clock,
     reading_lanes,
     transports,
+    until_copied,
 )
 
 # The latest batches that are replayed, and the most that pass before the clock counts.
@@ -53,11 +55,13 @@ class Batch(NamedTuple):
         read: Reading its samples, one after the other.
         transform: Transforming them.
         collate: Collating.
-        transport: From collated until the consumer can take it.
+        transport: From collated until the consumer, or the device stage, can take it.
         step: From when the consumer has taken it until it asks for the next.
         reads: How many reads there are that may go on at the same time.
         slowest: The longest of these.
         sending: The part of ``transport`` in which its worker does nothing else.
+        copy: Moving it to the device.
+        nbytes: How much is copied there.
         read_cpu: Share of ``read`` that is processor time.
         make_cpu: The same of ``transform`` and ``collate``.
         locked: How long the consumer waited for the interpreter's lock, beside
@@ -72,6 +76,8 @@ class Batch(NamedTuple):
     reads: int = 1
     slowest: float = 0.0
     sending: float = 0.0
+    copy: float = 0.0
+    nbytes: int = 0
     read_cpu: float = 0.0
     make_cpu: float = 1.0
     locked: float = 0.0
@@ -114,12 +120,17 @@ def scaled(batches: Sequence[Batch], stage: str, factor: float) -> list[Batch]:
 
     Args:
         batches: Those that were recorded.
-        stage: ``"read"``, ``"transform"``, ``"collate"``, ``"transport"`` or
-            ``"consumer"``.
+        stage: ``"read"``, ``"transform"``, ``"collate"``, ``"transport"``, ``"device"``
+            or ``"consumer"``.
         factor: Below 1 it gets faster.
     """
-    fields = {"read": ("read", "slowest"), "transport": ("transport", "sending")}
-    names = fields.get(stage, ("step" if stage == "consumer" else stage,))
+    fields: dict[str, tuple[str, ...]] = {
+        "read": ("read", "slowest"),
+        "transport": ("transport", "sending"),
+        "device": ("copy",),
+        "consumer": ("step",),
+    }
+    names = fields.get(stage, (stage,))
     return [
         one._replace(**{name: getattr(one, name) * factor for name in names})
         for one in batches
@@ -247,8 +258,7 @@ class _Pipeline:
             delay = max(0.0, delay - one.sending)
         self._free.append(factor)
         self._makers.release()
-        if not self._setting.on_device:
-            yield delay
+        yield delay
         self._deliver(number, one)
 
     def _compute(self, seconds: float) -> Process:
@@ -300,14 +310,16 @@ class _Pipeline:
         while True:
             yield self._to_move
             yield self._room
-            yield self._ready.popleft().transport
+            yield self._ready.popleft().copy
             self._there.release()
 
 
 # -- from records ---------------------------------------------------------------------
 
 
-def batches_of(records: Sequence[Record], setting: Setting) -> list[Batch]:
+def batches_of(
+    records: Sequence[Record], setting: Setting, copies: Sequence[Copy] = ()
+) -> list[Batch]:
     """Return what the latest recorded batches took, undisturbed by each other.
 
     What is estimated: the transport of batches that the consumer did not wait for
@@ -317,11 +329,13 @@ def batches_of(records: Sequence[Record], setting: Setting) -> list[Batch]:
     Args:
         records: In the order in which they were taken.
         setting: What they were made with.
+        copies: What is known of copies to the device; else their way there counts.
     """
     records = [one for one in on_one_clock(records) if is_made(one)]
     if len(records) < 2:
         return []
-    moved = [way.seconds for way in transports(records, setting)]
+    moved = [way.seconds for way in transports(*until_copied(records, setting, copies))]
+    copied, sizes = _copied(records, moved, setting, copies)
     sending = _sending_share(records, moved, setting)
     share = _cpu_share(records)
     slow = slow_workers(records, setting)
@@ -333,9 +347,11 @@ def batches_of(records: Sequence[Record], setting: Setting) -> list[Batch]:
     steps = [later.asked - one.taken + least for one, later in pairwise(records)]
     # Requests go out by number, whatever the order of delivery.
     by_number = sorted(
-        zip(records, moved, strict=True), key=lambda pair: pair[0].number
+        zip(records, moved, copied, strict=True), key=lambda each: each[0].number
     )
-    for (one, transport), step, wait in zip(by_number, steps, waits, strict=False):
+    for (one, transport, copy), step, wait in zip(
+        by_number, steps, waits, strict=False
+    ):
         began, read, started, transformed, collated, busy, _ = one.made
         factor = slow[one.lane] if one.lane < len(slow) else 1.0
         wall = (read - began) / (factor if is_coupled(setting) else 1.0)
@@ -348,7 +364,9 @@ def batches_of(records: Sequence[Record], setting: Setting) -> list[Batch]:
                 read=total,
                 transform=(transformed - started) / factor,
                 collate=(collated - transformed) / factor,
-                transport=transport,
+                transport=0.0 if setting.on_device and not copies else transport,
+                copy=copy,
+                nbytes=sizes.get(one.number, 0),
                 step=step - wait,
                 reads=max(1, one.samples) if is_each else 1,
                 slowest=wall,
@@ -360,6 +378,23 @@ def batches_of(records: Sequence[Record], setting: Setting) -> list[Batch]:
         )
     seconds = records[-1].taken - records[0].taken
     return _undisturbed(batches[-_MOST:], setting, seconds / len(batches))
+
+
+def _copied(
+    records: Sequence[Record],
+    moved: Sequence[float],
+    setting: Setting,
+    copies: Sequence[Copy],
+) -> tuple[list[float], dict[int, int]]:
+    """Return how long each batch's copy took, and how much was copied, by number."""
+    if not setting.on_device:
+        return [0.0] * len(records), {}
+    if not copies:
+        return list(moved), {}
+    seconds = copy_seconds(copies)
+    usual = median(seconds.values())
+    sizes = {one.number: one.nbytes for one in copies}
+    return [seconds.get(one.number, usual) for one in records], sizes
 
 
 def slow_workers(records: Sequence[Record], setting: Setting) -> tuple[float, ...]:

@@ -7,14 +7,14 @@ recorded yet is missing, so the last batches in flight look idle.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aioloader._observe.records import Record, Setting
+from aioloader._observe.records import Copy, Record, Setting
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -34,8 +34,9 @@ class StageStats:
 
     Attributes:
         name: ``"read"``, ``"transform"``, ``"collate"``, ``"transport"`` (from
-            collated until the consumer could take it, estimated where it did not wait)
-            or ``"consumer"`` (busy from taking a batch to asking for the next).
+            collated until the consumer, or the device stage, could take it; estimated
+            where that did not wait), ``"device"`` (moving it there) or ``"consumer"``
+            (busy from taking a batch to asking for the next).
         lanes: How many of its jobs are done at a time.
         items: Batches.
         busy: Seconds of work, summed over lanes, as are the next two.
@@ -45,6 +46,7 @@ class StageStats:
             the time until all are there.
         p95: The same of 95 percent of the batches, at most.
         p99: The same of 99 percent of the batches, at most.
+        nbytes: Of the device stage: how much it copied.
     """
 
     name: str
@@ -56,6 +58,7 @@ class StageStats:
     p50: float
     p95: float
     p99: float
+    nbytes: int = 0
 
     @property
     def utilisation(self) -> float:
@@ -64,7 +67,9 @@ class StageStats:
         return self.busy / seconds if seconds else 0.0
 
 
-def stage_stats(records: Sequence[Record], setting: Setting) -> tuple[StageStats, ...]:
+def stage_stats(
+    records: Sequence[Record], setting: Setting, copies: Sequence[Copy] = ()
+) -> tuple[StageStats, ...]:
     """Return what each stage did; none without records.
 
     For each, ``busy + starved + blocked`` is ``lanes`` times the seconds of the span.
@@ -72,8 +77,36 @@ def stage_stats(records: Sequence[Record], setting: Setting) -> tuple[StageStats
     if not records:
         return ()
     records = on_one_clock(records)
-    span = _Span(records, setting)
-    return (*span.making(), span.transport(), span.consumer())
+    span = _Span(records, setting, copies)
+    device = [span.device(copies)] if copies else []
+    return (*span.making(), span.transport(), *device, span.consumer())
+
+
+def until_copied(
+    records: Sequence[Record], setting: Setting, copies: Sequence[Copy]
+) -> tuple[Sequence[Record], Setting]:
+    """Return how batches came to the device stage: that takes them in these records.
+
+    Without copies, they are as they were.
+    """
+    if not copies:
+        return records, setting
+    known = {one.number: one for one in copies}
+    return [
+        one._replace(asked=copy.asked, taken=copy.began)
+        if (copy := known.get(one.number)) is not None
+        else one
+        for one in records
+    ], replace(setting, on_device=0)
+
+
+def copy_seconds(copies: Sequence[Copy]) -> dict[int, float]:
+    """Return how long each batch's copy took, by number: one follows the other."""
+    found, free = {}, 0.0
+    for one in copies:
+        found[one.number] = max(0.0, one.ended - max(one.began, free))
+        free = one.ended
+    return found
 
 
 def percentiles(seconds: Sequence[float] | Floats) -> tuple[float, float, float]:
@@ -245,12 +278,16 @@ class _Overlap:
 class _Span:
     """The recorded span, as arrays: one entry per batch."""
 
-    def __init__(self, records: Sequence[Record], setting: Setting) -> None:
+    def __init__(
+        self, records: Sequence[Record], setting: Setting, copies: Sequence[Copy]
+    ) -> None:
         self._setting, self._items = setting, len(records)
         self._begin, self._end = records[0].asked, records[-1].taken
         self._asked = np.array([one.asked for one in records])
         self._taken = np.array([one.taken for one in records])
-        ways = transports(records, setting)
+        moved, reduced = until_copied(records, setting, copies)
+        ways = transports(moved, reduced)
+        self._left = np.array([one.taken for one in moved])
         self._is_made = np.array([is_made(one) for one in records])
         self._made = np.array([one.made for one in records if is_made(one)]).T
         self._moved = np.array([way.seconds for way in ways])
@@ -319,12 +356,14 @@ class _Span:
         ]
 
     def transport(self) -> StageStats:
-        """Return the way of batches to the consumer; one lane, busy with any."""
+        """Return the way of batches to who takes them; one lane, busy with any."""
         begins = self._clip(self._ready - self._moved)
         ends = self._clip(self._ready)
         seconds = self._end - self._begin
         busy = float(_Overlap(begins, ends).until(self._end))
-        some = _Overlap(np.append(begins, ends), np.append(ends, self._taken))
+        some = _Overlap(
+            np.append(begins, ends), np.append(ends, self._clip(self._left))
+        )
         lying = float(some.until(self._end)) - busy
         return StageStats(
             "transport",
@@ -334,6 +373,27 @@ class _Span:
             seconds - busy - lying,
             lying,
             *percentiles(self._moved),
+        )
+
+    def device(self, copies: Sequence[Copy]) -> StageStats:
+        """Return the copies to the device; it starves while it has room for one."""
+        asked, began, ended = (
+            self._clip(np.array([getattr(one, name) for one in copies]))
+            for name in ("asked", "began", "ended")
+        )
+        seconds = self._end - self._begin
+        busy = float(_Overlap(began, ended).until(self._end))
+        wanted = _Overlap(np.append(asked, began), np.append(began, ended))
+        starved = float(wanted.until(self._end)) - busy
+        return StageStats(
+            "device",
+            1,
+            len(copies),
+            busy,
+            starved,
+            seconds - busy - starved,
+            *percentiles([*copy_seconds(copies).values()]),
+            nbytes=sum(one.nbytes for one in copies),
         )
 
     def consumer(self) -> StageStats:

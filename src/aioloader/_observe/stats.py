@@ -6,7 +6,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from aioloader._observe.records import Listed, LoopLag, Record, RecordTuple, Setting
+from aioloader._observe.records import (
+    Copy,
+    Listed,
+    LoopLag,
+    Record,
+    RecordTuple,
+    Setting,
+)
 from aioloader._observe.stages import (
     StageStats,
     held_back,
@@ -52,6 +59,8 @@ class LoaderStats:
         listed: How the shards of a stream were listed, if this process did.
         loop_lag: How the event loop is held up on which samples are read in this
             process; None if it is not, or there is none.
+        device_bytes: What batches take on the device that were moved there and not
+            yet taken.
     """
 
     epoch: int
@@ -66,8 +75,10 @@ class LoaderStats:
     batch_bytes: float = 0.0
     listed: Listed | None = None
     loop_lag: LoopLag | None = None
+    device_bytes: int = 0
     _recorded: Sequence[RecordTuple] = field(default=(), repr=False, compare=False)
     _setting: Setting | None = field(default=None, repr=False, compare=False)
+    _copies: Sequence[Copy] = field(default=(), repr=False, compare=False)
 
     @property
     def recent(self) -> int:
@@ -116,7 +127,7 @@ class LoaderStats:
         """The way of these batches, stage by stage."""
         if self._setting is None or not self._recorded:
             return ()
-        return stage_stats(self._records, self._setting)
+        return stage_stats(self._records, self._setting, self._copies)
 
     @cached_property
     def _records(self) -> list[Record]:
@@ -141,6 +152,8 @@ class LoaderStats:
             by = f" by {lag.culprit}" if lag.culprit else ""
             longest = seconds_text(lag.seconds)
             lines.append(f"event loop held {lag.share:.0%} of the time, {longest}{by}")
+        if self.device_bytes:
+            lines.append(f"ahead on the device: {self.device_bytes / 1e6:,.1f} MB")
         if self.recent and self.seconds:
             lines += self._recent_lines()
         return "\n".join(lines)
@@ -179,7 +192,10 @@ class LoaderStats:
 
 
 def with_records(
-    stats: LoaderStats, records: Sequence[RecordTuple], setting: Setting
+    stats: LoaderStats,
+    records: Sequence[RecordTuple],
+    setting: Setting,
+    copies: Sequence[Copy] = (),
 ) -> LoaderStats:
     """Return ``stats`` with what the records tell of the latest batches."""
-    return replace(stats, _recorded=records, _setting=setting)
+    return replace(stats, _recorded=records, _setting=setting, _copies=copies)

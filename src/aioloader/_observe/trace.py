@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 from aioloader._observe.records import (
     NOT_MADE,
+    Copies,
+    Copy,
     MadeAt,
     Record,
     Records,
@@ -71,20 +73,6 @@ class Clock(NamedTuple):
         return (round(seconds * 1e9) + self.unix - self.base) / 1000
 
 
-class Copy(NamedTuple):
-    """One copy to a device.
-
-    Attributes:
-        number: Of the batch, in its epoch.
-        began: When it was begun; clock readings in seconds.
-        ended: When it was done.
-    """
-
-    number: int
-    began: float
-    ended: float
-
-
 @dataclass
 class Traced:
     """What a trace has of one epoch.
@@ -93,13 +81,13 @@ class Traced:
         epoch: Its number.
         setting: How the loader was set up.
         records: Those of the batches that were delivered meanwhile.
-        copies: To the device, if they are known.
+        copies: Those to the device that ended meanwhile.
     """
 
     epoch: int
     setting: Setting
     records: list[RecordTuple] = field(default_factory=list)
-    copies: Sequence[Copy] = ()
+    copies: list[Copy] = field(default_factory=list)
 
 
 class Trace:
@@ -119,7 +107,7 @@ class Trace:
     def __init__(self, path: StrPath, traces: "list[Trace]") -> None:
         self._path = Path(path)
         self._traces = traces
-        self._followed: list[tuple[Records, Traced]] = []
+        self._followed: list[tuple[Records, Copies | None, Traced]] = []
         self._clock: Clock | None = None  # since the block began
 
     def follow(
@@ -127,7 +115,7 @@ class Trace:
         epoch: int,
         records: Records,
         setting: Setting,
-        copies: Sequence[Copy] = (),
+        copies: Copies | None = None,
     ) -> None:
         """Collect what is recorded of an epoch during the block.
 
@@ -138,12 +126,12 @@ class Trace:
             epoch: Its number.
             records: Where it is recorded.
             setting: How the loader is set up for it.
-            copies: A list that copies to the device are added to, if they are noted.
+            copies: Where copies to the device are noted, if there is one.
         """
-        traced = Traced(epoch, setting, copies=copies)
-        self._followed.append((records, traced))
+        followed = records, copies, Traced(epoch, setting)
+        self._followed.append(followed)
         if self._clock is not None:
-            records.add_sink(traced.records.append)
+            _begin(*followed)
 
     def __enter__(self) -> Self:
         self._check_folder()
@@ -176,17 +164,19 @@ class Trace:
             raise RuntimeError("this trace was recorded already; make a new one")
         self._clock = Clock.now()
         self._traces.append(self)
-        for records, traced in self._followed:
-            records.add_sink(traced.records.append)
+        for followed in self._followed:
+            _begin(*followed)
 
     def _stop(self) -> None:
         self._traces.remove(self)
-        for records, traced in self._followed:
+        for records, copies, traced in self._followed:
             records.remove_sink(traced.records.append)
+            if copies is not None:
+                copies.remove_sink(traced.copies.append)
 
     def _write(self, error: BaseException | None) -> None:
         assert self._clock is not None
-        traced = [one for _, one in self._followed]
+        traced = [one for *_, one in self._followed]
         self._followed = []
         try:
             write_trace(self._path, traced, self._clock)
@@ -194,6 +184,12 @@ class Trace:
             if error is None:
                 raise
             error.add_note(f"the trace was not written: {failure}")
+
+
+def _begin(records: Records, copies: Copies | None, traced: Traced) -> None:
+    records.add_sink(traced.records.append)
+    if copies is not None:
+        copies.add_sink(traced.copies.append)
 
 
 def write_trace(path: Path, traced: Sequence[Traced], clock: Clock) -> None:
@@ -332,9 +328,12 @@ def _jobs(traced: Traced) -> Iterator[_Job]:
         for one in slices:
             yield _Job(_CONSUMER, 0, "consumer", _lasting(one), args)
         yield from _made(traced.setting, record, args)
-    for number, began, ended in traced.copies:
-        copied = _lasting(_Slice("copy", began, ended))
-        yield _Job(_COPIES, 0, "copies to the device", copied, _args(traced, number))
+    free = 0.0  # when the copy before had ended
+    for number, _, began, ended, nbytes in traced.copies:
+        copied = _lasting(_Slice("copy", max(began, free), ended))
+        args = _args(traced, number, bytes=nbytes)
+        yield _Job(_COPIES, 0, "copies to the device", copied, args)
+        free = ended
 
 
 def _args(traced: Traced, number: int, **more: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from aioloader._observe.changes import Change, changes, waits_for_store
-from aioloader._observe.records import LoopLag, Record, Setting
+from aioloader._observe.records import Copy, LoopLag, Record, Setting
 from aioloader._observe.replay import (
     Batch,
     Replayed,
@@ -39,12 +39,13 @@ _BUSY = 0.8
 # The replay of what was recorded is off by this share at most, or it is said.
 _IS_OFF = 0.2
 
-_STAGES = ("read", "transform", "collate", "transport", "consumer")
+_STAGES = ("read", "transform", "collate", "transport", "device", "consumer")
 _WORDS = {
     "read": "Reading samples",
     "transform": "The transform",
     "collate": "Collating",
     "transport": "The transport of batches to the consumer",
+    "device": "The copy to the device",
 }
 
 
@@ -92,8 +93,8 @@ class Report:
     Attributes:
         headline: What holds back what, in plain words.
         stage: The stage that does: ``"read"``, ``"transform"``, ``"collate"``,
-            ``"transport"``, ``"consumer"``, ``"loop"``; ``"nothing"`` if the consumer
-            hardly waits; ``"unknown"`` if too little is recorded.
+            ``"transport"``, ``"device"``, ``"consumer"``, ``"loop"``; ``"nothing"`` if
+            the consumer hardly waits; ``"unknown"`` if too little is recorded.
         advice: What to change, or None if nothing gains 5 percent.
         limit: Without an advice: what sets the pace.
         wait_share: Share of the time that the consumer waits, from 0 to 1; also for the
@@ -143,7 +144,10 @@ class Report:
 
 
 def report(
-    records: Sequence[Record], setting: Setting, stats: LoaderStats | None = None
+    records: Sequence[Record],
+    setting: Setting,
+    stats: LoaderStats | None = None,
+    copies: Sequence[Copy] = (),
 ) -> Report:
     """Return the verdict on a loader.
 
@@ -152,9 +156,10 @@ def report(
         setting: How they were made.
         stats: What else is known: failures and deaths are remarked upon, and a loop
             that is held up outranks what that makes slow.
+        copies: The latest ones to the device.
     """
     remarks = _remarks(stats)
-    batches = batches_of(records, setting)
+    batches = batches_of(records, setting, copies)
     if not batches:
         headline = f"Too little is recorded to tell: {len(records)} batches."
         return Report(headline, "unknown", batches=len(records), remarks=remarks)
@@ -176,7 +181,7 @@ def report(
         if stats is not None and stats.loop_lag is not None:
             found = _lagging(Replayed(each, now.step), stats.loop_lag, found) or found
     return Report(
-        headline=_headline(found, share, setting, is_locked=locked >= _WAITS),
+        headline=_headline(found, share, is_locked=locked >= _WAITS),
         stage=found.stage,
         advice=found.advice,
         limit="" if found.advice else _limit(found.stage, batches, setting, now),
@@ -243,8 +248,9 @@ def _findings(
     halved = {
         name: replay(scaled(batches, name, 0.5), setting, slow).seconds
         for name in _STAGES
+        if name != "device" or setting.on_device
     }
-    stage = min(_STAGES, key=lambda name: halved[name])
+    stage = min(halved, key=lambda name: halved[name])
     best = best_change(batches, setting, slow)
     if best is None:
         return _Found(stage)
@@ -271,9 +277,7 @@ def _freed(lag: LoopLag, now: Replayed) -> Advice:
     return Advice(lag.culprit, "the event loop", new, gain, why)
 
 
-def _headline(
-    found: "_Found", share: float, setting: Setting, *, is_locked: bool
-) -> str:
+def _headline(found: "_Found", share: float, *, is_locked: bool) -> str:
     stage, lag = found.stage, found.lag
     what = "batches and for the interpreter's lock" if is_locked else "batches"
     waits = f"training waits for {what} {share:.0%} of the time"
@@ -286,10 +290,7 @@ def _headline(
         )
     if lag is not None:
         return f"{lag.culprit} holds up the event loop, and so training: {waits}."
-    what = _WORDS[stage]
-    if stage == "transport" and setting.on_device:
-        what = "The copy to the device"
-    return f"{what} holds training back: {waits}."
+    return f"{_WORDS[stage]} holds training back: {waits}."
 
 
 def _limit(
@@ -306,7 +307,7 @@ def _limit(
         return f"The cores set the pace: all {setting.cores} are busy making batches."
     if stage == "read" and waits_for_store(batches):
         return "The store sets the pace: no argument gains 5 % or more."
-    if stage == "transport" and setting.on_device:
+    if stage == "device":
         return "The link to the device sets the pace: make batches smaller in bytes."
     return "No argument gains 5 % or more: this stage must get cheaper."
 

@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -63,8 +64,7 @@ class CpuThread:
         self._thread: threading.Thread | None = None
         self._is_stopped = False
         self._lock = fork_safe(threading.RLock())  # a finalizer may run in between
-        self._ended = fork_safe(threading.Event())
-        self._stopping = fork_safe(threading.Event())
+        self.quiet = fork_safe(threading.Event())  # set at exit, or at its end
 
     def post(self, job: Job) -> bool:
         """Run ``job`` after those posted before; tell whether the thread takes jobs.
@@ -118,7 +118,6 @@ class CpuThread:
         """End the thread after the jobs posted so far, and call ``then`` at its end."""
         with self._lock:
             self._is_stopped = True
-            self._stopping.set()
             is_running = self._thread is not None
             if is_running:
                 self._jobs.put(then)
@@ -142,7 +141,7 @@ class CpuThread:
         self._thread = threading.Thread(
             target=context.run, args=(self._run,), name=self._name, daemon=True
         )
-        weakref.finalize(self._thread, _await_at_exit, self._ended, self._stopping)
+        _STARTED.add(self)
         self._thread.start()
 
     def _run(self) -> None:
@@ -151,7 +150,11 @@ class CpuThread:
                 _do(job, self._name)
                 del job  # it may hold a batch
         finally:
-            self._ended.set()
+            self.quiet.set()
+
+    def is_alive(self) -> bool:
+        """Tell whether the thread runs; not in a forked child."""
+        return self._thread is not None and self._thread.is_alive()
 
 
 class SharedThread(CpuThread):
@@ -164,6 +167,7 @@ class SharedThread(CpuThread):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        self._ended = fork_safe(threading.Event())
         self._waiting: deque[Job] = deque()
         self._ident: int | None = None
         self._is_used = self._is_queued = False
@@ -320,11 +324,24 @@ def _fail(future: "asyncio.Future[Any]", error: BaseException) -> None:
         future.set_exception(error)
 
 
-def _await_at_exit(ended: threading.Event, stopping: threading.Event) -> None:
-    """Let a thread that is to end do so, before the interpreter is dismantled.
+def _await_at_exit() -> None:
+    """Let threads do the jobs that they have, before the interpreter is dismantled.
 
     One that is in torch's code then, without the interpreter's lock, would end the
-    process by an abort. Called when the thread is gone, or at exit.
+    process by an abort.
     """
-    if stopping.is_set():
-        ended.wait(_EXIT_GRACE)
+    until = time.monotonic() + _EXIT_GRACE
+    threads = [thread for thread in list(_STARTED) if thread.is_alive()]
+    for thread in threads:
+        thread.post_nowait(thread.quiet.set)
+    for thread in threads:
+        thread.quiet.wait(max(0.0, until - time.monotonic()))
+
+
+class _AtExit:
+    """Finalized after all that is made later, such as iterators: they post jobs."""
+
+
+_STARTED: weakref.WeakSet[CpuThread] = weakref.WeakSet()
+_at_exit = _AtExit()
+weakref.finalize(_at_exit, _await_at_exit)

@@ -1,10 +1,10 @@
-"""Whole loaders in front of a CUDA device: values, slots, errors, graphs, exits."""
+"""Whole loaders in front of a device: values, slots, errors, graphs, exits."""
 
 import logging
 import os
 import subprocess
 import sys
-import textwrap
+import threading
 from typing import Any
 
 import pytest
@@ -12,24 +12,30 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from aioloader import DataLoader
-from aioloader._device import locking
-from aioloader._device.accelerator import Accelerator
+from aioloader._device.accelerator import accelerator_of
 from aioloader._device.mover import Mover
-from device.gpu import (
+from device.test_mover import DTYPES
+from device.watched import (
     DEVICE,
+    IS_FAKE,
     KINDS,
+    LARGE,
     MARKS,
+    MODULE,
+    ON_GPU,
     SIZE,
     SMALL,
+    TWO_DEVICES,
     Rows,
     Watched,
     busy,
+    captured,
+    limited,
     nothing_is_left,  # noqa: F401  (in place of the one for all tests)
     on,
     warm_device,  # noqa: F401
     wrong,
 )
-from device.test_mover import DTYPES
 
 pytestmark = MARKS
 
@@ -72,7 +78,7 @@ def check(batch: dict[str, Any], number: int) -> None:
 def test_every_type(num_workers: int, workers: Any) -> None:
     """By a plain ``for``."""
     options: dict[str, Any] = {"num_workers": num_workers, "workers": workers}
-    with DataLoader(Types(), SIZE, device="cuda", **options) as loader:
+    with DataLoader(Types(), SIZE, device=DEVICE.type, **options) as loader:
         for number, batch in enumerate(loader):
             check(batch, number)
     assert number == 2
@@ -94,36 +100,22 @@ async def test_async_for(loop: Any, num_workers: int, workers: Any) -> None:
 
 
 @pytest.mark.parametrize(("num_workers", "workers"), KINDS)
-def test_slots_are_locked(
-    num_workers: int, workers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_are_locked(num_workers: int, workers: Any) -> None:
     """No large tensor is staged: each is copied from where it was collated."""
-    staged, locked = [], []
-    staging, is_locked = Accelerator.staging, Accelerator.is_locked
-
-    def watch_staging(port: Accelerator, like: torch.Tensor) -> torch.Tensor:
-        staged.append(like.nbytes)
-        return staging(port, like)
-
-    def watch_locked(port: Accelerator, host: torch.Tensor) -> bool:
-        locked.append(is_locked(port, host))
-        return locked[-1]
-
-    monkeypatch.setattr(Accelerator, "staging", watch_staging)
-    monkeypatch.setattr(Accelerator, "is_locked", watch_locked)
+    port = Watched()
     options: dict[str, Any] = {"num_workers": num_workers, "workers": workers}
-    with DataLoader(Rows(160), SIZE, device="cuda", **options) as loader:
+    with on(port, DataLoader(Rows(160), SIZE, **options)) as loader:
         for number, batch in enumerate(loader):
             assert not wrong(batch, number)
-    assert locked == [True] * 40
-    assert max(staged, default=0) <= SMALL
+    assert port.locked == [True] * 40
+    assert max(port.staged, default=0) <= SMALL
 
 
 def test_refused_locking_stages(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One line says so; the values are the same, and no later call fails for it."""
-    runtime = locking._runtime()
+    runtime = MODULE.cudart()
 
     class Refusing:
         cudaGetErrorString = staticmethod(runtime.cudaGetErrorString)  # noqa: N815
@@ -132,14 +124,14 @@ def test_refused_locking_stages(
         def cudaHostRegister(_address: int, nbytes: int, flags: int) -> Any:  # noqa: N802
             return runtime.cudaHostRegister(0, nbytes, flags)  # refused, in earnest
 
-    monkeypatch.setattr(locking, "_runtime", Refusing)
+    monkeypatch.setattr(MODULE, "cudart", Refusing)
     port = Watched()
     with caplog.at_level(logging.WARNING, "aioloader"):
         for number, batch in enumerate(on(port, DataLoader(Rows(80), SIZE))):
             assert not wrong(batch, number)
     assert port.staged == [SIZE << 18] * 20
     (line,) = (record.getMessage() for record in caplog.records)
-    assert "page-locking 1,048,576 bytes for cuda:0 was refused" in line
+    assert f"page-locking 1,048,576 bytes for {DEVICE} was refused" in line
 
 
 def test_what_moves_itself() -> None:
@@ -155,7 +147,7 @@ def test_what_moves_itself() -> None:
         torch.rand(8, 3, 64, 64).to(memory_format=torch.channels_last),
         torch.ones(2, device=DEVICE),
     ]
-    delivery = Mover(Accelerator(DEVICE)).move(batch)
+    delivery = moved_in_a_thread(batch)
     found = delivery.hand_over()
     delivery.release()
     assert torch.equal(found[0].cpu().to_dense(), torch.eye(5))
@@ -167,43 +159,52 @@ def test_what_moves_itself() -> None:
     assert found[6] is batch[6]
 
 
+def moved_in_a_thread(batch: Any) -> Any:
+    """Begin to move a batch, as the stage does."""
+    mover, found = Mover(accelerator_of(DEVICE)), []
+
+    def move() -> None:
+        mover.enter_thread()
+        found.append(mover.move(batch))
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
 def test_the_host_does_not_wait_for_a_copy() -> None:
     """A batch is handed over before it has arrived; the stream waits."""
-    port = Watched(late=100_000_000)
+    port = Watched(late=2_000_000_000)  # a second
     with on(port, DataLoader(Rows(SIZE), SIZE)) as loader:
-        (batch,) = loader
-        assert not torch.cuda.current_stream().query()
+        batch = next(iter(loader))
+        assert not MODULE.current_stream().query()
         assert not wrong(batch, 0)
 
 
 class Uneven(Rows):
-    """The third sample is of 256 MiB."""
+    """The third sample is of 256 MiB, or of 16 on the fake device."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((1 << (26 if index == 2 else 18),), index, dtype=torch.int32)
+        return torch.full((LARGE if index == 2 else 1 << 18,), index, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_out_of_memory(num_workers: int) -> None:
     """The error names the batch and its size; the next batch arrives."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    room = torch.cuda.memory_reserved(DEVICE) + (128 << 20)
-    total = torch.cuda.get_device_properties(DEVICE).total_memory
-    torch.cuda.set_per_process_memory_fraction(room / total, DEVICE)
-    try:
-        with DataLoader(Uneven(5), 1, device="cuda", num_workers=num_workers) as loader:
-            iterator = iter(loader)
-            assert [int(next(iterator)[0, -1]) for _ in range(2)] == [0, 1]
-            with pytest.raises(torch.OutOfMemoryError) as caught:
-                next(iterator)
-            assert "batch 2: moving 1 tensors of 268,435,456 bytes to cuda:0" in str(
-                caught.value.__notes__
-            )
-            del caught
-            assert [int(batch[0, -1]) for batch in iterator] == [3, 4]
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+    with (
+        limited(2 * LARGE),
+        DataLoader(Uneven(5), 1, device=DEVICE.type, num_workers=num_workers) as loader,
+    ):
+        iterator = iter(loader)
+        assert [int(next(iterator)[0, -1]) for _ in range(2)] == [0, 1]
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            next(iterator)
+        assert f"batch 2: moving 1 tensors of {4 * LARGE:,} bytes to {DEVICE}" in str(
+            caught.value.__notes__
+        )
+        del caught
+        assert [int(batch[0, -1]) for batch in iterator] == [3, 4]
 
 
 def test_no_batch_inside_a_capture() -> None:
@@ -211,10 +212,9 @@ def test_no_batch_inside_a_capture() -> None:
     with on(Watched(), DataLoader(Rows(80), SIZE)) as loader:
         iterator = iter(loader)
         static = next(iterator)
-        graph = torch.cuda.CUDAGraph()
         with (
             pytest.raises(RuntimeError, match="copy it into the graph's own inputs"),
-            torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            captured(),
         ):
             static.add_(1)  # an empty graph would be warned of
             next(iterator)
@@ -223,6 +223,7 @@ def test_no_batch_inside_a_capture() -> None:
     assert not wrong(batches[-1], 19)
 
 
+@ON_GPU
 @pytest.mark.parametrize("mode", ["thread_local", "global"])
 def test_a_capture_while_batches_are_moved(mode: Any) -> None:
     """Neither disturbs the other; batches are copied into the graph's inputs."""
@@ -267,6 +268,13 @@ def test_pinned_batches(num_workers: int, workers: Any) -> None:
             )
 
 
+BEGIN = (
+    """
+from device import fake_accelerator
+fake_accelerator.begin()
+"""
+    * IS_FAKE
+)
 SCRIPT = """
 import signal, sys, torch
 from aioloader import DataLoader
@@ -280,7 +288,7 @@ class Rows:
 device = torch.device(sys.argv[2])
 loader = DataLoader(Rows(), 4, device=device, num_workers=int(sys.argv[3]))
 for number, batch in enumerate(loader):
-    torch.cuda._sleep(1_000_000)
+    torch.get_device_module(device)._sleep(1_000_000)
     assert batch.device == device and int(batch[0, 0]) == 4 * number
     if number == 20 and sys.argv[1] == "raise":
         raise KeyError("of the step")
@@ -297,15 +305,18 @@ next(iterator)
 """
 
 
+PATHS = os.pathsep.join([*filter(None, sys.path)])
+
+
 def run_all(ways: dict[str, int], device: str, num_workers: int) -> None:
     """Run the script side by side in all ways; each ends with its exit status."""
-    options = ["-W", "ignore::ResourceWarning", "-c", textwrap.dedent(SCRIPT)]
+    options = ["-W", "ignore::ResourceWarning", "-c", BEGIN + SCRIPT]
     children = {
         way: subprocess.Popen(
             [sys.executable, *options, way, device, str(num_workers)],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONPATH": PATHS},
         )
         for way in ways
     }
@@ -316,25 +327,34 @@ def run_all(ways: dict[str, int], device: str, num_workers: int) -> None:
             assert sign not in errors[way]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_exits(num_workers: int) -> None:
+# They take long: on the fake device, those that ended wrong once.
+EXITS: list[Any] = [({"exit": 3, "interrupt": -2}, 0)]
+if not IS_FAKE:
+    ways = {"end": 0, "raise": 1, "interrupt": -2, "exit": 3}
+    EXITS = [(ways, 0), (ways, 2)]
+
+
+@pytest.mark.parametrize(("ways", "num_workers"), EXITS)
+def test_exits(ways: dict[str, int], num_workers: int) -> None:
     """With the stage at work: no crash, nothing said that was not raised."""
-    run_all({"end": 0, "raise": 1, "interrupt": -2, "exit": 3}, "cuda:0", num_workers)
+    run_all(ways, str(DEVICE), num_workers)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@ON_GPU
+@TWO_DEVICES
 def test_another_device() -> None:
     """It is used, and no other: not even for a context."""
     run_all({"context": 0}, "cuda:1", 2)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@TWO_DEVICES
 def test_the_current_device_does_not_matter() -> None:
     """While it is the first, batches come on the second."""
-    with DataLoader(Rows(400), SIZE, device="cuda:1", num_workers=2) as loader:
+    second = torch.device(DEVICE.type, 1)
+    with DataLoader(Rows(400), SIZE, device=second, num_workers=2) as loader:
         for number, batch in enumerate(loader):
-            with torch.cuda.device(1):
+            with MODULE.device(second):
                 busy(200_000)
             assert batch.device.index == 1
             assert not wrong(batch, number)
-    assert torch.cuda.current_device() == 0
+    assert MODULE.current_device() == 0

@@ -1,0 +1,113 @@
+"""What the arguments about a device mean, and what torch sees where they name none."""
+
+import operator
+import sys
+from collections.abc import Callable, Collection
+from typing import Any, TypeAlias
+
+import torch
+
+Choose: TypeAlias = Callable[[Any], bool]
+Keys: TypeAlias = Collection[Any] | Choose
+Transform: TypeAlias = Callable[[Any], Any]
+
+_KINDS = ("cuda", "xpu", "mps", "mtia", "hpu")
+
+
+def device_of(device: Any) -> torch.device | None:
+    """Return the device that batches are moved to; None for the host's memory.
+
+    Args:
+        device: Whatever ``torch.device`` takes; the index of a device of the current
+            accelerator; ``"auto"``: that accelerator, or the host's memory where there
+            is none; a ``DeviceMesh`` of one dimension: this rank's device.
+
+    Raises:
+        TypeError: If ``device`` names none.
+        ValueError: If torch does not see it here.
+    """
+    if device is None:
+        return None
+    if isinstance(device, str) and device == "auto":
+        return current_accelerator()
+    mesh = sys.modules.get("torch.distributed.device_mesh")
+    if mesh is not None and isinstance(device, mesh.DeviceMesh):
+        return _of_mesh(device)
+    found = _named(device)
+    if found.type == "cpu":
+        return None
+    count = _count(found.type)
+    if (found.index or 0) >= count:
+        raise ValueError(
+            f"device={str(found)!r}: torch sees {seen()} here; pass one of these, "
+            "'auto', or leave device out to keep batches in the host's memory"
+        )
+    return found
+
+
+def current_accelerator() -> torch.device | None:
+    """Return the accelerator of this process, without an index; None if none works."""
+    if not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_accelerator()
+
+
+def seen() -> str:
+    """Return the devices that torch sees, in words."""
+    own = torch._C._get_privateuse1_backend_name()  # noqa: SLF001
+    counts = {kind: _count(kind) for kind in (*_KINDS, own)}
+    parts = [
+        kind if count == 1 else f"{kind}:0 to {kind}:{count - 1}"
+        for kind, count in counts.items()
+        if count
+    ]
+    return " and ".join(("cpu", *parts)) if parts else "no device but the cpu"
+
+
+def _named(device: Any) -> torch.device:
+    is_number = hasattr(device, "__index__") and not isinstance(device, bool)
+    if is_number and current_accelerator() is None:
+        raise ValueError(
+            f"device={device}: torch sees {seen()} here; pass 'auto' or 'cpu' to keep "
+            "batches in the host's memory where there is no accelerator"
+        )
+    try:
+        if is_number:
+            kind = torch.accelerator.current_accelerator()
+            return torch.device(kind.type if kind else "cpu", operator.index(device))
+        if isinstance(device, (str, torch.device)):
+            return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(_unnamed(device)) from error
+    raise TypeError(_unnamed(device))
+
+
+def _unnamed(device: Any) -> str:
+    return (
+        f"device must name a torch device, got {device!r}; torch sees {seen()} here "
+        "(the package of another one must be imported before)"
+    )
+
+
+def _of_mesh(mesh: Any) -> torch.device | None:
+    """Return the device that ``init_device_mesh`` has made current for this rank."""
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ("dp",)
+        raise ValueError(
+            f"device must be a DeviceMesh of one dimension, got {mesh.ndim}: pass the "
+            f"one that batches are sharded over, such as mesh[{names[0]!r}]"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError("device is a DeviceMesh that this rank is not in")
+    if mesh.device_type == "cpu":
+        return None
+    module = torch.get_device_module(mesh.device_type)
+    return torch.device(mesh.device_type, module.current_device())
+
+
+def _count(kind: str) -> int:
+    try:
+        module = torch.get_device_module(kind)
+    except RuntimeError:  # there is no such module
+        return 0
+    return int(module.device_count()) if module.is_available() else 0

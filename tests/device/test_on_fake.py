@@ -1,0 +1,61 @@
+"""The tests on a device, on the fake accelerator: each file in a process of its own.
+
+A process that has begun it has another current accelerator, and torch pins for it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from device import fake_accelerator
+
+HERE = Path(__file__).parent
+PARTS = [["test_device.py", "test_users.py"], ["test_races.py"]]
+IN_CI = bool(os.environ.get("CI"))
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        bool(fake_accelerator.missing()) and not IN_CI,
+        reason=fake_accelerator.missing(),
+    ),
+]
+
+
+@pytest.mark.parametrize("names", PARTS, ids=" ".join)
+def test_on_fake(names: list[str]) -> None:
+    """All pass; what is skipped is about CUDA's own."""
+    files = [HERE / name for name in names]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+        env=os.environ | {"AIOLOADER_TEST_DEVICE": "fake", "OMP_NUM_THREADS": "1"},
+        cwd=HERE.parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_script_for_a_gpu(tmp_path: Path) -> None:
+    """It runs to its end on the fake device, and prints what it finds."""
+    script, found = HERE.parents[1] / "tools" / "check_gpu.py", tmp_path / "found.json"
+    done = subprocess.run(
+        [sys.executable, script, "--dry", "--workers", "2", "--json", found],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    content = json.loads(found.read_text())
+    assert content["machine"]["device"] == "fake:0"
+    assert "5 passed" in content["tests"]["summary"]
+    feeds = [row["feed"] for row in content["figures"] if row["megabytes"] == 4]
+    assert feeds == ["bare copies", "aioloader", "torch, pin_memory + non_blocking"]
+    assert all(row["gb_per_second"] > 0 for row in content["figures"])
+    assert "of limit" in done.stdout

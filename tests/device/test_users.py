@@ -1,0 +1,293 @@
+"""What users do with a device: name it, choose what moves, compute on the way."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from aioloader import DataLoader
+from aioloader._device.accelerator import accelerator_of
+from device.watched import (
+    DEVICE,
+    IS_FAKE,
+    MARKS,
+    MODULE,
+    ON_FAKE,
+    Rows,
+    Watched,
+    add_wrong,
+    busy,
+    counter,
+    nothing_is_left,  # noqa: F401  (in place of the one for all tests)
+    on,
+    warm_device,  # noqa: F401
+)
+
+pytestmark = MARKS
+
+
+class Pictures:
+    """Large samples of bytes, with a number and a name."""
+
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        picture = torch.full((3, 200, 200), index, dtype=torch.uint8)
+        return {"picture": picture, "index": index, "name": f"{index}.png"}
+
+
+def check(batch: Any, number: int) -> None:
+    """Hold a batch of four against what it should be."""
+    expected = torch.arange(4 * number, 4 * number + 4)
+    assert torch.equal(batch["index"].cpu(), expected)
+    found = batch["picture"].cpu().to(torch.int64)
+    assert bool((found == expected[:, None, None, None]).all())
+
+
+def names() -> list[Any]:
+    """Return arguments that name the device."""
+    return [DEVICE.type, f"{DEVICE.type}:0", DEVICE, 0, "auto"]
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_by_name_alone(place: int) -> None:
+    """Whatever names the device, batches come on it."""
+    loader: Any = DataLoader(Pictures(), 4, device=names()[place])
+    assert torch.device(loader.device).type == DEVICE.type
+    for number, batch in enumerate(loader):
+        assert batch["picture"].device == DEVICE
+        check(batch, number)
+    assert number == 19
+
+
+def test_the_second_device() -> None:
+    """An index is a device, as for torch."""
+    if MODULE.device_count() < 2:
+        pytest.skip("needs two devices")
+    loader: Any = DataLoader(Pictures(), 4, device=1)
+    for number, batch in enumerate(loader):
+        assert batch["picture"].device == torch.device(DEVICE.type, 1)
+        check(batch, number)
+
+
+@pytest.mark.parametrize("device", [DEVICE.type + ":7", 7])
+def test_a_device_that_is_not_there(device: Any) -> None:
+    """The message says which ones there are."""
+    last = MODULE.device_count() - 1
+    kinds = f"{DEVICE.type}:0 to {DEVICE.type}:{last}" if last else DEVICE.type
+    with pytest.raises(ValueError, match=f"torch sees cpu and {kinds} here; pass one"):
+        DataLoader([1], device=device)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A mesh of this process alone."""
+    store = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield lambda shape: DeviceMesh(
+            DEVICE.type,
+            torch.zeros(shape, dtype=torch.int64),
+            mesh_dim_names=("dp", "tp")[: len(shape)],
+            _init_backend=False,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_mesh(mesh: Any) -> None:
+    """It is this rank's device; of several dimensions, one is to be chosen."""
+    assert DataLoader([1], device=mesh((1,))).device == DEVICE
+    with pytest.raises(ValueError, match=r"of one dimension, got 2: .* mesh\['dp'\]"):
+        DataLoader([1], device=mesh((1, 1)))
+
+
+@pytest.mark.parametrize("keys", [["picture"], lambda key: key == "picture"])
+def test_keys(keys: Any) -> None:
+    """What is not named stays in the host's memory."""
+    loader: Any = DataLoader(Pictures(), 4, num_workers=1, device=DEVICE)
+    loader.device_keys = keys
+    for number, batch in enumerate(loader):
+        assert batch["picture"].device == DEVICE
+        assert batch["index"].device.type == "cpu"
+        assert batch["name"] == [f"{4 * number + n}.png" for n in range(4)]
+        check(batch, number)
+
+
+def scaled(batch: dict[str, Any]) -> dict[str, Any]:
+    """Cast on the device, behind a long kernel."""
+    assert batch["picture"].device == DEVICE
+    busy(2_000_000)
+    return {**batch, "picture": batch["picture"].to(torch.float32)}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_transform(num_workers: int, ahead: int) -> None:
+    """Bytes cross, floats arrive; the consumer's stream waits for the cast as well."""
+    loader: Any = DataLoader(
+        Pictures(),
+        4,
+        num_workers=num_workers,
+        device=DEVICE,
+        prefetch_device=ahead,
+        device_transform=scaled,
+    )
+    for number, batch in enumerate(loader):
+        assert batch["picture"].dtype is torch.float32
+        assert type(batch["picture"]) is torch.Tensor
+        check(batch, number)
+
+
+def test_what_a_transform_makes_is_not_used_again() -> None:
+    """Batches that are dropped while a kernel reads them keep their memory."""
+    found = counter()
+    loader: Any = DataLoader(
+        Rows(400), 4, device=DEVICE, device_transform=lambda batch: batch.clone()
+    )
+    for number, batch in enumerate(loader):
+        busy(2_000_000)
+        add_wrong(found, batch, number)
+        del batch
+    assert int(found) == 0
+
+
+def test_an_error_of_the_transform() -> None:
+    """It is that of its batch, and says where it was; the next one arrives."""
+
+    def fail(batch: Any) -> Any:
+        if int(batch["index"][0]) == 8:
+            raise KeyError("bad picture")
+        return batch
+
+    loader: Any = DataLoader(Pictures(), 4, device=DEVICE, device_transform=fail)
+    iterator = iter(loader)
+    check(next(iterator), 0)
+    check(next(iterator), 1)
+    with pytest.raises(KeyError, match="bad picture") as caught:
+        next(iterator)
+    assert "in device_transform" in str(caught.value.__notes__)
+    assert "batch 2" in str(caught.value.__notes__)
+    del caught
+    check(next(iterator), 3)
+    iterator.close()
+
+
+def test_only_dense_tensors_are_made_ahead() -> None:
+    """The allocator could not be told of others."""
+    loader: Any = DataLoader(
+        [torch.eye(3)] * 4,
+        4,
+        device=DEVICE,
+        device_transform=lambda batch: torch.eye(3).to_sparse().to(DEVICE),
+    )
+    with pytest.raises(TypeError, match="only dense tensors can be made ahead"):
+        next(iter(loader))
+
+
+class Labelled(torch.Tensor):
+    """A sub-class, as torchvision has."""
+
+
+def test_unusual_tensors_are_moved_at_their_delivery() -> None:
+    """Sparse, nested, sub-classes; what is on the device is left alone."""
+    nested = torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    )
+    there = torch.ones(2, device=DEVICE)
+    batch = {
+        "sparse": torch.eye(3).to_sparse(),
+        "nested": nested,
+        "labelled": torch.ones(3).as_subclass(Labelled),
+        "there": there,
+    }
+    loader: Any = DataLoader(
+        [batch], batch_size=None, device=DEVICE, collate_fn=lambda sample: sample
+    )
+    (found,) = loader
+    assert torch.equal(found["sparse"].cpu().to_dense(), torch.eye(3))
+    assert found["nested"].is_nested
+    assert found["nested"].values().device == DEVICE
+    assert torch.equal(found["nested"].values().cpu(), nested.values())
+    assert type(found["labelled"]) is Labelled
+    assert found["labelled"].device == DEVICE
+    assert found["there"] is there
+
+
+def test_a_transform_of_what_is_on_the_device() -> None:
+    """It runs when that is made, and its memory is not used again before."""
+    found = counter()
+
+    class Resident:
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            busy(200_000)
+            rows = torch.full((4, 1 << 14), 4 * index, dtype=torch.int32)
+            return (rows + torch.arange(4, dtype=torch.int32)[:, None]).to(DEVICE)
+
+    loader: Any = DataLoader(
+        Resident(),
+        batch_size=None,
+        device=DEVICE,
+        device_transform=lambda batch: batch.clone(),
+    )
+    for number, batch in enumerate(loader):
+        add_wrong(found, batch, number)
+        del batch
+    assert int(found) == 0
+
+
+@ON_FAKE
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_device_without_streams(
+    num_workers: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Copies block the stage's thread; batches are the same, and ahead."""
+
+    def refuse(*, device: Any) -> Any:
+        raise RuntimeError(f"{device} has no streams")
+
+    monkeypatch.setattr(torch, "Stream", refuse)
+    loader: Any = DataLoader(Pictures(), 4, num_workers=num_workers, device=DEVICE)
+    with caplog.at_level(logging.INFO, "aioloader"):
+        for number, batch in enumerate(loader):
+            check(batch, number)
+    assert not loader._live.devices._opened[DEVICE][0].is_async
+    assert "copies to fake:0 block: fake:0 has no streams" in caplog.text
+
+
+@ON_FAKE
+def test_who_moves_batches_again_gets_the_same_tensors() -> None:
+    """As accelerate's ``send_to_device`` and Lightning's hooks do, by ``to``."""
+    for batch in DataLoader(Pictures(), 4, device=DEVICE):
+        for tensor in (batch["picture"], batch["index"]):
+            assert tensor.to(DEVICE, non_blocking=True) is tensor
+
+
+@ON_FAKE
+def test_cudas_way_is_for_cuda() -> None:
+    """Another device gets the port that is for all, and nothing locks its memory."""
+    assert accelerator_of(DEVICE).locker() is None
+    assert Watched().locker() is not None
+    assert IS_FAKE
+
+
+def test_memory_that_is_held_ahead() -> None:
+    """``stats()`` tells the bytes of batches that wait on the device."""
+    port = Watched()
+    loader = on(port, DataLoader(Rows(40), 4), depth=3)
+    iterator = iter(loader)
+    assert loader.stats().device_bytes == 0
+    next(iterator)
+    for _ in range(4):  # three are ahead
+        assert port.copied.acquire(timeout=20)
+    assert loader.stats().device_bytes == 3 << 20
+    iterator.close()
+    assert loader.stats().device_bytes == 0
