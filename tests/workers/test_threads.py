@@ -1,6 +1,8 @@
 """Worker threads: the same batches as processes, in this process."""
 
+import asyncio
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -209,3 +211,36 @@ def test_a_dropped_iterator_ends_the_threads() -> None:
     """The same, by its finalizer."""
     iterator = iter(make(SyncMap(100)))
     next(iterator)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_close_waits_for_the_threads_of_a_dropped_iterator(
+    *, is_async: bool
+) -> None:
+    """They may be in the middle of a batch then."""
+    entered, release = threading.Event(), threading.Event()
+
+    class Slow(SyncMap):
+        def __getitem__(self, index: int) -> Any:
+            if index >= 4:
+                entered.set()
+                release.wait(10)
+            return super().__getitem__(index)
+
+    def left() -> list[str]:
+        names = [thread.name for thread in threading.enumerate()]
+        return [name for name in names if name.startswith("aioloader-worker")]
+
+    loader = make(Slow(), batch_size=2, prefetch_factor=2)
+    iterator = iter(loader)
+    await beside(partial(next, iterator))
+    await beside(entered.wait)
+    del iterator
+    assert left()
+    closing = asyncio.ensure_future(
+        loader.aclose() if is_async else beside(loader.close)
+    )
+    await asyncio.sleep(0)
+    release.set()
+    await closing
+    assert not left()

@@ -313,12 +313,14 @@ def _pool(
     if not options.num_workers or (not reads and maker.collates_async):
         return None  # nothing is left that is not for the loop
     if workers == "thread":
-        return ThreadWorkers(
+        threads = ThreadWorkers(
             options.num_workers,
             reads=reads,
             init=options.worker_init_fn,
             base_seed=epoch.base_seed,
         )
+        resources.pools.join_later(threads)
+        return threads
     spec = _spec(options, epoch, maker, reads=reads)
     keep = options.persistent_workers
     if isinstance(workers, Executor):

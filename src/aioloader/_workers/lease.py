@@ -52,11 +52,19 @@ class WorkerPool(Protocol):
         """Close what this process holds."""
 
 
+class Ending(Protocol):
+    """Workers of one iteration, which end with it."""
+
+    def join(self) -> bool:
+        """Wait, bounded, until they are gone; tell whether they are."""
+
+
 class Pools:
     """The pools of one loader: a kept one, where workers are persistent."""
 
     def __init__(self) -> None:
         self._kept: list[WorkerPool] = []
+        self._ending: weakref.WeakSet[Ending] = weakref.WeakSet()
         self._lock = fork_safe(threading.Lock())
         weakref.finalize(self, _close_all, self._kept)
 
@@ -77,21 +85,26 @@ class Pools:
             self._kept[:] = [pool]
             return pool
 
+    def join_later(self, workers: Ending) -> None:
+        """Wait for workers in ``close``: if their iterator is dropped, nobody did."""
+        self._ending.add(workers)
+
     def drop(self) -> None:
         """End kept workers, in the background: others take their place."""
         _close_all(self._take())
 
     def close(self) -> None:
-        """End kept workers, and wait for it, bounded."""
+        """End kept workers, and wait until all are gone, bounded."""
         kept = self._take()
         for pool in kept:
             pool.end()
-        for pool in kept:
-            pool.join()
+        ending: list[Ending] = [*kept, *self._ending]
+        for workers in ending:
+            workers.join()
 
     async def aclose(self) -> None:
         """End kept workers, without blocking the loop."""
-        if self._kept:
+        if self._kept or self._ending:
             await beside(self.close)
 
     def _take(self) -> list[WorkerPool]:
