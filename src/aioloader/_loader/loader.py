@@ -3,15 +3,11 @@
 It checks its arguments and hands over; it reads and schedules nothing itself.
 """
 
-import contextlib
-import copy
-import operator
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
-from typing_extensions import TypeVar
 
 from aioloader._collate.collate import default_collate, default_convert
 from aioloader._device.accelerator import accelerator_for
@@ -25,11 +21,9 @@ from aioloader._loader.ranks import (
     repeats_samples,
     warn_of_repeats,
 )
-from aioloader._loader.sampling import make_samplers, settle_shuffle
-from aioloader._loader.state import State, sealed, state_of, unsealed
-from aioloader._loader.state_check import check, fitted
-from aioloader._loader.torch_compat import TorchLoader, dataset_kind
-from aioloader._observe.warnings import warn
+from aioloader._loader.sampling import make_samplers, settle_shuffle, tell_epoch
+from aioloader._loader.state import State, unsealed
+from aioloader._loader.torch_compat import Batch, TorchLoader, dataset_kind
 from aioloader._order.epoch import EpochNumbers, index_sampler_of
 from aioloader._order.failures import OnError
 from aioloader._order.ranks import WHOLE, Part, Tail
@@ -37,13 +31,14 @@ from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import MakeLifespan
 from aioloader._pipeline.waiting import refuse_trio
 from aioloader._workers.rng import Rng
-from aioloader.protocols import Kind, is_own_stream
+from aioloader.protocols import Kind
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from aioloader._loader import signature as sig
     from aioloader._loader.runtime import Runtime
     from aioloader._pipeline.iterator import BatchIterator
-
-Batch = TypeVar("Batch", default=Any)
 
 
 class DataLoader(Observed, TorchLoader[Batch]):
@@ -131,6 +126,110 @@ class DataLoader(Observed, TorchLoader[Batch]):
 
     _live: "Runtime"
 
+    # What a batch is: see `signature`. The first overload that fits counts.
+    @overload
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        *,
+        collate_fn: "Callable[[Any], Awaitable[Batch]]",
+        **arguments: "Unpack[sig.WithTransform]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        *,
+        collate_fn: Callable[[Any], Batch],
+        **arguments: "Unpack[sig.WithTransform]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "DataLoader[Any]",
+        dataset: Any,
+        batch_size: int = 1,
+        *,
+        transform: "sig.Transform[sig.Opaque]",
+        **arguments: "Unpack[sig.Arguments]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "DataLoader[torch.Tensor]",
+        dataset: Any,
+        batch_size: int = 1,
+        *,
+        transform: "sig.Transform[sig.Number]",
+        **arguments: "Unpack[sig.Arguments]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "DataLoader[list[torch.Tensor]]",
+        dataset: Any,
+        batch_size: int = 1,
+        *,
+        transform: "sig.Transform[tuple[sig.Number, ...]]",
+        **arguments: "Unpack[sig.Arguments]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "DataLoader[dict[sig.K, torch.Tensor]]",
+        dataset: Any,
+        batch_size: int = 1,
+        *,
+        transform: "sig.Transform[dict[sig.K, sig.V]]",
+        **arguments: "Unpack[sig.Arguments]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "DataLoader[Any]",
+        dataset: "sig.Samples[sig.Opaque]",
+        batch_size: int = 1,
+        **arguments: "Unpack[sig.Arguments]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "DataLoader[torch.Tensor]",
+        dataset: "sig.Samples[sig.Number]",
+        batch_size: int = 1,
+        **arguments: "Unpack[sig.Arguments]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "DataLoader[list[torch.Tensor]]",
+        dataset: "sig.Samples[tuple[sig.Number, ...]]",
+        batch_size: int = 1,
+        **arguments: "Unpack[sig.Arguments]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "DataLoader[dict[sig.K, torch.Tensor]]",
+        dataset: "sig.Samples[dict[sig.K, sig.V]]",
+        batch_size: int = 1,
+        **arguments: "Unpack[sig.Arguments]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
+        num_workers: int | Literal["auto"] = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        transform: Callable[[Any], Any] | None = None,
+        tail: Tail | None = None,
+        **arguments: "Unpack[sig.KeywordOnly]",
+    ) -> None: ...
     def __init__(
         self,
         dataset: Any,
@@ -274,20 +373,11 @@ class DataLoader(Observed, TorchLoader[Batch]):
             settled = None if settles else live.part
             part = settled or self._part_now()
         if settles:
-            if live.part not in {None, part}:  # kept workers serve other ranks
-                live.forget_ahead()
-                live.pools.close()
-            live.part = part
+            live.settle(part)
             if self._may_repeat and warn_of_repeats():
                 self._may_repeat = False
-        known, values = live.options, attributes_of(self)
-        if (
-            known is None
-            or known.part != part
-            or not all(map(operator.is_, values, known.values))
-        ):
-            known = live.options = Options.of(values, part)
-        return known
+        live.options = Options.again(live.options, attributes_of(self), part)
+        return live.options
 
     def _part_now(self) -> Part:
         """Return the part of an iteration that would begin now."""
@@ -314,11 +404,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         if loaded is not None and loaded["epoch"] != epoch:
             self._live.loaded = None  # another epoch is wanted, from its beginning
         self._epochs.choose(epoch)
-        for part in (self.sampler, self.batch_sampler, self.dataset):
-            hook = getattr(part, "set_epoch", None)
-            # A stream of ours is given each epoch's number as the epoch begins.
-            if callable(hook) and not is_own_stream(part):
-                hook(epoch)
+        tell_epoch((self.sampler, self.batch_sampler, self.dataset), epoch)
 
     def _iterate(self, *, is_async: bool) -> "BatchIterator[Batch]":
         """Return an iterator, with worker processes if it has any, as torch's has."""
@@ -349,7 +435,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
             prepared.open(fills=not is_async)
         return iterator
 
-    # -- its state ----------------------------------------------------------------
+    # -- its state, and the end ---------------------------------------------------
 
     def state_dict(self) -> State:
         """Return the position after the last batch that was delivered.
@@ -357,13 +443,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         It is small, takes microseconds, and may be asked for at any time, from any
         thread. It is ready for JSON where the states of the user's own parts are.
         """
-        live = self._live
-        if live.loaded is not None:
-            return sealed(copy.deepcopy(live.loaded))
-        is_kept = live.pools.has_kept()
-        drawn = live.drawn()
-        parts = self._options(), live.numbers, live.epoch
-        return state_of(*parts, drawn=drawn, is_kept=is_kept)
+        return self._live.state_dict(self._options)
 
     def load_state_dict(self, state: State, *, strict: bool = True) -> None:
         """Let the next iteration begin where ``state_dict`` was called.
@@ -380,16 +460,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
         """
         if state == {}:
             return
-        state, live = unsealed(state), self._live
-        options = self._options(settles=True)
-        check(options, state)
-        state = fitted(options, state, strict=strict)
-        if any(iterator.is_under_way() for iterator in live.open):
-            warn("an iteration is under way: the state takes effect with the next one")
-        live.forget_ahead()
-        live.loaded = copy.deepcopy(state)
-
-    # -- figures ------------------------------------------------------------------
+        state = unsealed(state)
+        self._live.load_state_dict(self._options(settles=True), state, strict=strict)
 
     def __repr__(self) -> str:
         dataset = type(self.dataset).__name__
@@ -398,8 +470,6 @@ class DataLoader(Observed, TorchLoader[Batch]):
             f"num_workers={self.num_workers}, epoch={self._epochs.next}, "
             f"open={len(self._live.open)})"
         )
-
-    # -- the end ------------------------------------------------------------------
 
     def __enter__(self) -> "DataLoader[Batch]":
         self._live.hosts.keep()
@@ -422,26 +492,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
 
         All begin to end, then all are waited for; errors are raised afterwards.
         """
-        live, iterators = self._live, list(self._live.open)
-        for iterator in iterators:
-            iterator.dismiss()
-        with contextlib.ExitStack() as stack:  # from its end, whatever is raised
-            stack.callback(live.servers.close)
-            stack.callback(live.pools.close)
-            stack.callback(live.hosts.release)
-            stack.callback(live.forget_ahead)
-            for iterator in iterators:
-                stack.callback(iterator.close)
+        self._live.close()
 
     async def aclose(self) -> None:
         """End all iterations and release what they hold, without blocking the loop."""
-        live, iterators = self._live, list(self._live.open)
-        for iterator in iterators:
-            iterator.dismiss()
-        async with contextlib.AsyncExitStack() as stack:
-            stack.callback(live.servers.close)
-            stack.push_async_callback(live.pools.aclose)
-            stack.push_async_callback(live.hosts.release_async)
-            stack.callback(live.forget_ahead)
-            for iterator in iterators:
-                stack.push_async_callback(iterator.aclose)
+        await self._live.aclose()
