@@ -17,7 +17,6 @@ from aioloader._loader.options import Options, attributes_of
 from aioloader._loader.ranks import (
     Rank,
     Ranks,
-    refuse_two_deals,
     repeats_samples,
     warn_of_repeats,
 )
@@ -26,7 +25,7 @@ from aioloader._loader.state import State, unsealed
 from aioloader._loader.torch_compat import Batch, TorchLoader, dataset_kind
 from aioloader._order.epoch import EpochNumbers, index_sampler_of
 from aioloader._order.failures import OnError
-from aioloader._order.ranks import WHOLE, Part, Tail
+from aioloader._order.ranks import WHOLE, Tail
 from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import MakeLifespan
 from aioloader._pipeline.waiting import refuse_trio
@@ -124,6 +123,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         TypeError: If one is of the wrong type.
     """
 
+    prefetch_factor: int | None
     _live: "Runtime"
 
     # What a batch is: see `signature`. The first overload that fits counts.
@@ -272,15 +272,15 @@ class DataLoader(Observed, TorchLoader[Batch]):
         dataset, shuffle = settle_shuffle(dataset, shuffle)
         self.dataset = dataset
         self.batch_size = batch_size
-        self.sampler = sampler  # type: ignore[assignment]
-        self.batch_sampler = batch_sampler
-        self.num_workers = arguments.count_workers(num_workers, workers)
-        self.collate_fn = collate_fn  # type: ignore[assignment]
+        self.sampler: Any = sampler
+        self.batch_sampler: Any = batch_sampler
+        self.num_workers: int = arguments.count_workers(num_workers, workers)
+        self.collate_fn: Any = collate_fn
         self.pin_memory = pin_memory
         self.drop_last = drop_last
         self.timeout = timeout
         self.worker_init_fn = worker_init_fn
-        self.multiprocessing_context = multiprocessing_context
+        self.multiprocessing_context: Any = multiprocessing_context
         self.generator = generator
         self.prefetch_factor = auto.placed("prefetch_factor", prefetch_factor)
         self.persistent_workers = persistent_workers
@@ -288,8 +288,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
         self.in_order = in_order
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.transform = transform
-        self.concurrency = auto.placed("concurrency", concurrency)
-        self.device = device
+        self.concurrency: int = auto.placed("concurrency", concurrency)
+        self.device: Any = device
         self.prefetch_device = prefetch_device
         self.workers = workers
         self.fetch = fetch
@@ -318,8 +318,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         if collate_fn is None:
             collate_fn = default_collate if self._auto_collation else default_convert
         self.collate_fn = collate_fn
-        kind = given.kind
-        self._dataset_kind = dataset_kind(dataset, kind)
+        self._dataset_kind = dataset_kind(dataset, given.kind)
         self._IterableDataset_len_called = None
         self._epochs = EpochNumbers(index_sampler_of(self.sampler, self.batch_sampler))
         # Not before a loader is made: it imports all that one may need.
@@ -371,20 +370,13 @@ class DataLoader(Observed, TorchLoader[Batch]):
         part = ranks.given or WHOLE
         if ranks.is_auto:
             settled = None if settles else live.part
-            part = settled or self._part_now()
+            part = settled or self._ranks.part_now(self)
         if settles:
             live.settle(part)
             if self._may_repeat and warn_of_repeats():
                 self._may_repeat = False
         live.options = Options.again(live.options, attributes_of(self), part)
         return live.options
-
-    def _part_now(self) -> Part:
-        """Return the part of an iteration that would begin now."""
-        part = self._ranks.part()
-        if self._ranks.is_auto:
-            refuse_two_deals(part, self.dataset, self.sampler, self.batch_sampler)
-        return part or WHOLE
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch.
@@ -393,7 +385,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
             TypeError: If the dataset or the sampler has no length.
         """
         options = self._options()
-        length = options.length(self._part_now())
+        length = options.length(self._ranks.part_now(self))
         if options.kind is not Kind.MAP:
             self._IterableDataset_len_called = len(self.dataset)  # type: ignore[assignment]
         return length

@@ -227,7 +227,8 @@ class Meter:
         self, loader: Any, total: int | None, display: Display | None, desc: str | None
     ) -> None:
         self.batches = 0
-        now = self.due = clock()
+        now = clock()
+        self.due: float = now
         if display is None:
             self.due = _logged.setdefault(loader, now) + LOGGED_EVERY
         self._loader = loader

@@ -117,7 +117,7 @@ class ShardWriter(abc.ABC):
                 f"got {name!r}; folders belong to the destination"
             )
         json.dumps(metadata)  # raises what is wrong with it
-        self.next_sample = 0
+        self.next_sample: int = 0
         self._shard_bytes = shard_bytes
         self._shard_samples = shard_samples
         self._sink = make_sink(destination, hidden(store_options))
