@@ -6,7 +6,7 @@ LOWEST := .venv-lowest
 COMPAT := .venv-compat
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test compat lint types imports pytest fuzz lowest bench gpu format clean
+.PHONY: demo test compat lint types imports pytest fuzz lowest package pythons bench gpu format clean
 
 demo: $(VENV)/.dev
 	$(BIN)/python examples/train_digits.py
@@ -20,6 +20,7 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 imports: $(VENV)/.dev
 	$(BIN)/lint-imports
@@ -40,6 +41,14 @@ lowest: $(LOWEST)/.dev
 compat: $(COMPAT)/.ready
 	$(COMPAT)/bin/pytest tests/compat --confcutdir=tests/compat -W ignore \
 		-o faulthandler_timeout=600 -p no:cacheprovider
+
+# builds sdist and wheel in a temporary environment, and uses them
+package: $(VENV)/.dev
+	$(BIN)/python tools/package.py
+
+# quick tests on each version of Python that is installed
+pythons: $(VENV)/.dev
+	$(BIN)/nox
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py

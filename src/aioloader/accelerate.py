@@ -27,7 +27,7 @@ try:
     from accelerate import data_loader as theirs
 except ImportError as _error:
     raise ImportError(
-        "aioloader.accelerate needs accelerate: pip install 'aioloader[accelerate]'"
+        'aioloader.accelerate needs accelerate: pip install "aioloader[accelerate]"'
     ) from _error
 
 __all__ = ["AsyncIterableDatasetShard", "TrainerMixin", "prepare", "skip_first_batches"]

@@ -416,7 +416,7 @@ def _import_pyarrow() -> Any:
         import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
     except ImportError as exc:
         raise ImportError(
-            "writing Parquet needs pyarrow: pip install aioloader[arrow]"
+            'writing Parquet needs pyarrow: pip install "aioloader[arrow]"'
         ) from exc
     return pa
 
