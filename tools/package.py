@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MAX_WHEEL = 400_000  # bytes
+MAX_WHEEL = 700_000  # bytes: sources and nothing else
 # What a contributor needs besides the sources.
 IN_SDIST = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md")
 IN_SDIST += ("constraints.txt", "noxfile.py", "pyproject.toml", "src", "tests")
@@ -69,7 +69,7 @@ def check_wheel(wheel: Path) -> None:
     assert "aioloader/py.typed" in names
     size = wheel.stat().st_size
     assert size <= MAX_WHEEL, f"{size} bytes"
-    print(f"{wheel.name}: {size / 1000:.0f} KB of {MAX_WHEEL / 1000:.0f}")
+    print(f"{wheel.name}: {size / 1000:.0f} KB of {MAX_WHEEL / 1000:.0f} KB")
 
 
 def check_sdist(sdist: Path, folder: Path) -> None:
