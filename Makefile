@@ -8,7 +8,7 @@ DLIO := .venv-dlio
 PEERS := .venv-peers
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test compat lint types imports pytest fuzz lowest bench dlio gpu format clean
+.PHONY: demo test compat lint types imports pytest fuzz lowest package pythons bench dlio gpu format clean
 
 demo: $(VENV)/.dev
 	$(BIN)/python examples/train_digits.py
@@ -22,6 +22,7 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 imports: $(VENV)/.dev
 	$(BIN)/lint-imports
@@ -42,6 +43,14 @@ lowest: $(LOWEST)/.dev
 compat: $(COMPAT)/.ready
 	$(COMPAT)/bin/pytest tests/compat --confcutdir=tests/compat -W ignore \
 		-o faulthandler_timeout=600 -p no:cacheprovider
+
+# builds sdist and wheel in a temporary environment, and uses them
+package: $(VENV)/.dev
+	$(BIN)/python tools/package.py
+
+# quick tests on each version of Python that is installed
+pythons: $(VENV)/.dev
+	$(BIN)/nox
 
 # about an hour; `make bench OPTIONS=--quick` sees in some minutes that all of it works
 bench: $(VENV)/.bench $(PEERS)/.ready

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-GROUPS = ("test", "examples")
+GROUPS = ("quick", "test", "examples")
 _BOUND = re.compile(r"([A-Za-z0-9_.-]+)(?:\[[^]]*\])?>=([0-9.]+)")
 
 
@@ -22,7 +22,8 @@ def bounds(project: dict[str, Any]) -> Iterator[tuple[str, str]]:
     parts = [project["project"]["dependencies"]]
     parts += project["project"]["optional-dependencies"].values()
     parts += [project["dependency-groups"][name] for name in GROUPS]
-    for requirement in (entry for part in parts for entry in part):
+    entries = (entry for part in parts for entry in part)
+    for requirement in (entry for entry in entries if isinstance(entry, str)):
         found = _BOUND.match(requirement)
         if found is None:
             raise SystemExit(f"pyproject.toml: {requirement!r} has no lower bound")

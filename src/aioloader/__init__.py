@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from aioloader._workers.process.fork_server import warm_up
     from aioloader._workers.ray.workers import RayWorkers
 
+__version__ = "0.1.0.dev0"
+
 _LATER = {
     "PrometheusCollector": "aioloader._observe.metrics",
     "RayWorkers": "aioloader._workers.ray.workers",

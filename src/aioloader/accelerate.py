@@ -25,10 +25,10 @@ from aioloader.protocols import Kind, kind_of
 
 try:
     from accelerate import data_loader as theirs
-except ImportError as error:
+except ImportError as _error:
     raise ImportError(
-        "aioloader.accelerate needs accelerate: pip install 'aioloader[accelerate]'"
-    ) from error
+        'aioloader.accelerate needs accelerate: pip install "aioloader[accelerate]"'
+    ) from _error
 
 __all__ = ["AsyncIterableDatasetShard", "TrainerMixin", "prepare", "skip_first_batches"]
 

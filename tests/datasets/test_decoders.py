@@ -181,7 +181,7 @@ def test_samples_that_have_no_bytes() -> None:
 def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says what to install; all but pictures is decoded without it."""
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match=r"pip install aioloader\[pictures\]"):
+    with pytest.raises(ImportError, match=r'pip install "aioloader\[pictures\]"'):
         Decoder("pil")
     assert Decoder()({"cls": b"1"}) == {"cls": 1}
 

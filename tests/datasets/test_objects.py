@@ -286,7 +286,7 @@ def test_options_that_a_store_does_not_take(
 def test_needs_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the extra, the error says how to get it."""
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(ImportError, match=r"pip install 'aioloader\[objects\]'"):
+    with pytest.raises(ImportError, match=r'pip install "aioloader\[objects\]"'):
         ObjectDataset("memory:///", ["k"])
 
 

@@ -207,7 +207,7 @@ def test_without_pyarrow_it_says_what_to_install(
     """When a dataset is made, not when it is read."""
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for make in (ParquetFormat, ArrowFormat):
-        with pytest.raises(ImportError, match=r"pip install 'aioloader\[arrow\]'"):
+        with pytest.raises(ImportError, match=r'pip install "aioloader\[arrow\]"'):
             make("a.parquet", Local())
 
 

@@ -325,7 +325,7 @@ def test_misuse() -> None:
         DataLoader([1], device_transform=transform)
     for keys in ("image", 3):
         with pytest.raises(TypeError, match="device_keys must be a list of keys"):
-            DataLoader([1], device_keys=keys)  # type: ignore[arg-type]
+            DataLoader([1], device_keys=keys)  # type: ignore[list-item]
 
 
 def test_pinning_passes_on_what_cannot_be_pinned() -> None:

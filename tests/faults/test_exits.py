@@ -134,7 +134,7 @@ def test_generators_run_their_finally_where_they_run() -> None:
             closed.append(1)
 
     for options in ({}, {"timeout": 60}):
-        with DataLoader(rows(), batch_size=4, **options) as loader:  # type: ignore[arg-type]
+        with DataLoader(rows(), batch_size=4, **options) as loader:  # type: ignore[call-overload]
             for _ in loader:
                 break
     assert closed == [1, 1]

@@ -157,7 +157,7 @@ def test_several_loaders() -> None:
 def test_what_is_not_installed(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is said, with the extra to install."""
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=r"pip install 'aioloader\[metrics-"):
+    with pytest.raises(ImportError, match=r'pip install "aioloader\[metrics-'):
         if package == "prometheus_client":
             PrometheusCollector(train=full())
         else:

@@ -231,7 +231,7 @@ def test_too_few_bytes(value: int) -> None:
     with pytest.raises(ValueError, match="prefetch_bytes must be at least 1, got"):
         DataLoader([1], prefetch_bytes=value)
     with pytest.raises(TypeError, match="prefetch_bytes must be an integer, got 'x'"):
-        DataLoader([1], prefetch_bytes="x")  # type: ignore[arg-type]
+        DataLoader([1], prefetch_bytes="x")  # type: ignore[call-overload]
 
 
 # -- as many workers as gain -------------------------------------------------------
@@ -364,7 +364,7 @@ _ALL: dict[str, Any] = dict.fromkeys(
 def test_other_words_are_refused(name: str) -> None:
     """In words that name what would do."""
     with pytest.raises(TypeError, match=f"{name} must be an integer or 'auto', got"):
-        DataLoader([1], **{name: "most"})  # type: ignore[arg-type]
+        DataLoader([1], **{name: "most"})  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("dataset", [SyncMap(24), AsyncMap(24)])

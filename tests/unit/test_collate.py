@@ -162,6 +162,6 @@ def test_buffers_stay_a_list() -> None:
 
 def test_default_convert_is_torchs() -> None:
     """Arrays become tensors, the rest stays."""
-    converted: Any = default_convert({"a": np.arange(2), "b": "text"})  # type: ignore[no-untyped-call]
+    converted: Any = default_convert({"a": np.arange(2), "b": "text"})
     assert torch.equal(converted["a"], torch.arange(2))
     assert converted["b"] == "text"

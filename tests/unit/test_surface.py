@@ -3,8 +3,10 @@
 import doctest
 import importlib
 import inspect
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,27 @@ def test_public_names() -> None:
         "warm_up",
     ]
     assert all(hasattr(aioloader, name) for name in aioloader.__all__)
+
+
+def test_version() -> None:
+    """It is that of the package; hatch reads it from there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    path = project["tool"]["hatch"]["version"]["path"]
+    assert f'__version__ = "{aioloader.__version__}"' in (ROOT / path).read_text()
+
+
+def test_hints_can_be_pasted() -> None:
+    """A shell takes brackets for a pattern, unless they are quoted; extras exist."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = {*project["project"]["optional-dependencies"], "{extra}"}
+    sources = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
+    hints = [
+        hint for source in sources for hint in re.findall("pip install (.*)", source)
+    ]
+    quoted = [re.match(r'"aioloader\[(.*)\]"', hint) for hint in hints]
+    assert {one[1] for one in quoted if one} <= extras
+    assert len(hints) > 10
+    assert all(quoted), hints
 
 
 def test_torchs_signature() -> None:

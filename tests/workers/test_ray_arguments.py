@@ -66,7 +66,7 @@ def test_ray_is_asked_for_by_its_extra() -> None:
         "try: aioloader.RayWorkers(1)\n"
         "except ImportError as error: print(error)\n"
     )
-    assert printed(script) == "RayWorkers needs Ray: pip install 'aioloader[ray]'\n"
+    assert printed(script) == 'RayWorkers needs Ray: pip install "aioloader[ray]"\n'
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 import torch
 from torch.utils.data import default_collate as torch_collate
-from torch.utils.data import default_convert
+from torch.utils.data import default_convert as torch_convert
 from torch.utils.data._utils import collate as torch_rules
 
 from aioloader._transport.slots import MIN_BYTES, Lender
@@ -32,6 +32,8 @@ from aioloader._transport.slots import MIN_BYTES, Lender
 __all__ = ["collates_as_torch", "default_collate", "default_convert", "lending"]
 
 Collate: TypeAlias = Callable[[Sequence[Any]], Any]
+
+default_convert: Callable[[Any], Any] = torch_convert
 
 _SCALARS = (np.bool_, np.number, np.object_)
 _STANDARD: dict[Any, Callable[..., Any]] = {

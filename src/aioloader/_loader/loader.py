@@ -3,47 +3,36 @@
 It checks its arguments and hands over; it reads and schedules nothing itself.
 """
 
-import contextlib
-import copy
-import operator
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
-from typing_extensions import TypeVar
 
 from aioloader._collate.collate import default_collate, default_convert
 from aioloader._device.naming import Keys, device_of
 from aioloader._loader import arguments, auto
 from aioloader._loader.observed import Observed
 from aioloader._loader.options import Options, attributes_of
-from aioloader._loader.ranks import (
-    Rank,
-    Ranks,
-    refuse_two_deals,
-    repeats_samples,
-    warn_of_repeats,
-)
-from aioloader._loader.sampling import make_samplers, settle_shuffle
-from aioloader._loader.state import State, sealed, state_of, unsealed
-from aioloader._loader.state_check import check, fitted
-from aioloader._loader.torch_compat import TorchLoader, dataset_kind
-from aioloader._observe.warnings import warn
+from aioloader._loader.ranks import Rank, Ranks, repeats_samples, warn_of_repeats
+from aioloader._loader.sampling import make_samplers, settle_shuffle, tell_epoch
+from aioloader._loader.state import State, unsealed
+from aioloader._loader.torch_compat import Batch, TorchLoader, dataset_kind
 from aioloader._order.epoch import EpochNumbers, index_sampler_of
 from aioloader._order.failures import OnError
-from aioloader._order.ranks import WHOLE, Part, Tail
+from aioloader._order.ranks import WHOLE, Tail
 from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import MakeLifespan
 from aioloader._pipeline.waiting import refuse_trio
 from aioloader._workers.rng import Rng
-from aioloader.protocols import Kind, is_own_stream
+from aioloader.protocols import Kind
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from aioloader._loader import signature as sig
     from aioloader._loader.runtime import Runtime
     from aioloader._pipeline.iterator import BatchIterator
-
-Batch = TypeVar("Batch", default=Any)
 
 
 class DataLoader(Observed, TorchLoader[Batch]):
@@ -136,8 +125,114 @@ class DataLoader(Observed, TorchLoader[Batch]):
         TypeError: If one is of the wrong type.
     """
 
+    prefetch_factor: int | None
     _live: "Runtime"
 
+    # What a batch is: see `signature`. The first overload that fits counts.
+    @overload
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        *,
+        collate_fn: "Callable[[Any], Awaitable[Batch]]",
+        **arguments: "Unpack[sig.WithTransform]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        *,
+        collate_fn: Callable[[Any], Batch],
+        **arguments: "Unpack[sig.WithTransform]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "DataLoader[Any]",
+        dataset: Any,
+        batch_size: int = 1,
+        *,
+        transform: "sig.Transform[sig.Opaque]",
+        **arguments: "Unpack[sig.Arguments]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "DataLoader[torch.Tensor]",
+        dataset: Any,
+        batch_size: int = 1,
+        *,
+        transform: "sig.Transform[sig.Number]",
+        **arguments: "Unpack[sig.Arguments]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "DataLoader[list[torch.Tensor]]",
+        dataset: Any,
+        batch_size: int = 1,
+        *,
+        transform: "sig.Transform[tuple[sig.Number, ...]]",
+        **arguments: "Unpack[sig.Arguments]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "DataLoader[dict[sig.K, torch.Tensor]]",
+        dataset: Any,
+        batch_size: int = 1,
+        *,
+        transform: "sig.Transform[dict[sig.K, sig.V]]",
+        **arguments: "Unpack[sig.Arguments]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "DataLoader[Any]",
+        dataset: "sig.Samples[sig.Opaque]",
+        batch_size: int = 1,
+        **arguments: "Unpack[sig.Arguments]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "DataLoader[torch.Tensor]",
+        dataset: "sig.Samples[sig.Number]",
+        batch_size: int = 1,
+        **arguments: "Unpack[sig.Arguments]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "DataLoader[list[torch.Tensor]]",
+        dataset: "sig.Samples[tuple[sig.Number, ...]]",
+        batch_size: int = 1,
+        **arguments: "Unpack[sig.Arguments]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "DataLoader[dict[sig.K, torch.Tensor]]",
+        dataset: "sig.Samples[dict[sig.K, sig.V]]",
+        batch_size: int = 1,
+        **arguments: "Unpack[sig.Arguments]",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
+        num_workers: int | Literal["auto"] = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        transform: Callable[[Any], Any] | None = None,
+        tail: Tail | None = None,
+        device_transform: Callable[[Any], Any] | None = None,
+        **arguments: "Unpack[sig.KeywordOnly]",
+    ) -> None: ...
     def __init__(
         self,
         dataset: Any,
@@ -182,15 +277,15 @@ class DataLoader(Observed, TorchLoader[Batch]):
         dataset, shuffle = settle_shuffle(dataset, shuffle)
         self.dataset = dataset
         self.batch_size = batch_size
-        self.sampler = sampler  # type: ignore[assignment]
-        self.batch_sampler = batch_sampler
-        self.num_workers = arguments.count_workers(num_workers, workers)
-        self.collate_fn = collate_fn  # type: ignore[assignment]
+        self.sampler: Any = sampler
+        self.batch_sampler: Any = batch_sampler
+        self.num_workers: int = arguments.count_workers(num_workers, workers)
+        self.collate_fn: Any = collate_fn
         self.pin_memory = pin_memory
         self.drop_last = drop_last
         self.timeout = timeout
         self.worker_init_fn = worker_init_fn
-        self.multiprocessing_context = multiprocessing_context
+        self.multiprocessing_context: Any = multiprocessing_context
         self.generator = generator
         self.prefetch_factor = auto.placed("prefetch_factor", prefetch_factor)
         self.persistent_workers = persistent_workers
@@ -198,8 +293,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
         self.in_order = in_order
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.transform = transform
-        self.concurrency = auto.placed("concurrency", concurrency)
-        self.device = device
+        self.concurrency: int = auto.placed("concurrency", concurrency)
+        self.device: Any = device
         self.prefetch_device = prefetch_device
         self.device_keys = device_keys
         self.device_transform = device_transform
@@ -230,8 +325,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         if collate_fn is None:
             collate_fn = default_collate if self._auto_collation else default_convert
         self.collate_fn = collate_fn
-        kind = given.kind
-        self._dataset_kind = dataset_kind(dataset, kind)
+        self._dataset_kind = dataset_kind(dataset, given.kind)
         self._IterableDataset_len_called = None
         self._epochs = EpochNumbers(index_sampler_of(self.sampler, self.batch_sampler))
         # Not before a loader is made: it imports all that one may need.
@@ -283,29 +377,13 @@ class DataLoader(Observed, TorchLoader[Batch]):
         part = ranks.given or WHOLE
         if ranks.is_auto:
             settled = None if settles else live.part
-            part = settled or self._part_now()
+            part = settled or self._ranks.part_now(self)
         if settles:
-            if live.part not in {None, part}:  # kept workers serve other ranks
-                live.forget_ahead()
-                live.pools.close()
-            live.part = part
+            live.settle(part)
             if self._may_repeat and warn_of_repeats():
                 self._may_repeat = False
-        known, values = live.options, attributes_of(self)
-        if (
-            known is None
-            or known.part != part
-            or not all(map(operator.is_, values, known.values))
-        ):
-            known = live.options = Options.of(values, part)
-        return known
-
-    def _part_now(self) -> Part:
-        """Return the part of an iteration that would begin now."""
-        part = self._ranks.part()
-        if self._ranks.is_auto:
-            refuse_two_deals(part, self.dataset, self.sampler, self.batch_sampler)
-        return part or WHOLE
+        live.options = Options.again(live.options, attributes_of(self), part)
+        return live.options
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch.
@@ -314,7 +392,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
             TypeError: If the dataset or the sampler has no length.
         """
         options = self._options()
-        length = options.length(self._part_now())
+        length = options.length(self._ranks.part_now(self))
         if options.kind is not Kind.MAP:
             self._IterableDataset_len_called = len(self.dataset)  # type: ignore[assignment]
         return length
@@ -325,11 +403,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         if loaded is not None and loaded["epoch"] != epoch:
             self._live.loaded = None  # another epoch is wanted, from its beginning
         self._epochs.choose(epoch)
-        for part in (self.sampler, self.batch_sampler, self.dataset):
-            hook = getattr(part, "set_epoch", None)
-            # A stream of ours is given each epoch's number as the epoch begins.
-            if callable(hook) and not is_own_stream(part):
-                hook(epoch)
+        tell_epoch((self.sampler, self.batch_sampler, self.dataset), epoch)
 
     def _iterate(self, *, is_async: bool) -> "BatchIterator[Batch]":
         """Return an iterator, with worker processes if it has any, as torch's has."""
@@ -360,7 +434,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
             prepared.open(fills=not is_async)
         return iterator
 
-    # -- its state ----------------------------------------------------------------
+    # -- its state, and the end ---------------------------------------------------
 
     def state_dict(self) -> State:
         """Return the position after the last batch that was delivered.
@@ -368,13 +442,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         It is small, takes microseconds, and may be asked for at any time, from any
         thread. It is ready for JSON where the states of the user's own parts are.
         """
-        live = self._live
-        if live.loaded is not None:
-            return sealed(copy.deepcopy(live.loaded))
-        is_kept = live.pools.has_kept()
-        drawn = live.drawn()
-        parts = self._options(), live.numbers, live.epoch
-        return state_of(*parts, drawn=drawn, is_kept=is_kept)
+        return self._live.state_dict(self._options)
 
     def load_state_dict(self, state: State, *, strict: bool = True) -> None:
         """Let the next iteration begin where ``state_dict`` was called.
@@ -391,16 +459,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
         """
         if state == {}:
             return
-        state, live = unsealed(state), self._live
-        options = self._options(settles=True)
-        check(options, state)
-        state = fitted(options, state, strict=strict)
-        if any(iterator.is_under_way() for iterator in live.open):
-            warn("an iteration is under way: the state takes effect with the next one")
-        live.forget_ahead()
-        live.loaded = copy.deepcopy(state)
-
-    # -- figures ------------------------------------------------------------------
+        state = unsealed(state)
+        self._live.load_state_dict(self._options(settles=True), state, strict=strict)
 
     def __repr__(self) -> str:
         dataset = type(self.dataset).__name__
@@ -409,8 +469,6 @@ class DataLoader(Observed, TorchLoader[Batch]):
             f"num_workers={self.num_workers}, epoch={self._epochs.next}, "
             f"open={len(self._live.open)})"
         )
-
-    # -- the end ------------------------------------------------------------------
 
     def __enter__(self) -> "DataLoader[Batch]":
         self._live.hosts.keep()
@@ -433,26 +491,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
 
         All begin to end, then all are waited for; errors are raised afterwards.
         """
-        live, iterators = self._live, list(self._live.open)
-        for iterator in iterators:
-            iterator.dismiss()
-        with contextlib.ExitStack() as stack:  # from its end, whatever is raised
-            stack.callback(live.servers.close)
-            stack.callback(live.pools.close)
-            stack.callback(live.hosts.release)
-            stack.callback(live.forget_ahead)
-            for iterator in iterators:
-                stack.callback(iterator.close)
+        self._live.close()
 
     async def aclose(self) -> None:
         """End all iterations and release what they hold, without blocking the loop."""
-        live, iterators = self._live, list(self._live.open)
-        for iterator in iterators:
-            iterator.dismiss()
-        async with contextlib.AsyncExitStack() as stack:
-            stack.callback(live.servers.close)
-            stack.push_async_callback(live.pools.aclose)
-            stack.push_async_callback(live.hosts.release_async)
-            stack.callback(live.forget_ahead)
-            for iterator in iterators:
-                stack.push_async_callback(iterator.aclose)
+        await self._live.aclose()

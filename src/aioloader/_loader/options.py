@@ -97,6 +97,18 @@ class Options:
         """
         return cls(*(*values, part, values))
 
+    @classmethod
+    def again(
+        cls, known: "Options | None", values: tuple[Any, ...], part: Part
+    ) -> "Options":
+        """Return ``known``, or others if an argument or the part has changed."""
+        is_same = (
+            known is not None
+            and known.part == part
+            and all(map(operator.is_, values, known.values))
+        )
+        return known if known is not None and is_same else cls.of(values, part)
+
     # -- what the loader chooses --------------------------------------------------
 
     @cached_property

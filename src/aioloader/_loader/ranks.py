@@ -17,7 +17,7 @@ from torch.utils.data import DistributedSampler
 from aioloader._loader.options import Options
 from aioloader._observe.warnings import warn
 from aioloader._order.orders import nested
-from aioloader._order.ranks import Part, Tail
+from aioloader._order.ranks import WHOLE, Part, Tail
 from aioloader.protocols import Kind, is_own_stream
 
 Rank: TypeAlias = int | Literal["auto"] | None
@@ -77,6 +77,17 @@ class Ranks:
         if not self.is_auto:
             return self.given
         return checked(*(_of_group() or _of_environment()), self.tail)
+
+    def part_now(self, loader: Any) -> Part:
+        """Return the part of an iteration of ``loader`` that would begin now.
+
+        Raises:
+            ValueError: As ``part``, or if a sampler shares out samples too.
+        """
+        part = self.part()
+        if self.is_auto:
+            refuse_two_deals(part, loader.dataset, loader.sampler, loader.batch_sampler)
+        return part or WHOLE
 
 
 def _is_open(dataset: Any) -> bool:

@@ -1,6 +1,8 @@
 """What a loader has in its own process: its epochs, and what they share."""
 
+import copy
 import weakref
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,8 +14,17 @@ from aioloader._loader.ahead import Ahead, can_look_ahead
 from aioloader._loader.options import Options
 from aioloader._loader.sampling import draw_base_seed, seed_pipe
 from aioloader._loader.sources import Source, make_source
-from aioloader._loader.state import State, note_first, own_generator_state, resumed
+from aioloader._loader.state import (
+    State,
+    note_first,
+    own_generator_state,
+    resumed,
+    sealed,
+    state_of,
+)
+from aioloader._loader.state_check import check, fitted
 from aioloader._observe.records import Copies, Records, Setting
+from aioloader._observe.warnings import warn
 from aioloader._order.epoch import Epoch, EpochNumbers
 from aioloader._pipeline.hosts import Hosts
 from aioloader._pipeline.inline import PlainIterator
@@ -202,6 +213,31 @@ class Runtime:
         if options.has_processes and options.start_method == "forkserver":
             warm_fork_server()
 
+    def settle(self, part: "Part") -> None:
+        """Fix which part of each batch the iterations from now on deliver."""
+        if self.part not in {None, part}:  # kept workers serve other ranks
+            self.forget_ahead()
+            self.pools.close()
+        self.part = part
+
+    # -- states -------------------------------------------------------------------
+
+    def state_dict(self, options: "Callable[[], Options]") -> State:
+        """Return the loaded state, or the position after the last batch."""
+        if self.loaded is not None:
+            return sealed(copy.deepcopy(self.loaded))
+        parts = options(), self.numbers, self.epoch
+        return state_of(*parts, drawn=self.drawn(), is_kept=self.pools.has_kept())
+
+    def load_state_dict(self, options: Options, state: State, *, strict: bool) -> None:
+        """Let the next iteration begin where ``state`` was taken."""
+        check(options, state)
+        state = fitted(options, state, strict=strict)
+        if any(iterator.is_under_way() for iterator in self.open):
+            warn("an iteration is under way: the state takes effect with the next one")
+        self.forget_ahead()
+        self.loaded = copy.deepcopy(state)
+
     # -- the next epoch of persistent workers -------------------------------------
 
     def look_ahead(self, options: Options) -> None:
@@ -226,6 +262,37 @@ class Runtime:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.dismiss()
+
+    # -- the end ------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End all iterations and release everything; wait for it, bounded."""
+        iterators = self._dismissed()
+        with ExitStack() as stack:  # from its end, whatever is raised
+            stack.callback(self.servers.close)
+            stack.callback(self.pools.close)
+            stack.callback(self.hosts.release)
+            stack.callback(self.forget_ahead)
+            for iterator in iterators:
+                stack.callback(iterator.close)
+
+    async def aclose(self) -> None:
+        """End all iterations and release everything, without blocking the loop."""
+        iterators = self._dismissed()
+        async with AsyncExitStack() as stack:
+            stack.callback(self.servers.close)
+            stack.push_async_callback(self.pools.aclose)
+            stack.push_async_callback(self.hosts.release_async)
+            stack.callback(self.forget_ahead)
+            for iterator in iterators:
+                stack.push_async_callback(iterator.aclose)
+
+    def _dismissed(self) -> "list[BatchIterator[Any]]":
+        """Have all iterations begin to end; return their iterators."""
+        iterators = list(self.open)
+        for iterator in iterators:
+            iterator.dismiss()
+        return iterators
 
 
 def _look_ahead(reference: "weakref.ref[Runtime]", options: Options) -> None:

@@ -1,5 +1,6 @@
 """Torch's samplers for torch's arguments, and what its loader does for data pipes."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 from aioloader._loader.options import Options
 from aioloader._loader.ranks import Ranks, refuse_two_deals
 from aioloader._order.permutation import ShuffledIndices
-from aioloader.protocols import Kind
+from aioloader.protocols import Kind, is_own_stream
 
 
 def make_samplers(
@@ -73,3 +74,12 @@ def seed_pipe(dataset: IterDataPipe[Any], generator: torch.Generator | None) -> 
     """Seed the random steps of a data pipe for an epoch."""
     shared = torch.Generator().manual_seed(draw_base_seed(generator))
     graph_settings.apply_random_seed(dataset, shared)
+
+
+def tell_epoch(parts: Iterable[Any], epoch: int) -> None:
+    """Number the next epoch in the samplers and datasets that have ``set_epoch``."""
+    for part in parts:
+        hook = getattr(part, "set_epoch", None)
+        # A stream of ours is given each epoch's number as the epoch begins.
+        if callable(hook) and not is_own_stream(part):
+            hook(epoch)

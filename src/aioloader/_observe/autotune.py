@@ -99,8 +99,9 @@ class Controller:
 
     def __init__(self, name: str, start: int, least: int, most: int) -> None:
         self.name = name
-        self.least, self.most = least, max(least, most)
-        self.value = min(max(int(start), least), self.most)
+        self.least: int = least
+        self.most: int = max(least, most)
+        self.value: int = min(max(int(start), least), self.most)
         self._trial: _Trial | None = None
         self._known: Observation | None = None  # at the present value, while it rests
         self._is_doubling = True
@@ -302,7 +303,7 @@ class Held:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.greatest = 0
+        self.greatest: int = 0
         self._seen = 0
         self._sizes: deque[int] = deque(maxlen=_LATEST)
 

@@ -292,7 +292,7 @@ def _require(module: str, extra: str) -> None:
     except ImportError as error:
         package = module.partition(".")[0]
         raise ImportError(
-            f"metrics need {package}: pip install 'aioloader[{extra}]'"
+            f'metrics need {package}: pip install "aioloader[{extra}]"'
         ) from error
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -38,13 +38,13 @@ _logged: "weakref.WeakKeyDictionary[Any, float]" = weakref.WeakKeyDictionary()
 
 
 def progress(
-    loader: Any,
+    loader: Iterable[Batch],
     *,
     total: int | None = None,
     desc: str | None = None,
     leave: bool = True,
     file: TextIO | None = None,
-) -> "WithProgress[Any]":
+) -> "WithProgress[Batch]":
     """Iterate over a loader and show how it goes.
 
     On a terminal and in a notebook: a bar (with tqdm installed) or one line, with
@@ -227,7 +227,8 @@ class Meter:
         self, loader: Any, total: int | None, display: Display | None, desc: str | None
     ) -> None:
         self.batches = 0
-        now = self.due = clock()
+        now = clock()
+        self.due: float = now
         if display is None:
             self.due = _logged.setdefault(loader, now) + LOGGED_EVERY
         self._loader = loader

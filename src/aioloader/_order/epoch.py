@@ -69,7 +69,7 @@ class Progress:
     """
 
     def __init__(self, bookmark: Bookmark = BEGINNING, *, readers: int = 1) -> None:
-        self.is_over = False
+        self.is_over: bool = False
         self._done = bookmark.done
         self._states = dict(bookmark.states)
         self._datasets = dict(bookmark.datasets)
@@ -222,8 +222,8 @@ class Epoch:
         self.base_seed = base_seed
         self.order = order
         self.generator = generator
-        self.progress = Progress()
-        self.counters = Counters()
+        self.progress: Progress = Progress()
+        self.counters: Counters = Counters()
         self.first: dict[int, Any] = {}
         self.first_datasets: dict[int, Any] = {}
 

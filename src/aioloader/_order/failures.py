@@ -81,9 +81,9 @@ class FailurePolicy:
     ) -> None:
         self.on_error = on_error
         self.max_failures = max_failures
-        self.attempted = 0
-        self.count = 0
-        self.retries = 0
+        self.attempted: int = 0
+        self.count: int = 0
+        self.retries: int = 0
         self.latest: deque[Failure] = deque(maxlen=_KEPT)
         self._lock = fork_safe(threading.Lock())
 

@@ -51,11 +51,11 @@ class ShuffledIndices:
     """
 
     def __init__(self, n: int, seed: int = 0) -> None:
-        self.n = operator.index(n)
-        self.seed = operator.index(seed)
+        self.n: int = operator.index(n)
+        self.seed: int = operator.index(seed)
         if not 0 <= self.n <= MAX_N:
             raise ValueError(f"n must be from 0 to 2**63, got {n}")
-        self.epoch = 0
+        self.epoch: int = 0
         # Two halves of the same width, so the domain is at most 4n.
         self._half = max(1, ((max(self.n, 1) - 1).bit_length() + 1) // 2)
         self._keys = self._round_keys()

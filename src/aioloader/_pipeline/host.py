@@ -78,11 +78,11 @@ class Host(abc.ABC):
 
     def __init__(self, lifespan: Lifespan, *, shares_threads: bool = False) -> None:
         self.lifespan = lifespan
-        self.opened = Latch()
+        self.opened: Latch = Latch()
         thread = SharedThread if shares_threads else CpuThread
-        self.cpu = thread("aioloader-cpu")
-        self.closed = Latch()
-        self.is_closing = False
+        self.cpu: CpuThread | SharedThread = thread("aioloader-cpu")
+        self.closed: Latch = Latch()
+        self.is_closing: bool = False
         self.exit_error: BaseException | None = None
         self._broken: BaseException | None = None
         self._pipelines: set[Hosted] = set()

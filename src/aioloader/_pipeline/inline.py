@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from aioloader._collate.collate import lending
-from aioloader._observe.records import CLOCKED
+from aioloader._observe.records import CLOCKED, Counters
 from aioloader._order.epoch import Epoch
 from aioloader._order.failures import Failure, noted
 from aioloader._order.indices import IndexBatch
@@ -57,7 +57,7 @@ class LocalIterator(abc.ABC):
 
     def __init__(self, epoch: Epoch, requests: Iterator[IndexBatch]) -> None:
         self.epoch = epoch
-        self.counters = epoch.counters
+        self.counters: Counters = epoch.counters
         self._records = epoch.counters.records
         self._progress = epoch.progress
         self._requests = requests
@@ -397,7 +397,7 @@ class _Drawing:
     """A request drawn in a thread; kept for another step if its own is cancelled."""
 
     def __init__(self, requests: Iterator[IndexBatch]) -> None:
-        self.ended = Latch()
+        self.ended: Latch = Latch()
         self._requests = requests
         self._drawn: IndexBatch | None = None
         self._error: BaseException | None = None

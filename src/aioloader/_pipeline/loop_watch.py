@@ -69,9 +69,10 @@ class LoopWatch:
 
     def __init__(self, *, is_callers: bool) -> None:
         self.is_callers = is_callers
-        self.due = 0.0
-        self.thread = 0
-        self.timers = self.late = 0
+        self.due: float = 0.0
+        self.thread: int = 0
+        self.timers: int = 0
+        self.late: int = 0
         self.culprits: Counter[str] = Counter()
         self._lateness: deque[float] = deque(maxlen=_KEPT)
         self._latest = 0.0  # when the timer was late

@@ -70,7 +70,7 @@ class Pipeline:
         self.bookmark = bookmark
         # Of a stream, what was delivered before is made again, to get past it.
         without = bookmark.beyond if maker.kind is Kind.MAP else frozenset[int]()
-        self.ready = ReadyQueue(
+        self.ready: ReadyQueue = ReadyQueue(
             in_order=in_order,
             start=bookmark.done,
             without=without,
@@ -81,9 +81,9 @@ class Pipeline:
         self.pool = pool
         self.stage: Stage | None = None
         self.under_way: dict[int, tuple[BatchTask, float]] = {}
-        self.ended = Latch()
+        self.ended: Latch = Latch()
         self.exit_error: BaseException | None = None
-        self.reads_here = maker.reads and not (pool is not None and pool.reads)
+        self.reads_here: bool = maker.reads and not (pool is not None and pool.reads)
         # Workers that are processes have copies of the dataset, with own states.
         is_here = pool is None or not pool.reads or pool.pump is None
         self._keeps_state = maker.keeps_state and is_here
@@ -93,8 +93,8 @@ class Pipeline:
         self.tuner = tuner
         if tuner is not None:
             tuner.ready = self.ready
-        self.listed = Listed()
-        self.seconds_per_batch = 0.0  # of those that are made in the thread
+        self.listed: Listed = Listed()
+        self.seconds_per_batch: float = 0.0  # of those that are made in the thread
         self._is_closing = self._is_dismissed = self._is_abandoned = False
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closing = asyncio.Event()

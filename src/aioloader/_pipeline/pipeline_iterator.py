@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from aioloader._observe.records import CLOCKED, RecordTuple
+from aioloader._observe.records import CLOCKED, Counters, RecordTuple
 from aioloader._order.epoch import Epoch
 from aioloader._order.failures import noted
 from aioloader._order.forks import fork_safe
@@ -118,7 +118,7 @@ class PipelineIterator:
     ) -> None:
         self.pipeline: Final = pipeline
         self._ready: Final = pipeline.stage or pipeline.ready
-        self.counters = epoch.counters
+        self.counters: Counters = epoch.counters
         self._records = epoch.counters.records
         self._asked = 0.0  # when the consumer asked for its batch
         self._requests = epoch.requests()

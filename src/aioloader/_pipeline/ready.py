@@ -7,7 +7,8 @@ wait loses nothing.
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 from aioloader._order.reorder import Reorder
 from aioloader._pipeline.batch_task import BatchResult
@@ -50,8 +51,10 @@ class ReadyQueue:
         self._waiters = (
             Waiters(is_settled) if pump is None else PumpingWaiters(is_settled, pump)
         )
-        self.wait = self._waiters.wait
-        self.wait_async = self._waiters.wait_async
+        self.wait: Callable[..., bool] = self._waiters.wait
+        self.wait_async: Callable[..., Coroutine[Any, Any, bool]] = (
+            self._waiters.wait_async
+        )
 
     def put(self, number: int, result: BatchResult, *, more: bool = False) -> None:
         """Add the result of request ``number``; from any thread.

@@ -56,8 +56,8 @@ class Tuning:
     def __init__(self) -> None:
         self.controllers: dict[str, Controller] = {}
         self.held: Held | None = None
-        self.figures = Figures()
-        self.deaths = 0
+        self.figures: Figures = Figures()
+        self.deaths: int = 0
 
     def controller(self, name: str, start: int, least: int, most: int) -> Controller:
         """Return the controller of an argument, made once."""

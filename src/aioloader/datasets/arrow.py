@@ -57,7 +57,7 @@ def from_arrow(
         import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
     except ImportError as exc:
         raise ImportError(
-            "from_arrow needs pyarrow: pip install 'aioloader[arrow]'"
+            'from_arrow needs pyarrow: pip install "aioloader[arrow]"'
         ) from exc
     wanted = Wanted(columns, nulls, None, filters)
     if isinstance(source, pa.RecordBatch):

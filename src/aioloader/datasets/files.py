@@ -73,7 +73,7 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], Named):
         check_at_least(num_threads, 1, "num_threads")
         check_is(root, (str, os.PathLike, type(None)), "root", "a directory")
         check_is(paths, (str, os.PathLike, Iterable), "paths", "a pattern or paths")
-        self.root = None if root is None else os.fspath(root)
+        self.root: str | None = None if root is None else os.fspath(root)
         self._pattern = ""
         if isinstance(paths, (str, bytes, os.PathLike)):
             self._pattern = os.fsdecode(paths)

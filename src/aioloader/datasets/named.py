@@ -166,10 +166,12 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
         if classes is None:
             _check_full(sorted({*folders, *dataset.folders(root)} - folders), wanted)
             classes = sorted(folders)
-        self.classes = list(classes)
-        self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
+        self.classes: list[str] = list(classes)
+        self.class_to_idx: dict[str, int] = {
+            name: label for label, name in enumerate(self.classes)
+        }
         _check_known(folders, self.class_to_idx)
-        self.targets = [self.class_to_idx[folder] for folder, *_ in found]
+        self.targets: list[int] = [self.class_to_idx[folder] for folder, *_ in found]
         self._order = np.array([at for *_, at in found], np.int64)
         self._names = NameTable(dataset.names[at] for *_, at in found)
 

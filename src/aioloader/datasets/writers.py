@@ -117,7 +117,7 @@ class ShardWriter(abc.ABC):
                 f"got {name!r}; folders belong to the destination"
             )
         json.dumps(metadata)  # raises what is wrong with it
-        self.next_sample = 0
+        self.next_sample: int = 0
         self._shard_bytes = shard_bytes
         self._shard_samples = shard_samples
         self._sink = make_sink(destination, hidden(store_options))
@@ -416,7 +416,7 @@ def _import_pyarrow() -> Any:
         import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
     except ImportError as exc:
         raise ImportError(
-            "writing Parquet needs pyarrow: pip install aioloader[arrow]"
+            'writing Parquet needs pyarrow: pip install "aioloader[arrow]"'
         ) from exc
     return pa
 

@@ -162,11 +162,11 @@ class ObjectServer:
         if not isinstance(ssl_context, ssl.SSLContext | None):
             kind = type(ssl_context).__name__
             raise TypeError(f"ssl_context must be an ssl.SSLContext, got {kind}")
-        self.faults = faults or Faults()
+        self.faults: Faults = faults or Faults()
         self.latency = latency
         self.bytes_per_second = bytes_per_second
         self.max_keys = MAX_KEYS
-        self.url = ""
+        self.url: str = ""
         self._shelf = Shelf(objects or {}, make, sizes or {})
         self._ssl = ssl_context
         self._tally = Tally()

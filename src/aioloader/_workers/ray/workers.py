@@ -233,5 +233,5 @@ def import_ray() -> Any:
         return importlib.import_module("ray")
     except ImportError as error:
         raise ImportError(
-            "RayWorkers needs Ray: pip install 'aioloader[ray]'"
+            'RayWorkers needs Ray: pip install "aioloader[ray]"'
         ) from error

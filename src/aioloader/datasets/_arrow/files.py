@@ -272,7 +272,7 @@ def _import(modules: Iterable[str]) -> None:
             importlib.import_module(name)
     except ImportError as exc:
         raise ImportError(
-            "Parquet and Arrow files need pyarrow: pip install 'aioloader[arrow]'"
+            'Parquet and Arrow files need pyarrow: pip install "aioloader[arrow]"'
         ) from exc
 
 

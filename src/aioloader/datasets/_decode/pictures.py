@@ -106,7 +106,7 @@ def pillow() -> Any:
         from PIL import Image  # noqa: PLC0415  (an optional dependency)
     except ImportError as exc:
         raise ImportError(
-            "decoding pictures needs Pillow: pip install aioloader[pictures]"
+            'decoding pictures needs Pillow: pip install "aioloader[pictures]"'
         ) from exc
     return Image
 

@@ -111,7 +111,7 @@ def _picture_decoder(name: str, count_at: int | None) -> Decode:
         from PIL import Image  # noqa: PLC0415  (where there are pictures)
     except ImportError as exc:
         raise ImportError(
-            "columns of pictures need Pillow: pip install pillow"
+            'columns of pictures need Pillow: pip install "aioloader[pictures]"'
         ) from exc
     decode = partial(_raw_picture if name == "pil" else _picture, Image)
     return decode if count_at is None else partial(_list, decode, count_at)

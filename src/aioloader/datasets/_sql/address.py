@@ -84,12 +84,12 @@ class Address:
             raise ValueError(
                 f"url must be sqlite:///path or postgresql://host/name, got {shown}"
             )
-        self.is_sqlite = scheme == "sqlite"
+        self.is_sqlite: bool = scheme == "sqlite"
         before, _, query = rest.partition("?")
         parameters = dict(_pairs(query))
         if self.is_sqlite:
             self._path = _sqlite_path(before)
-            self.label = f"sqlite:///{self._path}"
+            self.label: str = f"sqlite:///{self._path}"
         else:
             parameters = _server(before) | parameters
             self.label = _server_label(parameters)

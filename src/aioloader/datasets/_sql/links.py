@@ -38,7 +38,7 @@ def driver_of(address: "Address") -> "ModuleType":
         import_module("pyarrow.compute")
         return import_module(f"{name}.dbapi")
     except ImportError as exc:
-        raise ImportError("databases need ADBC: pip install aioloader[sql]") from exc
+        raise ImportError('databases need ADBC: pip install "aioloader[sql]"') from exc
 
 
 class Link:

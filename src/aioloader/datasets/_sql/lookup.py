@@ -66,7 +66,7 @@ def import_asyncpg() -> "ModuleType":
         import asyncpg  # noqa: PLC0415  (an optional dependency)
     except ImportError as exc:
         raise ImportError(
-            "SQLRows of PostgreSQL needs asyncpg: pip install aioloader[sql]"
+            'SQLRows of PostgreSQL needs asyncpg: pip install "aioloader[sql]"'
         ) from exc
     module: ModuleType = asyncpg
     return module

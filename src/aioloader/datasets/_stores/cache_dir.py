@@ -66,7 +66,7 @@ class CacheDir:
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int) -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
-        self.directory = str(Path(directory).expanduser().absolute())
+        self.directory: str = str(Path(directory).expanduser().absolute())
         self.max_bytes = max_bytes
         self._bound = Bound(self.directory, max_bytes)
         self._has_warned = False

@@ -47,7 +47,7 @@ class HubSource:
             import huggingface_hub  # noqa: F401, PLC0415  (an optional dependency)
         except ImportError as exc:
             raise ImportError(
-                "hf:// needs huggingface_hub: pip install aioloader[hub]"
+                'hf:// needs huggingface_hub: pip install "aioloader[hub]"'
             ) from exc
         if unknown := sorted(set(revealed(options)) - _OPTIONS):
             raise TypeError(

@@ -6,7 +6,7 @@ are not copied page by page into forked workers by reference counts. Order is ke
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex, overload
+from typing import Any, ClassVar, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +90,7 @@ class NameTable(Sequence[str]):
             return list(self) == list(other)
         return NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         shown = [repr(redact_key(name)) for name in self[:3]] + ["..."] * (

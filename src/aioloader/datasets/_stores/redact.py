@@ -39,8 +39,8 @@ class Sealed(Generic[T]):
     __slots__ = ("value", "what")
 
     def __init__(self, value: T, what: str) -> None:
-        self.value = value
-        self.what = what
+        self.value: T = value
+        self.what: str = what
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sealed) and self.value == other.value

@@ -57,7 +57,7 @@ def import_obstore() -> ModuleType:
         import obstore.store  # noqa: PLC0415  (an optional dependency)
     except ImportError as exc:
         raise ImportError(
-            "object stores and HTTP need obstore: pip install 'aioloader[objects]'"
+            'object stores and HTTP need obstore: pip install "aioloader[objects]"'
         ) from exc
     return obstore
 

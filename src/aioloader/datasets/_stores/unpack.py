@@ -92,7 +92,7 @@ def _unzstd() -> Unpacker:
         import zstandard  # noqa: PLC0415  (an optional dependency)
     except ImportError as exc:
         raise ImportError(
-            "shards packed with zstandard need it: pip install 'aioloader[zstd]'"
+            'shards packed with zstandard need it: pip install "aioloader[zstd]"'
         ) from exc
     make = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj
     return Unpacker(make, _ZSTD_SLICE, is_bounded=False)

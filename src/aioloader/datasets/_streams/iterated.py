@@ -35,10 +35,10 @@ class Iterated(Dataset[Sample_co], OwnStream):
     def __init__(self) -> None:
         self._epoch = 0
         self._is_chosen = False
-        self.ranks = None
+        self.ranks: tuple[int, int] | None = None
         self.num_readers: int | None = None
         self._loaded: State | None = None
-        self.rank_store = RankStore()
+        self.rank_store: RankStore = RankStore()
 
     # -- iterating ----------------------------------------------------------------
 

@@ -93,10 +93,10 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         state: State | None = None,
         store: RankStore | None = None,
     ) -> None:
-        self.fills = deal.is_alone
+        self.fills: bool = deal.is_alone
         total = stream.total()
-        self.real = None if total is None else deal.part(total)
-        self.leaves_out = stream.leaves_out and deal.is_alone
+        self.real: int | None = None if total is None else deal.part(total)
+        self.leaves_out: bool = stream.leaves_out and deal.is_alone
         self._stream = stream
         self._description = stream.describe()
         self._epoch = epoch

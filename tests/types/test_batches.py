@@ -1,0 +1,247 @@
+"""User code whose batches have types: checked by mypy and pyright, and run.
+
+``assert_type`` holds what a type checker infers; the line after it, that this is true.
+An ``ignore`` that is not needed is an error of both checkers.
+"""
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, NamedTuple, assert_type
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from aioloader import DataLoader, progress
+
+
+class Vectors(Dataset[Tensor]):
+    """Tensors, map-style."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((3,), index)
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Labelled(Dataset[tuple[Tensor, int]]):
+    """Pairs, as most datasets have."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((3,), index), index
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Remote:
+    """Read by a coroutine function; no base class."""
+
+    async def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.full((3,), index)}
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Stream:
+    """An async iterable."""
+
+    async def __aiter__(self) -> AsyncIterator[Tensor]:
+        for number in range(4):
+            yield torch.tensor(number)
+
+
+class Numbers(IterableDataset[int]):
+    """Torch's kind of stream."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class Point(NamedTuple):
+    """It stays a named tuple, with other types of fields."""
+
+    x: Tensor
+    name: str
+
+
+class Points(Dataset[Point]):
+    """Named tuples."""
+
+    def __getitem__(self, index: int) -> Point:
+        return Point(torch.tensor(index), str(index))
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Untyped(Dataset[Any]):
+    """Says nothing of its samples."""
+
+    def __getitem__(self, index: int) -> Any:
+        return str(index), {"x": index}
+
+    def __len__(self) -> int:
+        return 4
+
+
+def lengths(samples: list[Tensor]) -> list[int]:
+    """Collate to something of the user's."""
+    return [len(sample) for sample in samples]
+
+
+async def fetched(samples: list[Tensor]) -> set[int]:
+    """Collate by a coroutine function."""
+    return {int(sample[0]) for sample in samples}
+
+
+def decoded(sample: Tensor) -> tuple[Tensor, int]:
+    """Transform to a pair."""
+    return sample, 1
+
+
+async def looked_up(sample: Tensor) -> dict[str, Tensor]:
+    """Transform by a coroutine function."""
+    return {"x": sample}
+
+
+def named(sample: Tensor) -> str:
+    """Transform to what stays a list."""
+    return str(sample)
+
+
+def test_tensors() -> None:
+    """A batch of tensors is a tensor."""
+    loader = DataLoader(Vectors(), batch_size=2, shuffle=True, num_workers=0)
+    assert_type(loader, DataLoader[Tensor])
+    for batch in loader:
+        assert_type(batch, Tensor)
+        assert type(batch) is Tensor
+    assert_type(next(iter(loader)), Tensor)
+    assert type(next(iter(loader))) is Tensor
+
+
+async def test_async_for_gives_the_same_type() -> None:
+    """As ``for`` does."""
+    async for batch in DataLoader(Vectors(), batch_size=2):
+        assert_type(batch, Tensor)
+        assert type(batch) is Tensor
+
+
+def test_numbers() -> None:
+    """They become tensors, from a list, a range and a stream."""
+    for batch in DataLoader([1, 2, 3]):
+        assert_type(batch, Tensor)
+        assert type(batch) is Tensor
+    assert_type(DataLoader(range(4), 2), DataLoader[Tensor])
+    assert_type(DataLoader([0.5]), DataLoader[Tensor])
+    for batch in DataLoader(Numbers(), batch_size=2):
+        assert_type(batch, Tensor)
+        assert type(batch) is Tensor
+
+
+def test_tuples() -> None:
+    """A batch of tuples is a list, as in torch."""
+    for batch in DataLoader(Labelled(), batch_size=2):
+        assert_type(batch, list[Tensor])
+        assert type(batch) is list
+    for vectors, labels in DataLoader(Labelled(), batch_size=2):
+        assert_type(vectors, Tensor)
+        assert type(vectors) is type(labels) is Tensor
+
+
+async def test_dicts_of_an_async_dataset() -> None:
+    """What is awaited is the sample."""
+    async for batch in DataLoader(Remote(), batch_size=2):
+        assert_type(batch, dict[str, Tensor])
+        assert type(batch["x"]) is Tensor
+
+
+async def test_async_iterables() -> None:
+    """Their samples are what they yield."""
+    async for batch in DataLoader(Stream(), batch_size=2):
+        assert_type(batch, Tensor)
+        assert type(batch) is Tensor
+
+
+def test_collate_fn() -> None:
+    """What it returns is the batch."""
+    for batch in DataLoader(Vectors(), batch_size=2, collate_fn=lengths):
+        assert_type(batch, list[int])
+        assert batch == [3, 3]
+    for sample in DataLoader(Vectors(), batch_size=None, collate_fn=len):
+        assert_type(sample, int)
+        assert sample == 3
+
+
+async def test_async_collate_fn() -> None:
+    """What its coroutine returns, with a transform before it or not."""
+    async for batch in DataLoader(Vectors(), 4, collate_fn=fetched):
+        assert_type(batch, set[int])
+        assert batch == {0, 1, 2, 3}
+    loader = DataLoader(Vectors(), 4, collate_fn=fetched, transform=torch.neg)
+    assert_type(loader, DataLoader[set[int]])
+    assert [batch async for batch in loader] == [{0, -1, -2, -3}]
+
+
+async def test_transforms() -> None:
+    """What they return is the sample."""
+    for pair in DataLoader(Vectors(), batch_size=2, transform=decoded):
+        assert_type(pair, list[Tensor])
+        assert type(pair) is list
+    async for batch in DataLoader(Vectors(), batch_size=2, transform=looked_up):
+        assert_type(batch, dict[str, Tensor])
+        assert type(batch["x"]) is Tensor
+
+
+def test_what_typing_cannot_say_is_any() -> None:
+    """Rather than something that is not true."""
+    assert_type(DataLoader(Points(), batch_size=2), DataLoader[Any])
+    assert type(next(iter(DataLoader(Points(), batch_size=2)))) is Point
+    assert_type(DataLoader(Vectors(), transform=named), DataLoader[Any])
+    assert_type(DataLoader(Vectors(), batch_size=None), DataLoader[Any])
+    padded = DataLoader(Vectors(), tail="pad", rank=0, world_size=1)
+    assert_type(padded, DataLoader[Any])
+    assert type(next(iter(padded))) is tuple
+
+
+def test_what_has_no_type_is_any() -> None:
+    """A dataset, a transform or a function of which nothing is known."""
+    unknown: Any = str
+    assert_type(DataLoader(Untyped()), DataLoader[Any])
+    assert_type(DataLoader(Vectors(), transform=unknown), DataLoader[Any])
+    assert_type(DataLoader(Vectors(), collate_fn=unknown), DataLoader[Any])
+    options: dict[str, Any] = {"batch_size": None}
+    assert_type(DataLoader(Vectors(), **options), DataLoader[Any])
+
+
+def test_the_users_own_word_counts() -> None:
+    """Brackets, a function's argument, a sub-class."""
+
+    class Mine(DataLoader[Tensor]):
+        """A loader of tensors, whatever the dataset says."""
+
+    def first(loader: DataLoader[Tensor]) -> Tensor:
+        return next(iter(loader))
+
+    texts = DataLoader[list[str]](Vectors(), transform=named)
+    assert_type(next(iter(texts)), list[str])
+    assert type(first(DataLoader(Vectors()))) is Tensor
+    assert_type(next(iter(Mine(Untyped(), transform=len))), Tensor)
+
+
+def test_progress_keeps_the_type() -> None:
+    """It wraps a loader."""
+    for batch in progress(DataLoader(Vectors(), batch_size=2)):
+        assert_type(batch, Tensor)
+        assert type(batch) is Tensor
+
+
+def wrong_arguments() -> None:
+    """Not called: each line is an error of both type checkers."""
+    DataLoader(Vectors(), shufle=True)  # type: ignore[call-overload]
+    DataLoader(Vectors(), batch_size="4")  # type: ignore[call-overload]
+    DataLoader(Vectors(), transform=3)  # type: ignore[call-overload]
+    DataLoader(Vectors(), workers="threads")  # type: ignore[call-overload]
+    DataLoader()  # type: ignore[call-overload]
