@@ -323,9 +323,10 @@ def test_misuse() -> None:
 
     with pytest.raises(TypeError, match="device_transform must be a plain function"):
         DataLoader([1], device_transform=transform)
-    for keys in ("image", 3):
+    wrong: tuple[Any, ...] = ("image", 3)
+    for keys in wrong:
         with pytest.raises(TypeError, match="device_keys must be a list of keys"):
-            DataLoader([1], device_keys=keys)  # type: ignore[list-item]
+            DataLoader([1], device_keys=keys)
 
 
 def test_pinning_passes_on_what_cannot_be_pinned() -> None:
