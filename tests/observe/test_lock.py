@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from aioloader._observe.batches import batches_of
 from aioloader._observe.lock import lock_waits
 from aioloader._observe.records import Setting
-from aioloader._observe.replay import batches_of, replay
+from aioloader._observe.replay import replay
 from aioloader._observe.verdict import best_change, report
 from observe.clock import TICK, Clock, Ticks, seconds_per_batch
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from aioloader._observe.batches import Batch, batches_of, scaled
 from aioloader._observe.records import Setting
-from aioloader._observe.replay import Batch, batches_of, replay, scaled
+from aioloader._observe.replay import replay
 from observe.clock import Clock, Ticks, seconds_per_batch
 
 BATCH = Batch(

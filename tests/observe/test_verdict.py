@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from aioloader._observe.batches import batches_of, slow_workers
 from aioloader._observe.records import LoopLag, Record, Setting
-from aioloader._observe.replay import batches_of, slow_workers, window_of
+from aioloader._observe.replay import window_of
 from aioloader._observe.stats import LoaderStats
 from aioloader._observe.verdict import Advice, Report, best_change, report
 from observe.clock import TICK, Clock, Ticks, seconds_per_batch

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
 
+from aioloader._observe.batches import Batch, scaled
 from aioloader._observe.records import Setting
-from aioloader._observe.replay import Batch, scaled, window_of
+from aioloader._observe.replay import window_of
 from aioloader._observe.stages import is_coupled, reading_lanes
 
 _MOST_WORKERS = 32

@@ -21,76 +21,23 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from statistics import mean, median
 from typing import NamedTuple
 
-from aioloader._observe.lock import is_shared, lock_waits
-from aioloader._observe.records import Copy, Record, Setting
+from aioloader._observe.batches import Batch
+from aioloader._observe.lock import is_shared
+from aioloader._observe.records import Setting
 from aioloader._observe.simulation import Process, Simulation
 from aioloader._observe.stages import (
-    copy_seconds,
-    hand_over,
     is_coupled,
-    is_made,
     making_lanes,
-    on_one_clock,
     reading_lanes,
-    transports,
-    until_copied,
 )
 
-# The latest batches that are replayed, and the most that pass before the clock counts.
+# The most batches that pass before the clock counts.
 _MOST = 256
-# A worker is slow if it takes so many times as long as others.
-_SLOW = 2.0
 # Reads of one batch that are simulated one by one; more of them in groups.
 _READS = 16
-
-
-class Batch(NamedTuple):
-    """What one batch takes; in seconds, if nothing else is going on, in a usual worker.
-
-    Attributes:
-        read: Reading its samples, one after the other.
-        transform: Transforming them.
-        collate: Collating.
-        transport: From collated until the consumer, or the device stage, can take it.
-        step: From when the consumer has taken it until it asks for the next.
-        reads: How many reads there are that may go on at the same time.
-        slowest: The longest of these.
-        sending: The part of ``transport`` in which its worker does nothing else.
-        copy: Moving it to the device.
-        nbytes: How much is copied there.
-        read_cpu: Share of ``read`` that is processor time.
-        make_cpu: The same of ``transform`` and ``collate``.
-        locked: How long the consumer waited for the interpreter's lock, beside
-            ``step``.
-    """
-
-    read: float = 0.0
-    transform: float = 0.0
-    collate: float = 0.0
-    transport: float = 0.0
-    step: float = 0.0
-    reads: int = 1
-    slowest: float = 0.0
-    sending: float = 0.0
-    copy: float = 0.0
-    nbytes: int = 0
-    read_cpu: float = 0.0
-    make_cpu: float = 1.0
-    locked: float = 0.0
-
-    @property
-    def make(self) -> float:
-        """Seconds to transform and collate it."""
-        return self.transform + self.collate
-
-    @property
-    def cpu(self) -> float:
-        """Seconds of processor time to make it."""
-        return self.read * self.read_cpu + self.make * self.make_cpu
 
 
 class Replayed(NamedTuple):
@@ -113,28 +60,6 @@ class Replayed(NamedTuple):
     def wait_share(self) -> float:
         """Share of the time that the consumer waits, from 0 to 1."""
         return self.waited / self.seconds if self.seconds else 0.0
-
-
-def scaled(batches: Sequence[Batch], stage: str, factor: float) -> list[Batch]:
-    """Return the batches with one stage's seconds multiplied.
-
-    Args:
-        batches: Those that were recorded.
-        stage: ``"read"``, ``"transform"``, ``"collate"``, ``"transport"``, ``"device"``
-            or ``"consumer"``.
-        factor: Below 1 it gets faster.
-    """
-    fields: dict[str, tuple[str, ...]] = {
-        "read": ("read", "slowest"),
-        "transport": ("transport", "sending"),
-        "device": ("copy",),
-        "consumer": ("step",),
-    }
-    names = fields.get(stage, (stage,))
-    return [
-        one._replace(**{name: getattr(one, name) * factor for name in names})
-        for one in batches
-    ]
 
 
 def window_of(setting: Setting, batches: Sequence[Batch]) -> int:
@@ -315,196 +240,3 @@ class _Pipeline:
 
 
 # -- from records ---------------------------------------------------------------------
-
-
-def batches_of(
-    records: Sequence[Record], setting: Setting, copies: Sequence[Copy] = ()
-) -> list[Batch]:
-    """Return what the latest recorded batches took, undisturbed by each other.
-
-    What is estimated: the transport of batches that the consumer did not wait for
-    (``transports``); processor time, which is measured for few batches; and how
-    long lanes waited for a processor.
-
-    Args:
-        records: In the order in which they were taken.
-        setting: What they were made with.
-        copies: What is known of copies to the device; else their way there counts.
-    """
-    records = [one for one in on_one_clock(records) if is_made(one)]
-    if len(records) < 2:
-        return []
-    moved = [way.seconds for way in transports(*until_copied(records, setting, copies))]
-    copied, sizes = _copied(records, moved, setting, copies)
-    sending = _sending_share(records, moved, setting)
-    share = _cpu_share(records)
-    slow = slow_workers(records, setting)
-    least = hand_over(records, setting)
-    batches = []
-    waits = lock_waits(records, setting)
-    if any(waits):  # the same lock delays batches
-        moved = [0.0] * len(moved)
-    steps = [later.asked - one.taken + least for one, later in pairwise(records)]
-    # Requests go out by number, whatever the order of delivery.
-    by_number = sorted(
-        zip(records, moved, copied, strict=True), key=lambda each: each[0].number
-    )
-    for (one, transport, copy), step, wait in zip(
-        by_number, steps, waits, strict=False
-    ):
-        began, read, started, transformed, collated, busy, _ = one.made
-        factor = slow[one.lane] if one.lane < len(slow) else 1.0
-        wall = (read - began) / (factor if is_coupled(setting) else 1.0)
-        making = (collated - started) / factor
-        total = busy if busy and not is_coupled(setting) else wall
-        is_each = bool(busy) or is_coupled(setting)
-        cpu = making if share is None else share * (wall + making)
-        batches.append(
-            Batch(
-                read=total,
-                transform=(transformed - started) / factor,
-                collate=(collated - transformed) / factor,
-                transport=0.0 if setting.on_device and not copies else transport,
-                copy=copy,
-                nbytes=sizes.get(one.number, 0),
-                step=step - wait,
-                reads=max(1, one.samples) if is_each else 1,
-                slowest=wall,
-                sending=transport * sending,
-                read_cpu=min(1.0, max(0.0, cpu - making) / wall) if wall else 0.0,
-                make_cpu=min(1.0, cpu / making) if making else 0.0,
-                locked=wait,
-            )
-        )
-    seconds = records[-1].taken - records[0].taken
-    return _undisturbed(batches[-_MOST:], setting, seconds / len(batches))
-
-
-def _copied(
-    records: Sequence[Record],
-    moved: Sequence[float],
-    setting: Setting,
-    copies: Sequence[Copy],
-) -> tuple[list[float], dict[int, int]]:
-    """Return how long each batch's copy took, and how much was copied, by number."""
-    if not setting.on_device:
-        return [0.0] * len(records), {}
-    if not copies:
-        return list(moved), {}
-    seconds = copy_seconds(copies)
-    usual = median(seconds.values())
-    sizes = {one.number: one.nbytes for one in copies}
-    return [seconds.get(one.number, usual) for one in records], sizes
-
-
-def slow_workers(records: Sequence[Record], setting: Setting) -> tuple[float, ...]:
-    """Return how many times longer each worker takes than the median one.
-
-    It is 1 for workers that take less than twice as long: chance, or other batches.
-    """
-    seconds: dict[int, list[float]] = {}
-    for one in records if setting.place == "workers" else ():
-        made = one.made
-        read = made[1] - made[0] if is_coupled(setting) else 0.0
-        if is_made(one):
-            seconds.setdefault(one.lane, []).append(read + made[4] - made[2])
-    medians = {lane: median(each) for lane, each in seconds.items()}
-    usual = median(medians.values()) if len(medians) > 2 else 0.0
-    if not usual:
-        return ()
-    factors = (medians.get(lane, usual) / usual for lane in range(max(medians) + 1))
-    return tuple(one if one > _SLOW else 1.0 for one in factors)
-
-
-def _sending_share(
-    records: Sequence[Record], moved: Sequence[float], setting: Setting
-) -> float:
-    """Return the share of transport in which a worker does not make the next batch.
-
-    Its lane is seen to be idle for that long at least, but may be idle for other
-    reasons: so it is what few batches go below.
-    """
-    begins = 0 if is_coupled(setting) else 2
-    shares: list[float] = []
-    latest: dict[int, tuple[Record, float]] = {}
-    pairs = zip(records, moved, strict=True)
-    for one, transport in sorted(pairs, key=lambda pair: pair[0].made[begins]):
-        before, took = latest.get(one.lane, (one, 0.0))
-        if took:
-            gap = one.made[begins] - before.made[4]
-            shares.append(min(1.0, max(0.0, gap / took)))
-        latest[one.lane] = one, transport
-    return sorted(shares)[len(shares) // 10] if shares else 1.0
-
-
-def _cpu_share(records: Sequence[Record]) -> float | None:
-    """Return the share of the making that is processor time; None if not known.
-
-    It is the median of those measured: a first batch may wait for a disk, as imports
-    and page faults do, for longer than all others take.
-    """
-    measured = [one.made for one in records if one.made[6]]
-    seconds = [made[4] - made[2] + made[1] - made[0] for made in measured]
-    shares = [
-        made[6] / took for made, took in zip(measured, seconds, strict=True) if took
-    ]
-    return min(1.0, median(shares)) if shares else None
-
-
-def _undisturbed(batches: list[Batch], setting: Setting, seconds: float) -> list[Batch]:
-    """Return the batches without the time that their lanes waited for each other.
-
-    That is not seen, but follows from how busy processors and readers are. Where they
-    are busy all the time, all that is not processor time is waiting. The 8th power
-    fits closed queues: little is waited for processors that are half busy.
-
-    Args:
-        batches: With what they took.
-        setting: What they were made with.
-        seconds: Per batch.
-    """
-    if not seconds:
-        return batches
-    factor = 1.0
-    if setting.place == "workers":
-        processors = 1 if setting.worker_kind == "thread" else max(1, setting.cores)
-        is_crowded = making_lanes(setting) > processors
-        used = mean(one.cpu for one in batches) / (seconds * processors)
-        factor = 1 - min(1.0, used) ** 8 if is_crowded else 1.0
-    readers_used = mean(one.read for one in batches) / (
-        seconds * reading_lanes(setting)
-    )
-    spare = max(0.0, 1 - readers_used)
-    return [_alone(one, setting, factor, spare) for one in batches]
-
-
-def _alone(one: Batch, setting: Setting, factor: float, spare: float) -> Batch:
-    """Return a batch with less of the time that is not processor time.
-
-    Args:
-        one: The batch.
-        setting: What it was made with.
-        factor: What is left of that time.
-        spare: How far readers are idle: what a batch's reading took beyond even shares
-            is due to its slowest sample, else to other batches.
-    """
-    read, make = one.read, one.make
-    read_cpu, make_cpu = read * one.read_cpu, make * one.make_cpu
-    even = read / one.reads
-    slowest = even
-    if is_coupled(setting):
-        read = read_cpu + (read - read_cpu) * factor
-        slowest = read / one.reads
-    else:
-        turns = math.ceil(one.reads / max(1, setting.concurrency))
-        slowest += max(0.0, one.slowest - turns * even) * spare
-    new_make = make_cpu + (make - make_cpu) * factor
-    ratio = new_make / make if make else 1.0
-    return one._replace(
-        read=read,
-        transform=one.transform * ratio,
-        collate=one.collate * ratio,
-        slowest=min(read, slowest),
-        read_cpu=read_cpu / read if read else 0.0,
-        make_cpu=make_cpu / new_make if new_make else 0.0,
-    )

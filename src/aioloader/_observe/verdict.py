@@ -9,17 +9,10 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import NamedTuple
 
+from aioloader._observe.batches import Batch, batches_of, scaled, slow_workers
 from aioloader._observe.changes import Change, changes, waits_for_store
 from aioloader._observe.records import Copy, LoopLag, Record, Setting
-from aioloader._observe.replay import (
-    Batch,
-    Replayed,
-    batches_of,
-    replay,
-    scaled,
-    slow_workers,
-    window_of,
-)
+from aioloader._observe.replay import Replayed, replay, window_of
 from aioloader._observe.stages import making_lanes, on_one_clock
 from aioloader._observe.stats import LoaderStats
 from aioloader._observe.words import seconds_text
