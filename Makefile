@@ -6,7 +6,7 @@ LOWEST := .venv-lowest
 COMPAT := .venv-compat
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test compat lint types imports pytest fuzz lowest bench gpu format clean
+.PHONY: demo test compat lint types imports pytest fuzz lowest bench gpu docs docs-serve format clean
 
 demo: $(VENV)/.dev
 	$(BIN)/python examples/train_digits.py
@@ -16,7 +16,7 @@ test: lint types imports pytest
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell src tests examples benchmarks tools *.md
+	$(BIN)/codespell src tests examples benchmarks tools docs *.md
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
@@ -47,6 +47,13 @@ bench: $(VENV)/.bench
 # on a machine with a GPU: builds apart, runs the cuda tests, measures
 gpu:
 	benchmarks/gpu.sh
+
+# the documentation, into site/; then `pytest tests/docs/test_site.py` walks it
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -81,5 +88,10 @@ $(VENV)/.bench: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group bench
 	touch $@
 
+# reads the package's source, and does not import it: it needs no more than itself
+$(VENV)/.docs: $(BIN)/python $(INPUTS)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group docs
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(LOWEST) $(COMPAT) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf site $(VENV) $(LOWEST) $(COMPAT) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,5 +1,9 @@
-"""A hook of MkDocs: the site has the benchmarks' pages, which lie outside of docs/."""
+"""A hook of MkDocs: the site has the benchmarks' pages, which lie elsewhere.
 
+``<!-- plot: latency -->`` in a page becomes the plot of that benchmark, if it is there.
+"""
+
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,3 +25,16 @@ def on_files(files: Files, config: Any) -> Files:
             File.generated(config, "benchmarks/RESULTS.md", content=NO_RESULTS)
         )
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_others: Any) -> str:
+    """Put the benchmarks' plots in the places that name them."""
+    up = "../" * page.file.src_uri.count("/")
+
+    def shown(place: re.Match[str]) -> str:
+        name = place[1]
+        if not (ROOT / "benchmarks" / "plots" / f"{name}.png").exists():
+            return ""
+        return f"![benchmarks/{name}.py]({up}benchmarks/plots/{name}.png)"
+
+    return re.sub(r"<!-- plot: (\w+) -->", shown, markdown)

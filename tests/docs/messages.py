@@ -10,7 +10,7 @@ import difflib
 import re
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "aioloader"
@@ -56,14 +56,16 @@ class _Collector(ast.NodeVisitor):
         self.found: list[Message] = []
         self.visit(tree)
 
-    def _scope(self, node: ast.ClassDef | ast.FunctionDef) -> None:
+    def _scope(self, node: Any) -> None:
         self._scopes.append(node)
         self._names.append(node.name)
         self.generic_visit(node)
         self._names.pop()
         self._scopes.pop()
 
-    visit_ClassDef = visit_FunctionDef = visit_AsyncFunctionDef = _scope  # noqa: N815
+    visit_ClassDef = _scope  # noqa: N815
+    visit_FunctionDef = _scope  # noqa: N815
+    visit_AsyncFunctionDef = _scope  # noqa: N815
 
     def visit_Call(self, node: ast.Call) -> None:
         """Collect what makes an exception."""
@@ -78,7 +80,7 @@ class _Collector(ast.NodeVisitor):
             said = "" if _is_bare(said) else said
             self.found.append(Message(where, error, said))
 
-    def _texts(self, node: ast.expr) -> list[str]:
+    def _texts(self, node: ast.expr) -> list[str]:  # noqa: PLR0911
         """Return all that an expression may say, holes marked; nothing: unknown."""
         match node:
             case ast.Constant(value=str(text)):
@@ -92,7 +94,9 @@ class _Collector(ast.NodeVisitor):
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 right_texts = self._texts(right) or [HOLE]
                 return [
-                    one + two for one in self._texts(left) or [HOLE] for two in right_texts
+                    one + two
+                    for one in self._texts(left) or [HOLE]
+                    for two in right_texts
                 ]
             case ast.IfExp(body=one, orelse=two):
                 return self._texts(one) + self._texts(two)
@@ -108,7 +112,9 @@ class _Collector(ast.NodeVisitor):
                 text
                 for node in ast.walk(scope)
                 if isinstance(node, ast.Assign)
-                and any(isinstance(to, ast.Name) and to.id == name for to in node.targets)
+                and any(
+                    isinstance(to, ast.Name) and to.id == name for to in node.targets
+                )
                 for text in self._texts(node.value)
             ]
             if texts:
@@ -167,6 +173,7 @@ PASSED_ON = {
     "testing/_formats.py:_check_positions": "says what another error says",
 }
 
+_NOT_COLLATED = "default_collate: batch must contain tensors, numpy arrays, numbers"
 # Messages that are put together elsewhere: the place that raises them, the module that
 # has their words, and the headings.
 ELSEWHERE = {
@@ -174,12 +181,10 @@ ELSEWHERE = {
         "_loader/state_check.py",
         "the state was saved for a dataset of kind …, but this one's is …",
         "the state was saved for … samples, but the dataset has …",
-        "the state was saved with batches of … samples (of all ranks together), but "
-        "the loader makes …",
+        "the state was saved with batches of … samples (of all ranks together)",
         "the state was saved on … ranks, but there are …",
         "the state was saved with tail=…, but the loader has tail=…",
-        "the state was saved with … readers of the iterable (workers that each read "
-        "a part of their own), but the loader has …",
+        "the state was saved with … readers of the iterable",
     ),
     "_pipeline/pipeline_iterator.py:PipelineIterator._time_out": (
         "_pipeline/timeouts.py",
@@ -204,13 +209,11 @@ ELSEWHERE = {
     ),
     "_collate/collate.py:_stack_arrays": (
         "",  # torch's own
-        "default_collate: batch must contain tensors, numpy arrays, numbers, dicts or "
-        "lists; found …",
+        _NOT_COLLATED,
     ),
     "_collate/collate.py:_rule_for": (
         "",
-        "default_collate: batch must contain tensors, numpy arrays, numbers, dicts or "
-        "lists; found …",
+        _NOT_COLLATED,
     ),
     # Not raised there: a note, and what a function returns.
     "note": (
@@ -238,7 +241,7 @@ def texts_in(module: str) -> list[str]:
         text
         for node in ast.walk(tree)
         if isinstance(node, (ast.Constant, ast.JoinedStr))
-        for text in collector._texts(node)  # noqa: SLF001
+        for text in collector._texts(node)
     ]
     return [re.sub(r"\{\w*\}", HOLE, re.sub(r"\s+", " ", text)) for text in found]
 
@@ -276,7 +279,8 @@ def stale() -> list[str]:
     return [
         heading
         for heading in headings()
-        if heading not in elsewhere and not any(is_stem(heading, text) for text in texts)
+        if heading not in elsewhere
+        and not any(is_stem(heading, text) for text in texts)
     ]
 
 

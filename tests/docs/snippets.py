@@ -120,7 +120,9 @@ def run_page(page: str) -> None:
         prepared.before(names)
     with asyncio.Runner() as runner:
         for snippet in snippets(page):
-            if not snippet.skipped and not any(text in snippet.code for text in left_out):
+            if not snippet.skipped and not any(
+                text in snippet.code for text in left_out
+            ):
                 _run(snippet, page, names, runner)
         if hasattr(prepared, "after"):
             prepared.after(names)
@@ -158,6 +160,7 @@ def serve() -> None:
     """
     import aioloader.datasets  # noqa: F401, PLC0415
 
+    sys.path.append(str(ROOT / "tests"))  # for what prepares pages
     for line in sys.stdin:
         task = json.loads(line)
         folder = tempfile.mkdtemp()
@@ -199,7 +202,7 @@ def _run_exit_hooks() -> None:
     import gc  # noqa: PLC0415
 
     gc.collect()
-    atexit._run_exitfuncs()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
 
 
 if __name__ == "__main__":

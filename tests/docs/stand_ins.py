@@ -11,13 +11,19 @@ from PIL import Image
 
 
 def put(**objects: bytes) -> None:
-    """Put objects into the bucket ``bucket``, which is made."""
-    base = f"{os.environ['AWS_ENDPOINT_URL']}/bucket"
-    for key, body in {"": b"", **objects}.items():
-        path = f"/{key}" if key else ""
-        kind = {"Content-Type": "application/octet-stream"}
-        request = urllib.request.Request(base + path, body, kind, method="PUT")
-        urllib.request.urlopen(request).close()
+    """Make the bucket ``bucket`` with some objects, and nothing else in the store."""
+    endpoint = os.environ["AWS_ENDPOINT_URL"]
+    _request(f"{endpoint}/moto-api/reset", "POST")
+    _request(f"{endpoint}/bucket", "PUT")
+    for key, body in objects.items():
+        _request(f"{endpoint}/bucket/{key}", "PUT", body)
+
+
+def _request(url: str, method: str, body: bytes = b"") -> None:
+    kind = {"Content-Type": "application/octet-stream"}
+    urllib.request.urlopen(
+        urllib.request.Request(url, body, kind, method=method)
+    ).close()
 
 
 def png(value: int) -> bytes:

@@ -4,7 +4,7 @@ from docs import messages
 
 
 def test_every_message_is_a_heading() -> None:
-    """`python tests/docs/messages.py --fix` renames headings after a change of words."""
+    """After a change of words, `python tests/docs/messages.py --fix` renames them."""
     assert not messages.missing()
 
 

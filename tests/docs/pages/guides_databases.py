@@ -14,7 +14,9 @@ def before(page: dict[str, Any]) -> None:
     import asyncpg  # noqa: PLC0415
 
     database = sqlite3.connect("events.db")
-    database.execute("CREATE TABLE events (id INTEGER PRIMARY KEY, day INT, value REAL)")
+    database.execute(
+        "CREATE TABLE events (id INTEGER PRIMARY KEY, day INT, value REAL)"
+    )
     database.executemany("INSERT INTO events VALUES (?, ?, ?)", ROWS)
     database.commit()
     database.close()

@@ -8,11 +8,11 @@ NOT_RUN = {'device="cuda"': "needs a GPU"}
 
 def before(page: dict[str, Any]) -> None:
     """Make it."""
-    import stand_ins  # noqa: PLC0415
     import torch  # noqa: PLC0415
     from torch.utils.data import TensorDataset  # noqa: PLC0415
 
     from aioloader.datasets import Decoder, FileDataset, TarWriter  # noqa: PLC0415
+    from docs import stand_ins  # noqa: PLC0415
 
     stand_ins.put(**{f"train/{number:03d}.bin": bytes(32) for number in range(64)})
     stand_ins.write_photos()
