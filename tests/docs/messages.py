@@ -285,13 +285,15 @@ def stale() -> list[str]:
 
 
 def fix() -> None:
-    """Rename each stale heading to the missing message that is closest."""
+    """Rename each stale heading to the missing message whose beginning is closest."""
     lost = {message.text for message in missing()}
     for heading in stale():
-        nearest = difflib.get_close_matches(heading, lost, 1, cutoff=0.5)
+        begun = {text[: len(heading) + 10]: text for text in lost}
+        nearest = difflib.get_close_matches(heading, begun, 1, cutoff=0.5)
         for page in PAGES.glob("*.md") if nearest else ():
             text = page.read_text()
-            page.write_text(text.replace(_line(heading), _line(nearest[0])))
+            new = _line(begun[nearest[0]])
+            page.write_text(text.replace(_line(heading), new))
 
 
 def _line(heading: str) -> str:
