@@ -38,7 +38,7 @@ def test_there_are_ten() -> None:
 def test_a_question_is_answered(
     number: str, question: str, link: str, words: str
 ) -> None:
-    """The words that one searches for stand in the section."""
+    """The section has the words of the search."""
     page, _, anchor = link.partition("#")
     text = section(page, anchor).lower()
     assert not [word for word in words.lower().split() if word not in text]
