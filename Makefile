@@ -8,7 +8,7 @@ DLIO := .venv-dlio
 PEERS := .venv-peers
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test compat lint types imports pytest fuzz lowest package pythons bench dlio gpu format clean
+.PHONY: demo test compat lint types imports pytest fuzz lowest package pythons bench dlio gpu docs docs-serve format clean
 
 demo: $(VENV)/.dev
 	$(BIN)/python examples/train_digits.py
@@ -18,7 +18,7 @@ test: lint types imports pytest
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell src tests examples benchmarks tools *.md
+	$(BIN)/codespell src tests examples benchmarks tools docs *.md
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
@@ -63,6 +63,13 @@ dlio: $(DLIO)/.ready
 # on a machine with a GPU: builds apart, runs tools/check_gpu.py
 gpu:
 	benchmarks/gpu.sh
+
+# the documentation, into site/; then `pytest tests/docs/test_site.py` walks it
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -115,5 +122,10 @@ $(VENV)/.bench: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group bench
 	touch $@
 
+# reads the package's source, and does not import it: it needs no more than itself
+$(VENV)/.docs: $(BIN)/python $(INPUTS)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group docs
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(LOWEST) $(COMPAT) $(DLIO) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf site $(VENV) $(LOWEST) $(COMPAT) $(DLIO) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis

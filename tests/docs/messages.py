@@ -1,0 +1,314 @@
+"""The error messages of the package, as its source says them.
+
+``python tests/docs/messages.py`` prints what ``docs/fix-it`` lacks and what it has too
+much; with ``--fix`` it renames headings to the message that is closest.
+"""
+
+import ast
+import builtins
+import difflib
+import re
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "aioloader"
+PAGES = ROOT / "docs" / "fix-it"
+HOLE = "…"
+
+
+class Message(NamedTuple):
+    """One place that makes an error.
+
+    Attributes:
+        place: File and function, such as ``"_loader/auto.py:settle"``.
+        error: Name of the class.
+        text: What it says, with ``…`` for each value; empty if the source does not
+            show it.
+    """
+
+    place: str
+    error: str
+    text: str
+
+
+def messages() -> list[Message]:
+    """Return those of all modules, by file and line."""
+    found: list[Message] = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = path.relative_to(SOURCE).as_posix()
+        found += _Collector(name, ast.parse(path.read_text())).found
+    return found
+
+
+def headings() -> list[str]:
+    """Return the messages that the pages have as headings, in their order."""
+    text = "\n".join(page.read_text() for page in sorted(PAGES.glob("*.md")))
+    return re.findall(r"^#{3,4} `+ ?(.*?) ?`+$", text, re.MULTILINE)
+
+
+class _Collector(ast.NodeVisitor):
+    def __init__(self, name: str, tree: ast.Module) -> None:
+        self._name = name
+        self._scopes: list[ast.AST] = [tree]
+        self._names: list[str] = []
+        self.found: list[Message] = []
+        self.visit(tree)
+
+    def _scope(self, node: Any) -> None:
+        self._scopes.append(node)
+        self._names.append(node.name)
+        self.generic_visit(node)
+        self._names.pop()
+        self._scopes.pop()
+
+    visit_ClassDef = _scope  # noqa: N815
+    visit_FunctionDef = _scope  # noqa: N815
+    visit_AsyncFunctionDef = _scope  # noqa: N815
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """Collect what makes an exception."""
+        self.generic_visit(node)
+        error = ast.unparse(node.func).rpartition(".")[2]
+        is_warning = error == "warn"
+        if not node.args or not (is_warning or _is_error(error)):
+            return
+        where = f"{self._name}:{'.'.join(self._names)}"
+        for text in self._texts(node.args[0]) or [""]:
+            said = re.sub(r"\s+", " ", text).strip()
+            said = "" if _is_bare(said) else said
+            self.found.append(Message(where, error, said))
+
+    def _texts(self, node: ast.expr) -> list[str]:  # noqa: PLR0911
+        """Return all that an expression may say, holes marked; nothing: unknown."""
+        match node:
+            case ast.Constant(value=str(text)):
+                return [text]
+            case ast.JoinedStr(values=parts):
+                texts = [
+                    part.value if isinstance(part, ast.Constant) else HOLE
+                    for part in parts
+                ]
+                return ["".join(map(str, texts))]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                right_texts = self._texts(right) or [HOLE]
+                return [
+                    one + two
+                    for one in self._texts(left) or [HOLE]
+                    for two in right_texts
+                ]
+            case ast.IfExp(body=one, orelse=two):
+                return self._texts(one) + self._texts(two)
+            case ast.Name(id=name):
+                return self._assigned(name)
+            case ast.Call(func=ast.Attribute(value=inner, attr="format")):
+                return [re.sub(r"\{\w*\}", HOLE, text) for text in self._texts(inner)]
+        return []
+
+    def _assigned(self, name: str) -> list[str]:
+        for scope in reversed(self._scopes):
+            texts = [
+                text
+                for node in ast.walk(scope)
+                if isinstance(node, ast.Assign)
+                and any(
+                    isinstance(to, ast.Name) and to.id == name for to in node.targets
+                )
+                for text in self._texts(node.value)
+            ]
+            if texts:
+                return list(dict.fromkeys(texts))
+        return []
+
+
+def _is_error(name: str) -> bool:
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type):
+        return issubclass(kind, Exception) and kind is not StopIteration
+    return bool(re.fullmatch(r"[A-Z]\w*Error", name))
+
+
+def _is_bare(text: str) -> bool:
+    return not re.search(r"[a-z]{2}", text)
+
+
+# What no user sees, by place.
+INTERNAL = {
+    "_observe/machine.py:": "caught where it is raised",
+    "_transport/channel.py:": "caught by both ends of the channel",
+    "_workers/process/batch_codec.py:": "the batch is pickled instead",
+    "_workers/process/launch.py:": "caught by the pool",
+    "_workers/process/serve_async.py:": "in a worker whose loader has ended",
+    "datasets/_arrow/ipc.py:_blocks": "a reason in 'has a footer that cannot be read'",
+    "datasets/_arrow/ipc.py:_spans": "a reason in 'has a footer that cannot be read'",
+    "datasets/_arrow/ipc.py:_stream_batches": "a reason in 'is no Arrow stream'",
+    "datasets/_batcher.py:read_file": "becomes a TruncatedReadError",
+    "datasets/_json.py:": "a reason in 'the line at byte … is damaged'",
+    "datasets/_mds/encodings.py:_array_decoder": "a reason in 'column …'",
+    "datasets/_mds/encodings.py:_list": "a reason in 'the sample at byte …'",
+    "datasets/_mds/encodings.py:_scalar": "a reason in 'the sample at byte …'",
+    "datasets/_sql/keys.py:encoded": "caught where a key is looked up",
+    "datasets/_sql/reader.py:": "caught where it is raised",
+    "datasets/_stores/reads.py:": "becomes a TruncatedReadError",
+    "datasets/_tar/headers.py:": "a reason in 'is damaged at byte'",
+    "datasets/_tar/walk.py:TarParser._on_header": "a reason in 'is damaged at byte'",
+    "datasets/_tar/walk.py:TarParser._on_second_zeros": "a reason there too",
+    "datasets/_write/sinks.py:_ObjectUpload.abort": "caught where it is raised",
+    "datasets/sql.py:SQLRows._find": "cannot happen",
+    "testing/objects.py:_Talk.request_head": "caught by the server",
+}
+
+# Places that pass the words of another message on.
+PASSED_ON = {
+    "_cli/pack.py:run": "says what another error says",
+    "_observe/warnings.py:warn": "says what it is given",
+    "datasets/_arrow/csv.py:CSVFormat._names_in": "says what its variable does",
+    "datasets/_sql/format.py:SQLFormat.shards": "says what another error says",
+    "datasets/_stores/fetching.py:": "carries another error",
+    "datasets/_stores/hub.py:HubSource._failure": "carries another error",
+    "datasets/_stores/requests.py:read_failure": "carries another error",
+    "datasets/_streams/iterated.py:Iterated.__aiter__": "is the warning of iterables",
+    "datasets/_streams/repeats.py:": "says again what a state holds",
+    "testing/_formats.py:_check_positions": "says what another error says",
+}
+
+_NOT_COLLATED = "default_collate: batch must contain tensors, numpy arrays, numbers"
+# Messages that are put together elsewhere: the place that raises them, the module that
+# has their words, and the headings.
+ELSEWHERE = {
+    "_loader/state_check.py:check": (
+        "_loader/state_check.py",
+        "the state was saved for a dataset of kind …, but this one's is …",
+        "the state was saved for … samples, but the dataset has …",
+        "the state was saved with batches of … samples (of all ranks together)",
+        "the state was saved on … ranks, but there are …",
+        "the state was saved with tail=…, but the loader has tail=…",
+        "the state was saved with … readers of the iterable",
+    ),
+    "_pipeline/pipeline_iterator.py:PipelineIterator._time_out": (
+        "_pipeline/timeouts.py",
+        "DataLoader timed out after … seconds",
+    ),
+    "_workers/process/recovery.py:Death.error": (
+        "_workers/process/recovery.py",
+        "DataLoader worker (pid(s) …) exited unexpectedly",
+    ),
+    "_workers/remote_tasks.py:pack_spec": (
+        "_workers/pickling_errors.py",
+        "… cannot be pickled, so it cannot be sent to worker processes: a … object",
+        "what the workers need cannot be pickled: …",
+    ),
+    "_workers/worker_spec.py:ship": (
+        "_workers/pickling_errors.py",
+        "what the workers need cannot be pickled: …",
+    ),
+    "datasets/_stores/options.py:check_options": (
+        "datasets/_stores/options.py",
+        "the store does not know the option …: …",
+    ),
+    "_collate/collate.py:_stack_arrays": (
+        "",  # torch's own
+        _NOT_COLLATED,
+    ),
+    "_collate/collate.py:_rule_for": (
+        "",
+        _NOT_COLLATED,
+    ),
+    # Not raised there: a note, and what a function returns.
+    "note": (
+        "_workers/remote_error.py",
+        "Caught … in DataLoader worker process …",
+    ),
+    "stores": ("datasets/_stores/failures.py", "cannot … …: …"),
+    "databases": ("datasets/_sql/failures.py", "cannot … … of …: …"),
+}
+# A shorter heading is no stem: it would stand for anything.
+SHORTEST = 12
+
+
+def texts_in(module: str) -> list[str]:
+    """Return all that a module may say; without a module, what torch's rules say."""
+    if not module:
+        from torch.utils.data._utils.collate import (  # noqa: PLC0415
+            default_collate_err_msg_format,
+        )
+
+        return [default_collate_err_msg_format.replace("{}", HOLE)]
+    tree = ast.parse((SOURCE / module).read_text())
+    collector = _Collector(module, tree)
+    found = [
+        text
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Constant, ast.JoinedStr))
+        for text in collector._texts(node)
+    ]
+    return [re.sub(r"\{\w*\}", HOLE, re.sub(r"\s+", " ", text)) for text in found]
+
+
+def is_stem(heading: str, text: str) -> bool:
+    """Return whether a message begins with a heading."""
+    return text == heading or (len(heading) >= SHORTEST and text.startswith(heading))
+
+
+def is_internal(message: Message) -> bool:
+    """Return whether no user sees a message."""
+    return any(message.place.startswith(place) for place in INTERNAL)
+
+
+def _is_elsewhere(place: str) -> bool:
+    return place in ELSEWHERE or any(place.startswith(one) for one in PASSED_ON)
+
+
+def missing() -> list[Message]:
+    """Return the messages that have no heading, and those that cannot be known."""
+    known = headings()
+    return [
+        message
+        for message in messages()
+        if not is_internal(message)
+        and not (not message.text and _is_elsewhere(message.place))
+        and not (message.text and any(is_stem(one, message.text) for one in known))
+    ]
+
+
+def stale() -> list[str]:
+    """Return the headings that no message begins with."""
+    texts = {message.text for message in messages()}
+    elsewhere = {one for _, *stems in ELSEWHERE.values() for one in stems}
+    return [
+        heading
+        for heading in headings()
+        if heading not in elsewhere
+        and not any(is_stem(heading, text) for text in texts)
+    ]
+
+
+def fix() -> None:
+    """Rename each stale heading to the missing message whose beginning is closest."""
+    lost = {message.text for message in missing()}
+    for heading in stale():
+        begun = {text[: len(heading) + 10]: text for text in lost}
+        nearest = difflib.get_close_matches(heading, begun, 1, cutoff=0.5)
+        for page in PAGES.glob("*.md") if nearest else ():
+            text = page.read_text()
+            new = _line(begun[nearest[0]])
+            page.write_text(text.replace(_line(heading), new))
+
+
+def _line(heading: str) -> str:
+    return f"### `` {heading} ``\n" if "`" in heading else f"### `{heading}`\n"
+
+
+def main() -> None:
+    """Print the differences, or mend them."""
+    if "--fix" in sys.argv:
+        fix()
+    for message in missing():
+        print("no heading:", message.error, message.place, "|", message.text)
+    for heading in stale():
+        print("no message:", heading)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Fix it has every message of the package as a heading, and no other."""
+
+from docs import messages
+
+
+def test_every_message_is_a_heading() -> None:
+    """After a change of words, `python tests/docs/messages.py --fix` renames them."""
+    assert not messages.missing()
+
+
+def test_every_heading_is_a_message() -> None:
+    """What is said no more is not listed."""
+    assert not messages.stale()
+
+
+def test_no_heading_comes_twice() -> None:
+    """One place for each message."""
+    found = messages.headings()
+    assert len(found) > 300
+    assert sorted(set(found)) == sorted(found)
+
+
+def test_what_is_said_elsewhere_is_said_there() -> None:
+    """The modules that are named have the words."""
+    for place, (module, *stems) in messages.ELSEWHERE.items():
+        texts = messages.texts_in(module)
+        for stem in stems:
+            assert any(messages.is_stem(stem, text) for text in texts), (place, stem)
+
+
+def test_what_is_internal_exists() -> None:
+    """No place is listed that is gone."""
+    places = [message.place for message in messages.messages()]
+    listed = [*messages.INTERNAL, *messages.PASSED_ON]
+    assert not [one for one in listed if not any(p.startswith(one) for p in places)]

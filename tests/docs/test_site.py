@@ -1,0 +1,257 @@
+"""The built site: no dead link, nothing from elsewhere, no error in a browser."""
+
+import functools
+import http.server
+import json
+import re
+import shutil
+import subprocess
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+import pytest
+
+from docs.test_questions import ROWS
+
+SITE = Path(__file__).parents[2] / "site"
+PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PAGES, reason="the site is not built: make docs"),
+]
+BASE = "https://site.invalid/"
+
+# Shows every page in a frame, as wide as a phone and as a desk's screen; notes what is
+# wider than that. The picture does not load before it is done: so long a browser waits.
+WALK = """
+async function work(pages) {
+  const found = [];
+  for (const page of pages) {
+    const frame = await open(page, 390);
+    if (!frame.contentDocument.querySelector("h1")) found.push(page + ": no heading");
+    for (const width of [390, 1280]) {
+      frame.width = width;
+      await sleep(50);
+      const root = frame.contentDocument.documentElement;
+      let wide = root.scrollWidth;
+      for (let turn = 0; turn < 40 && wide > width; turn++) {  // it moves yet
+        await sleep(50);
+        wide = root.scrollWidth;
+      }
+      if (wide > width) found.push(`${page}: ${wide} of ${width} wide`);
+    }
+    frame.remove();
+  }
+  return found;
+}
+"""
+# Searches as a reader does; returns the pages of the first results of each search.
+SEARCH = """
+async function work(searches) {
+  const found = [];
+  for (const words of searches) {
+    const frame = await open("/?q=" + encodeURIComponent(words), 1200);
+    const results = () =>
+      [...frame.contentDocument.querySelectorAll(".md-search-result__item")];
+    for (let turn = 0; turn < 100 && !results().length; turn++) await sleep(100);
+    await sleep(200);
+    found.push(results().map(one => new URL(one.querySelector("a").href).pathname));
+    frame.remove();
+  }
+  return found;
+}
+"""
+DRIVER = """<!doctype html><body><img src="/slow"><script>
+const sleep = duration => new Promise(resolve => setTimeout(resolve, duration));
+async function open(page, width) {
+  const frame = document.createElement("iframe");
+  frame.height = 800; frame.width = width;
+  await new Promise(resolve => {
+    frame.onload = resolve; frame.src = page; document.body.append(frame);
+  });
+  return frame;
+}
+WORK
+work(GIVEN).then(
+  found => fetch("/done", {method: "POST", body: JSON.stringify(found)})
+);
+</script>"""
+
+
+class Links(HTMLParser):
+    """What a page refers to, and the places in it that can be referred to."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.links: set[str] = set()
+        self.parts: set[str] = set()
+        self.places: set[str] = set()
+        self.feed((SITE / page).read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Collect links, and what the page is made of."""
+        found = {name: value or "" for name, value in attrs}
+        self.places |= {found[name] for name in ("id", "name") if name in found}
+        if tag == "a" and found.get("href"):
+            self.links.add(found["href"])
+        if tag in {"script", "img"} and found.get("src"):
+            self.parts.add(found["src"])
+        if tag == "link" and found.get("rel") != "canonical":
+            self.parts.add(found.get("href", ""))
+
+
+@functools.cache
+def links(page: str) -> Links:
+    """Return those of a page."""
+    return Links(page)
+
+
+def dead(page: str, link: str) -> bool:
+    """Return whether a link of a page leads nowhere in the site."""
+    target, place = urldefrag(urljoin(BASE + page.removesuffix("index.html"), link))
+    if not target.startswith(BASE):
+        return False
+    name = unquote(target.removeprefix(BASE).partition("?")[0])
+    if not name or name.endswith("/"):
+        name += "index.html"
+    if not (SITE / name).is_file():
+        return True
+    is_page = name.endswith(".html")
+    return bool(place) and is_page and unquote(place) not in links(name).places
+
+
+def test_no_link_is_dead() -> None:
+    """Of pages, pictures and scripts, anchors too."""
+    found = [
+        (page, link)
+        for page in PAGES
+        if page != "404.html"  # its links begin with the host
+        for link in sorted(links(page).links | links(page).parts)
+        if dead(page, link)
+    ]
+    assert not found
+
+
+def test_nothing_is_loaded_from_elsewhere() -> None:
+    """The site tells no other host that it is read."""
+    found = [
+        (page, part)
+        for page in PAGES
+        for part in links(page).parts
+        if re.match(r"(https?:)?//", part)
+    ]
+    assert not found
+
+
+class Served(http.server.ThreadingHTTPServer):
+    """The site, and a page that does some work in it.
+
+    Attributes:
+        lost: Paths that were not there.
+        answer: What the work found.
+    """
+
+    def __init__(self, work: str, given: list[str]) -> None:
+        super().__init__(("127.0.0.1", 0), functools.partial(_Handler, directory=SITE))
+        self.driver = DRIVER.replace("WORK", work).replace("GIVEN", json.dumps(given))
+        self.lost: list[str] = []
+        self.answer: Any = None
+        self.is_done = threading.Event()
+
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    server: Served
+
+    def do_GET(self) -> None:
+        """Answer from the site, or for the work."""
+        if self.path == "/work":
+            self._send(self.server.driver.encode())
+        elif self.path == "/slow":
+            self.server.is_done.wait(120)
+            self._send(b"")
+        else:
+            super().do_GET()
+
+    def do_POST(self) -> None:
+        """Take what was found."""
+        length = int(self.headers["Content-Length"])
+        self.server.answer = json.loads(self.rfile.read(length))
+        self._send(b"")
+        self.server.is_done.set()
+
+    def _send(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_args: object) -> None:
+        """Say nothing."""
+
+    def log_error(self, *_args: object) -> None:
+        """Note what is not there."""
+        if self.path != "/favicon.ico":
+            self.server.lost.append(self.path)
+
+
+def in_browser(work: str, given: list[str], folder: Path, *, dark: bool = False) -> Any:
+    """Return what some work in the site found; nothing may be wrong on its way."""
+    assert CHROMIUM is not None
+    options = [
+        *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+        *("--enable-logging=stderr", "--log-level=0", "--dump-dom"),
+        f"--blink-settings=preferredColorScheme={int(not dark)}",
+        f"--user-data-dir={folder}",
+    ]
+    with Served(work, given) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            done = subprocess.run(
+                [CHROMIUM, *options, f"http://127.0.0.1:{server.server_port}/work"],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=140,
+            )
+        finally:
+            server.is_done.set()
+            server.shutdown()
+            thread.join()
+    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert not server.lost
+    return server.answer
+
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_browser_finds_no_error(dark: bool, tmp_path: Path) -> None:
+    """On no page; in dark, where only colours differ, on some."""
+    pages = ["/" + page for page in PAGES if page != "404.html"]
+    if dark:
+        pages = pages[::8]
+    assert in_browser(WALK, pages, tmp_path, dark=dark) == []
+
+
+@needs_browser
+def test_a_search_finds_the_answers(tmp_path: Path) -> None:
+    """To the ten questions, among the first five pages."""
+    found = in_browser(SEARCH, [words for *_, words in ROWS], tmp_path)
+    wanted = [link.partition("#")[0].removesuffix(".md") for _, _, link, _ in ROWS]
+    assert len(found) == len(wanted) == 10
+    places = [f"/{page.removesuffix('index').removesuffix('/')}/" for page in wanted]
+    lost = [
+        (place, results)
+        for place, results in zip(places, found, strict=True)
+        if place not in results[:5]
+    ]
+    assert not lost
