@@ -28,8 +28,9 @@ _EVERY = 0.02
 # Seconds that a timer may be late on a loop that is not held: clocks of loops are
 # coarse, and other threads have their turns.
 _TOLERANCE = 0.006
-# Late timers after which the thread looks, and seconds without one after which it ends.
-_SUSPECT = 5
+# The thread looks after so many late timers in so many seconds: imports hold a loop
+# once. It ends after so many seconds without one.
+_SUSPECT, _WITHIN = 5, 2.0
 _CALM = 1.0
 # How often it looks, in seconds; a coroutine was found often enough to be named, and is
 # looked for no more.
@@ -75,7 +76,7 @@ class LoopWatch:
         self.late: int = 0
         self.culprits: Counter[str] = Counter()
         self._lateness: deque[float] = deque(maxlen=_KEPT)
-        self._latest = 0.0  # when the timer was late
+        self._late_at: deque[float] = deque([0.0] * _SUSPECT, maxlen=_SUSPECT)
         self._readers = 0
         self._is_set = False
         self._clocks = (0.0, 0.0)  # of the latest timer: wall, and the thread's own
@@ -122,7 +123,7 @@ class LoopWatch:
 
     def is_suspect(self) -> bool:
         """Tell whether somebody should look at what runs on the loop."""
-        is_calm = time.monotonic() - self._latest > _CALM
+        is_calm = time.monotonic() - self._late_at[-1] > _CALM
         is_known = self.culprits.total() >= _ENOUGH
         return self._readers > 0 and not is_calm and not is_known
 
@@ -139,10 +140,10 @@ class LoopWatch:
         if late > _TOLERANCE:
             self.late += 1 + missed
             self._lateness.append(late)
-            self._latest = now
+            self._late_at.append(now)
             self._held += now - self._clocks[0]
             self._computed += own - self._clocks[1]
-            if self.late >= _SUSPECT and self.is_suspect():
+            if now - self._late_at[0] < _WITHIN and self.is_suspect():
                 _look_at(self)
         self._clocks = now, own
         self.due += missed * _EVERY
