@@ -162,6 +162,7 @@ INTERNAL = {
 # Places that pass the words of another message on.
 PASSED_ON = {
     "_cli/pack.py:run": "says what another error says",
+    "_cli/bench.py:_users": "says what code of the user raised",
     "_observe/warnings.py:warn": "says what it is given",
     "datasets/_arrow/csv.py:CSVFormat._names_in": "says what its variable does",
     "datasets/_sql/format.py:SQLFormat.shards": "says what another error says",
@@ -214,6 +215,10 @@ ELSEWHERE = {
     "_collate/collate.py:_rule_for": (
         "",
         _NOT_COLLATED,
+    ),
+    "_device/naming.py:_named": (
+        "_device/naming.py",
+        "device must name a torch device, got …; torch sees … here",
     ),
     # Not raised there: a note, and what a function returns.
     "note": (
