@@ -1,5 +1,6 @@
 """Datasets whose workers fail as they start, and marks that count the starts."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -57,7 +58,8 @@ def marks(tmp_path: Path) -> Iterator["Marks"]:
     marks = Marks(tmp_path)
     yield marks
     for pid in filter(is_alive, {*marks.pids()} - {os.getpid()}):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, signal.SIGKILL)
 
 
 class Marks:

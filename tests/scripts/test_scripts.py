@@ -90,8 +90,13 @@ def test_a_pool_in_a_worker(tmp_path: Path) -> None:
 
 def test_a_crash_in_native_code(tmp_path: Path) -> None:
     """The same error, of the class and with the words that scripts look for."""
-    theirs, ours = run_both("crashing", tmp_path)
-    assert theirs.output == "RuntimeError True\n"
+    # Torch raises in its signal handler: now and then where the script catches nothing.
+    for attempt in range(3):
+        (tmp_path / str(attempt)).mkdir()
+        theirs, ours = run_both("crashing", tmp_path / str(attempt))
+        if theirs.output:
+            break
+    assert theirs.output == "RuntimeError True\n", theirs.errors
     assert (ours.status, ours.output, ours.left) == (0, theirs.output, []), ours.errors
 
 

@@ -247,7 +247,7 @@ def make_maker(options: Options, epoch: Epoch, slots: SlotPool) -> BatchMaker:
     is_keyed, num_workers = options.is_keyed, options.num_workers
     if not num_workers and options.pins:
         collate_fn = _pinning(collate_fn)
-    is_even = part.world_size > 1
+    is_even = False
     if options.is_own_stream:  # it knows of ranks, and gives this one its part
         dataset = dataset.for_epoch()
         if options.rank is not None:
