@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import default_collate
 
 from aioloader import DataLoader
 from aioloader._device.accelerator import accelerator_of
@@ -291,3 +292,39 @@ def test_memory_that_is_held_ahead() -> None:
     assert loader.stats().device_bytes == 3 << 20
     iterator.close()
     assert loader.stats().device_bytes == 0
+
+
+def test_a_compiled_step_sees_ordinary_tensors() -> None:
+    """One graph serves all batches; nothing of the loader's is in it."""
+    graphs: list[Any] = []
+
+    def counted(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=counted, fullgraph=True)
+    def step(batch: dict[str, Any]) -> torch.Tensor:
+        loss: torch.Tensor = batch["picture"].float().mean() + batch["index"].sum()
+        return loss
+
+    torch._dynamo.reset()
+    loader = DataLoader(
+        Pictures(),
+        4,
+        num_workers=2,
+        device=DEVICE,
+        collate_fn=without_names,
+    )
+    for number, batch in enumerate(loader):
+        assert {type(one) for one in batch.values()} == {torch.Tensor}
+        indices = range(4 * number, 4 * number + 4)
+        assert step(batch).item() == sum(indices) / 4 + sum(indices)
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+def without_names(samples: list[dict[str, Any]]) -> Any:
+    """Return a batch of tensors only."""
+    return default_collate(
+        [{k: v for k, v in one.items() if k != "name"} for one in samples]
+    )
