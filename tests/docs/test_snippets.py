@@ -14,10 +14,11 @@ from docs import snippets
 
 __all__ = ["s3_port", "server"]
 
-# Pages that take seconds: what they show starts other programs.
+# Pages that take long, for they start a cluster; `make fuzz` runs them. The example of
+# the same, and all tests of Ray, run always.
 SLOW = {"docs/guides/ray.md"}
 PAGES = [
-    pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else [], id=page)
+    pytest.param(page, marks=[pytest.mark.fuzz] if page in SLOW else [], id=page)
     for page in snippets.pages()
 ]
 

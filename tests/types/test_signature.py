@@ -16,12 +16,13 @@ def test_arguments_are_all_there() -> None:
         name for name, one in PARAMETERS.items() if one.kind is one.KEYWORD_ONLY
     }
     named = get_type_hints(signature.KeywordOnly)
-    assert set(named) == keyword_only - {"tail", "transform"}
+    assert set(named) == keyword_only - {"tail", "transform", "device_transform"}
     assert set(get_type_hints(signature.WithTransform)) == set(PARAMETERS) - APART
 
 
 def test_they_have_the_same_types() -> None:
-    """But ``tail``, of which ``"pad"`` makes other batches."""
+    """But those that make other batches: ``tail="pad"``, and ``device_transform``."""
     given = get_type_hints(signature.WithTransform)
+    assert given.pop("device_transform") is type(None)
     assert given.pop("tail") == Literal["wrap", "drop", "uneven"] | None
     assert given == {name: PARAMETERS[name].annotation for name in given}

@@ -64,7 +64,8 @@ class CpuThread:
         self._thread: threading.Thread | None = None
         self._is_stopped = False
         self._lock = fork_safe(threading.RLock())  # a finalizer may run in between
-        self.quiet = fork_safe(threading.Event())  # set at exit, or at its end
+        # Set at the interpreter's exit, or at its end.
+        self.quiet: threading.Event = fork_safe(threading.Event())
 
     def post(self, job: Job) -> bool:
         """Run ``job`` after those posted before; tell whether the thread takes jobs.
