@@ -170,8 +170,11 @@ def source_of(result: Result, newest: Result) -> str:
         words.append(f"**on another machine ({found['cpu']})**")
     if result.others is not None:
         words.append(f"other processes used {result.others:.1f} cores meanwhile")
-    if found.get("scheduling", "normal") != "normal":
-        words.append(f"with priority over them ({found['scheduling']})")
+    priority = found.get("scheduling", "normal")
+    if priority != "normal":
+        # Linux groups processes by session, and niceness counts within a group only.
+        within = ", within its session" if priority.startswith("nice") else ""
+        words.append(f"at a priority of its own ({priority}{within})")
     return "; ".join(words)
 
 
