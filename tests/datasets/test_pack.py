@@ -276,7 +276,7 @@ def test_what_fails_at_work(
     captured = capsys.readouterr()
     first, second = captured.err.splitlines()
     assert first.startswith("aioloader pack: error: ")
-    assert "begun with another metadata" in first
+    assert "started with another metadata" in first
     assert "bad.jsonl" in second
     assert captured.out == ""
 
@@ -294,7 +294,7 @@ def test_interrupted(
 
     monkeypatch.setattr(pack, "_make_writer", interrupt)
     assert main(["pack", str(tree), str(tmp_path / "out")]) == 130
-    assert "interrupted; the same command goes on" in capsys.readouterr().err
+    assert "interrupted; the same command resumes" in capsys.readouterr().err
 
 
 def test_index_calls_the_writer_of_indices(

@@ -1,6 +1,7 @@
 """An event loop that is held up: seen, and by whom."""
 
 import asyncio
+import os
 import select
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 import aioloader
+from aioloader._pipeline.loop_watch import watch_of
 
 STEPS = 24
 
@@ -111,3 +113,36 @@ def test_nobody_looks_on_after_the_end() -> None:
         if thread.name == "aioloader-watch":
             thread.join(10)
             assert not thread.is_alive()
+
+
+async def test_no_timer_is_left() -> None:
+    """Neither after the end, nor after a break; the next iteration has one again."""
+    watch = watch_of(asyncio.get_running_loop(), is_callers=True)
+    for _ in range(2):
+        async with loader_of(Blocking(0.0), loop="caller") as loader:
+            async for _batch in loader:
+                assert watch._timer is not None
+                break
+        assert watch._timer is None
+
+
+def test_a_forked_child_looks_too() -> None:
+    """It has no copy of the thread that looks in its parent."""
+    with loader_of(Blocking(0.04)) as loader:
+        for _ in loader:
+            if any(one.name == "aioloader-watch" for one in threading.enumerate()):
+                break
+        else:
+            raise AssertionError("nobody has looked")
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                with loader_of(Blocking(0.04)) as another:
+                    list(another)
+                    lag = another.stats().loop_lag
+                code = 0 if lag is not None and lag.culprit else 2
+            finally:
+                os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -30,7 +30,7 @@ SRC is one of
       'train-*.jsonl', 'train-{000..127}.tar')
 
 DST is a directory or a URL such as s3://bucket/train. Readers see whole shards only.
-Run again after an interruption, the command goes on after the last whole shard.
+Run again after an interruption, the command resumes after the last whole shard.
 """
 _PACK_EXAMPLES = """\
 examples:
@@ -78,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         options.parser.error(str(error))
     except KeyboardInterrupt:
-        goes_on = "; the same command goes on from here" if options.goes_on else ""
-        sys.stderr.write(f"\ninterrupted{goes_on}\n")
+        hint = "; the same command resumes from here" if options.resumes else ""
+        sys.stderr.write(f"\ninterrupted{hint}\n")
         return 130
     except UserCodeError as error:
         traceback.print_exception(error.__cause__)
@@ -112,7 +112,7 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         epilog=_PACK_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.set_defaults(run=pack.run, parser=command, goes_on=True)
+    command.set_defaults(run=pack.run, parser=command, resumes=True)
     add = command.add_argument
     add("src", metavar="SRC", help="what is packed")
     add("dst", metavar="DST", help="directory or URL for the shards")
@@ -167,7 +167,7 @@ def _add_index(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         epilog="example:\n  aioloader index shards/train-*.tar\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.set_defaults(run=index.run, parser=command, goes_on=True)
+    command.set_defaults(run=index.run, parser=command, resumes=True)
     command.add_argument("tars", nargs="+", type=Path, metavar="X.tar", help="the tars")
     command.add_argument(
         "-q", "--quiet", action="store_true", help="print nothing but errors"
@@ -182,7 +182,7 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         epilog=_BENCH_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.set_defaults(run=bench.run, parser=command, goes_on=False)
+    command.set_defaults(run=bench.run, parser=command, resumes=False)
     add = command.add_argument
     add("loader", metavar="MODULE:NAME", help="a loader, or what returns one")
     counts = {"batches": (200, "of a round at most"), "rounds": (3, "of both loaders")}

@@ -136,7 +136,7 @@ class Mover:
             late = [results[id(leaf)] for leaf in found.late]
             moved = map_leaves(batch, lambda leaf: results.get(id(leaf), leaf), chosen)
             if self._transform is not None:
-                moved, arrived = self._transformed(moved, found)
+                moved, arrived = self._transformed(self._transform, moved, found)
             mark = self._port.mark()
         delivery = Moved(
             self._port,
@@ -160,13 +160,14 @@ class Mover:
                 self._port.mark().synchronize()
             raise
 
-    def _transformed(self, batch: Any, found: "_Sorted") -> tuple[Any, list[Any]]:
-        """Return what the user's transform makes of a batch, and what of it is here."""
+    def _transformed(
+        self, transform: Transform, batch: Any, found: "_Sorted"
+    ) -> tuple[Any, list[Any]]:
+        """Return the transformed batch, and its tensors that are on a device."""
         if found.resident:
             self._port.adopt(found.resident)
         try:
-            assert self._transform is not None
-            batch = self._transform(batch)
+            batch = transform(batch)
             owned = _Sorted()
             map_leaves(batch, owned.add)
             for tensor in owned.resident:
@@ -351,7 +352,7 @@ def _check_dense(tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
         raise TypeError(
             f"device_transform returned a {type(tensor).__name__} of layout "
-            f"{tensor.layout}: only dense tensors can be made ahead"
+            f"{tensor.layout}: only dense tensors can be made in advance"
         )
 
 

@@ -32,13 +32,15 @@ _TOLERANCE = 0.006
 # once. It ends after so many seconds without one.
 _SUSPECT, _WITHIN = 5, 2.0
 _CALM = 1.0
-# How often it looks, in seconds; a coroutine was found often enough to be named, and is
-# looked for no more.
+# How often it looks, in seconds; how often a coroutine was found if it is named; and
+# after so many finds it does not look at that loop for a while.
 _LOOK = 0.003
 _NAMED = 5
-_ENOUGH = 100
+_ENOUGH, _REST = 100, 10.0
 # Late timers of which the lateness is kept.
 _KEPT = 256
+# Timers that one late one stands for, at most: a loop may have been stopped meanwhile.
+_MOST = 50
 
 _COROUTINES = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _PACKAGE = str(Path(__file__).parents[1])
@@ -52,6 +54,7 @@ class Mark(NamedTuple):
 
     timers: int
     late: int
+    times: int  # that the timer was late
 
 
 class LoopWatch:
@@ -65,6 +68,7 @@ class LoopWatch:
         thread: Which thread runs the loop.
         timers: How many were due.
         late: How many were late.
+        times: How often the timer was late: one late timer may stand for many.
         culprits: How often each coroutine was found on the loop when it was held.
     """
 
@@ -74,11 +78,13 @@ class LoopWatch:
         self.thread: int = 0
         self.timers: int = 0
         self.late: int = 0
+        self.times: int = 0
         self.culprits: Counter[str] = Counter()
         self._lateness: deque[float] = deque(maxlen=_KEPT)
         self._late_at: deque[float] = deque([0.0] * _SUSPECT, maxlen=_SUSPECT)
         self._readers = 0
-        self._is_set = False
+        self._rests_until = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._clocks = (0.0, 0.0)  # of the latest timer: wall, and the thread's own
         self._held = self._computed = 0.0
 
@@ -86,8 +92,7 @@ class LoopWatch:
     def reading(self) -> Iterator[None]:
         """Watch while the block lasts; called on the loop."""
         self._readers += 1
-        if not self._is_set:
-            self._is_set = True
+        if self._readers == 1:
             self.thread = threading.get_ident()
             self.due = time.monotonic()
             self._clocks = self.due, time.thread_time()
@@ -96,10 +101,13 @@ class LoopWatch:
             yield
         finally:
             self._readers -= 1
+            if not self._readers and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
 
     def mark(self) -> Mark:
         """Return what was counted so far."""
-        return Mark(self.timers, self.late)
+        return Mark(self.timers, self.late, self.times)
 
     def lag(self, since: Mark) -> LoopLag | None:
         """Return how the loop was held up; None if it was not, or not yet seen.
@@ -108,9 +116,10 @@ class LoopWatch:
             since: What was counted when that begins.
         """
         timers, late = self.timers - since.timers, self.late - since.late
-        lateness = sorted(self._lateness)
-        if not late or not lateness:
+        times = self.times - since.times
+        if not times:
             return None
+        lateness = sorted([*self._lateness][-times:])
         named = self.culprits.most_common(1)
         name = named[0][0] if named and named[0][1] >= _NAMED else ""
         return LoopLag(
@@ -123,22 +132,33 @@ class LoopWatch:
 
     def is_suspect(self) -> bool:
         """Tell whether somebody should look at what runs on the loop."""
-        is_calm = time.monotonic() - self._late_at[-1] > _CALM
-        is_known = self.culprits.total() >= _ENOUGH
-        return self._readers > 0 and not is_calm and not is_known
+        now = time.monotonic()
+        is_calm = now - self._late_at[-1] > _CALM
+        return self._readers > 0 and not is_calm and now >= self._rests_until
+
+    def blame(self, code: CodeType) -> None:
+        """Count a coroutine that was found; later ones weigh as much as all before."""
+        self.culprits[_name(code)] += 1
+        if self.culprits.total() >= _ENOUGH:
+            halved = {name: count // 2 for name, count in self.culprits.items()}
+            self.culprits = Counter(halved)
+            self._rests_until = time.monotonic() + _REST
 
     def _set(self) -> None:
         self.due += _EVERY
         loop = asyncio.get_running_loop()
-        loop.call_later(max(0.0, self.due - time.monotonic()), self._tick)
+        seconds = max(0.0, self.due - time.monotonic())
+        self._timer = loop.call_later(seconds, self._tick)
 
     def _tick(self) -> None:
         now, own = time.monotonic(), time.thread_time()
         late = now - self.due
         missed = int(late / _EVERY)  # it would have been due again, and late
-        self.timers += 1 + missed
+        counted = 1 + min(missed, _MOST)
+        self.timers += counted
         if late > _TOLERANCE:
-            self.late += 1 + missed
+            self.late += counted
+            self.times += 1
             self._lateness.append(late)
             self._late_at.append(now)
             self._held += now - self._clocks[0]
@@ -147,10 +167,7 @@ class LoopWatch:
                 _look_at(self)
         self._clocks = now, own
         self.due += missed * _EVERY
-        if self._readers:
-            self._set()
-        else:
-            self._is_set = False
+        self._set()
 
 
 _WATCHES: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWatch]" = (
@@ -158,6 +175,7 @@ _WATCHES: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWatch]" = (
 )
 # Those that are looked at, by one thread for all.
 _suspects: set[LoopWatch] = set()
+_lookers: list[threading.Thread] = []
 _LOCK = fork_safe(threading.Lock())
 
 
@@ -171,10 +189,14 @@ def watch_of(loop: asyncio.AbstractEventLoop, *, is_callers: bool) -> LoopWatch:
 
 def _look_at(watch: LoopWatch) -> None:
     with _LOCK:
-        is_first = not _suspects
+        # A forked child has the suspects, and not the thread.
+        is_looked_for = bool(_suspects) and all(one.is_alive() for one in _lookers)
         _suspects.add(watch)
-    if is_first:
-        threading.Thread(target=_look, name="aioloader-watch", daemon=True).start()
+        if is_looked_for:
+            return
+        looker = threading.Thread(target=_look, name="aioloader-watch", daemon=True)
+        _lookers[:] = [looker]
+        looker.start()
 
 
 def _look() -> None:
@@ -196,7 +218,7 @@ def _look() -> None:
             if code is not None:
                 found[watch] = code, watch.timers
                 if seen.get(watch) == found[watch]:
-                    watch.culprits[_name(code)] += 1
+                    watch.blame(code)
         seen = found
         time.sleep(_LOOK)
 

@@ -142,14 +142,14 @@ class ShardWriter(abc.ABC):
                 written, and the writer goes on, as after a ValueError.
             ValueError: If it would not come back as it is.
             DatasetError: If the store refuses. The writer is over then, as after any
-                other error: open another one, which goes on after the last shard.
+                other error: open another one, which resumes after the last shard.
             RuntimeError: If the writer is not open.
         """
         async with self._turns:
             if not self._is_open:
                 raise RuntimeError(
                     f"{self!r} is not open: it is written to in 'async with', and not "
-                    f"after an error; open another one, which goes on"
+                    f"after an error; open another one, which resumes"
                 )
             body = self._body
             if body is None:
@@ -347,7 +347,7 @@ class ParquetWriter(ShardWriter):
         found = _schema_of(text)
         if self._given is not None and not self._given.equals(found):
             raise StateMismatchError(
-                f"{self!r} was begun with another schema: {found}",
+                f"{self!r} was started with another schema: {found}",
                 expected=str(found),
                 found=str(self._given),
             )

@@ -36,7 +36,7 @@ def died_with(ticket: Ticket, seat: Seat, error: BaseException) -> WorkerDiedErr
 def died_too_early(seat: Seat, error: BaseException) -> WorkerDiedError:
     """Return the error for actors that die before they are ready."""
     message = (
-        f"DataLoader worker {seat.number} died as a Ray actor before it had begun, and "
+        f"DataLoader worker {seat.number} died as a Ray actor before it started, and "
         "so did those before it. Is aioloader installed on every node? Ray says: "
         f"{error}"
     )

@@ -146,7 +146,7 @@ class Manifest:
         ):
             if old != new:
                 raise StateMismatchError(
-                    f"{where} was begun with another {what}; write to another place, "
+                    f"{where} was started with another {what}; write to another place, "
                     f"or under another name",
                     expected=old,
                     found=new,
