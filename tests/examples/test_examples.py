@@ -8,13 +8,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from xml.etree import ElementTree
 
 import httpx
 import pytest
 import torch
 import train_digits
 from starlette.applications import Starlette
-from tqdm.asyncio import tqdm
 
 import service
 from datasets.pg import Server, server
@@ -58,14 +58,25 @@ async def test_service_stops_in_the_middle(app: Starlette) -> None:
 def test_training_reaches_its_accuracy(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The demo learns, and says what share of the time it waited."""
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # it would start a thread
-    assert asyncio.run(train_digits.train(tmp_path.as_uri(), epochs=6)) >= 0.95
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 6
-    assert re.search(r"samples/s  waited for data [\d.]+% of the time", lines[-1])
+    """The demo learns, says what share of the time it waited, and draws its losses."""
+    url, path = (tmp_path / "digits").as_uri(), tmp_path / "loss.svg"
+    (tmp_path / "digits").mkdir()
+    assert asyncio.run(train_digits.train(url, 6, path)) >= 0.95
+    *lines, shares, confidence, drawn = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:6]] == [
+        ["epoch", str(n)] for n in range(6)
+    ]
+    assert re.search(r"samples/s  waited for data [\d.]+% of the time", lines[5])
+    assert lines[6].endswith("of the time.")
+    assert shares.startswith("Accelerator utilisation by speed of a step: ")
+    assert re.match(r"Confidence: from 2\d batches", confidence)
+    assert drawn == f"the loss curve: {path}"
+    (line,) = ElementTree.parse(path).iterfind("{*}polyline")
+    heights = [float(point.split(",")[1]) for point in line.attrib["points"].split()]
+    assert len(heights) == 6 * 23  # one for each step
+    assert min(heights) == 0  # the largest loss, at the top
+    assert sum(heights[-23:]) > sum(heights[:23]) + 23 * 100
 
 
 def test_the_demo_says_what_it_fell_back_to(
