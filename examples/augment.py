@@ -1,6 +1,6 @@
 """Augment photographs in worker processes: the same crops however many workers.
 
-No ``if __name__ == "__main__"`` is needed.
+Run it with ``python examples/augment.py``; it needs no ``if __name__ == "__main__"``.
 """
 
 import asyncio

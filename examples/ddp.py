@@ -1,6 +1,6 @@
-"""Train on several ranks: ``torchrun --nproc-per-node 2 examples/ddp.py``.
+"""Train on several ranks: each gets its share of every batch, and a mask for padding.
 
-With rank="auto" the loader shares every batch out, and a mask tells what is padding.
+Run it with ``torchrun --nproc-per-node 2 examples/ddp.py``.
 """
 
 import gc

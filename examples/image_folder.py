@@ -1,4 +1,7 @@
-"""Train on a folder of pictures for each class, decoded in worker processes."""
+"""Train on a folder of pictures for each class, decoded in worker processes.
+
+Run it with ``python examples/image_folder.py``, which writes the pictures first.
+"""
 
 import argparse
 import tempfile

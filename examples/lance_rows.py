@@ -1,4 +1,7 @@
-"""Rows of a Lance table as samples: a whole batch by one call, in a thread."""
+"""Rows of a Lance table as samples: a whole batch by one call, in a thread.
+
+Run it with ``python examples/lance_rows.py``, which writes the table first.
+"""
 
 import tempfile
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""A loader's figures beside a training's own: TensorBoard, Weights & Biases, a bar."""
+"""Log a loader's figures beside the loss, and show a progress bar.
+
+Run it with ``python examples/log_figures.py``: it prints what a logger would get.
+"""
 
 import asyncio
 import time

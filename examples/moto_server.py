@@ -1,5 +1,9 @@
-"""An S3 bucket on loopback, served by moto: for examples that need a store."""
+"""An S3 bucket on loopback, served by moto: for examples that need a store.
 
+It is not run by itself: ``stream_tar.py`` uses ``bucket``.
+"""
+
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +18,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "anybody", "AWS_SECRET_ACCESS_KEY": "any"}
 @contextmanager
 def bucket(name: str) -> Iterator[str]:
     """Serve an empty bucket; yield the endpoint. Credentials are in the environment."""
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # no line per request
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     with patch.dict(os.environ, KEYS):
         server.start()

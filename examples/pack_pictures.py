@@ -1,4 +1,7 @@
-"""Pack a folder of pictures with `aioloader pack`, and train from the shards."""
+"""Pack a folder of pictures with ``aioloader pack``, and train from the shards.
+
+Run it with ``python examples/pack_pictures.py``, which writes the pictures first.
+"""
 
 import argparse
 import subprocess

@@ -1,7 +1,7 @@
 """Augment scanned digits on Ray actors: the same batches as without workers.
 
-``python ray_workers.py`` starts a cluster on this machine, and ends it again; give the
-address of one (``auto``, on one of its nodes) to use that.
+Run it with ``python examples/ray_workers.py``, which starts a cluster on this machine,
+or with the address of one (``auto`` on one of its nodes).
 """
 
 import sys

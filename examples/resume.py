@@ -1,4 +1,7 @@
-"""Kill a training in mid-epoch and continue it: its losses are as if never killed."""
+"""Kill a training in mid-epoch and continue it: its losses are as if never killed.
+
+Run it with ``python examples/resume.py``, which starts and kills the training itself.
+"""
 
 import subprocess
 import sys

@@ -1,7 +1,7 @@
 """A web service that answers while a loader streams files in the same event loop.
 
-Run it, then ask: `curl 'localhost:8000/count?word=async'`. It counts the words of
-Python's standard library; reads happen on the service's loop, splitting off it.
+Run it with ``python examples/service.py``, then ask how often a word occurs in Python's
+standard library: ``curl 'localhost:8000/count?word=async'``.
 """
 
 import asyncio

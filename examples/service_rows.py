@@ -1,4 +1,7 @@
-"""Stream rows inside an async service, through the pool that it already has."""
+"""Stream rows inside an async service, through the pool that it already has.
+
+Run it with ``python examples/service_rows.py postgresql://user@host/name``.
+"""
 
 import argparse
 import asyncio

@@ -1,4 +1,7 @@
-"""Train from Parquet: columns become tensors, and no row is ever made in Python."""
+"""Train from Parquet: columns become tensors, and no row is ever made in Python.
+
+Run it with ``python examples/stream_parquet.py``, which writes the files first.
+"""
 
 import argparse
 import asyncio

@@ -1,4 +1,8 @@
-"""Train from a database: SQLite by default, PostgreSQL by a URL; one snapshot."""
+"""Train from a database, SQLite or PostgreSQL, in one snapshot.
+
+Run it with ``python examples/stream_sql.py``, which makes a SQLite file, or with
+``--url postgresql://user@host/name``.
+"""
 
 import argparse
 import asyncio

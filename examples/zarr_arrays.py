@@ -1,4 +1,7 @@
-"""Chunks of a zarr array as samples: read by its own asyncio API, many at a time."""
+"""Chunks of a zarr array as samples: read by its own asyncio API, many at a time.
+
+Run it with ``python examples/zarr_arrays.py``, which writes the array first.
+"""
 
 import asyncio
 import tempfile

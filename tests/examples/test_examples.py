@@ -1,5 +1,6 @@
 """The examples run, end to end."""
 
+import ast
 import asyncio
 import importlib.util
 import os
@@ -20,6 +21,32 @@ import service
 from datasets.pg import Server, server
 
 __all__ = ["server"]
+
+
+EXAMPLES = sorted(Path(train_digits.__file__).parent.glob("*.py"))
+# The demo writes, trains, chooses a device and draws.
+MAX_LINES = {"train_digits": 100}
+
+
+def code_lines(source: str) -> int:
+    """Count lines that are neither blank nor of a docstring."""
+    found = {number for number, line in enumerate(source.splitlines(), 1) if line}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            found -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return len(found)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short_and_is_run(path: Path) -> None:
+    """At most 60 lines; its docstring says how to run it, and a test does."""
+    source = path.read_text(encoding="utf-8")
+    assert code_lines(source) <= MAX_LINES.get(path.stem, 60)
+    said = ast.get_docstring(ast.parse(source)) or ""
+    assert f"examples/{path.name}" in said or "make demo" in said or "not run" in said
+    tests = [*Path(__file__).parents[1].rglob("test_*.py"), *EXAMPLES]
+    others = (one.read_text(encoding="utf-8") for one in tests if one != path)
+    assert any(re.search(rf"\b{path.stem}\b", text) for text in others)
 
 
 @pytest.fixture
@@ -120,6 +147,7 @@ def ran(name: str, *options: str, by: Sequence[str] = ()) -> list[str]:
         timeout=100,
         env={**os.environ, **(RANKS if by else {})},
     )
+    assert by or not done.stderr, done.stderr  # torchrun warns about its own
     return done.stdout.splitlines()
 
 
