@@ -147,7 +147,7 @@ def ran(name: str, *options: str, by: Sequence[str] = ()) -> list[str]:
         timeout=100,
         env={**os.environ, **(RANKS if by else {})},
     )
-    assert by or not done.stderr, done.stderr  # torchrun warns about its own
+    assert "HTTP/1.1" not in done.stderr  # a stand-in's server logs no requests
     return done.stdout.splitlines()
 
 
