@@ -1,4 +1,4 @@
-"""A format of one's own, in forty lines: what a parser gives, a stream does the rest.
+"""A format of your own in forty lines: write a parser, and the stream does the rest.
 
 Records are four bytes of length and a body. From the parser comes a dataset that reads
 them from disk and from any store, packed or not, that shuffles, is shared among ranks
@@ -45,7 +45,7 @@ class RecordParser:
             at = stop
         self._rest, self.offset = self._rest[at:], self.offset + at
         if self._has_ended and self._rest and not records:
-            raise ValueError(f"{self._url!r} ends amid a record, byte {self.offset:,}")
+            raise ValueError(f"{self._url!r} ends within a record, byte {self.offset:,}")
         return records
 
 
