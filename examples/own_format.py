@@ -45,7 +45,9 @@ class RecordParser:
             at = stop
         self._rest, self.offset = self._rest[at:], self.offset + at
         if self._has_ended and self._rest and not records:
-            raise ValueError(f"{self._url!r} ends within a record, byte {self.offset:,}")
+            raise ValueError(
+                f"{self._url!r} ends within a record, byte {self.offset:,}"
+            )
         return records
 
 
