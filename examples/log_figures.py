@@ -1,4 +1,4 @@
-"""A loader's figures beside a training's own: TensorBoard, Weights & Biases, a bar."""
+"""A loader's figures next to the training's: TensorBoard, Weights & Biases, a bar."""
 
 import asyncio
 import time
