@@ -29,7 +29,7 @@ def photographs() -> list[bytes]:
 
 
 class Crops:
-    """Random crops of photographs, decoded anew each time."""
+    """Random crops of photographs, decoded again each time."""
 
     def __init__(self) -> None:
         self.files = photographs()

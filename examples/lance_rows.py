@@ -38,7 +38,7 @@ class LanceDataset:
         return rows
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_table": None}  # a worker opens it anew
+        return {**self.__dict__, "_table": None}  # a worker opens it again
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Log a loader's figures beside the loss, and show a progress bar.
+"""Log a loader's figures next to the loss, and show a progress bar.
 
 Run it with ``python examples/log_figures.py``: it prints what a logger would get.
 """

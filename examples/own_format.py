@@ -1,4 +1,4 @@
-"""Read a format of your own: a parser of three methods makes a dataset of shards.
+"""Read your own format: a parser of three methods makes a dataset of shards.
 
 The dataset shuffles, is split among ranks and workers, and resumes at any record. Run
 it with ``python examples/own_format.py``.
@@ -44,7 +44,9 @@ class RecordParser:
             at = stop
         self._rest, self.offset = self._rest[at:], self.offset + at
         if self._has_ended and self._rest and not records:
-            raise ValueError(f"{self._url!r} ends amid a record, byte {self.offset:,}")
+            raise ValueError(
+                f"{self._url!r} ends within a record, byte {self.offset:,}"
+            )
         return records
 
 

@@ -15,7 +15,7 @@ from aioloader import DataLoader, RayWorkers, get_worker_info
 
 
 class Digits:
-    """Scans of 8 x 8 pixels, enlarged, shifted and made noisy anew each time."""
+    """Scans of 8 x 8 pixels, enlarged, with a new shift and noise each time."""
 
     def __init__(self) -> None:
         self.images = load_digits().images.astype(np.float32)

@@ -16,7 +16,7 @@ from aioloader.datasets import SQLRows
 async def mean_score(pool: asyncpg.Pool, table: str = "scores") -> float:
     """Average a column: shuffled batches of rows, one query each, on this very loop.
 
-    Other requests of the service go on meanwhile, with connections of the same pool.
+    Other requests of the service continue, with connections of the same pool.
     """
     rows = await SQLRows.discover(pool, table, key="id", columns=["id", "score"])
     loader: Any = DataLoader(rows, batch_size=100, shuffle=True, loop="caller")
@@ -28,7 +28,7 @@ async def mean_score(pool: asyncpg.Pool, table: str = "scores") -> float:
 
 
 async def serve(url: str) -> None:
-    """Do what a service does at a request, and go on answering meanwhile."""
+    """Do what a service does at a request, and keep answering in the meantime."""
     async with asyncpg.create_pool(url, min_size=2) as pool:
         await pool.execute(
             "CREATE TABLE IF NOT EXISTS scores (id INT PRIMARY KEY, score FLOAT8)"

@@ -58,7 +58,7 @@ async def train(url: str, epochs: int) -> float:
 
 
 def main() -> None:
-    """Train on a database of one's own, or on one in a temporary file."""
+    """Train on your own database, or on one in a temporary file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", help="of a database with the table 'digits'")
     parser.add_argument("--epochs", type=int, default=5)

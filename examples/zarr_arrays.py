@@ -35,7 +35,7 @@ class ZarrDataset:
         return torch.from_numpy(np.asarray(await array.getitem(index)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": {}}  # a worker opens it anew
+        return {**self.__dict__, "_opened": {}}  # a worker opens it again
 
 
 def main() -> None:

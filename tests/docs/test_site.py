@@ -244,10 +244,10 @@ def test_a_browser_finds_no_error(dark: bool, tmp_path: Path) -> None:
 
 @needs_browser
 def test_a_search_finds_the_answers(tmp_path: Path) -> None:
-    """To the ten questions, among the first five pages."""
+    """To all questions, among the first five pages."""
     found = in_browser(SEARCH, [words for *_, words in ROWS], tmp_path)
     wanted = [link.partition("#")[0].removesuffix(".md") for _, _, link, _ in ROWS]
-    assert len(found) == len(wanted) == 10
+    assert len(found) == len(wanted) >= 25
     places = [f"/{page.removesuffix('index').removesuffix('/')}/" for page in wanted]
     lost = [
         (place, results)

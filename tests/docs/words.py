@@ -1,0 +1,101 @@
+"""The words to avoid (``words.toml``), and where the project's text has them.
+
+``python tests/docs/words.py`` prints every place; arguments are patterns of files. A
+phrase is found across line ends. In Python files only comments and strings count. The
+headings of ``docs/fix-it`` do not: they quote messages of the source.
+"""
+
+import functools
+import io
+import re
+import sys
+import token
+import tokenize
+import tomllib
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+LIST = Path(__file__).with_name("words.toml")
+PAGES = ("*.md", "docs/**/*.md", ".github/**/*.md", ".github/**/*.yml")
+SOURCES = ("src/aioloader/**/*.py", "examples/**/*.py")
+# On Python 3.12 and later, the text of an f-string is a token of its own.
+_QUOTED = re.compile(r"^### `.*$", re.MULTILINE)
+_MARKS = re.compile(r"^\w*[\"']+|[\"']+$|^#|\\n")
+_TEXT = {token.STRING, token.COMMENT, getattr(token, "FSTRING_MIDDLE", token.STRING)}
+
+
+class Word(NamedTuple):
+    """One entry of the list.
+
+    Attributes:
+        avoid: A regular expression for whole words; a space matches any white space.
+        instead: What to write.
+    """
+
+    avoid: str
+    instead: str
+
+
+class Hit(NamedTuple):
+    """One place that has a phrase of the list."""
+
+    place: str
+    phrase: str
+    instead: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.phrase!r}: write {self.instead}"
+
+
+@functools.cache
+def words() -> list[Word]:
+    """Return the list."""
+    return [Word(*row) for row in tomllib.loads(LIST.read_text())["words"]]
+
+
+def pattern(word: Word) -> re.Pattern[str]:
+    """Return the compiled expression of a word."""
+    return re.compile(rf"\b(?:{word.avoid})\b".replace(" ", r"\s+"), re.IGNORECASE)
+
+
+def prose(source: str) -> str:
+    """Return a Python file with its code masked, so that offsets stay as they are."""
+    starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
+    masked = list(re.sub(r"\S", "|", source))
+    for found in tokenize.generate_tokens(io.StringIO(source).readline):
+        if found.type in _TEXT:
+            begin = starts[found.start[0] - 1] + found.start[1]
+            end = starts[found.end[0] - 1] + found.end[1]
+            masked[begin:end] = _MARKS.sub(_blanks, source[begin:end])
+    return "".join(masked)
+
+
+def _blanks(marks: re.Match[str]) -> str:
+    return " " * len(marks[0])
+
+
+def hits_in(text: str, name: str) -> Iterator[Hit]:
+    """Yield the places of one text, word by word."""
+    for word in words():
+        for found in pattern(word).finditer(text):
+            line = text.count("\n", 0, found.start()) + 1
+            phrase = " ".join(found[0].split())
+            yield Hit(f"{name}:{line}", phrase, word.instead)
+
+
+def hits(*patterns: str) -> list[Hit]:
+    """Return the places of all files that match."""
+    found: list[Hit] = []
+    for path in sorted({path for glob in patterns for path in ROOT.glob(glob)}):
+        text = path.read_text()
+        text = prose(text) if path.suffix == ".py" else _QUOTED.sub(_blanks, text)
+        found += hits_in(text, path.relative_to(ROOT).as_posix())
+    return found
+
+
+if __name__ == "__main__":
+    for hit in hits(*(sys.argv[1:] or PAGES + SOURCES)):
+        print(hit)
