@@ -113,7 +113,7 @@ class Staged:
         self._room = Waiters(self._may_go_on)
         self._thread = CpuThread("aioloader-device")
         self._ended = Latch()
-        self._is_begun = False
+        self._has_started = False
 
     # -- for the consumer ---------------------------------------------------------
 
@@ -173,8 +173,8 @@ class Staged:
     # -- in the stage's thread ----------------------------------------------------
 
     def _begin(self) -> None:
-        if not self._is_begun:
-            self._is_begun = True
+        if not self._has_started:
+            self._has_started = True
             self._thread.post(self._serve)
 
     def _serve(self) -> None:

@@ -201,9 +201,9 @@ def _setting(
     """Return how the loader is set up, for the report."""
     workers = options.workers
     kind = workers if isinstance(workers, str) else type(workers).__name__
-    beside: Literal["thread", "loop"] = "thread" if options.is_plain else "loop"
+    host: Literal["thread", "loop"] = "thread" if options.is_plain else "loop"
     return Setting(
-        beside if pool is None else "workers",
+        host if pool is None else "workers",
         workers=options.num_workers,
         worker_kind=kind if pool is not None else "",
         reads_in_workers=options.reads_in_workers,

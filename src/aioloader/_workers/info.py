@@ -66,14 +66,16 @@ def get_worker_info() -> WorkerInfo | None:
     return _HERE.info or _process
 
 
-def be_at(key: int) -> None:
+def use_batch_rng(key: int) -> None:
     """Set ``rng`` to the generators of a batch, in this thread or task."""
     _KEYED.set(Keyed(key))
 
 
-def be_at_sample(task: BatchTask, position: int, stage: int) -> None:
+def use_sample_rng(task: BatchTask, position: int, stage: int) -> None:
     """Set ``rng`` to that of a sample of ``task``, or of all of it (position -1)."""
-    be_at(key_of_sample(task, position, stage) if position >= 0 else task.key or 0)
+    use_batch_rng(
+        key_of_sample(task, position, stage) if position >= 0 else task.key or 0
+    )
 
 
 def be_worker_thread(info: WorkerInfo | None) -> None:

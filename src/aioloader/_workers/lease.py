@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from aioloader._order.forks import fork_safe
 from aioloader._pipeline.batch_task import BatchTask
-from aioloader._pipeline.cpu import beside
+from aioloader._pipeline.cpu import in_new_thread
 from aioloader._pipeline.pipeline import Pipeline
 
 
@@ -105,7 +105,7 @@ class Pools:
     async def aclose(self) -> None:
         """End kept workers, without blocking the loop."""
         if self._kept or self._ending:
-            await beside(self.close)
+            await in_new_thread(self.close)
 
     def _take(self) -> list[WorkerPool]:
         with self._lock:

@@ -20,7 +20,7 @@ from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.waiting import Latch
-from aioloader._workers.info import WorkerInfo, be_at, be_worker_thread
+from aioloader._workers.info import WorkerInfo, be_worker_thread, use_batch_rng
 from aioloader.errors import LoaderClosedError
 
 # How long a close waits for a batch that is being made, in seconds.
@@ -37,7 +37,7 @@ class KeyedHere:
 
     def __enter__(self) -> None:
         if self._key is not None:
-            be_at(self._key)
+            use_batch_rng(self._key)
 
     def __exit__(self, *_exc: object) -> None:
         pass

@@ -14,7 +14,7 @@ from aioloader._pipeline.lifespan import Lifespan
 from aioloader._transport.arena import ArenaReader, ArenaWriter
 from aioloader._transport.channel import MAX_PARTS, Channel
 from aioloader._transport.in_flight_table import InFlightTable
-from aioloader._workers.info import be_at_sample
+from aioloader._workers.info import use_sample_rng
 from aioloader._workers.process.batch_codec import Packer, unpack
 from aioloader._workers.process.messages import (
     ANSWER,
@@ -108,7 +108,7 @@ class Endpoint:
             around=Seeded,
             reseed=seed_batch,
             seed=seed_for_sample,
-            at=be_at_sample,
+            at=use_sample_rng,
         )
         self._is_restored = not self.maker.keeps_state
 

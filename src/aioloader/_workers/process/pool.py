@@ -181,7 +181,11 @@ class ProcessPool:
             except Exception as error:  # every iteration must learn of it
                 self._fail(error)
             except BaseException:  # Ctrl-C: the frame that was just read is lost
-                self._fail(LoaderClosedError("the loader was interrupted; begin anew"))
+                self._fail(
+                    LoaderClosedError(
+                        "the loader was interrupted; start a new iteration"
+                    )
+                )
                 raise
 
     # -- results ------------------------------------------------------------------

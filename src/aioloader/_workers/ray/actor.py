@@ -24,7 +24,7 @@ from aioloader._pipeline.hosts import Hosts
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.codec import decode
 from aioloader._transport.slots import MIN_BYTES, Lender, SlotPool
-from aioloader._workers.info import WorkerInfo, be_at_sample, be_worker_process
+from aioloader._workers.info import WorkerInfo, be_worker_process, use_sample_rng
 from aioloader._workers.remote_error import RemoteError
 from aioloader._workers.remote_tasks import Packed, maker_of, open_request, pack_answer
 from aioloader._workers.rng import seed_worker
@@ -149,7 +149,7 @@ class RayActor:
         info = WorkerInfo(self._number, spec.num_workers, seed, spec.dataset)
         be_worker_process(info, tell_torch=True)
         maker = self._maker = maker_of(
-            spec, around=Seeded, seed=seed_for_sample, at=be_at_sample
+            spec, around=Seeded, seed=seed_for_sample, at=use_sample_rng
         )
         is_plain = maker.is_plain()
         self._places = asyncio.Semaphore(places(spec, maker))
