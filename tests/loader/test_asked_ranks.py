@@ -159,7 +159,9 @@ def test_two_deals(group: Group) -> None:
         {"sampler": sampler},
         {"batch_sampler": BatchSampler(sampler, 2, drop_last=False)},
     ):
-        with pytest.raises(ValueError, match="both split the samples: each rank would get 1 of 9"):
+        with pytest.raises(
+            ValueError, match="both split the samples: each rank would get 1 of 9"
+        ):
             Loader(Numbers(12), **options, **numbers)
         loader = Loader(Numbers(12), **options, rank="auto")
         for use in (iter, len):
