@@ -32,7 +32,7 @@ def test_the_number_of_workers_is_said_once() -> None:
 
 def test_wrong_combinations() -> None:
     """Said by the constructor."""
-    with pytest.raises(ValueError, match="the loader reads an iterable, once"):
+    with pytest.raises(ValueError, match="the loader reads an iterable once"):
         make(AsyncStream(), fetch="workers")
     with pytest.raises(ValueError, match="only be used with workers='process'"):
         make(Numbers(), multiprocessing_context="fork")

@@ -31,7 +31,7 @@ from aioloader._pipeline.pipeline_iterator import Patience, PipelineIterator, Wi
 from aioloader._pipeline.roles import Pool
 from aioloader._pipeline.tuner import Tuning
 from aioloader._transport.slots import Locker, SlotPool
-from aioloader._workers.info import be_at_sample
+from aioloader._workers.info import use_sample_rng
 from aioloader._workers.lease import Lease, Pools
 from aioloader._workers.process.pool import Tally
 from aioloader._workers.process.server_launcher import Servers
@@ -269,7 +269,7 @@ def make_maker(options: Options, epoch: Epoch, slots: SlotPool) -> BatchMaker:
         pool=slots,
         around=_around(options) if is_keyed else nothing_around,
         reseed=seed_batch if is_keyed and not num_workers else None,
-        seed=be_at_sample if num_workers else seed_sample,
+        seed=use_sample_rng if num_workers else seed_sample,
         keys=keys if is_keyed else None,
         part=part,
         snapshot_every=options.snapshot_every,
