@@ -1,8 +1,8 @@
 """The asyncio-native streaming data loader for PyTorch.
 
 ``async for batch in DataLoader(dataset, ...)``: torch's arguments, samples read
-concurrently from files, object stores and databases, at home in async code. Importing
-it costs little: what only some programs need is imported when its name is first used.
+concurrently from files, object stores and databases, native to async code. The import
+is cheap: parts that only some programs need are imported on first use.
 """
 
 import importlib

@@ -1,8 +1,9 @@
 """Hugging Face's accelerate and ``Trainer``, with this engine under their loaders.
 
-``Accelerator.prepare`` takes a loader apart and makes one of torch's class, which has
-no ``transform`` and reads no async dataset. Here accelerate decides (ranks, seeds,
-device), and the loader that it wraps is then made again from all of its arguments.
+``Accelerator.prepare`` rebuilds a loader as one of torch's class, which has no
+``transform`` and cannot read async datasets. Here accelerate makes its decisions
+(ranks, seeds, device), and the loader that it wraps is then rebuilt from all of its
+arguments.
 
 Example:
     >>> from aioloader.accelerate import prepare
@@ -32,9 +33,9 @@ except ImportError as _error:
 
 __all__ = ["AsyncIterableDatasetShard", "TrainerMixin", "prepare", "skip_first_batches"]
 
-# What says which samples come: accelerate answers that.
+# Arguments that determine the samples: accelerate decides them.
 _DECIDED = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
-# Arguments that torch's class checks or acts on when accelerate makes one for a moment.
+# Arguments that torch's class would act on in the temporary loader of accelerate.
 _HIDDEN: dict[str, Any] = {
     "num_workers": 0,
     "prefetch_factor": None,
@@ -47,18 +48,20 @@ _HIDDEN: dict[str, Any] = {
 
 
 def prepare(accelerator: Any, *objects: Any) -> Any:
-    """Prepare objects as ``accelerator.prepare`` does, loaders with their own engine.
+    """Prepare objects as ``accelerator.prepare`` does; loaders keep their engine.
 
     Args:
         accelerator: An ``accelerate.Accelerator``.
         objects: Models, optimizers, schedulers, loaders of any class.
 
     Returns:
-        The prepared objects, in the same order; a single one alone. Of a loader it is
-        accelerate's wrapper, whose ``base_dataloader`` is an ``aioloader.DataLoader``.
+        The prepared objects, in the same order; a single one not in a tuple. A loader
+        becomes accelerate's wrapper, whose ``base_dataloader`` is an
+        ``aioloader.DataLoader``.
 
     Raises:
-        ValueError: If a loader deals to ranks by itself, or has a state loaded.
+        ValueError: If a loader splits samples between ranks itself, or has a loaded
+            state.
     """
     return accelerator.prepare(*(_prepared(accelerator, one) for one in objects))
 
@@ -68,7 +71,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
     Args:
         dataloader: Prepared or not, of any class.
-        num_batches: How many batches to leave out.
+        num_batches: How many batches to skip.
     """
     base = getattr(dataloader, "base_dataloader", dataloader)
     if not _is_ours(base):
@@ -87,21 +90,21 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 
 class TrainerMixin:
-    """Gives a ``transformers.Trainer`` this engine; list it before ``Trainer``.
+    """Give a ``transformers.Trainer`` this engine; list it before ``Trainer``.
 
     Example:
         >>> class MyTrainer(TrainerMixin, Trainer):
         ...     loader_options = {"concurrency": 128, "transform": tokenize}
 
     Attributes:
-        loader_options: Arguments for ``aioloader.DataLoader`` beyond those that
-            ``TrainingArguments`` has.
+        loader_options: Arguments of ``aioloader.DataLoader`` that
+            ``TrainingArguments`` does not have.
     """
 
     loader_options: dict[str, Any] = {}  # noqa: RUF012  (set as a class attribute)
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        dataset_kind(dataset, kind_of(dataset))  # async iterables pass for torch's
+        dataset_kind(dataset, kind_of(dataset))  # registers async iterables with torch
         parent: Any = super()
         prepared = parent._get_dataloader(dataset, *args, **kwargs)
         base = prepared.base_dataloader
@@ -121,7 +124,7 @@ class AsyncIterableDatasetShard(theirs.IterableDatasetShard):  # type: ignore[mi
     """Accelerate's ``IterableDatasetShard`` for a dataset with ``__aiter__``.
 
     Every process reads the whole dataset and takes its part of each global batch; a
-    short last one is filled up from the first, or dropped.
+    short last one is filled from the first, or dropped.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -158,14 +161,14 @@ def _prepared(accelerator: Any, one: Any) -> Any:
         return one
     if accelerator.num_processes > 1 and (one.rank is not None or one.world_size):
         raise ValueError(
-            f"rank={one.rank!r} deals the samples to ranks, and accelerate deals them "
-            f"to its {accelerator.num_processes} processes again: leave rank= and "
-            "world_size= out"
+            f"rank={one.rank!r} splits the samples between ranks, and accelerate "
+            f"splits them again between its {accelerator.num_processes} processes: "
+            "leave rank= and world_size= out"
         )
     if one._live.loaded is not None:
         raise ValueError(
-            "the loader has a state loaded, which accelerate's samplers do not know: "
-            "call load_state_dict on what prepare returns"
+            "the loader has a loaded state, which accelerate's samplers ignore: call "
+            "load_state_dict on the loader that prepare returns"
         )
     prepared = accelerator.prepare_data_loader(_bare(one))
     prepared._is_accelerate_prepared = True
@@ -173,27 +176,27 @@ def _prepared(accelerator: Any, one: Any) -> Any:
 
 
 def _is_ours(loader: Any) -> bool:
-    """Tell whether it is a loader itself: wrappers pass for what they wrap."""
+    """Tell whether it is a loader itself, not a wrapper that pretends to be one."""
     return issubclass(type(loader), DataLoader)
 
 
 def _bare(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a copy from which torch's class can be made, which starts nothing."""
+    """Return a copy that torch's class can be built from without side effects."""
     bare = copy.copy(loader)
     for name, value in _HIDDEN.items():
         object.__setattr__(bare, name, value)
-    bare._is_accelerate_prepared = False  # said so: it is not asked
+    bare._is_accelerate_prepared = False  # set: the property does not check
     return bare
 
 
 def _arguments(loader: Any) -> dict[str, Any]:
-    """Return the arguments that make a loader again, but for what samples come."""
+    """Return a loader's arguments, except those that determine the samples."""
     names = set(inspect.signature(type(loader)).parameters).difference(_DECIDED)
     return {name: getattr(loader, name) for name in names if hasattr(loader, name)}
 
 
 def _with_engine(prepared: Any, cls: type, arguments: dict[str, Any]) -> Any:
-    """Put a loader of ``cls`` in the place of the one that accelerate made."""
+    """Replace the loader that accelerate made with one of ``cls``."""
     engine = _engine(prepared.base_dataloader, cls, arguments)
     prepared.base_dataloader = engine
     prepared.dl_state_dict = engine.state_dict()
@@ -202,7 +205,7 @@ def _with_engine(prepared: Any, cls: type, arguments: dict[str, Any]) -> Any:
 
 
 def _engine(base: Any, cls: type, arguments: dict[str, Any]) -> DataLoader[Any]:
-    """Return a loader of ``cls`` of the samples that ``base`` delivers."""
+    """Return a loader of ``cls`` with the samples of ``base``."""
     dataset = base.dataset
     if isinstance(dataset, theirs.IterableDatasetShard):
         dataset = _own_shard(dataset)
@@ -216,7 +219,7 @@ def _engine(base: Any, cls: type, arguments: dict[str, Any]) -> DataLoader[Any]:
 
 
 def _own_shard(shard: Any) -> Any:
-    """Return a shard that can be read, where its dataset is read by ``async for``."""
+    """Return an async shard if the dataset is read by ``async for``."""
     is_async = kind_of(shard.dataset) is Kind.ASYNC_ITERABLE
     if not is_async or isinstance(shard, AsyncIterableDatasetShard):
         return shard
@@ -225,7 +228,7 @@ def _own_shard(shard: Any) -> Any:
 
 
 def _load(prepared: Any, state: dict[str, Any]) -> None:
-    """Load a state, and the number of its epoch, which seeds accelerate's samplers."""
+    """Load a state and its epoch number, which seeds accelerate's samplers."""
     prepared.base_dataloader.load_state_dict(state)
     prepared.iteration = state["epoch"]
 

@@ -3,12 +3,12 @@
 Every class also derives from the builtin a caller would guess, so that
 ``except RuntimeError`` or ``except FileNotFoundError`` keeps working. A user's own
 exception is never replaced: it keeps its type and gains notes. These types are for
-failures of the house. Each can be made of its message alone, as frameworks do that
+aioloader's own failures. Each can be made from its message alone, as frameworks do to
 raise an error again in another process::
 
     LoaderError
     ├── DatasetError                     .location .attempts
-    │   ├── DecodeError(ValueError)       bytes that are not what their name says
+    │   ├── DecodeError(ValueError)       bytes that do not match their extension
     │   ├── ObjectNotFoundError(FileNotFoundError)
     │   ├── ObjectPermissionError(PermissionError)
     │   └── TruncatedReadError(EOFError)  .expected .received
@@ -41,10 +41,10 @@ def _rebuild(cls: type[LoaderError], args: tuple[Any, ...]) -> LoaderError:
 
 
 class DatasetError(LoaderError):
-    """Say that a read failed for good.
+    """A read failed, after its retries.
 
     Attributes:
-        location: What was read, such as ``"s3://bucket/key"``; never a credential.
+        location: The object, such as ``"s3://bucket/key"``; never a credential.
         attempts: How often the read was tried; at least 1.
     """
 
@@ -55,19 +55,19 @@ class DatasetError(LoaderError):
 
 
 class DecodeError(DatasetError, ValueError):
-    """Say that the bytes of a sample are not what their extension says."""
+    """The bytes of a sample do not match their extension."""
 
 
 class ObjectNotFoundError(DatasetError, FileNotFoundError):
-    """Say that a key or path does not exist in its store."""
+    """A key or path does not exist in its store."""
 
 
 class ObjectPermissionError(DatasetError, PermissionError):
-    """Say that the store refused access: wrong or missing credentials."""
+    """The store refused access: wrong or missing credentials."""
 
 
 class TruncatedReadError(DatasetError, EOFError):
-    """Say that a body ended before its announced length.
+    """A body ended before its announced length.
 
     Attributes:
         expected: Announced size, in bytes, or None if it is not known.
@@ -88,11 +88,11 @@ class TruncatedReadError(DatasetError, EOFError):
 
 
 class ShardChangedError(DatasetError):
-    """Say that a shard is not what it was when a state was saved: it cannot go on."""
+    """A shard has changed since a state was saved, so it cannot be resumed."""
 
 
 class WorkerError(LoaderError, RuntimeError):
-    """Say that a worker failed, or that what it raised could not be brought here.
+    """A worker failed, or its error could not be sent to the loader.
 
     Attributes:
         worker: Number of the worker, or None if it is not known.
@@ -104,17 +104,17 @@ class WorkerError(LoaderError, RuntimeError):
 
 
 class WorkerStartError(WorkerError):
-    """Say that workers could not be started: what to ship cannot be pickled, say."""
+    """Workers could not be started, for example because of a pickling error."""
 
 
 class WorkerDiedError(WorkerError):
-    """Say that a batch has cost workers their lives.
+    """Workers died unexpectedly.
 
     Attributes:
-        pid: Process identifier of the last worker that died of it.
+        pid: Process identifier of the last worker that died.
         exitcode: Its exit status; negative for the signal that killed it; None if it
             is not known.
-        batch: Number of the batch, or None if the worker had none in hand.
+        batch: Number of its batch, or None if it had none.
     """
 
     def __init__(
@@ -133,11 +133,11 @@ class WorkerDiedError(WorkerError):
 
 
 class TransportError(LoaderError):
-    """Say that a batch could not cross from one process to another."""
+    """A batch could not be sent from one process to another."""
 
 
 class BatchTooLargeError(TransportError, ValueError):
-    """Say that the machine has no memory for a batch.
+    """The machine has no memory for a batch.
 
     Attributes:
         nbytes: Size wanted, in bytes, or None if it is not known.
@@ -157,14 +157,14 @@ class BatchTooLargeError(TransportError, ValueError):
 
 
 class BatchTimeoutError(LoaderError, TimeoutError, RuntimeError):
-    """Say that a batch did not arrive within ``timeout`` seconds.
+    """A batch did not arrive within ``timeout`` seconds.
 
-    The deadline counts from the moment the consumer began to wait for that batch. The
-    batch is still on its way: the next step of the iterator waits for it again.
+    The time counts from when the consumer started to wait for that batch. The batch is
+    still in flight: the next step of the iterator waits for it again.
 
     Attributes:
-        timeout: The deadline, in seconds, or None if it is not known.
-        batch: Number of the batch that was awaited, from 0 in each epoch, or None.
+        timeout: The timeout, in seconds, or None if it is not known.
+        batch: Number of the awaited batch, from 0 in each epoch, or None.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class BatchTimeoutError(LoaderError, TimeoutError, RuntimeError):
 
 
 class FailureBudgetError(LoaderError, RuntimeError):
-    """Say that more samples failed than ``max_failures`` allows.
+    """More samples failed than ``max_failures`` allows.
 
     Attributes:
         failures: Samples that failed in this epoch.
@@ -190,15 +190,15 @@ class FailureBudgetError(LoaderError, RuntimeError):
 
 
 class LoaderClosedError(LoaderError, RuntimeError):
-    """Say that the event loop of a loader has ended under its consumer."""
+    """The loader, its iterator or its event loop was closed while in use."""
 
 
 class StateMismatchError(LoaderError, ValueError):
-    """Say that a saved state does not belong to what it was loaded into.
+    """A saved state does not fit the object that loads it.
 
     Attributes:
-        expected: What the state was saved with.
-        found: What it was loaded into.
+        expected: The value in the state.
+        found: The value of the object that loads it.
     """
 
     def __init__(

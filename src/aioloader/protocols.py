@@ -1,11 +1,11 @@
-"""What datasets offer, and how it is recognised.
+"""The interfaces of datasets, and how they are recognised.
 
-A user's dataset is known by its public methods: it is *map-style* (``__getitem__``),
-*iterable* (``__iter__``) or an *async iterable* (``__aiter__``). A coroutine function
-is *async*: it runs on an event loop, many at a time. A plain function is *sync*: it
-runs off the loop. What only aioloader's own datasets offer is known by base class
-(``HasLifespan``, ``OwnStream``, ``BlockIterator``): a user's object may have methods of
-the same names that mean something else.
+A user's dataset is recognised by its public methods: it is *map-style*
+(``__getitem__``), *iterable* (``__iter__``) or an *async iterable* (``__aiter__``). A
+coroutine function is *async*: it runs on an event loop, many at a time. A plain
+function is *sync*: it runs off the loop. Features of aioloader's own datasets are
+recognised by base class (``HasLifespan``, ``OwnStream``, ``BlockIterator``): a user's
+object may have methods of the same names that mean something else.
 """
 
 import abc
@@ -42,23 +42,23 @@ class MapDataset(Protocol[Sample_co]):
 class HasLifespan(abc.ABC):
     """A dataset or iterator of aioloader with resources that belong to an event loop.
 
-    Only aioloader's own classes derive from it: of a user's object the loader enters
-    nothing but what the argument ``lifespan`` returns.
+    Only aioloader's own classes derive from it: for a user's object the loader enters
+    only the result of the argument ``lifespan``.
     """
 
     @abc.abstractmethod
     def lifespan(self) -> AbstractAsyncContextManager[Any]:
-        """Return what to enter on a loop before it reads, and to leave at the end."""
+        """Return the context manager that each loop that reads it enters and leaves."""
 
 
 class BlockIterator(HasLifespan):
-    """One iteration over a stream of aioloader's, which is read a block at a time.
+    """One iteration over an aioloader stream, which is read a block at a time.
 
     Attributes:
         fills: Whether a batch may be filled by several blocks. If not, one block is one
-            batch: the samples at its positions, of which some may be empty.
-        real: How many samples of an epoch are no padding; None: all.
-        leaves_out: Whether a sample that failed has no place: the next one has it.
+            batch: the samples at its positions, some of which may be empty.
+        real: How many samples of an epoch are not padding; None: all.
+        leaves_out: Whether a failed sample has no position: the next one takes it.
     """
 
     fills: bool
@@ -69,8 +69,8 @@ class BlockIterator(HasLifespan):
     async def pull(self, limit: int) -> Any:
         """Return the samples at the next ``limit`` positions, as a ``Block``.
 
-        If the iterator ``fills``, there are from 1 to ``limit``, and an empty block is
-        the end. A sample that failed is a ``Bad`` in a list.
+        If the iterator ``fills``, there are 1 to ``limit`` samples, and an empty block
+        is the end. A sample that failed is a ``Bad`` in a list.
 
         Raises:
             StopAsyncIteration: At the end, if it does not fill.
@@ -82,21 +82,21 @@ class BlockIterator(HasLifespan):
 
 
 class OwnStream(abc.ABC):
-    """A stream of aioloader's, which knows of epochs and ranks.
+    """A stream of aioloader, which knows about epochs and ranks.
 
     Attributes:
-        ranks: Which rank reads it, and of how many; None: any rank reads all of it.
+        ranks: The rank that reads it and their number; None: every rank reads all.
     """
 
     ranks: tuple[int, int] | None
 
     @abc.abstractmethod
     def begin_epoch(self, epoch: int) -> None:
-        """Take the number of an epoch that begins, unless the user has chosen one."""
+        """Set the number of the epoch that starts, unless the user has chosen one."""
 
     @abc.abstractmethod
     def for_epoch(self) -> "OwnStream":
-        """Return a copy to be read, in workers too; a loaded state goes with it."""
+        """Return a copy to read, also in workers; it takes over a loaded state."""
 
     @abc.abstractmethod
     def shard(self, rank: int, world_size: int) -> "OwnStream":
@@ -104,25 +104,25 @@ class OwnStream(abc.ABC):
 
     @abc.abstractmethod
     def total(self) -> int | None:
-        """Return how many samples an epoch of all ranks has, if that is known."""
+        """Return how many samples an epoch of all ranks has, if known."""
 
     @abc.abstractmethod
     def evened(self, tail: Any, *, is_skipped: bool = False) -> "OwnStream":
         """Return the stream whose ranks have equal parts of a known total.
 
         Args:
-            tail: What becomes of what cannot be shared out evenly.
-            is_skipped: Whether samples that failed are left out.
+            tail: What happens to a remainder that cannot be split evenly.
+            is_skipped: Whether failed samples are left out.
         """
 
     @abc.abstractmethod
     def fitted(self, state: dict[str, Any], *, strict: bool = True) -> dict[str, Any]:
-        """Return a state as it can be loaded here.
+        """Return a state converted for this stream.
 
         Args:
             state: The state of an iterator.
             strict: Whether a state of another stream is an error; if not, a warning
-                says what of it is ignored.
+                says which parts are ignored.
 
         Raises:
             StateMismatchError: If it does not fit.
@@ -130,7 +130,7 @@ class OwnStream(abc.ABC):
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin the next iteration where ``state`` was taken from an iterator."""
+        """Start the next iteration where ``state`` was taken from an iterator."""
 
     @abc.abstractmethod
     def __aiter__(self) -> BlockIterator:
@@ -138,7 +138,7 @@ class OwnStream(abc.ABC):
 
 
 class Kind(enum.Enum):
-    """How samples leave a dataset."""
+    """How samples are read from a dataset."""
 
     MAP = "map"
     ITERABLE = "iterable"
@@ -146,7 +146,7 @@ class Kind(enum.Enum):
 
 
 def kind_of(dataset: object) -> Kind:
-    """Tell the kind of ``dataset``.
+    """Return the kind of ``dataset``.
 
     ``__aiter__`` wins over ``__getitem__``, which wins over ``__iter__``, so that a
     list is map-style; torch's ``IterableDataset`` is iterable whatever it inherits.
@@ -174,15 +174,15 @@ def is_async_function(function: object) -> bool:
         function = function.func
     if function is None or isinstance(function, _FUNCTIONS):
         return inspect.iscoroutinefunction(function)
-    call = getattr(type(function), "__call__", None)  # noqa: B004  (its colour, not its presence)
+    call = getattr(type(function), "__call__", None)  # noqa: B004  (whether it is async, not whether it exists)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def reads_async(dataset: object) -> bool:
-    """Tell whether reading samples of a map-style ``dataset`` may give awaitables.
+    """Tell whether reading samples of a map-style ``dataset`` may return awaitables.
 
-    So it is when its own method is a coroutine function, or when it is a wrapper such
-    as ``Subset`` or ``ConcatDataset`` that holds a dataset of which that is true.
+    True if its own method is a coroutine function, or if it is a wrapper, such as
+    ``Subset`` or ``ConcatDataset``, of such a dataset.
     """
     return _reads_async(dataset, set())
 
@@ -199,7 +199,7 @@ def _reads_async(dataset: object, seen: set[int]) -> bool:
 
 
 def _held_datasets(dataset: object) -> list[object]:
-    """Return the datasets a wrapper holds: its attributes and their items."""
+    """Return the datasets that a wrapper holds in attributes and their items."""
     held: list[object] = []
     for value in getattr(dataset, "__dict__", {}).values():
         if type(value) is dict:
@@ -232,13 +232,13 @@ def _chains_async(dataset: object) -> bool:
 
 
 def batch_getter(dataset: object) -> Callable[[Any], Any] | None:
-    """Return ``dataset.__getitems__`` if it may stand for ``__getitem__``.
+    """Return ``dataset.__getitems__`` if it can replace ``__getitem__``.
 
-    A subclass that overrides ``__getitem__`` alone would get its parent's rows from an
-    inherited ``__getitems__`` (pytorch/pytorch#163184), so it counts only when it is
-    defined on the class of ``__getitem__`` or below. That of torch's ``Subset`` passes
-    on to the inner dataset, so there the inner dataset decides. Other plain wrappers
-    of async datasets look into what they get (``StackDataset``): theirs is not used.
+    A subclass that overrides only ``__getitem__`` would get its parent's rows from an
+    inherited ``__getitems__`` (pytorch/pytorch#163184), so it counts only if it is
+    defined on the class of ``__getitem__`` or a subclass. Torch's ``Subset`` delegates
+    to the inner dataset, which decides there. Other plain wrappers of async datasets
+    (``StackDataset``) look into the samples, so theirs is not used.
     """
     if type(dataset) is Subset and batch_getter(dataset.dataset) is None:
         return None
@@ -255,11 +255,11 @@ def batch_getter(dataset: object) -> Callable[[Any], Any] | None:
 
 
 def is_stateful(part: object) -> bool:
-    """Tell whether ``part`` follows torchdata's protocol of state."""
+    """Tell whether ``part`` follows torchdata's state protocol."""
     methods = ("state_dict", "load_state_dict")
     return all(callable(getattr(part, name, None)) for name in methods)
 
 
 def is_own_stream(dataset: object) -> TypeGuard[OwnStream]:
-    """Tell whether ``dataset`` is a stream of aioloader's, which knows of ranks."""
+    """Tell whether ``dataset`` is one of aioloader's streams."""
     return isinstance(dataset, OwnStream)

@@ -213,7 +213,7 @@ def test_no_batch_inside_a_capture() -> None:
         iterator = iter(loader)
         static = next(iterator)
         with (
-            pytest.raises(RuntimeError, match="copy it into the graph's own inputs"),
+            pytest.raises(RuntimeError, match="copy it into the graph's static inputs"),
             captured(),
         ):
             static.add_(1)  # an empty graph would be warned of

@@ -159,7 +159,9 @@ def test_two_deals(group: Group) -> None:
         {"sampler": sampler},
         {"batch_sampler": BatchSampler(sampler, 2, drop_last=False)},
     ):
-        with pytest.raises(ValueError, match="both deal: each rank would get 1 of 9"):
+        with pytest.raises(
+            ValueError, match="both split the samples: each rank would get 1 of 9"
+        ):
             Loader(Numbers(12), **options, **numbers)
         loader = Loader(Numbers(12), **options, rank="auto")
         for use in (iter, len):
@@ -169,7 +171,7 @@ def test_two_deals(group: Group) -> None:
         assert len(list(loader)) in {2, 4}
         group.is_up = True
         assert list(Loader(Numbers(12), **options, rank=0, world_size=1))
-    with pytest.raises(ValueError, match=r"is that of shard\(0, 2\)"):
+    with pytest.raises(ValueError, match=r"is sharded by shard\(0, 2\)"):
         Loader(STREAM.shard(0, 2), **numbers)
     Loader(STREAM.shard(1, 3), **numbers)
 

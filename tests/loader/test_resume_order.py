@@ -195,7 +195,7 @@ def test_every_k(name: str) -> None:
     ids=["fixed", "list", "list of batches", "own batches", "moving"],
 )
 def test_every_k_without_a_state(make: Callable[[], DataLoader[Any]]) -> None:
-    """Samplers that give the same order each time are iterated anew."""
+    """Samplers that give the same order each time are iterated again."""
     assert_resumes_exactly(make)
 
 
@@ -214,7 +214,7 @@ def test_one_warning_without_a_state() -> None:
         assert len(list(resumed)) == 1
         list(resumed)
     (warning,) = caught
-    what = "Fixed has no state_dict(): it is iterated anew and its first 2 batches"
+    what = "Fixed has no state_dict(): it is iterated again and its first 2 batches"
     assert str(warning.message).startswith(what)
 
 

@@ -343,7 +343,7 @@ def test_dealing_twice_is_refused(wrap: bool) -> None:
     given: dict[str, Any] = {"sampler": sampler}
     if wrap:
         given = {"batch_sampler": BatchSampler(sampler, 2, drop_last=False)}
-    with pytest.raises(ValueError, match=r"rank=0 .* DistributedSampler .* both deal"):
+    with pytest.raises(ValueError, match=r"rank=0 .* DistributedSampler .* both split"):
         DataLoader(data, rank=0, world_size=2, **given)
     assert len(DataLoader(data, rank=0, world_size=1, **given)) > 0
     assert len(DataLoader(data, **given)) > 0

@@ -273,7 +273,7 @@ def test_a_hogged_loop_outranks_what_it_slows_down() -> None:
         "asyncio.to_thread",
     )
     assert found.advice.gain == pytest.approx(100 / 0.6 - 100)
-    assert "parse_headers holds up the event loop" in found.headline
+    assert "parse_headers blocks the event loop" in found.headline
     # A loop that is held a little is no verdict, nor one without a name; nor is it if
     # nobody waits.
     assert told(records, replace(lag, share=0.01)).stage == "read"

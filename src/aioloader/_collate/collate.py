@@ -1,9 +1,9 @@
-"""Samples to batch: structure kept, leaves stacked.
+"""Collate samples to a batch: keep the structure, stack the leaves.
 
 The rules, the messages and the extension points are torch's. The traversal is our own,
 because torch's searches its registry and builds a tensor for every array. If a user has
 extended the registry (``default_collate_fn_map``), torch's own function is called.
-Large leaves are written into recycled memory when a pipeline lends some.
+Large leaves are written to recycled memory if a pipeline lends some.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ _LENT = _Lent()
 
 
 class lending:  # noqa: N801  (a context manager, read as a verb)
-    """Let ``default_collate`` allocate from ``pool`` in this thread, for a block."""
+    """Let ``default_collate`` allocate from ``pool`` in this thread."""
 
     __slots__ = ("_before", "_pool")
 
@@ -132,7 +132,7 @@ def like_mapping(model: Mapping[Any, Any], columns: dict[Any, Any]) -> Any:
         return columns
     try:
         if isinstance(model, MutableMapping):
-            # A copy keeps the mapping's other attributes (a default factory, say).
+            # A copy keeps the mapping's other attributes, such as a default factory.
             clone = copy.copy(model)
             clone.update(columns)
             return clone
@@ -207,7 +207,7 @@ def _refuse_time(dtype: np.dtype[Any]) -> NoReturn:
     raise TypeError(
         f"can't convert np.ndarray of type numpy.{dtype.type.__name__}: torch has no "
         f"dtype for {dtype}. Return numbers instead, such as array.astype('int64') "
-        f"(counts of the unit of {dtype}), or use a collate_fn of your own"
+        f"(counts of the unit of {dtype}), or use your own collate_fn"
     )
 
 
@@ -239,9 +239,9 @@ def _ints(samples: Sequence[int]) -> torch.Tensor:
 def _numbers(
     samples: Sequence[float], exact: type[np.generic], dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """Return a tensor of numbers, made from an array: three times as fast.
+    """Return a tensor of numbers, made through an array: three times as fast.
 
-    Mixed types and integers of more than 64 bits go to torch, for its error messages.
+    Torch handles mixed types and integers of more than 64 bits, for its error messages.
     """
     if {*map(type, samples)} <= {int, float}:
         with contextlib.suppress(OverflowError):
@@ -252,7 +252,7 @@ def _numbers(
 
 
 def _scalars(samples: Sequence[Any]) -> torch.Tensor:
-    """Return a tensor of numpy scalars, made from an array: three times as fast."""
+    """Return a tensor of numpy scalars, made through an array: three times as fast."""
     if len({*map(type, samples)}) == 1 and samples[0].dtype.kind in "biufc":
         return torch.from_numpy(np.array(samples))
     if samples[0].dtype.kind == "m":
@@ -264,7 +264,7 @@ def _strings(samples: Sequence[Any]) -> Sequence[Any]:
     return samples
 
 
-# By exact type; other types are looked up by their bases.
+# Rules by exact type; other types are looked up by their bases.
 _RULES: dict[type, Collate] = {
     torch.Tensor: _stack_tensors,
     np.ndarray: _stack_arrays,
@@ -289,7 +289,7 @@ _BY_BASE: tuple[tuple[Any, Collate], ...] = (
 
 
 def _rule_for(value: object) -> Collate:
-    """Return the rule for the first base of which ``value`` is an instance.
+    """Return the rule of the first base that ``value`` is an instance of.
 
     Raises:
         TypeError: If no rule applies.
@@ -322,7 +322,7 @@ def _is_buffer(value: object) -> bool:
 
 # -- how long it takes ----------------------------------------------------------------
 
-# Leaves and bytes up to which these rules make a batch in a fraction of a millisecond.
+# Limits on leaves, bytes and fields of a batch that takes a fraction of a millisecond.
 _FEW_LEAVES, _FEW_BYTES, _FEW_FIELDS = 1024, 1 << 18, 32
 _NUMBERS = {int, float, bool, np.float32, np.float64, np.int32, np.int64, type(None)}
 
@@ -330,7 +330,7 @@ _NUMBERS = {int, float, bool, np.float32, np.float64, np.int32, np.int64, type(N
 def collates_quickly(collate_fn: Any, samples: Sequence[Any]) -> bool:
     """Tell whether ``collate_fn`` takes a fraction of a millisecond for ``samples``.
 
-    That is known of the rules of this module, and of few small samples.
+    True for this module's rules and a few small samples.
     """
     is_known = collate_fn is default_collate or collate_fn is default_convert
     if not (is_known and samples and collates_as_torch()):

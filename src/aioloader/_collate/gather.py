@@ -1,6 +1,6 @@
 """Batches of in-memory tensors: one gather per tensor, no work per sample.
 
-Batches of a ``TensorDataset`` are made this way, in this process and in workers.
+Used for a ``TensorDataset``, in this process and in workers.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ class Rows:
     """The samples of one batch, not read yet: ``default_collate`` gathers them.
 
     Args:
-        tensors: What ``gatherable`` returned.
+        tensors: The result of ``gatherable``.
         indices: The rows: a list of numbers, a tensor, or anything else that a batch
-            sampler gives.
+            sampler yields.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], indices: Sequence[Any]) -> None:
@@ -50,7 +50,7 @@ class Rows:
             samples = [tuple(t[at] for t in self._tensors) for at in self._indices]
             columns: list[torch.Tensor] = default_collate(samples)
             return columns
-        if len(index) and int(index.min()) < 0:  # from the end, as for a list
+        if len(index) and int(index.min()) < 0:  # counted from the end, as in a list
             index = torch.where(index < 0, index + len(self._tensors[0]), index)
         return [_gather(tensor, index) for tensor in self._tensors]
 
@@ -61,7 +61,7 @@ def _as_index(indices: Any) -> torch.Tensor | None:
         # A copy, unless it is a tensor: arrays may be read-only.
         known = isinstance(indices, torch.Tensor)
         index: torch.Tensor = indices if known else torch.tensor(indices)
-    except (TypeError, ValueError, RuntimeError):  # slices, say
+    except (TypeError, ValueError, RuntimeError):  # e.g. slices
         return None
     is_whole = not index.is_floating_point() and index.dtype is not torch.bool
     if len(indices) and (index.dim() != 1 or not is_whole):

@@ -1,9 +1,9 @@
 """The calls on streams, events and device memory; nothing else makes them.
 
-One copy stream per loader. A copy is begun there and marked by an event; the consumer's
-own stream waits for the event, on the device, and the allocator records that it uses
-the memory. No call here waits, but ``Mark.synchronize``, and the copies to a device
-that has no streams.
+One copy stream per loader. A copy is queued there and followed by an event; the
+consumer's own stream waits for the event on the device, and the allocator records that
+it uses the memory. No call here blocks, except ``Mark.synchronize`` and copies to a
+device without streams.
 """
 
 import ctypes
@@ -26,84 +26,84 @@ class Mark(Protocol):
     """A point on a stream."""
 
     def synchronize(self) -> None:
-        """Block this thread until the device has come to it."""
+        """Block this thread until the device has reached it."""
 
 
 class Port(Protocol):
-    """A device, as the stage sees it.
+    """The stage's view of a device.
 
     Attributes:
-        device: With its index.
-        is_async: Whether copies go on while this thread does other work.
+        device: The device, with its index.
+        is_async: Whether copies run while this thread does other work.
     """
 
     device: torch.device
     is_async: bool
 
     def enter_thread(self) -> None:
-        """Make this thread, which is the stage's own, one that copies to the device."""
+        """Prepare this thread, the stage's own, for copies to the device."""
 
     def is_locked(self, host: torch.Tensor) -> bool:
         """Tell whether a tensor is in page-locked memory."""
 
     def staging(self, like: torch.Tensor) -> torch.Tensor:
-        """Return page-locked memory for a copy of ``like``; recycled when it is free.
+        """Return page-locked memory for a copy of ``like``; recycled when free.
 
-        Its strides are those of ``like``, if these fill a block.
+        It has the strides of ``like`` if these are dense.
         """
 
     def copy(self, host: torch.Tensor) -> torch.Tensor:
-        """Begin to copy page-locked memory to the device."""
+        """Start copying page-locked memory to the device."""
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Block until tensors of other streams are made; use them in this one."""
+        """Block until tensors of other streams are ready; use them in this one."""
 
     def mark(self) -> Mark:
-        """Mark what was begun on the stream that is current in this thread."""
+        """Mark the end of the work queued on this thread's current stream."""
 
     def hand_over(self, mark: Mark, tensors: Iterable[Any]) -> Mark:
-        """Have the consumer's stream wait for ``mark``, and own ``tensors`` as well.
+        """Make the consumer's stream wait for ``mark`` and use ``tensors``.
 
         Args:
-            mark: Where the copies end.
-            tensors: What was copied; their memory is not given to another copy before
-                the consumer's kernels that were queued before they died have ended.
+            mark: The end of the copies.
+            tensors: The copies; when they are dropped, their memory is not reused
+                before the consumer's kernels that were queued by then have ended.
 
         Returns:
-            Where the consumer's stream is.
+            A mark on the consumer's stream.
         """
 
 
 class _Reached:
-    """The mark of a copy that was waited for."""
+    """The mark of a copy that has ended."""
 
     def synchronize(self) -> None:
         """Return at once."""
 
 
 class Accelerator:
-    """A device by what ``torch.accelerator`` has for all: XPU, MPS, any PrivateUse1.
+    """A device used through ``torch.accelerator``: XPU, MPS, any PrivateUse1.
 
-    If it has no streams (MPS), or its package lacks a call that is needed here, each
-    copy blocks the stage's thread, and batches still come ahead of the step.
+    If it has no streams (MPS), or its package lacks a call needed here, each copy
+    blocks the stage's thread; batches are still moved ahead of the step.
 
     Args:
-        device: With its index.
+        device: The device, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.is_async = False  # until a thread was entered
+        self.is_async = False  # until ``enter_thread``
         self._lock = fork_safe(threading.Lock())
-        self._stream: Any = None  # made in the stage's thread: that may take seconds
+        self._stream: Any = None  # made in the stage's thread: may take seconds
 
     def locker(self) -> Locker | None:
-        """Return what page-locks memory for the device; None if nothing does."""
+        """Return the locker of host memory for the device, or None."""
         return None
 
     def enter_thread(self) -> None:
-        """Make the copy stream current in this thread, and one thread enough."""
-        torch.set_num_threads(1)  # of this thread alone, as torch's own pinning does
+        """Make the copy stream current in this thread."""
+        torch.set_num_threads(1)  # only for this thread, as torch's pinning does
         with self._lock:
             if self._stream is None:
                 self._stream = self._new_stream()
@@ -112,12 +112,12 @@ class Accelerator:
             self._set_stream(self._stream)
 
     def is_locked(self, host: torch.Tensor) -> bool:
-        """Tell whether a tensor need not be staged, whatever locked it."""
+        """Tell whether a tensor need not be staged, whoever locked it."""
         return not self.is_async or host.is_pinned()
 
     def staging(self, like: torch.Tensor) -> torch.Tensor:
         """Return page-locked memory from torch's own pool."""
-        # The pool is notified of each copy that begins from its memory.
+        # The pool is notified of each copy from its memory.
         return torch.empty_like(like, device="cpu", pin_memory=self.is_async)
 
     def copy(self, host: torch.Tensor) -> torch.Tensor:
@@ -140,11 +140,11 @@ class Accelerator:
         return found
 
     def hand_over(self, mark: Mark, tensors: Iterable[Any]) -> Mark:
-        """Hand over to the stream that is current in this thread; mark it.
+        """Hand over to this thread's current stream; mark it.
 
         Raises:
-            RuntimeError: If a graph is being captured, of which a copy that has begun
-                cannot become a part.
+            RuntimeError: If a graph is being captured: a copy that is already queued
+                cannot become part of it.
         """
         if not self.is_async:
             return mark
@@ -152,17 +152,17 @@ class Accelerator:
         if self._is_capturing(stream):
             raise RuntimeError(
                 "a batch cannot be taken from the loader while a graph is being "
-                "captured: take it before, and copy it into the graph's own inputs"
+                "captured: take it before and copy it into the graph's static inputs"
             )
         stream.wait_event(mark)
         for tensor in tensors:
             tensor.record_stream(stream)
         return self.mark()
 
-    # -- what CUDA has calls of its own for ---------------------------------------
+    # -- overridden for CUDA ------------------------------------------------------
 
     def _new_stream(self) -> Any:
-        """Return a stream; None if copies are to block."""
+        """Return a stream; None if copies must block."""
         found = torch.accelerator.current_accelerator()
         if found is None or found.type != self.device.type:
             _LOG.info("copies to %s block: the accelerator is %s", self.device, found)
@@ -172,7 +172,7 @@ class Accelerator:
             self._set_stream(stream)
             torch.empty(1, device=self.device).record_stream(stream)
             torch.empty(1, pin_memory=True)
-        except RuntimeError as error:  # what torch raises for a call that is missing
+        except RuntimeError as error:  # torch raises it for a missing call
             _LOG.info("copies to %s block: %s", self.device, error)
             return None
         return stream
@@ -195,10 +195,10 @@ class Accelerator:
 
 
 class CudaAccelerator(Accelerator):
-    """A CUDA (or ROCm) device, also beside another accelerator of the process.
+    """A CUDA (or ROCm) device, even if the process has another current accelerator.
 
-    A thread that waits for it sleeps, memory is page-locked where it lies, and copies
-    go on while a graph is captured elsewhere.
+    Waiting threads sleep, memory is page-locked in place, and copies continue while a
+    graph is captured elsewhere.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -206,13 +206,13 @@ class CudaAccelerator(Accelerator):
         self._module: Any = torch.get_device_module(device)
 
     def locker(self) -> Locker | None:
-        """Return what page-locks memory by the CUDA runtime."""
+        """Return a locker that uses the CUDA runtime."""
         return PageLocker(self.device)
 
     def enter_thread(self) -> None:
-        """Enter, and keep this thread's allocations out of graphs captured elsewhere.
+        """Prepare the thread; its allocations must not end captures elsewhere.
 
-        Torch's default would have them end the capture.
+        By torch's default they would.
         """
         super().enter_thread()
         if self.device.type == "cuda" and torch.version.cuda:
@@ -242,5 +242,5 @@ class CudaAccelerator(Accelerator):
 
 
 def accelerator_of(device: torch.device) -> Accelerator:
-    """Return the port of a device, with its index."""
+    """Return the port of a device that has an index."""
     return CudaAccelerator(device) if device.type == "cuda" else Accelerator(device)

@@ -1,8 +1,8 @@
 """The leaves of a batch: a walk through its containers that keeps their types.
 
 Mappings, named tuples, tuples, sequences and dataclasses are containers, as for
-``default_collate``; a container of which nothing changed is passed on as it is. What
-has a way of its own to move (a method ``to``) is a leaf, whatever it contains.
+``default_collate``; an unchanged container is returned as it is. An object that moves
+itself (with a method ``to``) is a leaf, whatever it contains.
 """
 
 import copy
@@ -22,13 +22,14 @@ Convert: TypeAlias = Callable[[Any], Any]
 def map_leaves(value: Any, convert: Convert, chosen: Choose | None = None) -> Any:
     """Return ``value`` with each leaf replaced by ``convert(leaf)``.
 
-    A leaf is a tensor, an object that moves itself, or anything that is no container.
+    A leaf is a tensor, an object that moves itself, or anything that is not a
+    container.
 
     Args:
         value: A leaf, or containers of leaves.
-        convert: What becomes of a leaf.
-        chosen: Tells by its key (or field, or position) whether an entry of ``value``
-            itself is converted; without it, all are.
+        convert: Converts a leaf.
+        chosen: Tells by the key, field or position of a top-level entry whether to
+            convert it; None: all are converted.
     """
     if is_leaf(value):
         return convert(value)
@@ -43,7 +44,7 @@ def map_leaves(value: Any, convert: Convert, chosen: Choose | None = None) -> An
 
 
 def is_leaf(value: Any) -> bool:
-    """Tell whether ``value`` is no container."""
+    """Tell whether ``value`` is not a container."""
     if isinstance(value, (torch.Tensor, str, bytes)) or moves_itself(value):
         return True
     if isinstance(value, (Mapping, Sequence)):  # tuples are sequences
@@ -63,7 +64,7 @@ def keys_of(value: Any) -> list[Any]:
 def moves_itself(value: Any) -> bool:
     """Tell whether ``value`` is an object with a method ``to``.
 
-    What tokenizers return has one as well, but is a dict of tensors and nothing more.
+    Not a tokenizer's result, which has one too, but is only a dict of tensors.
     """
     is_dict = isinstance(value, (torch.Tensor, UserDict))
     return not is_dict and callable(getattr(type(value), "to", None))
@@ -109,7 +110,7 @@ def _parts(
     keys: Sequence[Any],
     chosen: Choose | None,
 ) -> list[Any] | None:
-    """Return the converted values, or None if all are what they were."""
+    """Return the converted values, or None if none has changed."""
     parts = [
         map_leaves(value, convert) if chosen is None or chosen(key) else value
         for value, key in zip(values, keys, strict=True)

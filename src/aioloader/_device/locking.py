@@ -1,8 +1,8 @@
-"""Page-locking of the memory that batches are written into, by the CUDA runtime.
+"""Page-locking of the memory that batches are written to, by the CUDA runtime.
 
-A slot that is locked is the source of the copy to the device: no thread copies it to
-other memory first. Locking is asked for once per slot. Where it is refused (by a limit,
-in a container), batches are staged, and one line in the log says so.
+The device copies directly from a locked slot: no thread copies it to other memory
+first. Each slot is locked once. If locking is refused (by a limit, in a container),
+batches are staged, and this is logged once.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class PageLocker:
         self._is_refused = False
 
     def lock(self, address: int, nbytes: int) -> bool:
-        """Lock whole pages; tell whether that was granted."""
+        """Lock whole pages; return whether they are locked."""
         if self._is_refused:
             return False
         with self._module.device(self._device):
@@ -47,7 +47,7 @@ class PageLocker:
         return False
 
     def unlock(self, address: int) -> None:
-        """Unlock what was locked; nothing is left to unlock in a forked child."""
+        """Unlock memory; does nothing in a forked child, which has no locks."""
         if os.getpid() == self._pid and not sys.is_finalizing():
             with self._module.device(self._device):
                 self._module.cudart().cudaHostUnregister(address)
@@ -63,6 +63,6 @@ class PageLocker:
                 self._device,
                 reason,
             )
-        # The runtime would report the refusal again, to an innocent call.
+        # Clear the error, or the runtime would report it to an unrelated call.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self._device)

@@ -1,9 +1,9 @@
-"""How the leaves of a batch get across: in place, staged, packed, or by themselves.
+"""How the leaves of a batch are moved: in place, staged, packed, or by themselves.
 
-A large tensor in page-locked memory (a slot of an arena) is the source of its own copy.
-One in pageable memory is staged: copied into page-locked memory first. Small ones are
-staged together and travel as one, for each transfer has a price of its own. What moves
-itself, and what is no plain block of memory, is moved by its own ``to``.
+A large tensor in page-locked memory (a slot of an arena) is copied from there. One in
+pageable memory is staged: copied to page-locked memory first. Small ones are staged
+together and sent as one, because each transfer has a fixed cost. Objects that move
+themselves, and tensors that are not a plain block of memory, are moved by their ``to``.
 """
 
 import contextlib
@@ -19,29 +19,28 @@ from aioloader._device.leaves import is_leaf, keys_of, map_leaves, moves_itself
 from aioloader._device.naming import Choose, Keys, Transform
 from aioloader._order.failures import noted
 
-# Up to this size tensors are packed; each begins where the device's allocator would
-# have it begin.
+# Up to this size tensors are packed, each with the alignment of the device's allocator.
 _SMALL: Final = 1 << 16
 _ALIGN: Final = 512
 _DLPACK_CPU: Final = 1  # kDLCPU
 
 
 class Moved:
-    """A batch whose copies have begun.
+    """A batch whose copies have started.
 
     Args:
         port: The device.
-        batch: The batch; what is ``late`` is still on the host.
-        mark: Where the copies end.
-        arrived: What was copied, for the allocator: whatever has ``record_stream``.
-        late: What is moved at its delivery.
-        sources: The host's memory that is copied from.
+        batch: The batch; ``late`` leaves are still on the host.
+        mark: The end of the copies.
+        arrived: The copies, for the allocator: objects with ``record_stream``.
+        late: The leaves that are moved at delivery.
+        sources: The host memory that is copied from.
 
     Attributes:
-        taken: Where the consumer's stream was when the batch was handed over.
+        taken: A mark on the consumer's stream when the batch was handed over.
         is_async: Whether it may not have arrived yet.
-        copied_bytes: What is copied ahead.
-        held_bytes: What it takes on the device.
+        copied_bytes: Bytes that are copied ahead.
+        held_bytes: Its memory on the device, in bytes.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Moved:
         self.held_bytes = _storage_bytes(arrived)
 
     def hand_over(self) -> Any:
-        """Return the batch, for the stream that is current in this thread; once."""
+        """Return the batch, for this thread's current stream; called once."""
         self.taken = self._port.hand_over(self._marks[0], self._arrived)
         batch, self._batch, self._arrived = self._batch, None, ()
         if self._late:
@@ -75,14 +74,14 @@ class Moved:
 
     def release(self) -> None:
         """Block until the sources are no longer read, and release them."""
-        is_last = not self._late  # asked first: the consumer may add a mark meanwhile
+        is_last = not self._late  # read first: the consumer may add a mark meanwhile
         for mark in self._marks:
             mark.synchronize()
         if is_last:
             self._sources = None
 
     def is_held(self) -> bool:
-        """Tell whether some of it was, or will be, moved at its delivery."""
+        """Tell whether some of it was or will be moved at delivery."""
         return self._sources is not None and len(self._marks) > 1
 
     def _move_late(self, batch: Any) -> Any:
@@ -100,13 +99,13 @@ class Moved:
 
 
 class Mover:
-    """Begin the copies of batches to one device, in the stage's thread.
+    """Start the copies of batches to one device, in the stage's thread.
 
     Args:
         port: The device.
-        keys: Which entries of a batch move: their keys, or a function of a key; all
-            without it.
-        transform: What is made of a batch on the device, in the stream of the copies.
+        keys: Which entries of a batch move: their keys, or a function of a key; None:
+            all.
+        transform: The ``device_transform``, run on the stream of the copies, or None.
     """
 
     def __init__(
@@ -119,14 +118,14 @@ class Mover:
         self.enter_thread = port.enter_thread
 
     def move(self, batch: Any) -> Moved:
-        """Begin to copy a batch.
+        """Start copying a batch.
 
-        Tensors that are on a device already stay where they are; one that occurs twice
+        Tensors that are already on a device stay where they are; one that occurs twice
         is copied once.
 
         Raises:
             torch.OutOfMemoryError: If the device has no room for it.
-            ValueError: If it lacks an entry that is to move.
+            ValueError: If it lacks an entry that must move.
         """
         found = _Sorted()
         chosen = None if self._keys is None else _chooser(self._keys, batch)
@@ -152,18 +151,18 @@ class Mover:
 
     @contextlib.contextmanager
     def _settled_on_error(self) -> Iterator[None]:
-        """Have no copy read memory any more that is released with an error."""
+        """On an error, wait until no copy reads the memory that it releases."""
         try:
             yield
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # the device is lost: all is
+            with contextlib.suppress(RuntimeError):  # the device is lost
                 self._port.mark().synchronize()
             raise
 
     def _transformed(
         self, transform: Transform, batch: Any, found: "_Sorted"
     ) -> tuple[Any, list[Any]]:
-        """Return the transformed batch, and its tensors that are on a device."""
+        """Return the transformed batch and its tensors that are on a device."""
         if found.resident:
             self._port.adopt(found.resident)
         try:
@@ -177,7 +176,7 @@ class Mover:
         return batch, [*owned.resident, *owned.movable]
 
     def _send(self, found: "_Sorted") -> tuple[dict[int, Any], list[Any]]:
-        """Return what stands for each leaf, by identity, and what has arrived."""
+        """Return the copy of each leaf, by identity, and all copied tensors."""
         results: dict[int, Any] = {}
         arrived: list[Any] = []
         if found.small:
@@ -207,7 +206,7 @@ class Mover:
     def _copy_packed(
         self, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Copy small tensors as one; return its bytes, and the tensors in them."""
+        """Copy small tensors as one; return its bytes and the tensors in them."""
         sizes = [-(-tensor.nbytes // _ALIGN) * _ALIGN for tensor in tensors]
         places = list(itertools.accumulate(sizes, initial=0))
         staged = self._port.staging(
@@ -220,7 +219,7 @@ class Mover:
         for tensor, (dtype, shape, start, stop) in zip(tensors, views, strict=True):
             staged[start:stop].view(dtype).view(shape).copy_(tensor)
         block = self._port.copy(staged)
-        # ``data``: autograd is to know each as a tensor of its own, not as a view.
+        # ``data``: for autograd each must be a separate tensor, not a view.
         return block, [
             block[start:stop].view(dtype).view(shape).data
             for dtype, shape, start, stop in views
@@ -228,11 +227,11 @@ class Mover:
 
 
 class HostCarrier:
-    """Batches in the host's memory: transformed, pinned, or both.
+    """Batches that stay in host memory: transformed, pinned, or both.
 
     Args:
-        pins: Whether consumers move them on their own, from page-locked memory.
-        transform: What is made of a batch, in the stage's thread.
+        pins: Whether to pin batches, for consumers that move them themselves.
+        transform: The ``device_transform``, run in the stage's thread, or None.
     """
 
     device = torch.device("cpu")
@@ -244,18 +243,18 @@ class HostCarrier:
         self._transform = transform
 
     def enter_thread(self) -> None:
-        """Leave a copy to this thread alone, as torch's own pinning does."""
+        """Use one thread for a copy, as torch's own pinning does."""
         torch.set_num_threads(1)
 
     def move(self, batch: Any) -> "Pinned":
-        """Transform, and copy what is not in page-locked memory into some of torch's.
+        """Transform, and copy other tensors to torch's page-locked memory.
 
-        The slots of workers are not, in these loaders: a consumer drops a batch whose
-        copy to the device it has only begun, and torch waits for that with memory of
-        its own alone.
+        Workers' slots are not page-locked in these loaders: a consumer may drop a batch
+        during its copy to the device, and torch waits for the copy only before it
+        reuses its own pinned memory.
 
         Raises:
-            RuntimeError: If there is none.
+            RuntimeError: If there is no page-locked memory.
         """
         if self._transform is not None:
             try:
@@ -266,7 +265,7 @@ class HostCarrier:
 
 
 class Pinned:
-    """A batch that is where it should be."""
+    """A batch that need not be moved."""
 
     taken: Mark | None = None
     is_async = False
@@ -294,14 +293,14 @@ class _Sorted:
     def __init__(self) -> None:
         self.small: list[torch.Tensor] = []
         self.large: list[torch.Tensor] = []
-        # With ``to`` and ``record_stream``: what can be moved ahead by itself.
+        # With ``to`` and ``record_stream``: objects that can be moved ahead.
         self.movable: list[Any] = []
         self.late: list[Any] = []
-        self.resident: list[torch.Tensor] = []  # on a device already
+        self.resident: list[torch.Tensor] = []  # already on a device
         self._seen: set[int] = set()
 
     def add(self, leaf: Any) -> Any:
-        """Take a leaf in; return it."""
+        """Add a leaf and return it."""
         is_tensor = isinstance(leaf, torch.Tensor)
         is_movable = is_tensor or (moves_itself(leaf) and _is_on_host(leaf))
         if is_movable and id(leaf) not in self._seen:
@@ -325,11 +324,11 @@ class _Sorted:
 
 
 def _chooser(keys: Keys, batch: Any) -> Choose:
-    """Return what tells whether an entry of ``batch`` moves.
+    """Return a function that tells by its key whether an entry of ``batch`` moves.
 
     Raises:
-        TypeError: If a batch has no entries.
-        ValueError: If it lacks one that is named.
+        TypeError: If the batch has no entries.
+        ValueError: If it lacks a named entry.
     """
     if is_leaf(batch):
         raise TypeError(
@@ -348,16 +347,16 @@ def _chooser(keys: Keys, batch: Any) -> Choose:
 
 
 def _check_dense(tensor: torch.Tensor) -> None:
-    """Refuse tensors of which the allocator cannot be told that they are used."""
+    """Refuse tensors without ``record_stream``: they could be reused too early."""
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
         raise TypeError(
             f"device_transform returned a {type(tensor).__name__} of layout "
-            f"{tensor.layout}: only dense tensors can be made in advance"
+            f"{tensor.layout}: only dense tensors can be made ahead of the step"
         )
 
 
 def _is_on_host(leaf: Any) -> bool:
-    """Tell whether an array of another library, with a method ``to``, is in memory."""
+    """Tell whether another library's array, with a method ``to``, is in host memory."""
     device = getattr(leaf, "__dlpack_device__", None)
     if device is not None:
         return bool(device()[0] == _DLPACK_CPU)
@@ -365,7 +364,7 @@ def _is_on_host(leaf: Any) -> bool:
 
 
 def _storage_bytes(arrived: Sequence[Any]) -> int:
-    """Return what tensors take on the device, each memory once."""
+    """Return the device memory of tensors in bytes, counting shared memory once."""
     storages = {
         one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
         for one in arrived
@@ -375,7 +374,7 @@ def _storage_bytes(arrived: Sequence[Any]) -> int:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is nothing but a block of memory, with a shape."""
+    """Tell whether a tensor is only a block of memory with a shape."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
@@ -387,7 +386,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _pinned(leaf: Any) -> Any:
-    """Return a leaf in page-locked memory, if it is in the host's and can be moved."""
+    """Return a leaf in page-locked memory if it is on the host and can be moved."""
     if isinstance(leaf, torch.Tensor):
         can_pin = leaf.device.type == "cpu" and not leaf.is_quantized
         return leaf.pin_memory() if can_pin else leaf

@@ -1,4 +1,4 @@
-"""What the arguments about a device mean, and what torch sees where they name none."""
+"""The meaning of ``device``, and the devices that torch sees, for its errors."""
 
 import operator
 import sys
@@ -15,16 +15,16 @@ _KINDS = ("cuda", "xpu", "mps", "mtia", "hpu")
 
 
 def device_of(device: Any) -> torch.device | None:
-    """Return the device that batches are moved to; None for the host's memory.
+    """Return the device that batches are moved to; None for host memory.
 
     Args:
-        device: Whatever ``torch.device`` takes; the index of a device of the current
-            accelerator; ``"auto"``: that accelerator, or the host's memory where there
-            is none; a ``DeviceMesh`` of one dimension: this rank's device.
+        device: Anything ``torch.device`` takes; an index of the current accelerator;
+            ``"auto"``: that accelerator, or host memory if there is none; a
+            ``DeviceMesh`` of one dimension: this rank's device.
 
     Raises:
-        TypeError: If ``device`` names none.
-        ValueError: If torch does not see it here.
+        TypeError: If ``device`` does not name a device.
+        ValueError: If torch does not see the device here.
     """
     if device is None:
         return None
@@ -40,7 +40,7 @@ def device_of(device: Any) -> torch.device | None:
     if (found.index or 0) >= count:
         raise ValueError(
             f"device={str(found)!r}: torch sees {seen()} here; pass one of these, "
-            "'auto', or leave device out to keep batches in the host's memory"
+            "'auto', or leave device out to keep batches in host memory"
         )
     return found
 
@@ -53,7 +53,7 @@ def current_accelerator() -> torch.device | None:
 
 
 def seen() -> str:
-    """Return the devices that torch sees, in words."""
+    """Return the devices that torch sees, as text."""
     own = torch._C._get_privateuse1_backend_name()  # noqa: SLF001
     counts = {kind: _count(kind) for kind in (*_KINDS, own)}
     parts = [
@@ -69,7 +69,7 @@ def _named(device: Any) -> torch.device:
     if is_number and current_accelerator() is None:
         raise ValueError(
             f"device={device}: torch sees {seen()} here; pass 'auto' or 'cpu' to keep "
-            "batches in the host's memory where there is no accelerator"
+            "batches in host memory where there is no accelerator"
         )
     try:
         if is_number:
@@ -85,7 +85,7 @@ def _named(device: Any) -> torch.device:
 def _unnamed(device: Any) -> str:
     return (
         f"device must name a torch device, got {device!r}; torch sees {seen()} here "
-        "(the package of another one must be imported before)"
+        "(import the package of any other device first)"
     )
 
 
@@ -98,7 +98,7 @@ def _of_mesh(mesh: Any) -> torch.device | None:
             f"one that batches are sharded over, such as mesh[{names[0]!r}]"
         )
     if mesh.get_coordinate() is None:
-        raise ValueError("device is a DeviceMesh that this rank is not in")
+        raise ValueError("device is a DeviceMesh that does not contain this rank")
     if mesh.device_type == "cpu":
         return None
     module = torch.get_device_module(mesh.device_type)

@@ -1,4 +1,4 @@
-"""What one loader has of a device: opened with its first iteration, and kept."""
+"""A loader's devices: opened by its first iteration, and kept."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,12 @@ from aioloader._transport.slots import Locker
 
 @dataclass(frozen=True)
 class DeviceSide:
-    """How batches are moved, and what page-locks the memory they are written into.
+    """The carrier of batches, and the locker of the memory they are written to.
 
     Attributes:
         carrier: Moves batches.
-        locker: For the slots of arenas and pools; None where memory cannot be locked.
-        depth: Batches that are moved ahead.
+        locker: For the slots of arenas and pools; None if memory cannot be locked.
+        depth: How many batches are moved ahead.
     """
 
     carrier: Carrier
@@ -46,9 +46,9 @@ class Devices:
         keys: Keys | None = None,
         transform: Transform | None = None,
     ) -> DeviceSide:
-        """Return what moves batches to ``device``.
+        """Return the device side for ``device``.
 
-        Without an index it is the current device of its kind in this thread.
+        Without an index, it is this thread's current device of that kind.
         """
         device = _indexed(device)
         if device not in self._opened:
@@ -62,7 +62,7 @@ def _indexed(device: torch.device) -> torch.device:
     if device.index is not None:
         return device
     module: Any = torch.get_device_module(device)
-    # Not to be initialised for this, which takes long, on an event loop perhaps.
+    # Do not initialise it for this: that takes long, and may be on an event loop.
     is_begun = getattr(module, "is_initialized", module.is_available)()
     current = getattr(module, "current_device", None)  # not of MPS, which has one
     return torch.device(device.type, current() if current and is_begun else 0)

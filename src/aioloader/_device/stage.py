@@ -1,11 +1,10 @@
-"""The stage between the pipeline and the consumer: batches, moved ahead of time.
+"""The stage between the pipeline and the consumer: moves batches ahead of time.
 
-A thread takes what is ready, begins its copy and passes it on at once; the consumer's
-stream waits for the copy, on the device. The host's memory of a batch is held until its
-copy has ended, and no longer: at most two are held, the second while the first is
-copied, so that copies follow each other without a gap. The thread sleeps while nothing
-is asked for, and while the device is far behind the consumer: memory that the device
-still works on cannot be used again.
+A thread takes ready batches, starts their copies and passes them on at once; the
+consumer's stream waits for the copy on the device. A batch's host memory is held until
+its copy has ended, for at most two batches: the second is queued while the first is
+copied, so that there is no gap. The thread sleeps when nothing is requested, and when
+the device is far behind the consumer: memory in use by the device cannot be reused.
 """
 
 import contextlib
@@ -28,14 +27,14 @@ from aioloader.errors import LoaderClosedError
 
 
 class Delivery(Protocol):
-    """A batch on its way.
+    """A batch in transit.
 
     Attributes:
-        taken: Where the consumer's stream was at the hand-over; None before, and where
+        taken: A mark on the consumer's stream at the hand-over; None before, or if
             there is no stream.
         is_async: Whether it may not have arrived when ``move`` returns.
-        copied_bytes: What is copied ahead.
-        held_bytes: What it takes on the device.
+        copied_bytes: Bytes that are copied ahead.
+        held_bytes: Its memory on the device, in bytes.
     """
 
     taken: Mark | None
@@ -44,17 +43,17 @@ class Delivery(Protocol):
     held_bytes: int
 
     def hand_over(self) -> Any:
-        """Return the batch; in the consumer's thread, once."""
+        """Return the batch; called once, in the consumer's thread."""
 
     def release(self) -> None:
-        """Block until its host memory may be written to, and release it."""
+        """Block until its host memory is no longer read, and release it."""
 
     def is_held(self) -> bool:
-        """Tell whether ``release`` is to be called (again)."""
+        """Tell whether ``release`` must be called (again)."""
 
 
 class Carrier(Protocol):
-    """What moves batches."""
+    """Moves batches."""
 
     device: torch.device
 
@@ -62,11 +61,11 @@ class Carrier(Protocol):
         """Prepare the stage's thread."""
 
     def move(self, batch: Any) -> Delivery:
-        """Begin to move a batch."""
+        """Start moving a batch."""
 
 
 class _Flight(NamedTuple):
-    """A delivery whose sources are held, and where its copy is to be noted."""
+    """A delivery whose sources are held, and the record of its copy."""
 
     delivery: Delivery
     number: int
@@ -75,17 +74,17 @@ class _Flight(NamedTuple):
 
 
 class Staged:
-    """What is ready, a few batches of it moved already; a queue like ``ReadyQueue``.
+    """A queue like ``ReadyQueue`` whose first few batches are already moved.
 
-    A batch is moved when fewer than ``depth`` are moved and not asked for. So up to
-    ``depth`` are on the device beside those that the consumer has.
+    A batch is moved when fewer than ``depth`` moved ones wait for the consumer. So up
+    to ``depth`` are on the device in addition to the consumer's.
 
     Args:
-        inner: Where batches come from.
-        carrier: What moves them.
+        inner: The queue that batches come from.
+        carrier: Moves them.
         depth: How many are moved ahead, at least 1.
-        epoch: For the notes on errors.
-        copies: Where copies are noted.
+        epoch: Epoch number, for notes on errors.
+        copies: The record of copies.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Staged:
         self._asked = 0.0  # when there was room for the next batch
         self._items: deque[tuple[int, BatchResult]] = deque()
         self._in_flight: deque[_Flight] = deque()
-        self._late: deque[Delivery] = deque()  # held by what is moved at its delivery
+        self._late: deque[Delivery] = deque()  # until their late leaves have arrived
         self._taken: deque[Mark] = deque()
         self._broken: BaseException | None = None
         self._is_finished = self._is_stopped = False
@@ -113,7 +112,7 @@ class Staged:
         self._room = Waiters(self._may_go_on)
         self._thread = CpuThread("aioloader-device")
         self._ended = Latch()
-        self._is_begun = False
+        self._has_started = False
 
     # -- for the consumer ---------------------------------------------------------
 
@@ -121,7 +120,7 @@ class Staged:
         """Take the next item, or None if there is none yet.
 
         Raises:
-            BaseException: What ended the pipeline, when nothing is left.
+            BaseException: The error that ended the pipeline, when nothing is left.
         """
         self._begin()
         try:
@@ -135,7 +134,7 @@ class Staged:
         return number, result
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until there is an item or an end; tell whether there is."""
+        """Block until there is an item or the end; return False on timeout."""
         self._ask(1)
         try:
             return self._waiters.wait(timeout)
@@ -143,7 +142,7 @@ class Staged:
             self._ask(-1)
 
     async def wait_async(self, timeout: float | None = None) -> bool:
-        """Suspend until there is an item or an end; tell whether there is."""
+        """Suspend until there is an item or the end; return False on timeout."""
         self._ask(1)
         try:
             return await self._waiters.wait_async(timeout)
@@ -151,21 +150,21 @@ class Staged:
             self._ask(-1)
 
     def finish(self) -> None:
-        """Let every wait end: there will be no more items."""
+        """End every wait: there will be no more items."""
         self._is_finished = True
         self._waiters.wake()
         self._inner.finish()
         self.stop()
 
     def stop(self) -> None:
-        """Begin to end; from any thread, and from finalizers."""
+        """Start ending, from any thread or finalizer."""
         if not self._is_stopped:
             self._is_stopped = True
             self._room.wake()
             self._thread.stop(self._ended.set)
 
     def join(self) -> bool:
-        """Wait, bounded, until nothing of it is left; tell whether that is so."""
+        """Wait, bounded, until it has ended; return whether it has."""
         is_over = self._ended.wait(GRACE)
         self._thread.join(GRACE if is_over else 0)
         return is_over
@@ -173,8 +172,8 @@ class Staged:
     # -- in the stage's thread ----------------------------------------------------
 
     def _begin(self) -> None:
-        if not self._is_begun:
-            self._is_begun = True
+        if not self._has_started:
+            self._has_started = True
             self._thread.post(self._serve)
 
     def _serve(self) -> None:
@@ -216,21 +215,21 @@ class Staged:
             self._late.popleft().release()
 
     def _release(self) -> None:
-        """Wait for the oldest copy, note it, and release its sources."""
+        """Wait for the oldest copy, record it and release its sources."""
         delivery, number, asked, began = self._in_flight.popleft()
         delivery.release()
         ended, nbytes = time.perf_counter(), delivery.copied_bytes
         self._copies.latest.append(Copy(number, asked, began, ended, nbytes))
 
     def _move(self, number: int, result: BatchResult) -> None:
-        """Put the delivery of a batch in its place, or the error."""
+        """Replace a batch in its result with its delivery, or with an error."""
         while len(self._taken) > self._depth + 1:
             self._taken.popleft().synchronize()
         began, asked = time.perf_counter(), self._asked
         self._asked = 0.0
         try:
             delivery = self._carrier.move(result.batch)
-        except Exception as error:  # handed to the consumer, in its turn
+        except Exception as error:  # handed to the consumer, in order
             batch, result.batch = result.batch, None
             result.error = noted(error, self._place(number, batch))
         else:
@@ -241,7 +240,7 @@ class Staged:
                 self._release()
 
     def _place(self, number: int, batch: Any) -> str:
-        """Say where an error was, and how much was to be moved."""
+        """Return the error note for a batch, with what was to be moved."""
         sizes: list[int] = []
 
         def measure(leaf: Any) -> Any:
@@ -256,11 +255,11 @@ class Staged:
         )
 
     def _wind_up(self) -> None:
-        """Let go of all that will not be asked for."""
+        """Release everything that will not be requested."""
         if self._is_stopped:
             self._items.clear()
         while self._in_flight or self._late:
-            with contextlib.suppress(RuntimeError):  # the device is lost: all is
+            with contextlib.suppress(RuntimeError):  # the device is lost
                 if self._in_flight:
                     self._release()
                 else:
@@ -303,7 +302,7 @@ class Staged:
     def _raise_broken(self) -> None:
         error = self._broken
         if error is not None:
-            # Raised once: an error that is kept keeps the frames of its traceback.
+            # Raised once: keeping the error would keep the frames of its traceback.
             self._broken = LoaderClosedError("the iterator has failed before")
             try:
                 raise error

@@ -1,8 +1,8 @@
-"""The next epoch of persistent workers, started while this one's last batches are used.
+"""The next epoch of persistent workers, started before the current one is used up.
 
-It is a guess: the next epoch comes, and before that the generator of its order is not
-used, no other epoch is chosen and no argument replaced. What is drawn for the guess is
-put back; if the guess was right, it is drawn for good.
+This is a guess: that the next epoch comes, and that until then nobody uses the
+generator of its order, chooses another epoch or replaces an argument. The draws for the
+guess are undone, and repeated if the guess was right.
 """
 
 import weakref
@@ -22,9 +22,9 @@ _MOST_INDICES = 1 << 18
 
 
 def can_look_ahead(options: Options) -> bool:
-    """Tell whether the order of the next epoch can be drawn now, and put back.
+    """Tell whether the order of the next epoch can be drawn now and undone.
 
-    So it is with torch's own samplers and ours; a user's may depend on anything.
+    True for torch's samplers and ours; a user's may depend on anything.
     """
     sampler, batch_type = options.index_sampler, type(options.batch_sampler)
     if not options.has_copies or batch_type not in {BatchSampler, type(None)}:
@@ -39,12 +39,12 @@ def can_look_ahead(options: Options) -> bool:
 
 
 class Ahead:
-    """An epoch that was not asked for yet.
+    """An epoch started before its iterator is requested.
 
     Args:
-        options: What it is made with.
-        numbers: Which epoch it is; left as it was.
-        make: Makes it; it may draw from the generator.
+        options: The loader's options.
+        numbers: The epoch's number; left unchanged.
+        make: Makes the epoch; may draw from the generator.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class Ahead:
         self._numbers = numbers
         self._before = numbers.state(), self._drawn()
         self.epoch, self.source = make()
-        # It has no iterator yet: it ends when this object is dropped.
+        # No iterator owns it yet: it ends when this object is dropped.
         self._finalizer = weakref.finalize(self, self.source.pipeline.dismiss)
         self._issue(self._before[1])
 
     def issue(self) -> None:
-        """Issue one request more: one of the epoch before has been taken.
+        """Issue one more request: a batch of the previous epoch was delivered.
 
-        The last batch may draw: that, too, is for this epoch alone.
+        Drawing its indices must not move the user's generator.
         """
         now = self._drawn()
         self._generator.set_state(self._after)
@@ -78,9 +78,9 @@ class Ahead:
         self._generator.set_state(now)
 
     def claim(self, options: Options) -> bool:
-        """Tell whether the epoch is what was guessed; else end it.
+        """Return whether the guess was right; if not, end the epoch.
 
-        What was drawn for it is drawn for good by then.
+        If it was right, the generator keeps the draws.
         """
         state, drawn = self._before
         is_right = (

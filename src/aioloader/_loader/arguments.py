@@ -1,7 +1,7 @@
 """Torch's arguments, checked as torch checks them, but all in the constructor.
 
-The messages are torch's, so that what users know and search for stays true. What is
-wider here is documented at ``DataLoader``.
+The messages are torch's, so that users can search for them. ``DataLoader`` documents
+where more is accepted than in torch.
 """
 
 import contextlib
@@ -33,15 +33,15 @@ _WORDS: dict[str, tuple[str | None, ...]] = {
 
 
 def check(options: Options, shuffle: Any) -> None:
-    """Check the arguments of a loader, before samplers are made of them.
+    """Check the arguments of a loader, before samplers are made from them.
 
     Args:
         options: The arguments.
-        shuffle: The one that is not kept.
+        shuffle: The argument that ``Options`` does not keep.
 
     Raises:
         TypeError: If one is of the wrong type.
-        ValueError: If one is out of range, or they exclude each other.
+        ValueError: If one is out of range, or two exclude each other.
     """
     _check_numbers(options)
     _check_sampling(options, shuffle)
@@ -63,23 +63,23 @@ def check(options: Options, shuffle: Any) -> None:
 
 
 def count_workers(num_workers: Any, workers: Any) -> Any:
-    """Return the number of workers: that of ``RayWorkers``, where it is left at 0.
+    """Return the number of workers: that of ``RayWorkers`` if ``num_workers`` is 0.
 
     Raises:
-        ValueError: If both are given, and differ.
+        ValueError: If both are given and differ.
     """
     num_workers = placed("num_workers", num_workers)
     if is_chosen(num_workers):
         is_fixed = isinstance(workers, RayWorkers)
         return workers.num_workers if is_fixed else num_workers
-    with contextlib.suppress(TypeError):  # it is refused later, in words
+    with contextlib.suppress(TypeError):  # refused later, with a message
         num_workers = operator.index(num_workers)  # numpy's, too
     if not isinstance(workers, RayWorkers) or num_workers == workers.num_workers:
         return num_workers
     if num_workers:
         raise ValueError(
-            f"num_workers={num_workers!r}, but there are to be {workers.num_workers} "
-            "RayWorkers: leave num_workers out"
+            f"num_workers={num_workers!r}, but RayWorkers has num_workers="
+            f"{workers.num_workers}: leave num_workers out"
         )
     return workers.num_workers
 
@@ -88,7 +88,7 @@ def context_of(context: Any) -> Any:
     """Return the context object for ``multiprocessing_context``, or None.
 
     Raises:
-        ValueError: If it is the name of none.
+        ValueError: If it is a string that names no start method.
         TypeError: If it is neither a name nor a context.
     """
     if isinstance(context, str):
@@ -110,10 +110,10 @@ def context_of(context: Any) -> Any:
 
 
 def _check_rng(options: Options) -> None:
-    """Refuse seeds for batches in which only coroutines could draw.
+    """Refuse seeds per batch or sample if only coroutines could draw.
 
     In this process the coroutines of a batch run at the same time and share the global
-    generators: only plain code can be given its own.
+    generators: only plain code can have generators of its own.
     """
     if options.rng not in {"batch", "sample"} or options.num_workers:
         return
@@ -147,7 +147,7 @@ def _check_numbers(options: Options) -> None:
 
 
 def _check_counts(options: Options) -> None:
-    """Check how many batches and samples are under way."""
+    """Check the limits on batches and samples in flight."""
     factor = options.prefetch_factor
     if factor is not None:
         _check_count("prefetch_factor", factor)
@@ -171,7 +171,7 @@ def _check_counts(options: Options) -> None:
         _check_count("snapshot_every_n_steps", steps)
         if steps < 0:
             raise ValueError(
-                "snapshot_every_n_steps must be at least 0 (which, like None, is "
+                "snapshot_every_n_steps must be at least 0 (0 and None mean "
                 f"never), got {steps}"
             )
 
@@ -185,7 +185,7 @@ def _check_count(name: str, value: Any) -> None:
 
 
 def _check_sampling(options: Options, shuffle: Any) -> None:
-    """Check which of the ways to choose samples are given together."""
+    """Check that the ways to choose samples do not exclude each other."""
     sampler, batch_sampler = options.sampler, options.batch_sampler
     if options.kind is not Kind.MAP:
         if shuffle not in {False, None}:
@@ -226,7 +226,7 @@ def _check_workers(options: Options) -> None:
         )
     if isinstance(workers, Executor) and num_workers == 0:
         raise ValueError(
-            "workers=Executor needs num_workers > 0: how many batches it has at once"
+            "workers=Executor needs num_workers > 0: how many batches it makes at once"
         )
     if isinstance(workers, Executor) and options.worker_init_fn is not None:
         raise ValueError(
@@ -257,7 +257,7 @@ def _check_workers(options: Options) -> None:
 
 
 def _warn_of_many(num_workers: int) -> None:
-    """Warn, in torch's words, of more workers than there are processors."""
+    """Warn, in torch's words, if there are more workers than processors."""
     available = len(os.sched_getaffinity(0))
     if num_workers > available:
         warn(
@@ -271,7 +271,7 @@ def _warn_of_many(num_workers: int) -> None:
 
 
 def _check_moves(options: Options) -> None:
-    """Check what decides how batches are moved to the device."""
+    """Check the arguments for moving batches to the device."""
     if is_async_function(options.device_transform):
         raise TypeError("device_transform must be a plain function: a thread calls it")
     keys = options.device_keys
@@ -284,17 +284,17 @@ def _check_moves(options: Options) -> None:
 
 
 def _check_failures(options: Options) -> None:
-    """Check what is to happen when reads fail."""
+    """Check the arguments for failed reads."""
     on_error, retry = options.on_error, options.retry
     check_failure_options(on_error, options.max_failures)
     if retry is not None and not isinstance(retry, Retry):
         raise TypeError(f"retry must be an aioloader.Retry or None, got {retry!r}")
     if is_async_function(on_error):
-        raise TypeError("on_error must be a plain function: it decides on the spot")
+        raise TypeError("on_error must be a plain function: it is never awaited")
 
 
 def _check_places(options: Options) -> None:
-    """Check that workers can read if they are to, and where a lifespan is entered."""
+    """Check that workers can read if asked to, and can enter a lifespan."""
     workers, dataset, fetch = options.workers, options.dataset, options.fetch
     functions = options.transform, options.collate_fn
     check_lifespan(options.lifespan, dataset, *functions)
@@ -313,5 +313,5 @@ def _check_places(options: Options) -> None:
             needs = (
                 "a map-style dataset if workers are RayWorkers: leave it at 'auto', "
             )
-            else_ = "and the loader reads an iterable, once, for them"
+            else_ = "and the loader reads an iterable once for all of them"
         raise ValueError(f"fetch='workers' needs {needs}{else_}")

@@ -1,4 +1,4 @@
-"""Arguments that are ``"auto"``: where that is refused, where they begin, how far."""
+"""Arguments that are ``"auto"``: where refused, their first values, their limits."""
 
 from typing import Any
 
@@ -13,22 +13,22 @@ from aioloader.protocols import Kind, is_async_function
 
 AUTO = "auto"
 NAMES = ("num_workers", "prefetch_factor", "concurrency")
-# Where they begin, until what they are for is known, and the greatest concurrency.
+# First values, until the dataset is known, and the greatest concurrency.
 _FIRST = {"num_workers": 1, "prefetch_factor": 2, "concurrency": 32}
 _MOST_CONCURRENCY = 1024
-# In workers that read, where it stays.
+# Fixed, in workers that read.
 _IN_WORKERS = 64
-# Workers to begin with; more are for those that gain by them.
+# Workers of the first epoch; later ones get more if that gains.
 _FIRST_WORKERS = 8
 # Batches requested ahead: without workers, and by each worker.
 _MOST_AHEAD = 32
 MOST_PER_WORKER = 8
-# What stands for no function, also where a loader is made again of its attributes.
+# Values that mean "not given", also when a loader is rebuilt from its attributes.
 _TORCHS = (None, default_collate, default_convert)
 
 
 def placed(name: str, value: Any) -> Any:
-    """Return a number that the loader chooses in the place of ``"auto"``."""
+    """Return a number for the loader to choose, in place of ``"auto"``."""
     return Chosen(_FIRST[name]) if isinstance(value, str) and value == AUTO else value
 
 
@@ -38,10 +38,10 @@ def is_chosen(value: Any) -> bool:
 
 
 def check_auto(options: Options) -> None:
-    """Refuse a number of workers that the loader chooses, where samples depend on it.
+    """Refuse ``num_workers="auto"`` where samples depend on the number of workers.
 
     Raises:
-        ValueError: If so; says on what.
+        ValueError: If they do; says why.
     """
     if not is_chosen(options.num_workers):
         return
@@ -59,10 +59,10 @@ def check_auto(options: Options) -> None:
 
 
 def first_values(options: Options) -> dict[str, Any]:
-    """Return where the numbers begin that the loader chooses, by this dataset's kind.
+    """Return the first values of the chosen numbers, by the kind of the dataset.
 
-    Whether there are workers at all depends on nothing else, since draws do depend on
-    that: none where only coroutines would run in them, or nothing at all.
+    Whether there are workers at all depends on the kind alone, since draws depend on
+    it: there are none if only coroutines, or nothing, would run in them.
     """
     found: dict[str, Any] = {}
     if is_chosen(options.num_workers):
@@ -94,17 +94,17 @@ def _first_workers(options: Options) -> int:
 
 
 def settle(loader: Any, tuning: Tuning, *, deaths: int, is_kept: bool) -> None:
-    """Let the next iteration begin with what was found out in those before.
+    """Let the next iteration start with what earlier ones found out.
 
     Args:
-        loader: Whose attributes are set.
-        tuning: What was found out.
+        loader: The loader whose attributes are set.
+        tuning: What earlier iterations found out.
         deaths: Workers that have died so far.
-        is_kept: Whether there are workers, which stay: others would draw a new seed.
+        is_kept: Whether workers persist: new ones would draw a new seed.
     """
     for name in NAMES:
         value = getattr(loader, name)
-        if isinstance(value, str):  # assigned since
+        if isinstance(value, str):  # assigned by the user
             setattr(loader, name, placed(name, value))
     if is_kept:
         return
@@ -119,11 +119,11 @@ def settle(loader: Any, tuning: Tuning, *, deaths: int, is_kept: bool) -> None:
 
 
 def tuner_of(options: Options, tuning: Tuning, *, reads_here: bool) -> Tuner:
-    """Return what tunes an iteration.
+    """Return the tuner of an iteration.
 
     Args:
-        options: The loader's.
-        tuning: What the loader has found out.
+        options: The loader's options.
+        tuning: What earlier iterations found out.
         reads_here: Whether this process reads the samples.
     """
     concurrency: Controller | None = None

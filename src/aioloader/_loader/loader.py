@@ -1,6 +1,6 @@
 """The loader: torch's arguments, the iterators, epochs.
 
-It checks its arguments and hands over; it reads and schedules nothing itself.
+It checks its arguments and delegates; it reads and schedules nothing itself.
 """
 
 from collections.abc import Callable, Iterable
@@ -57,68 +57,70 @@ class DataLoader(Observed, TorchLoader[Batch]):
             ``drop_last``.
         num_workers: Worker processes (or threads) that make batches. ``"auto"``: none
             for tensors in memory and where all is async, else at first one per core
-            (at most 8), and from epoch to epoch as many as gain; within an epoch, and
-            with ``persistent_workers``, their number stays. Refused where samples or
+            (at most 8), then from epoch to epoch as many as gain; the number is fixed
+            within an epoch and with ``persistent_workers``. Refused where samples or
             draws depend on it.
-        collate_fn: List of samples to batch; may be async.
+        collate_fn: Turns a list of samples into a batch; may be async.
         pin_memory: Copy batches into page-locked memory.
-        drop_last: Leave out a short last batch.
-        timeout: Seconds to wait for a batch, from when it is asked for; 0: no limit.
+        drop_last: Drop a short last batch.
+        timeout: Seconds to wait for a batch, from its request; 0: no limit.
         worker_init_fn: Called in each worker with its number.
         multiprocessing_context: Start method of workers.
         generator: Source of the shuffle order and of ``base_seed``.
-        prefetch_factor: Batches requested and not yet taken, for each worker (or in
-            all, without workers: wider than torch), never more. ``None`` is 2; for
-            async datasets, those that keep ``concurrency`` samples in flight, and
-            three. For ``async for`` over a plain dataset, and for aioloader's streams
-            on the private loop, those made in 2 ms besides. ``"auto"``: begins with
-            that, and more as long as it gains.
+        prefetch_factor: Limit on batches requested and not yet delivered, per worker
+            (without workers, in total, which torch refuses). ``None`` is 2; for async
+            datasets, enough to keep ``concurrency`` samples in flight, plus three. For
+            ``async for`` over a plain dataset, and for aioloader's streams on the
+            private loop, also as many as are made in 2 ms. ``"auto"``: starts with
+            that, and grows as long as it gains.
         persistent_workers: Keep workers between epochs.
         pin_memory_device: Deprecated, as in torch.
-        in_order: Deliver batches in the sampler's order, else as they complete.
-        snapshot_every_n_steps: How often a stateful iterable is asked for its state;
-            what is between is read again; 0 or ``None``: only at first. Positions are
-            exact in any case. A map-style one is asked after each batch.
-        transform: Sample to sample, before collating; may be async.
-        concurrency: Samples in flight on the loop. ``"auto"``: 32 at first, then up to
-            1,024, as many as gain; in workers that read, 64. What is changed by
-            ``"auto"`` is logged with its reason, by the logger ``"aioloader"``.
+        in_order: Deliver batches in the sampler's order, or else as they complete.
+        snapshot_every_n_steps: Batches between two states of a stateful iterable; on
+            resuming, samples since the last one are read again. 0 or ``None``: only
+            the first state. Positions are exact in any case. The state of a map-style
+            dataset is taken after each batch.
+        transform: Turns a sample into another, before collating; may be async.
+        concurrency: Samples in flight on the loop. ``"auto"``: 32 at first, then as
+            many as gain, up to 1,024; in workers that read, 64. The logger
+            ``"aioloader"`` logs what ``"auto"`` changes, and why.
         device: Where batches are delivered, such as ``"cuda:1"``, a local rank, a
             ``DeviceMesh`` of one dimension (this rank's device), or ``"auto"`` (the
-            accelerator, if there is one): moved there ahead, on a stream of the
-            loader's own, and handed over without a wait of the host.
-        prefetch_device: Batches moved ahead of those that were asked for.
+            accelerator, if there is one). Batches are moved ahead on a side stream and
+            delivered without making the host wait.
+        prefetch_device: Batches moved to the device before they are requested.
         device_keys: Which entries of a batch move: their keys, fields or positions, or
-            a function of a key. The others stay in the host's memory.
-        device_transform: Batch to batch, called where batches are moved, when the
-            copies have begun: what it does on the device follows them, on their stream
-            and beside the step. Called on the host where there is no device.
-        workers: ``"process"``, ``"thread"`` (for code that releases the interpreter's
-            lock), a ``concurrent.futures.Executor``, or ``RayWorkers``.
+            a function of a key. The others stay in host memory.
+        device_transform: Turns a batch into another, after its copies are queued: its
+            kernels follow the copies on their stream and overlap the training step.
+            Called on the host where there is no device.
+        workers: ``"process"``, ``"thread"`` (for code that releases the GIL), a
+            ``concurrent.futures.Executor``, or ``RayWorkers``.
         fetch: Where samples are read: ``"workers"``, ``"loader"`` (workers transform
-            and collate), or ``"auto"``: async iterables by the loader, once.
+            and collate), or ``"auto"``: the loader reads async iterables, workers
+            read the rest.
         rng: What random draws depend on: the ``"batch"`` (with workers the default),
-            the ``"sample"``'s place in the epoch, or the ``"worker"``, as in torch.
+            the ``"sample"``'s position in the epoch, or the ``"worker"``, as in torch.
             Without workers, the state of the global generators is restored afterwards.
-        on_timeout: ``"raise"``, or ``"restart"`` the worker that holds up the batch.
-        loop: ``"thread"``: the loader's own loop in a private thread, which goes on
-            while the consumer computes; ``"caller"``: the loop that iterates.
+        on_timeout: ``"raise"``, or ``"restart"`` the worker that delays the batch.
+        loop: ``"thread"``: the loader's own loop in a private thread, which keeps
+            running while the consumer computes; ``"caller"``: the loop that iterates.
         on_error: ``"raise"``; ``"skip"`` a failed sample (its batch is smaller); or a
-            callable from ``Failure`` to a replacement or ``SKIP``.
+            callable that maps a ``Failure`` to a replacement or ``SKIP``.
         max_failures: Budget of failed samples per epoch: a count, or a fraction.
         retry: When to read a sample again.
         rank: Which part of each global batch is delivered, of ``world_size`` parts;
-            ``"auto"``: as ``torch.distributed``, else RANK and WORLD_SIZE, at
-            ``iter``. By default all samples are, on every rank, as in torch.
-        world_size: How many ranks there are.
-        tail: What becomes of a last global batch that cannot be shared out evenly:
-            ``"wrap"`` (the default): it is filled up with samples from the beginning,
-            as in torch; ``"pad"``: so it is, and all batches come as ``(batch, mask)``;
+            ``"auto"``: from ``torch.distributed``, else RANK and WORLD_SIZE, at
+            ``iter``. By default every rank gets all samples, as in torch.
+        world_size: Number of ranks.
+        tail: What happens to a last global batch that cannot be split evenly:
+            ``"wrap"`` (the default): it is filled with samples from the beginning, as
+            in torch; ``"pad"``: the same, and each batch is a pair ``(batch, mask)``;
             ``"drop"``; or ``"uneven"``.
-        lifespan: From the dataset to a context manager, plain or async: entered where
+        lifespan: Maps the dataset to a context manager, plain or async: entered where
             samples are read (once here, or in each worker process), left at the end.
-        prefetch_bytes: Bytes of the batches requested and not yet taken, at most, by
-            the greatest of the recent ones; one batch is always requested.
+        prefetch_bytes: Limit on the bytes of batches requested and not yet delivered,
+            estimated from the largest recent one; one batch is always requested.
 
     Raises:
         ValueError: If arguments exclude each other, in torch's words.
@@ -128,7 +130,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
     prefetch_factor: int | None
     _live: "Runtime"
 
-    # What a batch is: see `signature`. The first overload that fits counts.
+    # The type of a batch: see `signature`. The first overload that matches wins.
     @overload
     def __init__(
         self,
@@ -328,7 +330,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         self._dataset_kind = dataset_kind(dataset, given.kind)
         self._IterableDataset_len_called = None
         self._epochs = EpochNumbers(index_sampler_of(self.sampler, self.batch_sampler))
-        # Not before a loader is made: it imports all that one may need.
+        # Imported late: it imports everything that a loader may need.
         from aioloader._loader.runtime import Runtime
 
         self._live = Runtime(dataset, self._epochs)
@@ -366,12 +368,12 @@ class DataLoader(Observed, TorchLoader[Batch]):
         """Return the arguments as they are now, and what follows from them.
 
         Args:
-            settles: Whether an iteration begins: ranks that are looked up are fixed by
-                the latest one.
+            settles: Whether an iteration starts: it fixes the ranks that are looked
+                up.
 
         Raises:
             ValueError: If ranks are looked up, and the environment is wrong or a
-                sampler shares out samples too.
+                sampler also splits samples between ranks.
         """
         live, ranks = self._live, self._ranks
         part = ranks.given or WHOLE
@@ -398,15 +400,15 @@ class DataLoader(Observed, TorchLoader[Batch]):
         return length
 
     def set_epoch(self, epoch: int) -> None:
-        """Number the next epoch, here and in a sampler or dataset that asks for it."""
+        """Set the number of the next epoch, here and in sampler and dataset."""
         loaded = self._live.loaded
         if loaded is not None and loaded["epoch"] != epoch:
-            self._live.loaded = None  # another epoch is wanted, from its beginning
+            self._live.loaded = None  # another epoch is requested, from its start
         self._epochs.choose(epoch)
         tell_epoch((self.sampler, self.batch_sampler, self.dataset), epoch)
 
     def _iterate(self, *, is_async: bool) -> "BatchIterator[Batch]":
-        """Return an iterator, with worker processes if it has any, as torch's has."""
+        """Return an iterator; worker processes start with it, as in torch."""
         from aioloader._pipeline.iterator import BatchIterator, length_check
         from aioloader._pipeline.pipeline_iterator import PipelineIterator
 
@@ -419,7 +421,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         epoch = live.draw(options) if live.loaded is None else None
         seed = (live.loaded or {}).get("seed") if epoch is None else epoch.base_seed
         prepared = None
-        # Without them it starts with its first step: one dropped unused is no epoch.
+        # Otherwise the epoch starts at the first step: an unused iterator is no epoch.
         start = partial(live.start, options, epoch, is_async=is_async)
         if options.has_processes and options.starts_at_iter(is_async=is_async):
             epoch, prepared = live.prepare(options, epoch, is_async=is_async)
@@ -439,23 +441,23 @@ class DataLoader(Observed, TorchLoader[Batch]):
     def state_dict(self) -> State:
         """Return the position after the last batch that was delivered.
 
-        It is small, takes microseconds, and may be asked for at any time, from any
-        thread. It is ready for JSON where the states of the user's own parts are.
+        It is small, takes microseconds, and may be called at any time, from any
+        thread. It is ready for JSON if the states of the user's own parts are.
         """
         return self._live.state_dict(self._options)
 
     def load_state_dict(self, state: State, *, strict: bool = True) -> None:
-        """Let the next iteration begin where ``state_dict`` was called.
+        """Let the next iteration start where ``state_dict`` was called.
 
-        Only iterables without a state are read again. An empty state is ignored.
+        Iterables without a state are read again up to there. An empty state is ignored.
 
         Args:
             state: The state.
             strict: Whether the state of another chain of stream steps is an error. If
-                not, what of it fits is loaded, and a warning says what is ignored.
+                not, the part that fits is loaded, and a warning says what is ignored.
 
         Raises:
-            StateMismatchError: If it does not fit this loader; names what differs.
+            StateMismatchError: If it does not fit this loader; says what differs.
         """
         if state == {}:
             return
@@ -489,7 +491,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
     def close(self) -> None:
         """End all iterations and release what they hold; wait for it, bounded.
 
-        All begin to end, then all are waited for; errors are raised afterwards.
+        All are dismissed first, then waited for; errors are raised afterwards.
         """
         self._live.close()
 

@@ -1,7 +1,7 @@
 """The states of all ranks as one, which any number of ranks can load.
 
-Over a map-style dataset all ranks that have not come to their end have the same state,
-and any of them will do. Streams are shared out, so each rank has a part of their state.
+Over a map-style dataset all unfinished ranks have the same state, and any of them will
+do. Streams are split between ranks, so each rank has a part of their state.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,10 +16,10 @@ _ALIKE = ("kind", "length", "batch_size", "readers")
 
 
 def merge_states(states: Iterable[State]) -> State:
-    """Return one state for all ranks, from those of each.
+    """Return one state for all ranks, from the state of each.
 
-    They are to be of one moment: after the same number of batches. A rank that had
-    fewer, and is before its next epoch, is among them as it is.
+    All must be saved after the same number of batches; a rank that had fewer is
+    included with its state between epochs.
 
     Args:
         states: What ``state_dict`` of each rank's loader returned, in any order.
@@ -27,7 +27,7 @@ def merge_states(states: Iterable[State]) -> State:
     Raises:
         StateMismatchError: If they are not of one run and one moment, or parts of the
             streams are missing.
-        ValueError: If there is none.
+        ValueError: If there are no states.
     """
     states = [unsealed(state) for state in states]
     if not states:

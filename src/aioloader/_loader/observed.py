@@ -1,4 +1,4 @@
-"""What a loader tells of itself: figures, what holds training back, traces."""
+"""What a loader reports: figures, what limits training, traces."""
 
 import os
 from dataclasses import replace
@@ -20,7 +20,7 @@ class Observed:
     _live: "Runtime"
 
     def stats(self) -> LoaderStats:
-        """Return the figures of the latest epoch, so far; ``print`` shows a table."""
+        """Return the figures of the latest epoch so far; ``print`` shows a table."""
         epoch, tally = self._live.epoch, self._live.tally
         counters = Counters() if epoch is None else epoch.counters
         policy = None if epoch is None else epoch.failures
@@ -44,11 +44,11 @@ class Observed:
         return with_records(stats, recorded, self._live.setting(), copied)
 
     def report(self) -> "Report":
-        """Return what holds training back, and the one argument to change.
+        """Return what limits training, and the one argument to change.
 
-        It is computed from the latest batches, at most 1,024, of the latest epoch:
-        they are replayed with other arguments, and what gains most is advised. Takes
-        some 0.05 to 0.3 s. ``print`` shows it.
+        The latest batches of the latest epoch, at most 1,024, are replayed with other
+        arguments; the change that gains most is the advice. Takes 0.05 to 0.3 s.
+        ``print`` shows it.
         """
         from aioloader._observe import machine, verdict
 
@@ -61,21 +61,21 @@ class Observed:
         """Write ``stats()`` and ``report()`` as one page, with a drawing of the stages.
 
         Args:
-            path: Of the HTML file. It needs nothing else, and requests nothing.
+            path: The HTML file; it is self-contained and makes no requests.
         """
         from aioloader._observe.page import report_html
 
         report_html(path, self.stats(), self.report(), *self._recorded())
 
     def trace(self, path: str | os.PathLike[str]) -> "Trace":
-        """Return a context manager that writes when and where batches were made.
+        """Return a context manager that records when and where batches are made.
 
         Perfetto and Chrome's tracing open the file; ``aioloader.merge_traces`` joins it
-        with one of ``torch.profiler``, whose clock it has. For ``with`` and ``async
-        with``; a batch in the block costs 0.1 us.
+        with a trace of ``torch.profiler``, which has the same clock. For ``with`` and
+        ``async with``; a batch in the block costs 0.1 us.
 
         Args:
-            path: Of the JSON file; compressed if it ends with ``".gz"``.
+            path: The JSON file; compressed if the name ends with ``".gz"``.
         """
         from aioloader._observe.trace import Trace
 
@@ -106,6 +106,6 @@ def _copies_of(counters: Counters) -> list[Copy]:
 
 
 def _ahead_bytes(counters: Counters) -> int:
-    """Return what batches take on the device that were moved and not yet taken."""
+    """Return the device memory of batches moved and not yet delivered, in bytes."""
     copies = counters.copies
     return 0 if copies is None else max(0, copies.moved_bytes - copies.taken_bytes)

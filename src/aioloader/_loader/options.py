@@ -1,8 +1,8 @@
-"""The arguments of a loader as an iteration takes them, and what follows from them.
+"""The arguments of a loader, frozen for an iteration, and what follows from them.
 
-Taken from the loader's attributes when an iterator is made, and never changed: what is
-assigned to the loader later is for the next iteration. What follows is derived once,
-and kept as long as no argument is replaced.
+Copied from the loader's attributes when an iterator is made: a later assignment takes
+effect with the next iteration. Derived values are computed once and kept until an
+argument is replaced.
 """
 
 import math
@@ -45,7 +45,7 @@ class Options:
 
     Attributes:
         part: Which part of each global batch is delivered.
-        values: The arguments, to be compared.
+        values: The arguments, for comparison.
     """
 
     dataset: Any
@@ -92,7 +92,7 @@ class Options:
         """Return the options of a loader.
 
         Args:
-            values: What ``attributes_of`` returns of it.
+            values: What ``attributes_of(loader)`` returns.
             part: Which part of each global batch is delivered.
         """
         return cls(*(*values, part, values))
@@ -101,7 +101,7 @@ class Options:
     def again(
         cls, known: "Options | None", values: tuple[Any, ...], part: Part
     ) -> "Options":
-        """Return ``known``, or others if an argument or the part has changed."""
+        """Return ``known``, or new options if an argument or the part has changed."""
         is_same = (
             known is not None
             and known.part == part
@@ -113,13 +113,13 @@ class Options:
 
     @cached_property
     def chooses(self) -> bool:
-        """Whether some arguments are ``"auto"``, and the loader chooses a number."""
+        """Whether some argument is ``"auto"``, so that the loader chooses a number."""
         values = self.num_workers, self.prefetch_factor, self.concurrency
         return any(isinstance(one, (Chosen, str)) for one in values)
 
     @property
     def is_tuned(self) -> bool:
-        """Whether something changes while an iteration goes on."""
+        """Whether something changes during an iteration."""
         return self.chooses or self.prefetch_bytes is not None
 
     # -- what is read -------------------------------------------------------------
@@ -131,7 +131,7 @@ class Options:
 
     @cached_property
     def is_own_stream(self) -> bool:
-        """Whether the dataset is a stream of aioloader's, which knows of ranks."""
+        """Whether the dataset is one of aioloader's streams, which know about ranks."""
         return is_own_stream(self.dataset)
 
     @cached_property
@@ -154,10 +154,10 @@ class Options:
 
     @cached_property
     def reads_in_workers(self) -> bool:
-        """Whether workers read samples, rather than the loader for them.
+        """Whether workers read samples themselves.
 
-        Processes read all but async iterables, of which there is one stream; threads
-        and executors read what is plain and map-style, Ray's actors what is map-style.
+        Processes read everything but async iterables; threads and executors read plain
+        map-style datasets, Ray's actors all map-style ones.
         """
         if self.fetch != "auto":
             return self.fetch == "workers"
@@ -168,16 +168,16 @@ class Options:
 
     @cached_property
     def readers(self) -> int:
-        """How many streams the batches come from, in turns."""
+        """How many readers the batches come from, in turns."""
         is_replicated = self.kind is not Kind.MAP and self.reads_in_workers
         return max(1, self.num_workers) if is_replicated else 1
 
     @cached_property
     def snapshot_every(self) -> int:
-        """How often a stream is asked for its state; 0: only at first.
+        """Batches between two states of a stream; 0: only the first state.
 
-        Of one of ours it costs little, and could not be moved to other ranks else.
-        Without workers, torchdata asks for it with the loader's.
+        Our streams give it after each batch: it is cheap, and needed for other ranks.
+        Without workers, torchdata asks for it whenever the loader's is asked for.
         """
         every = self.snapshot_every_n_steps or 0
         is_each = self.is_own_stream or not (every or self.num_workers)
@@ -202,7 +202,7 @@ class Options:
 
     @property
     def works_here(self) -> bool:
-        """Whether workers are in this process, or are an executor's."""
+        """Whether workers are threads of this process or an executor's."""
         return self.workers == "thread" or isinstance(self.workers, Executor)
 
     @property
@@ -213,10 +213,10 @@ class Options:
         return start_method(self.multiprocessing_context, is_plain=self.is_plain)
 
     def starts_at_iter(self, *, is_async: bool) -> bool:
-        """Tell whether an iterator has worker processes from the beginning, as torch's.
+        """Tell whether ``iter()`` starts the worker processes, as in torch.
 
-        To fork is nothing that could be done later, or in another thread. The rest
-        would hold up the event loop of an async consumer.
+        Forking cannot be postponed, nor done in another thread. Other start methods
+        would block the event loop of an async consumer.
         """
         return self.has_processes and (not is_async or self.start_method == "fork")
 
@@ -235,7 +235,7 @@ class Options:
 
     @cached_property
     def patience(self) -> float | None:
-        """Seconds that a consumer waits for a batch, or None."""
+        """How many seconds a consumer waits for a batch, or None."""
         is_limit = 0 < self.timeout < threading.TIMEOUT_MAX
         return float(self.timeout) if is_limit else None
 
@@ -246,13 +246,13 @@ class Options:
 
     @cached_property
     def is_inline(self) -> bool:
-        """Whether a plain ``for`` makes batches where it stands, as torch's does."""
+        """Whether a plain ``for`` makes batches in the caller's thread, as in torch."""
         ahead = self.patience or self.prefetch_factor or self.is_moved
         return self.is_plain and not (self.num_workers or ahead)
 
     @cached_property
     def is_bare(self) -> bool:
-        """Whether a batch is what ``collate_fn`` makes of the dataset's items, only."""
+        """Whether making a batch is only reading samples and collating them."""
         is_more = (
             self.transform is not None
             or self.retry is not None
@@ -270,12 +270,12 @@ class Options:
 
     @property
     def index_sampler(self) -> Any:
-        """What decides about the order: what gives indices, or else batches."""
+        """The sampler that determines the order: the batch sampler if there is one."""
         return index_sampler_of(self.sampler, self.batch_sampler)
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples of a batch of all ranks together; None if batches are given."""
+        """Samples per batch on all ranks together; None with a batch sampler."""
         size = self.batch_size or 1
         if type(self.batch_sampler) is BatchSampler:
             size = self.batch_sampler.batch_size
@@ -285,17 +285,17 @@ class Options:
 
     @cached_property
     def order_of(self) -> Callable[[State | None], Order]:
-        """What returns the order of an epoch: a new one, or the one that was saved."""
+        """The function that returns the order of an epoch: a new or a saved one."""
         if self.kind is Kind.MAP:
             return partial(order_of, self.sampler, self.batch_sampler, self.part)
-        size, part = self.batch_size, self.part  # not self, which would keep itself
+        size, part = self.batch_size, self.part  # a closure over self would be a cycle
         return lambda _saved: StreamOrder(size, part)
 
     def length(self, part: Part | None = None) -> int:
         """Return the number of batches of an epoch, for this rank.
 
         Args:
-            part: Which part of each global batch, if it is not that of the options.
+            part: Which part of each global batch; by default that of the options.
 
         Raises:
             TypeError: If the dataset or the sampler has no length.
@@ -316,9 +316,9 @@ class Options:
 
 
 def suits(workers: Any, dataset: Any, *functions: Any) -> bool:
-    """Tell whether workers that are no processes of ours can do all.
+    """Tell whether workers other than our processes can do all the work.
 
-    None of them reads streams; threads and executors do what is plain.
+    None of them reads streams; threads and executors run only plain code.
     """
     if kind_of(dataset) is not Kind.MAP or isinstance(workers, RayWorkers):
         return kind_of(dataset) is Kind.MAP

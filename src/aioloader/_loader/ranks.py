@@ -1,7 +1,7 @@
 """Which part of the samples a loader delivers, where ranks share a dataset.
 
 Like torch, a loader delivers everything unless it is given a ``rank``. ``"auto"`` is
-looked up when an iteration begins: the process group may be made after the loader.
+looked up when an iteration starts: the process group may be made after the loader.
 Nothing here talks to other ranks.
 """
 
@@ -26,12 +26,12 @@ _TAILS = (None, "wrap", "pad", "drop", "uneven")
 
 @dataclass(frozen=True)
 class Ranks:
-    """What was asked for about ranks.
+    """The arguments about ranks.
 
     Attributes:
-        given: The part by numbers; None: there are no ranks, or they are looked up.
+        given: The part given by numbers; None: no ranks, or they are looked up.
         is_auto: Whether rank and number of ranks are looked up.
-        tail: What becomes of an uneven last global batch.
+        tail: What happens to an uneven last global batch.
     """
 
     given: Part | None
@@ -43,7 +43,7 @@ class Ranks:
         """Return what a loader's arguments ask for.
 
         Raises:
-            ValueError: If they exclude each other or are out of range.
+            ValueError: If two exclude each other or one is out of range.
             TypeError: If one is of the wrong type.
         """
         tail = _tail(tail, is_open=_is_open(dataset))
@@ -51,7 +51,7 @@ class Ranks:
             if world_size is not None:
                 raise ValueError(
                     "rank='auto' excludes world_size: both are looked up when an "
-                    "iteration begins"
+                    "iteration starts"
                 )
             return cls(None, is_auto=True, tail=tail)
         if rank == "env":
@@ -60,7 +60,7 @@ class Ranks:
                 "initialized, else RANK and WORLD_SIZE of the environment"
             )
         if rank is None and world_size is None:
-            # One rank: it is only asked for what becomes of the tail.
+            # A single rank: only `tail` is given.
             return cls(None if tail in {"wrap", "uneven"} else Part(tail=tail))
         return cls(checked(rank, world_size, tail))
 
@@ -69,20 +69,21 @@ class Ranks:
         return self.is_auto or self.given is not None
 
     def part(self) -> Part | None:
-        """Return the part to deliver, as things are now; None: all samples.
+        """Return the part to deliver if an iteration starts now; None: all samples.
 
         Raises:
-            ValueError: If the environment holds no rank, or only a half of one.
+            ValueError: If the environment has only one of RANK and WORLD_SIZE, or
+                they are no numbers.
         """
         if not self.is_auto:
             return self.given
         return checked(*(_of_group() or _of_environment()), self.tail)
 
     def part_now(self, loader: Any) -> Part:
-        """Return the part of an iteration of ``loader`` that would begin now.
+        """Return the part of an iteration of ``loader`` that would start now.
 
         Raises:
-            ValueError: As ``part``, or if a sampler shares out samples too.
+            ValueError: As ``part``, or if a sampler also splits samples between ranks.
         """
         part = self.part()
         if self.is_auto:
@@ -91,7 +92,7 @@ class Ranks:
 
 
 def _is_open(dataset: Any) -> bool:
-    """Tell whether nobody knows where the parts of a stream's ranks end."""
+    """Tell whether the lengths of a stream's parts are unknown."""
     return is_own_stream(dataset) and dataset.total() is None
 
 
@@ -101,8 +102,8 @@ def _tail(tail: Any, *, is_open: bool) -> Tail:
         raise ValueError(f"tail must be {known}, got {tail!r}")
     if is_open and tail not in {None, "uneven"}:
         raise ValueError(
-            f"tail={tail!r} needs to know where the other ranks' shards end, and "
-            "streams do not tell; use epoch_length(count) as the last step that "
+            f"tail={tail!r} needs the lengths of the other ranks' shards, which are "
+            "unknown for streams; use epoch_length(count) as the last step that "
             "changes the number of samples, or tail='uneven'"
         )
     found: Tail = tail or ("uneven" if is_open else "wrap")
@@ -158,10 +159,10 @@ def checked(rank: Any, world_size: Any, tail: Tail) -> Part:
 
 
 def refuse_two_deals(part: Part | None, dataset: Any, *samplers: Any) -> None:
-    """Check that the samples are shared out to ranks only once.
+    """Check that the samples are split between ranks only once.
 
     Raises:
-        ValueError: If a ``DistributedSampler``, or ``shard`` of a stream, does too.
+        ValueError: If a ``DistributedSampler``, or a stream's ``shard``, does so too.
     """
     if part is None or part.world_size == 1:
         return
@@ -171,7 +172,7 @@ def refuse_two_deals(part: Part | None, dataset: Any, *samplers: Any) -> None:
         if others > 1:
             raise ValueError(
                 f"{asked} and a {type(sampler).__name__} of {others} replicas would "
-                "both deal: each rank would get 1 of "
+                "both split the samples: each rank would get 1 of "
                 f"{part.world_size * others} samples; leave out one of them (rank=, or "
                 "the sampler; Lightning puts none in with "
                 "use_distributed_sampler=False)"
@@ -179,7 +180,7 @@ def refuse_two_deals(part: Part | None, dataset: Any, *samplers: Any) -> None:
     shard = dataset.ranks if is_own_stream(dataset) else None
     if shard not in {None, (part.rank, part.world_size)}:
         raise ValueError(
-            f"{asked}, but the stream is that of shard{shard}: leave out one of them"
+            f"{asked}, but the stream is sharded by shard{shard}: leave out one of them"
         )
 
 
@@ -193,10 +194,10 @@ def _replicas(sampler: Any) -> int:
 
 
 def repeats_samples(options: Options, shuffle: Any) -> bool:
-    """Tell whether it is unlikely that all ranks are meant to get all samples.
+    """Tell whether giving all samples to all ranks is probably a mistake.
 
-    To validate on the whole dataset on each rank is usual; to train in a random order,
-    or to read a stream, is not.
+    Validating on the whole dataset on each rank is common; training in a random order
+    or reading a stream that way is not.
     """
     if options.is_own_stream:
         return options.dataset.ranks is None
@@ -204,7 +205,7 @@ def repeats_samples(options: Options, shuffle: Any) -> bool:
 
 
 def warn_of_repeats() -> bool:
-    """Warn if several ranks run, each of which gets all samples; return whether so."""
+    """Warn if several ranks run and each gets all samples; return whether it warned."""
     group = _of_group()
     if group is None or group[1] == 1:
         return False

@@ -54,17 +54,17 @@ class Follower(Protocol):
 
 
 class Runtime:
-    """What a loader has in its own process, and is never copied.
+    """What a loader has in its own process and never copies.
 
     Args:
-        dataset: What is read.
-        numbers: Which epoch is next; the loader's.
+        dataset: The dataset.
+        numbers: The loader's epoch numbers.
         loaded: A state for the next iteration, or None.
 
     Attributes:
-        epoch: The latest that has started.
-        open: The iterators that were made and not dropped.
-        traces: Those under way.
+        epoch: The latest epoch that has started.
+        open: The iterators that still exist.
+        traces: The traces being recorded.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class Runtime:
         self._ahead: Ahead | None = None
         self._guesses_wrong = False
 
-    # -- an epoch begins ----------------------------------------------------------
+    # -- an epoch starts ----------------------------------------------------------
 
     def draw(self, options: Options) -> Epoch:
-        """Draw where torch draws: later draws must find the same generator."""
+        """Draw when torch draws, so that the generators stay in step with torch's."""
         order, pipe = options.order_of(None), options.dataset
         generator = options.generator
         if isinstance(pipe, IterDataPipe):
@@ -102,7 +102,7 @@ class Runtime:
             # Persistent workers keep theirs, as in torch.
             drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
             self._base_seed = int(drawn.item())
-            if options.num_workers:  # for workers torch begins a sampler once more
+            if options.num_workers:  # with workers torch calls iter(sampler) twice
                 order = options.order_of(None)
                 if isinstance(pipe, IterDataPipe):
                     draw_base_seed(generator)
@@ -112,11 +112,11 @@ class Runtime:
         return epoch
 
     def start(self, options: Options, drawn: Epoch | None, *, is_async: bool) -> Source:
-        """Make the source of one iteration, when its first batch is asked for.
+        """Make the source of one iteration, when its first batch is requested.
 
         Args:
-            options: The loader's.
-            drawn: What was drawn for it; None if a state had been loaded.
+            options: The loader's options.
+            drawn: The epoch drawn for it; None if a state was loaded.
             is_async: Whether the consumer is a task.
         """
         epoch, source = self.prepare(options, drawn, is_async=is_async)
@@ -125,20 +125,20 @@ class Runtime:
     def prepare(
         self, options: Options, drawn: Epoch | None, *, is_async: bool
     ) -> tuple[Epoch, Source]:
-        """Make one iteration, which counts with ``begin``."""
+        """Make one iteration; it takes effect with ``begin``."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self.loaded is None and ahead.claim(options):
             self._note_first(options, ahead.epoch)
             return ahead.epoch, ahead.source
         if ahead is not None:
             ahead.dismiss()
-            self._guesses_wrong = True  # it would be wrong again
+            self._guesses_wrong = True  # the next guess would be wrong too
         saved, latest, epoch = self.loaded, self.epoch, drawn
         if saved is None and latest is not None and latest.saved is not None:
             saved = latest.saved if latest.is_untouched() else None
         try:
             if saved is not None:
-                self.pools.drop()  # as torchdata's, workers begin from the state
+                self.pools.drop()  # as in torchdata, workers start from the state
                 epoch = resumed(options, self.numbers, saved, self.draw)
                 self._base_seed = epoch.base_seed
             else:
@@ -156,24 +156,24 @@ class Runtime:
                     concurrency=options.concurrency,
                 )
             return epoch, self._source(options, epoch, is_async=is_async)
-        except BaseException:  # it has not begun, and may be tried again
+        except BaseException:  # it has not started, and may be retried
             if epoch is not None:
                 epoch.number = -1
                 self.numbers.release(epoch)
             raise
 
     def begin(self, epoch: Epoch, source: Source) -> Source:
-        """Start an iteration that was prepared: its epoch counts from now on."""
+        """Start a prepared iteration: its epoch is now the latest."""
         self.numbers.begin(epoch)
         self.epoch = epoch
         for trace in self.traces:
             self.show(trace)
-        if self.loaded is epoch.saved:  # none was loaded meanwhile
+        if self.loaded is epoch.saved:  # no other was loaded meanwhile
             self.loaded = None
         return source
 
     def show(self, trace: "Follower") -> None:
-        """Have a trace follow the latest epoch."""
+        """Let a trace follow the latest epoch."""
         if self.epoch is not None:
             counters = self.epoch.counters
             number, setting = self.epoch.number, self.setting()
@@ -193,7 +193,7 @@ class Runtime:
             and can_look_ahead(options)
             and isinstance(source, PipelineIterator)
         ):
-            # A source does not keep the loader, of which it may be a part.
+            # A weak reference: the loader may own the source.
             source.when_exhausted = partial(_look_ahead, weakref.ref(self), options)
         return source
 
@@ -204,17 +204,17 @@ class Runtime:
     # -- what is known of epochs --------------------------------------------------
 
     def drawn(self) -> Epoch | None:
-        """Return the epoch of the latest iterator, if that has not begun."""
+        """Return the epoch of the latest iterator, if it has not started."""
         epoch = self._latest_drawn()
         return epoch if epoch is not None and epoch.number < 0 else None
 
     def warm(self, options: Options) -> None:
-        """Begin to start what worker processes come from, if it takes long."""
+        """Start the fork server early, if there is one: it takes long."""
         if options.has_processes and options.start_method == "forkserver":
             warm_fork_server()
 
     def settle(self, part: "Part") -> None:
-        """Fix which part of each batch the iterations from now on deliver."""
+        """Set which part of each batch later iterations deliver."""
         if self.part not in {None, part}:  # kept workers serve other ranks
             self.forget_ahead()
             self.pools.close()
@@ -230,7 +230,7 @@ class Runtime:
         return state_of(*parts, drawn=self.drawn(), is_kept=self.pools.has_kept())
 
     def load_state_dict(self, options: Options, state: State, *, strict: bool) -> None:
-        """Let the next iteration begin where ``state`` was taken."""
+        """Let the next iteration start where ``state`` was saved."""
         check(options, state)
         state = fitted(options, state, strict=strict)
         if any(iterator.is_under_way() for iterator in self.open):
@@ -241,7 +241,7 @@ class Runtime:
     # -- the next epoch of persistent workers -------------------------------------
 
     def look_ahead(self, options: Options) -> None:
-        """Have persistent workers make one batch more of the next epoch."""
+        """Let persistent workers make one more batch of the next epoch."""
         if self._ahead is not None:
             self._ahead.issue()
             return
@@ -268,7 +268,7 @@ class Runtime:
     def close(self) -> None:
         """End all iterations and release everything; wait for it, bounded."""
         iterators = self._dismissed()
-        with ExitStack() as stack:  # from its end, whatever is raised
+        with ExitStack() as stack:  # in reverse order, whatever is raised
             stack.callback(self.servers.close)
             stack.callback(self.pools.close)
             stack.callback(self.hosts.release)
@@ -288,7 +288,7 @@ class Runtime:
                 stack.push_async_callback(iterator.aclose)
 
     def _dismissed(self) -> "list[BatchIterator[Any]]":
-        """Have all iterations begin to end; return their iterators."""
+        """Dismiss all iterations; return their iterators."""
         iterators = list(self.open)
         for iterator in iterators:
             iterator.dismiss()
@@ -302,4 +302,4 @@ def _look_ahead(reference: "weakref.ref[Runtime]", options: Options) -> None:
 
 
 def _nothing() -> None:
-    """Return None, as the reference to an object that is gone does."""
+    """Return None, like a weak reference to a deleted object."""

@@ -1,4 +1,4 @@
-"""Torch's samplers for torch's arguments, and what its loader does for data pipes."""
+"""Torch's samplers for torch's arguments, and its handling of data pipes."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -22,20 +22,20 @@ from aioloader.protocols import Kind, is_own_stream
 def make_samplers(
     options: Options, ranks: Ranks, shuffle: Any
 ) -> tuple[Any, Any, int | None]:
-    """Return sampler, batch sampler and batch size for arguments that were checked.
+    """Return sampler, batch sampler and batch size for checked arguments.
 
     Args:
         options: The arguments.
-        ranks: What was asked for about ranks.
-        shuffle: The argument that is not kept.
+        ranks: The arguments about ranks.
+        shuffle: The argument that ``Options`` does not keep.
 
     Returns:
-        As attributes of torch's loader: the sampler of a stream is a placeholder;
-        without batches there is no batch sampler, with the user's no batch size.
+        The attributes of torch's loader: the sampler of a stream is a placeholder;
+        without batching there is no batch sampler, with the user's no batch size.
 
     Raises:
-        ValueError: If the size is no positive integer, or ``drop_last`` no boolean; or
-            if both the loader and a sampler would share out the samples to ranks.
+        ValueError: If the size is no positive integer or ``drop_last`` no boolean, or
+            if both the loader and a sampler would split the samples between ranks.
     """
     sampler, batch_sampler = options.sampler, options.batch_sampler
     size, dataset, generator = options.batch_size, options.dataset, options.generator
@@ -46,7 +46,7 @@ def make_samplers(
             sampler = SequentialSampler(dataset)
         elif not ranks.is_asked():
             sampler = RandomSampler(dataset, generator=generator)
-        else:  # the same on all ranks, however each is seeded
+        else:  # the same on all ranks, whatever their seeds
             seed = 0 if generator is None else generator.initial_seed()
             sampler = ShuffledIndices(len(dataset), seed)
     if batch_sampler is not None:
@@ -58,7 +58,7 @@ def make_samplers(
 
 
 def settle_shuffle(dataset: Any, shuffle: Any) -> tuple[Any, Any]:
-    """Return the dataset and ``shuffle``; to an ``IterDataPipe`` that is applied."""
+    """Return dataset and ``shuffle``, which is applied to an ``IterDataPipe``."""
     if shuffle is None or not isinstance(dataset, IterDataPipe):
         return dataset, shuffle
     return graph_settings.apply_shuffle_settings(dataset, shuffle=shuffle), None
@@ -77,9 +77,9 @@ def seed_pipe(dataset: IterDataPipe[Any], generator: torch.Generator | None) -> 
 
 
 def tell_epoch(parts: Iterable[Any], epoch: int) -> None:
-    """Number the next epoch in the samplers and datasets that have ``set_epoch``."""
+    """Set the next epoch's number in samplers and datasets that have ``set_epoch``."""
     for part in parts:
         hook = getattr(part, "set_epoch", None)
-        # A stream of ours is given each epoch's number as the epoch begins.
+        # Our streams get each epoch's number when the epoch starts.
         if callable(hook) and not is_own_stream(part):
             hook(epoch)

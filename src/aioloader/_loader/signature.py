@@ -1,6 +1,6 @@
 """The arguments of ``DataLoader`` as its overloads name them, for type checkers.
 
-The overloads say what a batch is where typing can: a batch of tensors, of tuples and
+The overloads give the type of a batch where typing can express it: tensors, tuples and
 dicts of them, or what ``collate_fn`` returns. Everything else is ``Any``. Nothing here
 runs when a loader is made.
 """
@@ -23,7 +23,7 @@ from aioloader._workers.rng import Rng
 S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)
 
-# What `default_collate` makes a tensor of.
+# Types that `default_collate` turns into a tensor.
 Number: TypeAlias = torch.Tensor | np.ndarray[Any, Any] | np.number[Any] | float
 K = TypeVar("K")
 V = TypeVar("V", bound=Number)
@@ -38,7 +38,7 @@ class Indexed(Protocol[S_co]):
 
 
 class NamedFields(Protocol):
-    """A named tuple, which stays one: its fields are collated, whatever their types."""
+    """A named tuple: its fields are collated, and the batch has the same type."""
 
     def _asdict(self) -> dict[str, Any]: ...
 
@@ -46,8 +46,8 @@ class NamedFields(Protocol):
 Samples: TypeAlias = Indexed[S | Awaitable[S]] | AsyncIterable[S]
 Transform: TypeAlias = Callable[[Any], S | Awaitable[S]]
 
-# Samples of which `default_collate` makes something that typing cannot say. A sample
-# of type Any is assignable to it and comes first, so that its batch is Any too.
+# Samples whose batch typing cannot express. A sample of type Any matches this first, so
+# that its batch is Any too.
 Opaque: TypeAlias = (
     NamedFields
     | tuple[NamedFields, ...]
@@ -58,7 +58,7 @@ Opaque: TypeAlias = (
 
 
 class KeywordOnly(TypedDict, total=False):
-    """The keyword-only arguments, but for those that change what a batch is."""
+    """The keyword-only arguments that do not change the type of a batch."""
 
     prefetch_factor: int | Literal["auto"] | None
     persistent_workers: bool
@@ -86,8 +86,8 @@ class KeywordOnly(TypedDict, total=False):
 class Arguments(KeywordOnly, total=False):
     """All but ``dataset``, ``batch_size``, ``collate_fn`` and ``transform``.
 
-    With ``tail="pad"``, which is left out here, batches are ``(batch, mask)``; and a
-    ``device_transform`` makes any other batch of it.
+    Not ``tail="pad"`` and ``device_transform`` either, which change the type of a
+    batch.
     """
 
     shuffle: bool | None

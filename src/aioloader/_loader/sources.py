@@ -1,4 +1,4 @@
-"""What makes the batches of an epoch: where, by which workers, on which device."""
+"""Choose what makes the batches of an epoch: where, which workers, which device."""
 
 import asyncio
 import math
@@ -31,7 +31,7 @@ from aioloader._pipeline.pipeline_iterator import Patience, PipelineIterator, Wi
 from aioloader._pipeline.roles import Pool
 from aioloader._pipeline.tuner import Tuning
 from aioloader._transport.slots import Locker, SlotPool
-from aioloader._workers.info import be_at_sample
+from aioloader._workers.info import use_sample_rng
 from aioloader._workers.lease import Lease, Pools
 from aioloader._workers.process.pool import Tally
 from aioloader._workers.process.server_launcher import Servers
@@ -47,7 +47,7 @@ Source: TypeAlias = PlainIterator | InlineIterator | GatherIterator | PipelineIt
 
 
 class Resources(Protocol):
-    """What a loader keeps between its epochs, and iterations use."""
+    """What a loader keeps between epochs for its iterations."""
 
     hosts: Hosts
     slots: SlotPool
@@ -61,16 +61,16 @@ class Resources(Protocol):
 def make_source(
     options: Options, epoch: Epoch, resources: Resources, *, is_async: bool
 ) -> Source:
-    """Make what gives the batches of an epoch.
+    """Make the source of the batches of an epoch.
 
     Args:
-        options: The loader's.
-        epoch: The epoch, begun.
-        resources: What the loader keeps.
+        options: The loader's options.
+        epoch: The epoch, started.
+        resources: What the loader keeps between epochs.
         is_async: Whether the consumer is a task.
 
     Raises:
-        RuntimeError: If a plain ``for`` would block the loop that is to serve it.
+        RuntimeError: If a plain ``for`` would block the loop that serves it.
     """
     tensors = _gathered(options)
     if tensors is not None and isinstance(epoch.order, IndexOrder):
@@ -112,7 +112,7 @@ def make_source(
     epoch.counters.listed = pipeline.listed
     if (watch := pipeline.host.watch) is not None:
         epoch.counters.lag = partial(watch.lag, watch.mark())
-    epoch.reads_ahead = True  # what was read is no sign of what was delivered
+    epoch.reads_ahead = True  # samples read are not samples delivered
     return PipelineIterator(pipeline, epoch, window, patience)
 
 
@@ -152,17 +152,17 @@ def _place(options: Options, pool: Pool | None, *, is_async: bool) -> Place:
 def _window(
     options: Options, pool: Pool | None, *, on_device: int, is_async: bool
 ) -> Window:
-    """Return how many batches may be in flight.
+    """Return the window: how many batches may be in flight.
 
     Args:
-        options: The loader's.
-        pool: What makes them, if that is not done here.
-        on_device: Batches that wait on the device: they have left the pipeline.
+        options: The loader's options.
+        pool: The workers that make them, if any.
+        on_device: Batches waiting on the device: they have left the pipeline.
         is_async: Whether the consumer is a task.
     """
     if options.is_keyed and not options.num_workers:
-        # Keyed generators are the process's own here, and the user's are put aside
-        # while a batch is made: none may be made before the user asks for it.
+        # Keyed seeds replace the user's global generators while a batch is made: no
+        # batch may be made before the user requests it.
         return Window(1, is_lazy=True)
     readers = max(1, options.num_workers)
     factor = options.prefetch_factor
@@ -171,7 +171,7 @@ def _window(
     if options.is_plain:
         hops = is_async and pool is None and not on_device
         return Window(readers * (factor or 2) + on_device, per_hop=hops)
-    # One batch is being collated, one is handed over, and one is late.
+    # One batch is being collated, one is being delivered, and one is late.
     spare = (factor or 3) * readers + on_device
     is_beside = pool is None and not on_device and options.loop == "thread"
     return Window(
@@ -182,15 +182,15 @@ def _window(
 
 
 def _follows_concurrency(options: Options) -> bool:
-    """Tell whether the window is not given, but as wide as reading needs it."""
+    """Tell whether the window follows from ``concurrency``."""
     return options.prefetch_factor is None or is_chosen(options.prefetch_factor)
 
 
 def default_window(concurrency: int, batch_size: int) -> int:
     """Return how many batches keep ``concurrency`` samples in flight on one loop.
 
-    One batch more than is in flight is being collated, one is handed over, and one is
-    late: with less, the fetchers run out of samples to start.
+    Three more than that: one is being collated, one is being delivered, and one is
+    late. With fewer, the fetchers run out of samples to start.
     """
     return math.ceil(concurrency / max(1, batch_size)) + 3
 
@@ -198,12 +198,12 @@ def default_window(concurrency: int, batch_size: int) -> int:
 def _setting(
     options: Options, pool: Pool | None, window: Window, *, on_device: int
 ) -> Setting:
-    """Return how the loader is set up, for who explains its speed."""
+    """Return how the loader is set up, for the report."""
     workers = options.workers
     kind = workers if isinstance(workers, str) else type(workers).__name__
-    beside: Literal["thread", "loop"] = "thread" if options.is_plain else "loop"
+    host: Literal["thread", "loop"] = "thread" if options.is_plain else "loop"
     return Setting(
-        beside if pool is None else "workers",
+        host if pool is None else "workers",
         workers=options.num_workers,
         worker_kind=kind if pool is not None else "",
         reads_in_workers=options.reads_in_workers,
@@ -217,14 +217,14 @@ def _setting(
 
 
 def _fixed(window: Window) -> int | None:
-    """Return how many batches may be in flight, if that is a fixed number."""
+    """Return how many batches may be in flight, if the number is fixed."""
     if window.is_lazy:
         return 0
     return None if window.samples or window.per_hop else window.batches
 
 
 def _device_side(options: Options, devices: Devices) -> DeviceSide | None:
-    """Return what moves batches after the pipeline, or None if nothing does.
+    """Return what moves batches to the device after the pipeline, or None.
 
     Without workers, batches are pinned where they are collated, as in torch.
     """
@@ -248,7 +248,7 @@ def make_maker(options: Options, epoch: Epoch, slots: SlotPool) -> BatchMaker:
     if not num_workers and options.pins:
         collate_fn = _pinning(collate_fn)
     is_even = False
-    if options.is_own_stream:  # it knows of ranks, and gives this one its part
+    if options.is_own_stream:  # it knows about ranks, and yields this rank's part
         dataset = dataset.for_epoch()
         if options.rank is not None:
             dataset = dataset.shard(part.rank, part.world_size)
@@ -269,7 +269,7 @@ def make_maker(options: Options, epoch: Epoch, slots: SlotPool) -> BatchMaker:
         pool=slots,
         around=_around(options) if is_keyed else nothing_around,
         reseed=seed_batch if is_keyed and not num_workers else None,
-        seed=be_at_sample if num_workers else seed_sample,
+        seed=use_sample_rng if num_workers else seed_sample,
         keys=keys if is_keyed else None,
         part=part,
         snapshot_every=options.snapshot_every,
@@ -280,7 +280,7 @@ def make_maker(options: Options, epoch: Epoch, slots: SlotPool) -> BatchMaker:
 
 
 def _pinning(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return ``collate_fn`` followed by torch's own pinning, async if it is."""
+    """Return ``collate_fn`` followed by torch's pinning; async if ``collate_fn`` is."""
     pin: Callable[[Any], Any] = torch_pin.pin_memory
     if is_async_function(collate_fn):
 
@@ -292,7 +292,7 @@ def _pinning(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _around(options: Options) -> Callable[[BatchTask], Any]:
-    """Return how plain code in this process gets the generators of its batch."""
+    """Return the context in which plain code of this process draws for a batch."""
     if not options.num_workers:
         return lambda task: swapped_in(task.key or 0)
     return KeyedHere if options.works_here else nothing_around
@@ -308,10 +308,10 @@ def _pool(
     resources: Resources,
     locker: Locker | None,
 ) -> Pool | None:
-    """Return what makes the batches, or None if that is done here."""
+    """Return the workers that make the batches, or None."""
     workers, reads = options.workers, options.reads_in_workers
     if not options.num_workers or (not reads and maker.collates_async):
-        return None  # nothing is left that is not for the loop
+        return None  # everything left runs on the loop
     if workers == "thread":
         threads = ThreadWorkers(
             options.num_workers,
@@ -339,10 +339,10 @@ def _pool(
 def _spec(
     options: Options, epoch: Epoch, maker: BatchMaker, *, reads: bool
 ) -> WorkerSpec:
-    """Return what workers are started with."""
+    """Return the specification of the workers."""
     transform = options.transform
     if not reads and is_async_function(transform):
-        transform = None  # it is done where samples are read
+        transform = None  # applied where samples are read
     per_worker = options.prefetch_factor or 2
     if _follows_concurrency(options) and reads and not options.is_plain:
         per_worker = default_window(options.concurrency, options.batch_size or 1)

@@ -1,9 +1,9 @@
 """A loader's state, written and read: which epoch, its order, and what was delivered.
 
-A state is a dict of a few numbers, ready for JSON where the dataset's own state is. It
-says nothing of workers, prefetch or places, so it can be loaded with others. What was
-delivered counts: the dataset's state is that after the last delivered batch, of an
-iterable for each reader, of a map-style dataset for each worker that has a copy.
+A state is a dict of a few numbers, ready for JSON if the dataset's own state is. It
+says nothing of workers, prefetch or devices, so these may differ where it is loaded.
+Only delivered batches count: the dataset's state is the one after the last delivered
+batch, for each reader of an iterable, for each worker's copy of a map-style dataset.
 Source: torchdata 0.11, ``stateful_dataloader/worker.py``.
 """
 
@@ -32,24 +32,24 @@ _LOADER = "loader"  # the dataset is this process's own, and not a worker's copy
 
 
 class LoaderState(TypedDict):
-    """A state of this version, as ``state_dict`` returns it: with all keys.
+    """A state of this version with all keys, as ``state_dict`` returns it.
 
     Attributes:
-        kind: Of the dataset; with ``length``, ``batch_size`` (of all ranks together),
-            ``readers``, ``ranks`` and ``tail`` (of streams of ours that several ranks
-            read) what has to be the same where it is loaded.
+        kind: Kind of the dataset. It must be the same where the state is loaded, as
+            must ``length``, ``batch_size`` (of all ranks together), ``readers``,
+            ``ranks`` and ``tail`` (of our streams, if several ranks read them).
         epoch: Its number.
-        seed: What random draws are keyed with; None: it is not drawn yet.
+        seed: The seed that random draws are keyed with; None: not drawn yet.
         done: Batches below this number were delivered.
-        beyond: Batches above that were delivered too.
+        beyond: Numbers of later batches that were delivered too.
         default: A checksum of torch's default generator.
-        order: What makes the order again; as all that follow in a tuple of one, or of
-            none, since ``torch.distributed.checkpoint`` restores what a fresh loader
-            has keys for, looks into mappings, and saves a tuple as one value.
+        order: What restores the order. This and all keys below are in a tuple of one
+            or none, since ``torch.distributed.checkpoint`` restores what a fresh
+            loader has keys for, looks into mappings, and saves a tuple as one value.
         generators: The user's generators: the ``"loader"``'s and the ``"sampler"``'s.
-        states: Those of the readers (the sampler, or streams).
-        last: Of a stream of ours, those at the end of the epoch before.
-        datasets: Those of a map-style dataset: the loader's, or each worker's.
+        states: States of the readers (the sampler, or streams).
+        last: For our streams, the states at the end of the previous epoch.
+        datasets: States of a map-style dataset: the loader's, or each worker's.
     """
 
     version: int
@@ -83,10 +83,10 @@ def sealed(state: State) -> State:
 
 
 def unsealed(state: Any) -> Any:
-    """Return what ``sealed`` was given; what is no state, as it is.
+    """Undo ``sealed``; return anything else unchanged.
 
     Raises:
-        StateMismatchError: If a part is none.
+        StateMismatchError: If a part is not a mapping.
     """
     if not isinstance(state, Mapping) or "version" not in state:
         return state
@@ -106,10 +106,10 @@ def unsealed(state: Any) -> Any:
 
 
 def identity(options: Options) -> State:
-    """Return what of a loader must be the same where its state is loaded."""
+    """Return what must be equal in the loader that loads the state."""
     try:
         length = len(options.dataset)
-    except Exception:  # noqa: BLE001  (of the user's; then it is not known)
+    except Exception:  # noqa: BLE001  (the user's; the length is then unknown)
         length = None
     size = options.global_batch_size
     return {
@@ -123,7 +123,7 @@ def identity(options: Options) -> State:
 
 
 def _tail(options: Options) -> str | None:
-    """Return what decides of the lengths of ranks' parts of a stream of ours."""
+    """Return ``tail`` if the lengths of the ranks' parts of our stream depend on it."""
     if not options.is_own_stream:
         return None
     ranks = max(options.part.world_size, (options.dataset.ranks or (0, 1))[1])
@@ -144,11 +144,11 @@ def state_of(
     """Return the state of a loader, sealed.
 
     Args:
-        options: The loader's.
+        options: The loader's options.
         numbers: Which epoch is next.
-        epoch: The latest that has started, if one has.
-        drawn: That of an iterator which has not begun, if there is one.
-        is_kept: Whether workers are there that the latest epoch has left.
+        epoch: The latest epoch that has started, if one has.
+        drawn: The epoch of an iterator that has not started, if there is one.
+        is_kept: Whether workers of the latest epoch persist.
     """
     if epoch is None or epoch.progress.is_over:
         epoch = numbers.latest_reserved() or epoch
@@ -171,7 +171,7 @@ def state_of(
 
 
 def _head(options: Options, epoch: Epoch) -> State:
-    """Return what of an epoch's state does not change as it goes on."""
+    """Return the part of an epoch's state that is constant."""
     head: State = {
         "version": VERSION,
         **identity(options),
@@ -192,16 +192,16 @@ def _between(
     *,
     is_kept: bool,
 ) -> State:
-    """Return the state before an epoch: nothing of it was drawn yet."""
+    """Return the state before an epoch: nothing is drawn for it yet."""
     first = first_states(options, epoch, is_kept=is_kept)
     state: State = {"version": VERSION, **identity(options)}
     state |= {"epoch": numbers.next, "done": 0, "beyond": []}
-    if drawn is not None:  # an iterator was made, and has not begun
+    if drawn is not None:  # an iterator was made and has not started
         state["seed"] = drawn.base_seed
     elif epoch is not None and is_kept:
         state["seed"] = epoch.base_seed
     if epoch is not None:
-        if epoch.order.end is not None:  # of a sampler, which may know of epochs
+        if epoch.order.end is not None:  # of a sampler that may count epochs
             first = {0: {**epoch.order.end, "is_over": True}}
         if options.is_own_stream:  # other ranks may have more of it: ``merge_states``
             state["last"] = _by_name(epoch.progress.bookmark().states)
@@ -223,19 +223,19 @@ def _between(
 def _fingerprint() -> int:
     """Return a checksum of the state of torch's default generator.
 
-    Its seed, its place in a block of numbers and the first of them come first: enough.
+    The first bytes suffice: seed, position in the block and the block's first numbers.
     """
     state = torch.default_generator.get_state().numpy()
     return zlib.crc32(state[:64].tobytes())
 
 
 def _by_name(states: States) -> State:
-    """Return states by the number of their reader, as JSON has it."""
+    """Return states by reader number, as strings for JSON."""
     return {str(reader): one for reader, one in states.items()}
 
 
 def generators_of(options: Options) -> dict[str, torch.Generator]:
-    """Return the generators of the user's that epochs draw from."""
+    """Return the user's generators that epochs draw from."""
     loader: torch.Generator | None = options.generator
     sampler = getattr(drawing_part_of(options.index_sampler), "generator", None)
     found = {_LOADER: loader, "sampler": None if sampler is loader else sampler}
@@ -258,13 +258,13 @@ def own_generator_state(options: Options) -> torch.Tensor | None:
 def note_first(
     options: Options, epoch: Epoch, before: Epoch | None, *, is_kept: bool
 ) -> None:
-    """Note the states of the dataset that an epoch begins with.
+    """Note the states of the dataset at the start of an epoch.
 
     Args:
-        options: The loader's.
+        options: The loader's options.
         epoch: The epoch.
-        before: The one before, if there was one.
-        is_kept: Whether workers are there that it has left.
+        before: The previous epoch, if there was one.
+        is_kept: Whether workers of the previous epoch persist.
     """
     if options.kind is not Kind.MAP:
         epoch.first = first_states(options, before, is_kept=is_kept)
@@ -279,7 +279,7 @@ def note_first(
 
 
 def first_states(options: Options, before: Epoch | None, *, is_kept: bool) -> States:
-    """Return the states that an iterable's readers begin the next epoch with."""
+    """Return the states of an iterable's readers at the start of the next epoch."""
     if options.kind is Kind.MAP or options.is_own_stream:
         return {}
     if before is not None and (is_kept or not options.has_copies):
@@ -293,7 +293,7 @@ def first_states(options: Options, before: Epoch | None, *, is_kept: bool) -> St
 
 
 def _datasets_of(options: Options, epoch: Epoch | None, *, is_kept: bool) -> State:
-    """Return the states of a map-style dataset, by worker, or of the loader's own."""
+    """Return the states of a map-style dataset: by worker, or the loader's own."""
     if options.kind is not Kind.MAP or not options.is_stateful:
         return {}
     are_new = options.has_copies and not is_kept
@@ -307,13 +307,13 @@ def _datasets_of(options: Options, epoch: Epoch | None, *, is_kept: bool) -> Sta
 
 
 def _restore_datasets(options: Options, state: State) -> States:
-    """Give a map-style dataset its state back; return those that are for workers.
+    """Restore a map-style dataset's state; return the states for the workers.
 
-    Each worker gets that of its predecessor. Where there were others, all get that of
-    the worker which made the last delivered batch.
+    Each worker gets the state of its predecessor. If their number differs, all get the
+    state of the worker that made the last delivered batch.
 
     Raises:
-        StateMismatchError: If the dataset takes no state.
+        StateMismatchError: If the dataset cannot load a state.
     """
     saved = state.get("datasets") or {}
     if not saved:
@@ -347,15 +347,15 @@ def resumed(
     state: State,
     draw: Callable[[Options], Epoch],
 ) -> Epoch:
-    """Return the epoch that a state was saved in, from where it was.
+    """Return the epoch that a state was saved in, at its position.
 
-    The workers that were kept have been released before.
+    Persistent workers must have been released before.
 
     Args:
-        options: Those of the loader that it was loaded into.
+        options: The options of the loader that loads it.
         numbers: Which epoch is next.
         state: The state, unsealed and checked.
-        draw: Draws for an epoch of which nothing was drawn yet.
+        draw: Draws for an epoch, if nothing was drawn for it yet.
     """
     order = state.get("order") or {}
     mine = generators_of(options)
@@ -387,7 +387,7 @@ def resumed(
 
 
 def _restore_sampler(options: Options, bookmark: Bookmark) -> Bookmark:
-    """Give a sampler its state after an epoch, before it is iterated for the next."""
+    """Restore a sampler's state between epochs, before it is iterated again."""
     one = bookmark.states.get(0, {})
     if options.kind is not Kind.MAP or "sampler" not in one:
         return bookmark
@@ -396,16 +396,16 @@ def _restore_sampler(options: Options, bookmark: Bookmark) -> Bookmark:
 
 
 def _draw_as_before(options: Options, state: State) -> None:
-    """Draw from torch's default generator what was drawn before the state was saved.
+    """Repeat the draws from torch's default generator before the state was saved.
 
-    A script that is run again seeds it again, and the epochs to come would be drawn
-    like those that were. If the user has restored it, nothing is drawn. (Between epochs
-    nothing is either: a script may seed it for each.)
+    A script that is run again seeds it again, so later epochs would repeat the draws of
+    earlier ones. If the user has restored the generator, nothing is drawn. (Nor is it
+    between epochs: a script may seed it for each.)
     """
     if options.generator is not None:
         return
     epochs = state["epoch"] + 1
-    draws = 1 if options.persistent_workers else epochs  # they keep their base seed
+    draws = 1 if options.persistent_workers else epochs  # those keep their base seed
     sampler = options.index_sampler
     draws_seed = isinstance(sampler, RandomSampler) and sampler.generator is None
     if draws_seed and not seeds_itself(sampler):
@@ -415,7 +415,7 @@ def _draw_as_before(options: Options, state: State) -> None:
 
 
 def _warn_of_reading_again(options: Options, bookmark: Bookmark) -> None:
-    """Warn what it costs to resume a stream that has no state."""
+    """Warn about the cost of resuming a stream that has no state."""
     states = bookmark.states.values()
     plain = [one for one in states if not ("iterator" in one or "dataset" in one)]
     again = sum(one["read"] for one in plain if one.get("skip") and "ended" not in one)
@@ -423,5 +423,5 @@ def _warn_of_reading_again(options: Options, bookmark: Bookmark) -> None:
         warn(
             f"{type(options.dataset).__name__} has no state_dict(): its first "
             f"{again:,} samples are read again and dropped, which takes as long as "
-            "reading them took, and is right only if they come in the same order"
+            "the first time, and is correct only if they come in the same order"
         )

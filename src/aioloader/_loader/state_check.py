@@ -1,7 +1,7 @@
 """Whether a state is whole, and fits a loader.
 
-A state may come back from a file that was cut, edited, or restored only in part: then
-it is refused, for with a part of it another run would go on, silently.
+A state may come from a file that was truncated, edited, or restored only in part. It is
+refused then: part of a state would silently resume a different run.
 """
 
 import contextlib
@@ -47,10 +47,10 @@ def check(options: Options, state: State) -> None:
 
 
 def fitted(options: Options, state: State, *, strict: bool) -> State:
-    """Return a state with those of a stream of ours as that can load them.
+    """Return a state with its stream states converted for this loader's stream.
 
     Raises:
-        StateMismatchError: If they are of another stream, and ``strict`` is set.
+        StateMismatchError: If they belong to another stream, and ``strict`` is set.
     """
     dataset = options.dataset
     if not is_own_stream(dataset):
@@ -66,7 +66,7 @@ def fitted(options: Options, state: State, *, strict: bool) -> State:
     return state
 
 
-# What need not be known, or have a meaning, where a state is saved or loaded.
+# Keys that may be None, in the state or in the loader.
 _UNKNOWN = {"length", "tail"}
 _MESSAGES = {
     "kind": "the state was saved for a dataset of kind {saved}, but this one's is "
@@ -77,11 +77,11 @@ _MESSAGES = {
     "together), but the loader makes {found}; load it with the same batch_size x "
     "world_size",
     "ranks": "the state was saved on {saved} ranks, but there are {found}; with a "
-    "batch_sampler of its own a run cannot go on with others",
+    "custom batch_sampler a run cannot be resumed on another number of ranks",
     "tail": "the state was saved with tail={saved}, but the loader has tail={found}; "
-    "load it with the same tail, or begin the epoch anew",
+    "load it with the same tail, or restart the epoch",
     "readers": "the state was saved with {saved} readers of the iterable (workers that "
-    "each read a part of their own), but the loader has {found}; load it with the same "
+    "each read a part of it), but the loader has {found}; load it with the same "
     "num_workers and fetch",
 }
 
@@ -104,7 +104,7 @@ def _check_generator(options: Options, state: State, saved: State) -> None:
     """Check the seed of the generator that the order is drawn from."""
     what = "a generator of seed {!r} for the order"
     between = state.get("generators") or {}
-    if state["done"] or state["beyond"]:  # the order itself says what it is drawn from
+    if state["done"] or state["beyond"]:  # the order has a generator of its own
         between = {}
     for name in set(between) - set(generators_of(options)):
         _refuse(what, between[name]["seed"], None)
@@ -126,7 +126,7 @@ def _refuse(what: str, saved: Any, found: Any) -> NoReturn:
     if sorted(map(str, (saved, found))) == ["RandomSampler", "ShuffledIndices"]:
         hint = " (shuffle=True with ranks: rank=0, world_size=1 is one rank)"
     elif "generator" in what and not (saved is None or found is None):
-        hint = f"; seed it alike, with manual_seed({saved})"
+        hint = f"; give it the same seed with manual_seed({saved})"
     raise StateMismatchError(
         f"the state was saved with {what.format(saved)}, but the loader has "
         f"{what.format(found)}{hint}",
@@ -200,7 +200,7 @@ def _check_beyond(beyond: Any, done: int) -> None:
 
 
 def _check_readers(state: Any) -> None:
-    """Check the states of readers: of streams they also count samples."""
+    """Check the states of readers; those of streams also count samples."""
     for reader, one in state["states"].items():
         name = f"states.{reader}"
         if not str(reader).isdecimal() or not isinstance(one, Mapping):
@@ -212,7 +212,7 @@ def _check_readers(state: Any) -> None:
                 _damaged(f"{name}.{key}", "is missing")
             _check_count(f"{name}.{key}", one.get(key, 0))
         if one.get("skip", 0) > one.get("read", 0):
-            _damaged(name, f"skips {one['skip']} of {one['read']} samples")
+            _damaged(name, f"skips {one['skip']} of only {one['read']} samples")
 
 
 def _check_drawn(state: Any) -> None:

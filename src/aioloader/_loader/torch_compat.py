@@ -1,8 +1,8 @@
 """What makes a loader a torch ``DataLoader`` to frameworks that inspect it.
 
-Frameworks check the class, take a loader apart by ``vars`` and the signature of its
-``__init__``, and read private names of torch's class. All of these are kept here, but
-torch's ``__init__``, which knows nothing of async datasets, is not called.
+Frameworks check the class, read a loader's arguments from ``vars`` and the signature of
+its ``__init__``, and use private names of torch's class. All of these exist here, but
+torch's ``__init__``, which does not support async datasets, is not called.
 """
 
 import functools
@@ -23,16 +23,16 @@ _VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
 class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
-    """Torch's class with the names that others read, before anything is loaded.
+    """Torch's class with the names that frameworks read; it loads nothing.
 
     Every public attribute of an instance is an argument of ``__init__``, so that
-    ``type(loader)(**arguments)`` makes the same loader again. Of torch's private names
-    ``_index_sampler``, ``_auto_collation``, ``_dataset_kind``, ``_get_iterator``,
-    ``_iterator``, ``_IterableDataset_len_called`` and ``_DataLoader__initialized`` are
-    there.
+    ``type(loader)(**arguments)`` makes the same loader again. Torch's private names
+    here are ``_index_sampler``, ``_auto_collation``, ``_dataset_kind``,
+    ``_get_iterator``, ``_iterator``, ``_IterableDataset_len_called`` and
+    ``_DataLoader__initialized``.
     """
 
-    # Torch's property checks what it is set to; here the constructor has done so.
+    # Torch's property checks the value; here the constructor has done so.
     multiprocessing_context: Any = None
     dataset: Any
     _live: Any
@@ -43,14 +43,14 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
 
     @property
     def _iterator(self) -> Any:
-        """What torch keeps here: the iterator of workers that persist, or None."""
+        """The iterator of persistent workers, as in torch, or None."""
         if not (self.persistent_workers and self.num_workers):
             return None
         return next(iter(self._live.open), None)
 
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
-        """End persistent workers when it is set to None, as frameworks do with torch's.
+        """End persistent workers when set to None, which frameworks do with torch's.
 
         Raises:
             AttributeError: If it is set to anything else.
@@ -66,11 +66,11 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Whether accelerate is to leave it as it is, which it asks before it takes it.
+        """Whether accelerate leaves the loader as it is; checked by ``prepare``.
 
         Raises:
-            ValueError: If torch's loader, which accelerate makes of it, would not give
-                the same batches; says why.
+            ValueError: If torch's loader, which accelerate would make from this one,
+                would not give the same batches; says why.
         """
         prepared: bool | None = vars(self).get("_accelerate_prepared")
         if prepared is None and _is_asked_by("accelerate"):
@@ -87,11 +87,11 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
 
 
 def dataset_kind(dataset: Any, kind: Kind) -> int:
-    """Return torch's name of ``kind``; have an async iterable pass for torch's.
+    """Return torch's constant for ``kind``; register async iterables with torch.
 
-    Frameworks ask ``isinstance(dataset, IterableDataset)`` before they put samplers in.
-    A class that can also be indexed is left alone: torch's own loader would treat its
-    instances in another way from then on.
+    Frameworks check ``isinstance(dataset, IterableDataset)`` before they add samplers.
+    A class that can also be indexed is not registered: torch's own loader would then
+    treat its instances differently.
     """
     cls = type(dataset)
     if kind is Kind.ASYNC_ITERABLE and not isinstance(dataset, IterableDataset):
@@ -102,13 +102,13 @@ def dataset_kind(dataset: Any, kind: Kind) -> int:
 
 
 def check_torch_suffices(loader: TorchLoader[Any]) -> None:
-    """Check that torch's loader, made of the same arguments, gives the same batches.
+    """Check that torch's loader, made from these arguments, gives the same batches.
 
     Raises:
         ValueError: If it cannot, because of an argument or of the dataset.
     """
     advice = (
-        "use aioloader.accelerate.prepare(accelerator, ...) in the place of "
+        "use aioloader.accelerate.prepare(accelerator, ...) instead of "
         "accelerator.prepare(...), or for transformers' Trainer the TrainerMixin there"
     )
     cls = [base for base in type(loader).__mro__ if issubclass(base, TorchLoader)][-2]
@@ -132,12 +132,13 @@ def check_torch_suffices(loader: TorchLoader[Any]) -> None:
         lost.append("a loaded state")
     if lost:
         raise ValueError(
-            "accelerate would make a torch.utils.data.DataLoader of this loader, "
+            "accelerate would replace this loader with a torch.utils.data.DataLoader, "
             f"without {', '.join(lost)}: {advice}"
         )
     warn(
-        "accelerate makes a torch.utils.data.DataLoader of this loader: the batches "
-        f"are the same, but torch's engine makes them; to keep this one, {advice}"
+        "accelerate replaces this loader with a torch.utils.data.DataLoader: the "
+        "batches are the same, but torch's engine makes them; to keep this one, "
+        f"{advice}"
     )
 
 
@@ -151,26 +152,26 @@ _FOR_SPEED = {
 
 
 def _is_asked_by(package: str) -> bool:
-    """Tell whether the caller's caller is of ``package``; not, say, a debugger."""
+    """Tell whether the caller's caller belongs to ``package`` (not to a debugger)."""
     name: str = sys._getframe(2).f_globals.get("__name__", "")
     return name.split(".", maxsplit=1)[0] == package
 
 
-# Set for classes that are defined in Python: Py_TPFLAGS_HEAPTYPE.
+# Py_TPFLAGS_HEAPTYPE: set for classes defined in Python.
 _HEAP_TYPE = 1 << 9
 
 
 def _make_explicit(cls: type[TorchLoader[Any]]) -> None:
-    """Spell out the arguments that a sub-class passes on by ``**kwargs``.
+    """Spell out the arguments that a subclass passes on by ``**kwargs``.
 
-    Of a signature with ``**kwargs`` frameworks take it that it means torch's arguments,
-    and leave out all others when they make the loader again.
+    Frameworks take ``**kwargs`` in a signature to mean torch's arguments, and drop all
+    others when they rebuild the loader.
     """
     owner = next(base for base in cls.__mro__ if "__init__" in vars(base))
     init: Any = vars(owner)["__init__"]
     if owner is not cls:
         if issubclass(owner, TorchLoader):
-            return  # has been here
+            return  # done already
         init = _passing_on(init)
     if not inspect.isfunction(init):
         return
@@ -191,7 +192,7 @@ def _make_explicit(cls: type[TorchLoader[Any]]) -> None:
 def _merged(
     mine: list[inspect.Parameter], theirs: list[inspect.Parameter]
 ) -> list[inspect.Parameter]:
-    """Return my parameters, with theirs in the place of the variadic ones."""
+    """Return my parameters, with the variadic ones replaced by theirs."""
     named = [one for one in mine if one.kind not in _VARIADIC]
     passes_all = len(named) == 1 and mine[1].kind is mine[1].VAR_POSITIONAL
     names = {one.name for one in named}
@@ -206,7 +207,7 @@ def _merged(
 
 
 def _passing_on(init: Any) -> Any:
-    """Return a function that does the same, and can have another signature."""
+    """Return a wrapper of ``init`` that can have another signature."""
 
     @functools.wraps(init)
     def passed_on(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,1 +1,1 @@
-"""What a loader knows of itself."""
+"""Records, figures, reports and traces of a loader."""

@@ -1,9 +1,10 @@
 """Numbers that a loader chooses while it runs: a controller without a clock.
 
-It sees what a setting achieves, and tries another one: twice as much while that gains
-(as TCP's slow start), then a constant step more (additive increase). Half as much where
-reads fail or their latency rises (multiplicative decrease). What does not gain is taken
-back. Each decision is logged with its reason. Source: RFC 5681, sections 3.1 and 3.2.
+It observes what a value achieves and tries another one: twice as much while that gains
+(like TCP's slow start), then a constant step more (additive increase), and half as much
+if reads fail or their latency rises (multiplicative decrease). A change without a gain
+is undone. Each decision is logged with its reason. Source: RFC 5681, sections 3.1 and
+3.2.
 """
 
 import logging
@@ -15,22 +16,22 @@ from aioloader._observe.records import bytes_of
 
 _log = logging.getLogger("aioloader")
 
-# What a setting must gain to be kept: twice as much of it, and a step more or half.
+# Gain for which a value is kept: after doubling, and after a step or halving.
 _GAIN_DOUBLED = 0.1
 _GAIN = 0.05
 # Below this share of the time, the consumer does not wait.
 _WAITS = 0.02
-# By how much the share of reads that fail must exceed what is usual.
+# By how much the share of failed reads must exceed the usual share.
 _FAILS = 0.01
-# How many times its usual value the latency must be to count as risen.
+# Factor by which the latency must exceed its usual value to count as risen.
 _RISEN = 2.0
-# Observations between two trials, at first and at most.
+# Observations between two trials: initially, and the maximum.
 _REST = 8
 _LONGEST_REST = 256
 
 
 class Chosen(int):
-    """A number that the loader chooses, because ``"auto"`` was given; now this one."""
+    """The present value of a number that the loader chooses for ``"auto"``."""
 
     def __repr__(self) -> str:
         return f"auto({int(self)})"
@@ -38,13 +39,13 @@ class Chosen(int):
 
 @dataclass(frozen=True)
 class Observation:
-    """What a setting has achieved over a while.
+    """What a value has achieved over a period.
 
     Attributes:
         rate: Samples, or batches, per second.
         waited: Share of the time that the consumer waited.
         latency: Mean seconds per read; 0: not known.
-        failures: Share of the reads that failed, also if they were tried again.
+        failures: Share of the reads that failed, including those retried.
     """
 
     rate: float
@@ -55,13 +56,13 @@ class Observation:
 
 @dataclass(frozen=True)
 class Decision:
-    """A number was changed.
+    """A change of a number.
 
     Attributes:
         name: The argument.
-        before: Its value so far.
-        after: Its value from now on.
-        reason: Why, in words.
+        before: The old value.
+        after: The new value.
+        reason: Why, as text.
     """
 
     name: str
@@ -75,26 +76,26 @@ class Decision:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A setting that is tried: what it is compared with, and what it must gain."""
+    """The trial of a value: what it is compared with, and what it must gain."""
 
     before: int
     seen: Observation
     gain: float
     is_for_failures: bool = False
-    first: Observation | None = None  # of two, where the first one was too low
+    first: Observation | None = None  # of two, if the first was too low
 
 
 class Controller:
     """Choose one number within bounds.
 
     Args:
-        name: The argument that it is.
+        name: The argument's name.
         start: The first value.
         least: The least value, at least 1.
         most: The greatest value.
 
     Attributes:
-        value: The present one; never out of the bounds.
+        value: The present value, always within the bounds.
     """
 
     def __init__(self, name: str, start: int, least: int, most: int) -> None:
@@ -113,11 +114,11 @@ class Controller:
 
     @property
     def is_trying(self) -> bool:
-        """Whether the present value is being tried, and may be followed by more."""
+        """Whether the present value is on trial, and a greater one may follow."""
         return self._trial is not None
 
     def limit(self, most: int, reason: str) -> Decision | None:
-        """Set the greatest value; decide at once if the present one is beyond it."""
+        """Set the greatest value; decide at once if the present one exceeds it."""
         self.most = max(self.least, most)
         if self.value <= self.most:
             return None
@@ -126,7 +127,7 @@ class Controller:
         return self._go(self.most, reason)
 
     def observe(self, seen: Observation) -> Decision | None:
-        """Decide what to do after ``seen``, at the present value; None: nothing."""
+        """Decide what to do after observing the present value; None: nothing."""
         trial, self._trial = self._trial, None
         if trial is not None and trial.is_for_failures:
             return self._judge_failures(trial, seen)
@@ -140,7 +141,7 @@ class Controller:
         return self._try_more(seen)
 
     def _judge(self, trial: _Trial, seen: Observation) -> Decision | None:
-        """Keep a value or take it back; what seems to be worse is seen twice."""
+        """Keep a value or undo it; one that seems worse is observed twice."""
         if trial.first is None and _is_worse(trial, seen):
             self._trial = replace(trial, first=seen)  # it may have been a stall
             return None
@@ -153,7 +154,7 @@ class Controller:
     # -- more ------------------------------------------------------------------
 
     def _try_more(self, seen: Observation, why: str = "") -> Decision | None:
-        """Try a greater value, if the consumer waits and there is one."""
+        """Try a greater value if the consumer waits and there is one."""
         if seen.waited < _WAITS or self.value == self.most:
             return None
         after = self.value * 2 if self._is_doubling else self.value + self._step
@@ -162,7 +163,7 @@ class Controller:
         return self._try(after, seen, gain, f"{why}; more is tried")
 
     def _judge_more(self, trial: _Trial, seen: Observation) -> Decision | None:
-        """Keep a greater value if it has gained, or if the consumer no longer waits."""
+        """Keep a greater value if it has gained or the consumer no longer waits."""
         if seen.waited < _WAITS:
             self._take_rest()
             return None
@@ -175,7 +176,7 @@ class Controller:
         was_doubled, before = self._is_doubling, trial.before
         self._end_doubling(before)
         words = f"more {_words(trial.seen, seen)}"
-        if was_doubled and self._has_gained:  # the best is below twice as much
+        if was_doubled and self._has_gained:  # the best value is below twice as much
             return self._go(before, words)
         if was_doubled or gain < -_GAIN:
             after = before // 2 if was_doubled else before - self._step
@@ -188,7 +189,7 @@ class Controller:
     # -- less ------------------------------------------------------------------
 
     def _judge_less(self, trial: _Trial, seen: Observation) -> Decision | None:
-        """Keep a smaller value if it has achieved what it must."""
+        """Keep a smaller value if it achieves enough."""
         gain = _gain(trial.seen, seen)
         if gain < trial.gain:
             self._take_rest(trial.before)
@@ -201,7 +202,7 @@ class Controller:
         return None
 
     def _watch(self, seen: Observation) -> Decision | None:
-        """Halve the value if the latency has risen since, and the rate has fallen."""
+        """Halve the value if the latency has risen without a higher rate."""
         known = self._known
         if known is None:
             self._known = seen
@@ -216,7 +217,7 @@ class Controller:
     # -- failures ------------------------------------------------------------------
 
     def _relieve_failures(self, seen: Observation) -> Decision | None:
-        """Halve the value: it may be why reads fail."""
+        """Halve the value, which may be why reads fail."""
         self._end_doubling(self.value // 2)
         if self.value == self.least:
             self._usual_failures = seen.failures
@@ -246,7 +247,7 @@ class Controller:
         self._is_doubling, self._step = False, max(1, value // 4)
 
     def _take_rest(self, value: int = 0) -> None:
-        """Try nothing for a while, and then a step of a quarter."""
+        """Try nothing for a while, then a step of a quarter."""
         if not self._is_doubling:
             self._end_doubling(value or self.value)
         self._rest, self._known = self._next_rest, None
@@ -267,7 +268,7 @@ def _gain(before: Observation, after: Observation) -> float:
 
 
 def _is_worse(trial: _Trial, seen: Observation) -> bool:
-    """Tell whether a setting has gained too little, and the consumer still waits."""
+    """Tell whether a value has gained too little and the consumer still waits."""
     return seen.waited >= _WAITS and _gain(trial.seen, seen) < trial.gain
 
 
@@ -276,7 +277,7 @@ def _change(before: float, after: float) -> str:
 
 
 def _words(before: Observation, after: Observation) -> str:
-    """Return what has changed, as the end of a sentence."""
+    """Return the change as the end of a sentence."""
     gain = _gain(before, after)
     words = f"gained {gain:.0%}" if gain >= 0 else f"lost {-gain:.0%}"
     if before.latency and after.latency > 1.1 * before.latency:
@@ -287,8 +288,8 @@ def _words(before: Observation, after: Observation) -> str:
 # -- bytes ----------------------------------------------------------------------
 
 _LATEST = 32  # batches whose sizes are remembered
-_EACH = 8  # of so many batches at first, each is measured
-_EVERY = 4  # and later every fourth
+_EACH = 8  # the first batches, all of which are measured
+_EVERY = 4  # later, every fourth is measured
 
 
 class Held:
@@ -298,7 +299,7 @@ class Held:
         most: The bytes.
 
     Attributes:
-        greatest: Bytes of the greatest of the recent batches; 0: none was measured yet.
+        greatest: Bytes of the largest recent batch; 0: none was measured yet.
     """
 
     def __init__(self, most: int) -> None:
@@ -308,12 +309,12 @@ class Held:
         self._sizes: deque[int] = deque(maxlen=_LATEST)
 
     def note(self, batch: Any) -> None:
-        """Take note of a delivered batch; only some are measured."""
+        """Note a delivered batch; only some are measured."""
         if self._seen < _EACH or self._seen % _EVERY == 0:
             self._sizes.append(max(1, bytes_of(batch)))
             self.greatest = max(self._sizes)
         self._seen += 1
 
     def batches(self) -> int:
-        """Return how many batches may be held: 1 until the size of one is known."""
+        """Return how many batches may be held; 1 until a size is known."""
         return max(1, self.most // self.greatest) if self.greatest else 1

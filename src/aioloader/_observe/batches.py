@@ -1,4 +1,4 @@
-"""What recorded batches took, each by itself: what a replay needs of them."""
+"""The durations of recorded batches, each in isolation, for a replay."""
 
 import math
 from collections.abc import Sequence
@@ -22,28 +22,27 @@ from aioloader._observe.stages import (
 
 # The latest batches that are replayed.
 _MOST = 256
-# A worker is slow if it takes so many times as long as others.
+# A worker is slow if it takes this many times as long as others.
 _SLOW = 2.0
 
 
 class Batch(NamedTuple):
-    """What one batch takes; in seconds, if nothing else is going on, in a usual worker.
+    """The durations of one batch alone in a normal worker, in seconds.
 
     Attributes:
-        read: Reading its samples, one after the other.
+        read: Reading its samples, one after another.
         transform: Transforming them.
         collate: Collating.
         transport: From collated until the consumer, or the device stage, can take it.
-        step: From when the consumer has taken it until it asks for the next.
-        reads: How many reads there are that may go on at the same time.
-        slowest: The longest of these.
+        step: From when the consumer takes it until it asks for the next.
+        reads: How many reads may run concurrently.
+        slowest: The longest of these reads.
         sending: The part of ``transport`` in which its worker does nothing else.
         copy: Moving it to the device.
-        nbytes: How much is copied there.
+        nbytes: Bytes copied to the device.
         read_cpu: Share of ``read`` that is processor time.
-        make_cpu: The same of ``transform`` and ``collate``.
-        locked: How long the consumer waited for the interpreter's lock, beside
-            ``step``.
+        make_cpu: The same for ``transform`` and ``collate``.
+        locked: How long the consumer waited for the GIL, in addition to ``step``.
     """
 
     read: float = 0.0
@@ -75,10 +74,10 @@ def scaled(batches: Sequence[Batch], stage: str, factor: float) -> list[Batch]:
     """Return the batches with one stage's seconds multiplied.
 
     Args:
-        batches: Those that were recorded.
+        batches: The recorded batches.
         stage: ``"read"``, ``"transform"``, ``"collate"``, ``"transport"``, ``"device"``
             or ``"consumer"``.
-        factor: Below 1 it gets faster.
+        factor: The factor; below 1, the stage gets faster.
     """
     fields: dict[str, tuple[str, ...]] = {
         "read": ("read", "slowest"),
@@ -96,16 +95,16 @@ def scaled(batches: Sequence[Batch], stage: str, factor: float) -> list[Batch]:
 def batches_of(
     records: Sequence[Record], setting: Setting, copies: Sequence[Copy] = ()
 ) -> list[Batch]:
-    """Return what the latest recorded batches took, undisturbed by each other.
+    """Return the durations of the latest recorded batches, without interference.
 
-    What is estimated: the transport of batches that the consumer did not wait for
-    (``transports``); processor time, which is measured for few batches; and how
-    long lanes waited for a processor.
+    Some are estimated: the transport of batches that the consumer did not wait for
+    (``transports``); processor time, which is measured for few batches; and how long
+    lanes waited for a processor.
 
     Args:
-        records: In the order in which they were taken.
-        setting: What they were made with.
-        copies: What is known of copies to the device; else their way there counts.
+        records: The records, in the order of delivery.
+        setting: The loader's setting.
+        copies: The recorded copies to the device, if any.
     """
     records = [one for one in on_one_clock(records) if is_made(one)]
     if len(records) < 2:
@@ -118,7 +117,7 @@ def batches_of(
     least = hand_over(records, setting)
     batches = []
     waits = lock_waits(records, setting)
-    if any(waits):  # the same lock delays batches
+    if any(waits):  # the GIL delays batches too
         moved = [0.0] * len(moved)
     steps = [later.asked - one.taken + least for one, later in pairwise(records)]
     # Requests go out by number, whatever the order of delivery.
@@ -162,7 +161,7 @@ def _copied(
     setting: Setting,
     copies: Sequence[Copy],
 ) -> tuple[list[float], dict[int, int]]:
-    """Return how long each batch's copy took, and how much was copied, by number."""
+    """Return each batch's copy time and copied bytes, by number."""
     if not setting.on_device:
         return [0.0] * len(records), {}
     if not copies:
@@ -174,9 +173,9 @@ def _copied(
 
 
 def slow_workers(records: Sequence[Record], setting: Setting) -> tuple[float, ...]:
-    """Return how many times longer each worker takes than the median one.
+    """Return how many times longer each worker takes than the median worker.
 
-    It is 1 for workers that take less than twice as long: chance, or other batches.
+    It is 1 for workers that take less than twice as long: that may be chance.
     """
     seconds: dict[int, list[float]] = {}
     for one in records if setting.place == "workers" else ():
@@ -197,8 +196,8 @@ def _sending_share(
 ) -> float:
     """Return the share of transport in which a worker does not make the next batch.
 
-    Its lane is seen to be idle for that long at least, but may be idle for other
-    reasons: so it is what few batches go below.
+    Its lane is idle at least that long, but may be idle for other reasons: so a low
+    percentile is taken.
     """
     begins = 0 if is_coupled(setting) else 2
     shares: list[float] = []
@@ -214,10 +213,10 @@ def _sending_share(
 
 
 def _cpu_share(records: Sequence[Record]) -> float | None:
-    """Return the share of the making that is processor time; None if not known.
+    """Return the share of processor time in making batches; None if not known.
 
-    It is the median of those measured: a first batch may wait for a disk, as imports
-    and page faults do, for longer than all others take.
+    It is the median of the measured batches: the first one may wait longer for imports,
+    page faults or a disk than all others take.
     """
     measured = [one.made for one in records if one.made[6]]
     seconds = [made[4] - made[2] + made[1] - made[0] for made in measured]
@@ -230,14 +229,14 @@ def _cpu_share(records: Sequence[Record]) -> float | None:
 def _undisturbed(batches: list[Batch], setting: Setting, seconds: float) -> list[Batch]:
     """Return the batches without the time that their lanes waited for each other.
 
-    That is not seen, but follows from how busy processors and readers are. Where they
-    are busy all the time, all that is not processor time is waiting. The 8th power
-    fits closed queues: little is waited for processors that are half busy.
+    This is not measured, but follows from the utilization of processors and readers: at
+    full utilization, all but processor time is waiting. The 8th power fits closed
+    queues: there is little waiting for processors that are half busy.
 
     Args:
-        batches: With what they took.
-        setting: What they were made with.
-        seconds: Per batch.
+        batches: The batches, with their durations.
+        setting: The loader's setting.
+        seconds: Seconds per batch.
     """
     if not seconds:
         return batches
@@ -255,14 +254,14 @@ def _undisturbed(batches: list[Batch], setting: Setting, seconds: float) -> list
 
 
 def _alone(one: Batch, setting: Setting, factor: float, spare: float) -> Batch:
-    """Return a batch with less of the time that is not processor time.
+    """Return a batch with less time other than processor time.
 
     Args:
         one: The batch.
-        setting: What it was made with.
-        factor: What is left of that time.
-        spare: How far readers are idle: what a batch's reading took beyond even shares
-            is due to its slowest sample, else to other batches.
+        setting: The loader's setting.
+        factor: The share of that time to keep.
+        spare: How idle readers are. If idle, reading took longer than even shares
+            because of the slowest sample; if busy, because of other batches.
     """
     read, make = one.read, one.make
     read_cpu, make_cpu = read * one.read_cpu, make * one.make_cpu

@@ -11,20 +11,20 @@ from aioloader._observe.stages import is_coupled, reading_lanes
 
 _MOST_WORKERS = 32
 _MOST_READS = 1024
-# From so many reads at a time on, fewer and larger ones are the better advice.
+# From this many concurrent reads on, fewer and larger reads are the better advice.
 _MANY_READS = 256
 # Coroutines of an async dataset, by default.
 _CONCURRENCY = 64
-# What is left of the time to read small files when they are packed into shards.
+# Time to read small files that are packed into shards, as a share of the time without.
 _PACKED = 0.1
-# Up to this share of processor time, reading is waiting for a store.
+# Up to this share of processor time, reading is considered as waiting for a store.
 _WAITS = 0.3
-# Seconds that the consumer needs for a small batch of another process: 7,000 pass in a
-# second (benchmarks/transport.py, pairs).
+# Seconds that the consumer needs for a small batch from another process: 7,000 batches
+# per second (benchmarks/transport.py, pairs).
 _SENT = 0.00014
-# The same for a batch of another thread: 22,000 pass in a second.
+# The same for a batch from another thread: 22,000 per second.
 _HANDED = 0.000045
-# So much longer than the median, one batch in twenty: batches vary strongly.
+# Batches vary strongly if one in twenty takes this many times the median.
 _VARIES = 2.0
 
 
@@ -34,13 +34,13 @@ class Change:
 
     Attributes:
         argument: Its name.
-        old: Its value, as far as the setting tells.
-        new: What to set it to.
+        old: Its value, as far as the setting shows.
+        new: Its new value.
         why: A sentence.
-        cost: What it takes: 1 for memory, 2 for another order of batches, 3 for
-            processes or threads, 4 for new code.
-        setting: The loader with it.
-        batches: What batches take then.
+        cost: The price: 1 for memory, 2 for another order of batches, 3 for processes
+            or threads, 4 for new code.
+        setting: The loader's setting with it.
+        batches: The durations of batches with it.
     """
 
     argument: str
@@ -55,11 +55,11 @@ class Change:
 def changes(
     batches: Sequence[Batch], setting: Setting, slow: Sequence[float] = ()
 ) -> Iterator[Change]:
-    """Yield the changes that suit a loader, the smaller of the same kind first.
+    """Yield the changes that suit a loader, smaller ones of a kind first.
 
     Args:
-        batches: What was recorded.
-        setting: The loader.
+        batches: The recorded batches.
+        setting: The loader's setting.
         slow: How many times longer each worker takes.
     """
     yield from _windows(batches, setting)
@@ -154,7 +154,7 @@ def _workers(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
 
 
 def _with_workers(setting: Setting, number: int) -> Setting:
-    """Return the setting with so many workers, as a loader would be set up."""
+    """Return the setting of a loader with ``number`` workers."""
     window = setting.window
     if window is not None:
         readers = max(1, setting.workers)
@@ -164,7 +164,7 @@ def _with_workers(setting: Setting, number: int) -> Setting:
         window = max(1, each) * number + setting.on_device
     if setting.place == "workers":
         return replace(setting, workers=number, window=window)
-    # Workers read all but async iterables, of which there is one stream.
+    # Workers read everything but async iterables.
     reads = not (setting.place == "loop" and setting.is_stream)
     return replace(
         setting,
@@ -201,7 +201,7 @@ def _datasets(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
 
 
 def waits_for_store(batches: Sequence[Batch]) -> bool:
-    """Tell whether reading is mostly waiting, and not processor time."""
+    """Tell whether reading is mostly waiting, not processor time."""
     read = sum(one.read for one in batches)
     cpu = sum(one.read * one.read_cpu for one in batches)
     return read > 0 and cpu <= _WAITS * read

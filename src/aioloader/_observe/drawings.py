@@ -40,8 +40,8 @@ def draw_pipeline(
 
     Args:
         stages: ``stats.stages``.
-        slowest: Name of the one that the verdict names; it is marked.
-        setting: Tells which stages share lanes.
+        slowest: The stage named by the verdict; it is marked.
+        setting: The loader's setting, which determines which stages share lanes.
     """
     lines = _sharing_lanes(stages, setting)
     widest = max(sum(map(_per_batch, line)) for line in lines) or 1.0
@@ -123,7 +123,7 @@ def draw_shares(stages: Sequence[Any]) -> Iterator[str]:
 
 
 def draw_timeline(records: Sequence[Record], setting: Setting) -> Iterator[str]:
-    """Draw where each of the last batches was, and when."""
+    """Draw when each of the last batches was in which stage."""
     last = list(records[-_ROWS:])
     rows = [(one, made_times(setting, one)) for one in last]
     begin = min(min((one.asked, *times[:1])) for one, times in rows)
@@ -217,7 +217,7 @@ def _box(
 
 
 def _axis(seconds: float, bottom: float) -> Iterator[str]:
-    """Draw some round times, as lines over the height of a drawing."""
+    """Draw lines at some round times, over the height of a drawing."""
     step = 10 ** math.floor(math.log10(seconds))
     while seconds / step < 4:
         step /= 2

@@ -1,8 +1,8 @@
-"""What the interpreter's lock costs the consumer, seen in its records.
+"""Estimate from the records what the GIL costs the consumer.
 
-A thread that computes in Python keeps the lock for the switch interval while another
-one wants it. So a consumer that slept, or waited for its accelerator, gets on late if
-the loader's own threads compute meanwhile, and its step looks longer than it is.
+A thread that computes in Python keeps the GIL for the switch interval while another one
+wants it. So a consumer that slept, or waited for its accelerator, resumes late if the
+loader's own threads compute meanwhile, and its step looks longer than it is.
 """
 
 import sys
@@ -21,35 +21,35 @@ from aioloader._observe.stages import (
     seen_transports,
 )
 
-# The lock is kept if batches of this process take so long to their consumer, or
+# The GIL is contended if batches of this process take this many seconds to arrive,
 _LATE = 1e-3
-# if so many steps, and so many times more than by chance, end
+# or if this share of steps, and this many times more than by chance, end
 _SHARE, _TIMES = 0.2, 4
-# so soon after a batch is made, which lets it go.
+# within this many seconds after a batch is made, which releases it.
 _AT_ONCE = 3e-4
-# This share of uneven steps did not wait; others did for so many turns, at the most.
+# This share of uneven steps did not wait; others waited for at most this many turns.
 _QUICKEST, _TURNS = 0.05, 3
 
 
 def is_shared(setting: Setting) -> bool:
-    """Tell whether a thread of the consumer's process makes batches beside it."""
+    """Tell whether another thread of the consumer's process makes batches."""
     if setting.place == "workers":
         return setting.worker_kind in {"thread", "ThreadPoolExecutor"}
     return setting.place in {"thread", "loop"}
 
 
 def lock_waits(records: Sequence[Record], setting: Setting) -> list[float]:
-    """Return for how long each step but the last waited for the interpreter's lock.
+    """Return how long each step but the last waited for the GIL.
 
-    That is not measured, and only estimated if there are signs of it: batches that the
-    consumer waited for came late, for the same reason, or many steps end as soon as a
-    batch is made. Where most steps take equally long, each waits in the same way: for
-    the switch interval, at the most as long as batches were made before, or half of
-    that if a batch was made just then. Else the quickest steps did not wait.
+    This is estimated, and only if there are signs of it: batches that the consumer
+    waited for came late, for the same reason, or many steps end as soon as a batch is
+    made. If most steps take equally long, each is assumed to wait for the switch
+    interval, at most as long as batches were made before, or half of that if a batch
+    was made just then. Otherwise the quickest steps did not wait.
 
     Args:
-        records: In the order in which they were taken, with the times of their making.
-        setting: What they were made with.
+        records: The records in the order of delivery, with the times of their making.
+        setting: The loader's setting.
     """
     none = [0.0] * (len(records) - 1)
     makes = [one for one in records if is_made(one)]

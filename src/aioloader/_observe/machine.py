@@ -1,6 +1,6 @@
-"""What this process may use of the machine: cores and memory, also in a container.
+"""The cores and the memory that this process may use, also in a container.
 
-The kernel answers from memory, so that these reads never wait for a disk.
+The kernel serves these reads from memory, so they never wait for a disk.
 """
 
 import contextlib
@@ -10,11 +10,11 @@ import os
 from pathlib import Path
 
 _GROUPS = Path("/sys/fs/cgroup")
-_UNLIMITED = 1 << 60  # version 1 writes a number near 2 ** 63 for no limit
+_UNLIMITED = 1 << 60  # cgroup version 1 has a number near 2 ** 63 for no limit
 
 
 def cores(groups: Path = _GROUPS) -> int:
-    """Return how many cores this process may use; of several ranks, its share."""
+    """Return how many cores this process may use; with several ranks, its share."""
     found = float(os.cpu_count() or 1)
     if hasattr(os, "sched_getaffinity"):
         found = float(os.cpu_count() or 1)
@@ -29,9 +29,9 @@ def cores(groups: Path = _GROUPS) -> int:
 
 
 def memory_left(groups: Path = _GROUPS) -> int:
-    """Return how many bytes this process could still use, in files of memory too."""
+    """Return how many bytes this process could still use, memory files included."""
     left = _UNLIMITED
-    with contextlib.suppress(OSError, ValueError):  # not everywhere known
+    with contextlib.suppress(OSError, ValueError):  # not available everywhere
         left = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
     with contextlib.suppress(OSError, ValueError, KeyError):
         words = _read(Path("/proc/meminfo")).replace(":", "").split()
@@ -48,7 +48,7 @@ def memory_left(groups: Path = _GROUPS) -> int:
 
 
 def _cached(group: Path) -> int:
-    """Return the bytes of cached files: the kernel gives them up first."""
+    """Return the bytes of cached files, which the kernel evicts first."""
     words = _read(group / "memory.stat").split()
     stat = dict(zip(words[::2], map(int, words[1::2]), strict=True))
     return stat["active_file"] + stat["inactive_file"]

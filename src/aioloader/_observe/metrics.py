@@ -1,8 +1,8 @@
 """A loader's figures for Prometheus and for OpenTelemetry.
 
-Both read ``loader.stats()`` when somebody asks for the metrics, and hold the loader
-weakly. Figures of an epoch are added up over epochs, as counters must never fall; what
-an epoch delivers after the last reading in it is not seen.
+Both read ``loader.stats()`` when the metrics are collected, and refer to the loader
+weakly. Figures of an epoch are added up over epochs, because counters must never
+decrease; batches of an epoch after its last collection are missed.
 """
 
 import importlib
@@ -22,11 +22,11 @@ class Figure:
     """One metric.
 
     Attributes:
-        name: In OpenTelemetry's manner; Prometheus' follows from it and the unit.
-        unit: As OpenTelemetry writes it (UCUM): ``"s"``, ``"1"``, or ``"{batch}"``.
-        kind: ``"sum"``: of an epoch, and added up; ``"total"``: over all epochs
-            already; ``"gauge"``: as it is.
-        help: What it is.
+        name: OpenTelemetry's name; Prometheus' name follows from it and the unit.
+        unit: OpenTelemetry's unit (UCUM): ``"s"``, ``"1"``, or ``"{batch}"``.
+        kind: ``"sum"``: per epoch, to be added up; ``"total"``: over all epochs
+            already; ``"gauge"``: a present value.
+        help: The description.
         of: Returns values and labels from ``loader.stats()``.
     """
 
@@ -38,7 +38,7 @@ class Figure:
 
 
 class Value(NamedTuple):
-    """One value of a figure, and what tells it from others: pairs of names, values."""
+    """One value of a figure, and its labels as pairs of name and value."""
 
     value: float
     labels: tuple[tuple[str, str], ...] = ()
@@ -109,7 +109,7 @@ FIGURES = (
         "retries",
         "{read}",
         "sum",
-        "Reads that were tried again, by the loader's retry.",
+        "Reads that the loader's retry has repeated.",
         _one("retries"),
     ),
     Figure(
@@ -123,7 +123,7 @@ FIGURES = (
         "worker.restarts",
         "{worker}",
         "total",
-        "Worker processes started in the place of others.",
+        "Worker processes started to replace others.",
         _one("worker_restarts"),
     ),
     Figure("epoch", "1", "gauge", "Number of the latest epoch.", _one("epoch")),
@@ -131,42 +131,42 @@ FIGURES = (
         "batches.in_flight",
         "{batch}",
         "gauge",
-        "Batches requested and not yet taken.",
+        "Batches requested and not yet delivered.",
         _one("in_flight"),
     ),
     Figure(
         "batch.samples",
         "{sample}",
         "gauge",
-        "Samples of a batch: the mean of the latest ones.",
+        "Samples per batch: the mean of the latest ones.",
         _batch_size,
     ),
     Figure(
         "batch.size",
         "By",
         "gauge",
-        "Bytes of a batch: the mean of some.",
+        "Bytes per batch: the mean of some.",
         _batch_bytes,
     ),
     Figure(
         "batches.ready",
         "{batch}",
         "gauge",
-        "Batches that were ready when one was asked for: the mean of the latest ones.",
+        "Batches that were ready when one was requested: the mean of the latest ones.",
         _ready,
     ),
     Figure(
         "loop.held",
         "1",
         "gauge",
-        "Share of the time in which the event loop was held up that reads samples.",
+        "Share of the time in which the event loop that reads samples was blocked.",
         _loop_held,
     ),
     Figure(
         "wait.duration",
         "s",
         "gauge",
-        "Time from asking for a batch to having it: quantiles of the latest ones.",
+        "Time from requesting a batch to receiving it: quantiles of the latest ones.",
         _waits,
     ),
     Figure(
@@ -199,7 +199,7 @@ class PrometheusCollector:
         ``REGISTRY.register(PrometheusCollector(train=loader, validation=other))``
 
     Args:
-        loaders: By name. They are held weakly: one that is gone has no values.
+        loaders: The loaders, by name; referred to weakly: a deleted one has no values.
 
     Raises:
         ImportError: If prometheus_client is not installed.
@@ -214,7 +214,7 @@ class PrometheusCollector:
         yield from (_family(figure) for figure in FIGURES)
 
     def collect(self) -> "Iterator[Metric]":
-        """Yield the metrics of now."""
+        """Yield the current metrics."""
         readings = [(one.name, one.read()) for one in self._watched]
         for figure in FIGURES:
             family = _family(figure)
@@ -250,8 +250,9 @@ def observe_with_opentelemetry(meter: "Meter", /, **loaders: Any) -> None:
         ``observe_with_opentelemetry(get_meter("training"), train=loader)``
 
     Args:
-        meter: Makes the instruments; once for each meter.
-        loaders: By name. They are held weakly: one that is gone is not observed.
+        meter: Makes the instruments; call this once per meter.
+        loaders: The loaders, by name; referred to weakly: a deleted one is not
+            observed.
 
     Raises:
         ImportError: If opentelemetry-api is not installed.
@@ -297,15 +298,15 @@ def _require(module: str, extra: str) -> None:
 
 
 class _Watched:
-    """A loader whose figures are read now and then, and added up over epochs."""
+    """A loader whose figures are collected and added up over epochs."""
 
     def __init__(self, name: str, loader: Any) -> None:
         self.name = name
         self._loader = weakref.ref(loader)
         self._lock = threading.Lock()  # scrapes may come from several threads
         self._epoch = -1
-        self._latest: dict[Any, float] = {}  # of the epoch
-        self._before: dict[Any, float] = {}  # of those before it
+        self._latest: dict[Any, float] = {}  # of the current epoch
+        self._before: dict[Any, float] = {}  # of earlier epochs
 
     def read(self) -> dict[str, list[Value]]:
         """Return the values of all figures; none if the loader is gone."""
@@ -332,7 +333,7 @@ class _Watched:
             return found
 
     def _settle(self, epoch: int, sums: dict[Any, float]) -> None:
-        """Add up what the epoch before had, if another has begun."""
+        """Add the figures of the previous epoch if a new one has started."""
         batches = ("batches", ())
         has_fallen = sums.get(batches, 0) < self._latest.get(batches, 0)
         if epoch != self._epoch or has_fallen:

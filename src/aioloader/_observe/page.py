@@ -1,7 +1,7 @@
 """A report as one HTML page: verdict, pipeline, timeline, waits, percentiles.
 
-The page asks nobody for anything: styles and drawings are in it, and a policy in it
-forbids requests. It is well-formed XML too. Colours follow the reader's scheme.
+The page is self-contained: styles and drawings are inline, and a policy in it forbids
+requests. It is also well-formed XML. Colours follow the reader's scheme.
 """
 
 import os
@@ -74,14 +74,14 @@ def report_html(
     records: Sequence[Record],
     setting: Setting,
 ) -> None:
-    """Write the report as a page; one that is there is replaced when it is whole.
+    """Write the report as a page; an existing file is replaced once it is complete.
 
     Args:
-        path: Of the HTML file.
+        path: The HTML file.
         stats: ``loader.stats()``.
         report: ``loader.report()``.
-        records: The latest batches, in the order in which they were taken.
-        setting: How they were made.
+        records: The latest batches, in the order of delivery.
+        setting: The loader's setting.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -153,8 +153,8 @@ def _figures(
     recent = f"the latest {len(records):,} batches"
     yield from _figure(
         "Pipeline",
-        "Seconds that each step takes for a batch, divided by the lanes that do it at "
-        "the same time. The widest sets the pace, if enough batches are in flight.",
+        "Seconds that each step takes per batch, divided by the lanes that run it "
+        "concurrently. The widest sets the pace if enough batches are in flight.",
         draw_pipeline(stats.stages, report.stage, setting),
     )
     yield from _figure(
@@ -165,7 +165,7 @@ def _figures(
     )
     yield from _figure(
         "Timeline",
-        "The last of them: where each batch was. The first line is the consumer.",
+        "Where each of the last batches was. The first line is the consumer.",
         draw_timeline(records, setting),
     )
     name = "making" if setting.place == "inline" else "waiting"

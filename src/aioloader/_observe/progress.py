@@ -1,9 +1,9 @@
 """A progress display for ``for`` and ``async for``: rates, and the share of waiting.
 
-``progress(loader)`` passes the loader's batches on, in its order, one for one, and
-reads ``loader.stats()`` twice a second at most. What is shown are the batches of which
-the consumer has asked for the next: nothing is done between the arrival of a batch and
-its hand-over, where an interrupt would lose it.
+``progress(loader)`` passes on the loader's batches, one by one and in order, and reads
+``loader.stats()`` at most twice a second. A batch is shown when the consumer asks for
+the next one: nothing runs between a batch's arrival and its delivery, where an
+interrupt would lose it.
 """
 
 import importlib
@@ -25,15 +25,15 @@ from typing_extensions import TypeVar
 Batch = TypeVar("Batch", default=Any)
 
 clock = time.perf_counter
-# Seconds between two looks at the figures: on a display, and in a log.
+# Seconds between two updates: on a display, and in a log.
 SHOWN_EVERY = 0.5
 LOGGED_EVERY = 60.0
-# Rates are those of so many looks.
+# Rates are taken over this many updates.
 _LOOKS = 20
-# The figures take a thousandth of the time at most.
+# Computing the figures takes at most a thousandth of the time.
 _IDLE = 1000
 _log = logging.getLogger("aioloader")
-# When a line was logged of a loader; its epochs may be shorter than a minute.
+# When each loader last logged a line; its epochs may be shorter than a minute.
 _logged: "weakref.WeakKeyDictionary[Any, float]" = weakref.WeakKeyDictionary()
 
 
@@ -45,12 +45,12 @@ def progress(
     leave: bool = True,
     file: TextIO | None = None,
 ) -> "WithProgress[Batch]":
-    """Iterate over a loader and show how it goes.
+    """Iterate over a loader and show its progress.
 
     On a terminal and in a notebook: a bar (with tqdm installed) or one line, with
     batches, samples and bytes per second, the share of time spent waiting for batches,
-    and the position in a resumed epoch. Elsewhere nothing is printed, and a line a
-    minute is logged by ``logging.getLogger("aioloader")``, as information.
+    and the position in a resumed epoch. Elsewhere nothing is printed; the logger
+    ``"aioloader"`` gets a line per minute at level INFO.
 
     Example:
         >>> from aioloader import DataLoader, progress
@@ -58,11 +58,11 @@ def progress(
         [[1, 2], [3]]
 
     Args:
-        loader: A ``DataLoader``; each iteration begins one of it.
+        loader: A ``DataLoader``; each iteration starts one of the loader.
         total: Batches of an epoch; ``None`` is ``len(loader)``, if it has a length.
-        desc: What the line begins with.
-        leave: Whether the display stays when the iteration is over.
-        file: Where it is shown; ``None`` is ``sys.stderr``.
+        desc: Prefix of the line.
+        leave: Whether the display stays after the iteration.
+        file: Where to show it; ``None`` is ``sys.stderr``.
 
     Returns:
         An iterable for ``for`` and ``async for``, any number of times.
@@ -71,7 +71,7 @@ def progress(
 
 
 class WithProgress(Generic[Batch]):
-    """What ``progress`` returns."""
+    """The iterable that ``progress`` returns."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class WithProgress(Generic[Batch]):
         """Return ``len(loader)``.
 
         Raises:
-            TypeError: If that is unknown.
+            TypeError: If the length is unknown.
         """
         return len(self._loader)
 
@@ -122,14 +122,14 @@ class WithProgress(Generic[Batch]):
 class ProgressIterator(Generic[Batch]):
     """The loader's iterator, with a display; both end together.
 
-    As with the loader's own, dropping it releases everything, ``close`` and ``aclose``
+    Like the loader's own, dropping it releases everything, ``close`` and ``aclose``
     wait for that, and no frame of a traceback holds it.
     """
 
     def __init__(self, batches: Any, meter: "Meter") -> None:
         self._batches = batches
         self._meter = meter
-        # At the interpreter's exit a display has nothing to lose.
+        # At the interpreter's exit the display need not be closed.
         weakref.finalize(self, meter.close).atexit = False
 
     def __iter__(self) -> "ProgressIterator[Batch]":
@@ -168,26 +168,26 @@ class ProgressIterator(Generic[Batch]):
         return batch
 
     def close(self) -> None:
-        """End the iteration and its display; wait until all it held is released."""
+        """End the iteration and its display; wait until everything is released."""
         self._meter.close()
         self._batches.close()
 
     async def aclose(self) -> None:
-        """End the iteration and its display, without blocking the loop."""
+        """End the iteration and its display without blocking the loop."""
         self._meter.close()
         await self._batches.aclose()
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What is shown.
+    """The figures to show.
 
     Attributes:
         batches: Position in the epoch.
-        resumed: Position where this iteration began.
+        resumed: Position where this iteration started.
         total: Batches of the epoch, if known.
-        seconds: Since the iteration began.
-        rates: Rates and shares, in words.
+        seconds: Seconds since the iteration started.
+        rates: Rates and shares, as text.
     """
 
     batches: int
@@ -198,29 +198,29 @@ class Figures:
 
 
 class Display(Protocol):
-    """Where figures are shown."""
+    """Shows figures."""
 
     def show(self, figures: Figures) -> None:
-        """Show them, instead of those before."""
+        """Show them in place of earlier ones."""
         ...
 
     def close(self) -> None:
-        """End; what was shown last stays, or is taken away."""
+        """Close the display, and clear it unless it should stay."""
         ...
 
 
 class Meter:
-    """Figures of one iteration, and when they are shown next.
+    """Figures of one iteration, and the time of their next update.
 
     Args:
-        loader: Whose ``stats()`` are read.
+        loader: The loader whose ``stats()`` are read.
         total: Batches of the epoch, if known.
-        display: Shows the figures, every half second; None: they are logged.
-        desc: What a line of the log begins with.
+        display: Shows the figures every half second; None: they are logged.
+        desc: Prefix of a log line.
 
     Attributes:
-        batches: Delivered in this iteration.
-        due: When to look again.
+        batches: Batches delivered in this iteration.
+        due: When to update next.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class Meter:
         self._display = display or _LogLines(desc)
         self._is_log = display is None
         self._began = now
-        # When, and then: batches, seconds of waiting.
+        # For each update: time, batches, seconds of waiting.
         self._looks = deque([(now, 0, 0.0)], maxlen=1 if self._is_log else _LOOKS)
         self._next_measure = now
         self._epoch: int | None = None
@@ -247,7 +247,7 @@ class Meter:
         self._is_closed = False
 
     def look(self) -> None:
-        """Show the figures of now."""
+        """Show the current figures."""
         now = clock()
         self.due = now + SHOWN_EVERY
         if self._is_log:
@@ -261,7 +261,7 @@ class Meter:
         self._show(now)
 
     def finish(self) -> None:
-        """Show the figures of the whole iteration, and end the display."""
+        """Show the figures of the whole iteration and close the display."""
         try:
             if self.batches and not (self._is_closed or self._is_log):
                 now = clock()
@@ -271,7 +271,7 @@ class Meter:
             self.close()
 
     def close(self) -> None:
-        """End the display. May be called by a finalizer: it asks the loader nothing."""
+        """Close the display. Finalizers call it, so it does not use the loader."""
         if self._is_closed:
             return
         self._is_closed, self.due = True, inf
@@ -292,11 +292,11 @@ class Meter:
             self._display.show(figures)
 
     def _measure(self, now: float) -> None:
-        """Compute the rates since some looks ago."""
+        """Compute the rates over the latest updates."""
         stats = self._loader.stats()
         look = now, self.batches, stats.waited
         if stats.epoch != self._epoch:
-            if self._epoch is not None:  # another iteration has begun beside this one
+            if self._epoch is not None:  # another iteration has started meanwhile
                 self._looks.clear()
             else:
                 self._resumed = stats.resumed_at
@@ -338,7 +338,7 @@ class _Bar:
 
     def show(self, figures: Figures) -> None:
         bar = self._bar
-        if bar is None:  # not before there is something to show
+        if bar is None:  # made only when there is something to show
             bar = self._bar = self._make(
                 total=figures.total,
                 initial=figures.resumed,
@@ -417,7 +417,7 @@ def _short(number: float) -> str:
 
 
 def _is_seen(file: TextIO) -> bool:
-    """Tell whether somebody looks: at a terminal, or at a notebook."""
+    """Tell whether ``file`` is a terminal or a notebook."""
     is_notebook = type(file).__module__.startswith("ipykernel.")
     with suppress(AttributeError, ValueError):  # no file; or a closed one
         return is_notebook or file.isatty()

@@ -1,9 +1,9 @@
-"""What is noted of each batch, always: a few clock readings, kept for the latest ones.
+"""Records of batches, always kept: a few clock readings of each of the latest ones.
 
-Everything that is shown of a loader is computed from these records when it is asked
-for; the hot path appends one tuple per batch. Clocks are ``time.perf_counter``, which
-is one clock for all processes of a machine (not beyond: of Ray's workers only the
-differences mean something).
+All figures of a loader are computed from these records on request; the hot path appends
+one tuple per batch. The clock is ``time.perf_counter``, which all processes of a
+machine share (Ray's workers on other machines do not: for them only differences are
+meaningful).
 """
 
 import time
@@ -18,20 +18,20 @@ T = TypeVar("T")
 
 # Batches whose records are kept.
 KEPT = 1024
-# Processor time is taken, and bytes are counted, of one in so many batches: of the
-# second, and not of the first, which is like no other.
+# Processor time and bytes are measured for one in this many batches, starting with the
+# second, because the first is atypical.
 CLOCKED = 16
 # Items of a batch that are measured.
 _ITEMS = 64
 
-# When a batch was made: ``MadeAt``'s fields, as a plain tuple, which costs a fifth.
+# The fields of ``MadeAt`` as a plain tuple, which costs a fifth.
 Made: TypeAlias = tuple[float, float, float, float, float, float, float]
 RecordTuple: TypeAlias = tuple[int, float, float, int, int, Made]
 NOT_MADE: Made = (0.0,) * 7
 
 
 def processor_time(number: int) -> float:
-    """Return this thread's processor time; 0 for most batches, as it costs 0.3 us."""
+    """Return this thread's processor time; 0 for most batches: it takes 0.3 us."""
     return time.thread_time() if number % CLOCKED == 1 else 0.0
 
 
@@ -39,15 +39,15 @@ class MadeAt(NamedTuple):
     """When and where a batch was made; clock readings in seconds.
 
     Attributes:
-        began: Reading of its samples began; for a batch of a stream, asking for it.
-        read: All of its samples were there.
-        started: Transform and collate began; later than ``read`` if they had to wait.
+        began: Reading of its samples started; for a stream, the batch was requested.
+        read: All of its samples were read.
+        started: Transform and collate started; later than ``read`` if they had to wait.
         transformed: All of its samples were transformed.
         collated: It was collated.
-        busy: Seconds spent in reading, summed over samples that were read at the same
-            time; 0: as long as from ``began`` to ``read``.
-        cpu: Seconds of processor time from ``began`` to ``collated`` where one thread
-            did all of it; only measured for each 16th batch, else 0.
+        busy: Seconds spent in reading, summed over samples that were read
+            concurrently; 0: as long as from ``began`` to ``read``.
+        cpu: Seconds of processor time from ``began`` to ``collated`` if one thread did
+            all of it; measured only for every 16th batch, otherwise 0.
     """
 
     began: float
@@ -66,7 +66,7 @@ class Record(NamedTuple):
         number: Place in the epoch.
         asked: When its consumer asked for it.
         taken: When the consumer got it.
-        lane: Number of the worker that made it; 0 where there is one place only.
+        lane: Number of the worker that made it; 0 without workers.
         samples: How many samples it has.
         made: A ``MadeAt`` as a plain tuple.
     """
@@ -85,9 +85,9 @@ class Copy(NamedTuple):
     Attributes:
         number: Place in the epoch.
         asked: When there was room for it on the device.
-        began: When the loader's thread began to move it.
-        ended: When its copy was seen to have ended.
-        nbytes: How much was copied.
+        began: When the loader's thread started to move it.
+        ended: When its copy was observed to have ended.
+        nbytes: Bytes copied.
     """
 
     number: int
@@ -98,7 +98,7 @@ class Copy(NamedTuple):
 
 
 class _Forwarding(deque[T]):
-    """Notes that are handed to sinks as they are added."""
+    """Records that are passed to sinks as they are added."""
 
     sinks: tuple[Callable[[T], None], ...] = ()
 
@@ -110,17 +110,17 @@ class _Forwarding(deque[T]):
 
 @dataclass(slots=True)
 class Latest(Generic[T]):
-    """The latest notes of one epoch.
+    """The latest records of one epoch.
 
     Attributes:
-        latest: Those that are kept, the latest last. To be looked up for each one that
-            is added: it changes when a sink is added.
+        latest: The kept records, the latest last. Look it up for each record to add:
+            it is replaced when a sink is added.
     """
 
     latest: deque[T] = field(default_factory=partial(deque, maxlen=KEPT))
 
     def add_sink(self, sink: Callable[[T], None]) -> None:
-        """Have ``sink`` called with each one to come, in the thread that notes it."""
+        """Call ``sink`` with each later record, in the thread that adds it."""
         forwarding = _Forwarding(self.latest, KEPT)
         forwarding.sinks = (*self._sinks(), sink)
         self.latest = forwarding
@@ -138,22 +138,22 @@ class Latest(Generic[T]):
 
 
 class Records(Latest[RecordTuple]):
-    """The latest records of one epoch, as plain tuples; by the consumer's thread."""
+    """The latest batches of one epoch, as plain tuples; added by the consumer."""
 
     __slots__ = ()
 
     def all(self) -> list[Record]:
-        """Return those that are kept."""
+        """Return the kept records."""
         return [Record._make(one) for one in list(self.latest)]
 
 
 @dataclass(slots=True)
 class Copies(Latest[Copy]):
-    """The latest copies to the device; by the thread that makes them.
+    """The latest copies to the device; added by the thread that makes them.
 
     Attributes:
-        moved_bytes: What all batches of the epoch take on the device; by that thread.
-        taken_bytes: The same of those that the consumer took; by its thread.
+        moved_bytes: Device memory of all moved batches; written by that thread.
+        taken_bytes: The same for delivered batches; written by the consumer's thread.
     """
 
     moved_bytes: int = 0
@@ -165,24 +165,23 @@ class Setting:
     """How a loader was set up for an epoch, as far as its speed depends on it.
 
     Attributes:
-        place: Where batches are made. ``"inline"``: in the consumer's thread, when it
-            asks. ``"thread"``: by plain code in one thread beside it. ``"loop"``: read
-            by coroutines on an event loop beside it, or on the consumer's.
-            ``"workers"``: by workers.
-        workers: Their number; 0 without.
+        place: Where batches are made. ``"inline"``: in the consumer's thread, on
+            request. ``"thread"``: by plain code in another thread. ``"loop"``: read by
+            coroutines, on the loader's event loop or the consumer's. ``"workers"``: by
+            workers.
+        workers: Number of workers; 0 without.
         worker_kind: ``"process"``, ``"thread"``, or the name of an executor's class;
             ``""`` without workers.
-        reads_in_workers: Whether workers read the samples; else they get them.
-        concurrency: How many samples are read at a time by each reader, where
-            coroutines read them; else 1.
-        window: How many batches may be requested and not taken, at most; None where
-            that follows their sizes or speed; 0 where a batch is not started until it
-            is asked for.
-        batch_size: Samples of a batch; None if a batch sampler decides.
-        is_stream: Whether an iterable is read one block after the other.
+        reads_in_workers: Whether workers read the samples.
+        concurrency: How many samples each reader reads at a time, if coroutines do;
+            otherwise 1.
+        window: Limit on batches requested and not delivered; None if it follows their
+            sizes or speed; 0 if a batch only starts when requested.
+        batch_size: Samples per batch; None if a batch sampler decides.
+        is_stream: Whether an iterable is read, block by block.
         in_order: Whether batches are delivered in the sampler's order.
-        on_device: How many batches are on the device ahead; 0 without ``device``.
-        cores: How many cores this process may use; filled in when it is needed.
+        on_device: How many batches are moved to the device ahead; 0 without ``device``.
+        cores: How many cores this process may use; filled in when needed.
     """
 
     place: Literal["inline", "thread", "loop", "workers"]
@@ -200,15 +199,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class LoopLag:
-    """How an event loop was held up while samples were read on it.
+    """How an event loop was blocked while samples were read on it.
 
     Attributes:
-        seconds: For how long at a time, at most: what 95 percent do not exceed.
-        share: For which share of the time, from 0 to 1.
-        culprit: Name and place of the coroutine that held it; ``""`` if none was found.
-        computes: Whether it computes meanwhile; if not, it waits, for a lock or a
+        seconds: How long at a time: the 95th percentile.
+        share: Share of the time in which it was blocked, from 0 to 1.
+        culprit: Name and location of the blocking coroutine; ``""`` if none was found.
+        computes: Whether the coroutine computes; if not, it waits for a lock or a
             system call.
-        is_callers: Whether it is the loop of the loader's caller.
+        is_callers: Whether it is the caller's loop.
     """
 
     seconds: float
@@ -220,10 +219,10 @@ class LoopLag:
 
 @dataclass(slots=True)
 class Listed:
-    """How the shards of an epoch were listed, before the first was read.
+    """The listing of an epoch's shards, before the first was read.
 
     Attributes:
-        shards: How many there are.
+        shards: Number of shards.
         seconds: How long it took.
     """
 
@@ -231,27 +230,27 @@ class Listed:
     seconds: float = 0.0
 
 
-# Set in the tasks of an iteration: what those that list shards add to.
+# Set in the tasks of an iteration; code that lists shards adds to it.
 LISTED: ContextVar[Listed | None] = ContextVar("aioloader_listed", default=None)
 
 
 @dataclass(slots=True)
 class Counters:
-    """What a source counts as it goes; one per epoch.
+    """The counters of a source; one per epoch.
 
     Attributes:
         epoch: Epoch number, from 0; -1 before the first.
         batches: Batches delivered.
         waited: Seconds the consumer waited for batches that were not ready.
-        in_flight: Batches requested and not yet taken.
-        records: What was noted of the latest batches.
+        in_flight: Batches requested and not yet delivered.
+        records: The records of the latest batches.
         setting: How the loader is set up; None for a plain loop over a dataset.
-        weighed: Of how many batches the bytes were counted.
+        weighed: How many batches had their bytes counted.
         bytes: The bytes of these.
-        listed: How the shards of a stream were listed, if that was done here.
-        lag: Returns how the event loop is held up on which samples are read; None where
-            there is none.
-        copies: What was moved to the device; None without one.
+        listed: The listing of a stream's shards, if done here.
+        lag: Returns how the event loop that reads samples is blocked; None if there is
+            no loop.
+        copies: The copies to the device; None without one.
     """
 
     epoch: int = -1
@@ -267,7 +266,7 @@ class Counters:
     copies: Copies | None = None
 
     def weigh(self, batch: Any) -> None:
-        """Count the bytes of a batch: each 16th is enough."""
+        """Count the bytes of a batch; called for every 16th."""
         self.weighed += 1
         self.bytes += bytes_of(batch)
 
@@ -275,12 +274,12 @@ class Counters:
 def bytes_of(batch: Any, items: int = _ITEMS, depth: int = 8) -> int:
     """Return the bytes of tensors, arrays, bytes and text in nested containers.
 
-    Of many items some are measured.
+    If there are many items, only some are measured.
 
     Args:
-        batch: What is measured.
-        items: How many items of it, at most, of all levels.
-        depth: How many levels, at most.
+        batch: The batch to measure.
+        items: Limit on measured items, over all levels.
+        depth: Limit on levels.
     """
     if isinstance(batch, (bytes, bytearray, str)):
         return len(batch)

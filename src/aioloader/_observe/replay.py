@@ -1,20 +1,20 @@
-"""What a loader does with the same batches under another setting, by simulation.
+"""Simulate a loader with the recorded batches under another setting.
 
-The recorded batches pass again, from the first to the last and from the first again,
-each with its recorded durations. What is assumed:
+The recorded batches are replayed with their recorded durations, again and again from
+first to last. Assumptions:
 
-- A store answers as fast when more samples are read at a time, and a batch takes as
-  long in a worker as beside the consumer. Its way out of a worker is as recorded; made
-  without workers, ``changes`` adds what a small batch takes.
-- Processor time is shared by as many lanes as there are cores; threads that are workers
-  share one, for the interpreter's lock. Where records show that the consumer waits for
-  that lock (``lock``), it does so wherever threads make batches, after each step and
-  each wait. Its own processor time is not known, and not modelled.
-- Where coroutines read, the samples of a batch take equally long, but for one. Readers
-  in several workers are one pool.
-- Their transport is a delay; the part of it before a worker begins its next batch keeps
-  that worker busy. They are copied to a device one after the other.
-- A batch is requested when another is taken; with a window of 0, when it is asked for.
+- A store is as fast when more samples are read at a time, and a batch takes as long in
+  a worker as in the consumer's process. Its transport from a worker is as recorded; for
+  batches made without workers, ``changes`` adds that of a small batch.
+- Processor time is shared by as many lanes as there are cores; worker threads share
+  one, because of the GIL. If records show that the consumer waits for the GIL
+  (``lock``), it does so whenever threads make batches, after each step and each wait.
+  The consumer's own processor time is not known, and not modelled.
+- If coroutines read, all samples of a batch but one take equally long. Readers in
+  several workers are one pool.
+- Transport is a delay; the part before a worker starts its next batch keeps that worker
+  busy. Batches are copied to a device one after another.
+- A batch is requested when another is delivered; with a window of 0, on demand.
 """
 
 import math
@@ -34,18 +34,18 @@ from aioloader._observe.stages import (
     reading_lanes,
 )
 
-# The most batches that pass before the clock counts.
+# Limit on warm-up batches, before the clock counts.
 _MOST = 256
-# Reads of one batch that are simulated one by one; more of them in groups.
+# Reads of one batch that are simulated one by one; more are grouped.
 _READS = 16
 
 
 class Replayed(NamedTuple):
-    """What the consumer sees once the pipeline is full.
+    """The consumer's figures once the pipeline is full.
 
     Attributes:
         seconds: Seconds per batch.
-        step: Those that it needs itself.
+        step: Seconds per batch that the consumer itself needs.
     """
 
     seconds: float
@@ -63,7 +63,7 @@ class Replayed(NamedTuple):
 
 
 def window_of(setting: Setting, batches: Sequence[Batch]) -> int:
-    """Return how many batches may be requested and not taken."""
+    """Return how many batches may be requested and not delivered."""
     if setting.window is not None:
         return max(1, setting.window)
     size = setting.batch_size or mean(one.reads for one in batches)
@@ -75,12 +75,12 @@ def window_of(setting: Setting, batches: Sequence[Batch]) -> int:
 def replay(
     batches: Sequence[Batch], setting: Setting, slow: Sequence[float] = ()
 ) -> Replayed:
-    """Let the batches pass under a setting; return what the consumer sees.
+    """Replay the batches under a setting; return the consumer's figures.
 
     Args:
-        batches: What they take.
-        setting: The loader.
-        slow: How many times longer each worker takes; others take as long as written.
+        batches: The durations of batches.
+        setting: The loader's setting.
+        slow: How many times longer each worker takes; 1 for workers not listed.
 
     Raises:
         ValueError: If there are no batches.
@@ -101,7 +101,7 @@ def replay(
 
 
 class _Pipeline:
-    """The way of batches, as processes of a simulation."""
+    """The pipeline as processes of a simulation."""
 
     def __init__(
         self,
@@ -116,10 +116,10 @@ class _Pipeline:
         shares_one = setting.place == "workers" and setting.worker_kind == "thread"
         self._processors = clock.lanes(1 if shares_one else max(1, setting.cores))
         self._locks = is_shared(setting) and any(one.locked for one in batches)
-        self._lock = clock.lanes(1)  # the interpreter's
+        self._lock = clock.lanes(1)  # the GIL
         self._makers = clock.lanes(making_lanes(setting))
         factors = [*slow, *(1.0,) * making_lanes(setting)][: making_lanes(setting)]
-        self._free = deque(factors)  # of makers that have nothing to do
+        self._free = deque(factors)  # slowness of idle makers
         reading = reading_lanes(setting)
         most = int(median(one.reads for one in batches)) // _READS
         groups = range(max(1, min(most, reading)), 0, -1)
@@ -128,13 +128,13 @@ class _Pipeline:
         self._made: dict[int, Batch] = {}
         self._delivered = 0
         self._there = clock.lanes(0)  # batches that the consumer can take
-        self._ready: deque[Batch] = deque()  # those that can be moved to the device
+        self._ready: deque[Batch] = deque()  # batches that can be moved to the device
         self._to_move = clock.lanes(0)
         self._room = clock.lanes(setting.on_device)
         self._taken: list[float] = []
 
     def run(self, batches: int) -> list[float]:
-        """Return when the consumer took each of so many batches."""
+        """Return when the consumer took each of the batches."""
         if not self._is_lazy:
             for number in range(self._window):
                 self._clock.start(self._make(number))
@@ -187,7 +187,7 @@ class _Pipeline:
         self._deliver(number, one)
 
     def _compute(self, seconds: float) -> Process:
-        """Use a processor; with the interpreter's lock, in turns with others."""
+        """Use a processor; worker threads take turns at the GIL."""
         turn = sys.getswitchinterval() if self._locks else seconds
         lanes = self._lock if self._locks else self._processors
         while seconds > 0:
@@ -197,7 +197,7 @@ class _Pipeline:
             seconds -= turn
 
     def _read(self, one: Batch) -> Process:
-        """Read the samples of a batch, as lanes get free."""
+        """Read the samples of a batch as lanes become free."""
         there = self._clock.lanes(0)
         parts = math.ceil(one.reads / self._group)
         each = one.read / self._group
@@ -215,7 +215,7 @@ class _Pipeline:
         done()
 
     def _deliver(self, number: int, one: Batch) -> None:
-        """Let a batch go on, in its turn, to the device or to the consumer."""
+        """Pass a batch on, in order, to the device or to the consumer."""
         if not self._setting.in_order:
             self._hand_on(one)
             return

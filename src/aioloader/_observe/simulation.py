@@ -1,7 +1,7 @@
 """A discrete-event simulation: processes, and the lanes that they wait for.
 
-A process is a generator. It yields seconds to pass, or lanes, of which it then has one
-until it releases it. Processes wait for lanes in the order in which they came.
+A process is a generator. It yields seconds to sleep, or ``Lanes`` to get one lane,
+which it keeps until it releases it. Processes get lanes in the order of their requests.
 """
 
 import heapq
@@ -14,10 +14,10 @@ Process: TypeAlias = Generator["float | Lanes", None, None]
 
 
 class Simulation:
-    """Simulated time, and what happens next.
+    """Simulated time and the queue of events.
 
     Attributes:
-        now: Seconds.
+        now: The time, in seconds.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class Simulation:
         self._order = count()
 
     def start(self, process: Process) -> None:
-        """Begin a process, now."""
+        """Start a process now."""
         self._push(self.now, process)
 
     def run(self, until: Process) -> None:
-        """Run until a process ends, or nothing is left to happen."""
+        """Run until a process ends or there are no more events."""
         self.start(until)
         process = None
         while self._next and process is not until:
@@ -44,7 +44,7 @@ class Simulation:
                 break
 
     def lanes(self, free: int) -> "Lanes":
-        """Return so many lanes; with 0, a signal: each release lets one process on."""
+        """Return ``free`` lanes; 0 makes a signal: each release wakes one process."""
         return Lanes(self, free)
 
     def _push(self, at: float, process: Process) -> None:
@@ -52,7 +52,7 @@ class Simulation:
 
 
 class Lanes:
-    """Places of which each is for one process at a time."""
+    """Resources that each serve one process at a time."""
 
     def __init__(self, simulation: Simulation, free: int) -> None:
         self._simulation = simulation
@@ -60,7 +60,7 @@ class Lanes:
         self._waiting: deque[Process] = deque()
 
     def take(self, process: Process) -> bool:
-        """Give one to a process; else it waits."""
+        """Give a free lane to a process, or let it wait; return which."""
         if self._free:
             self._free -= 1
             return True
@@ -68,7 +68,7 @@ class Lanes:
         return False
 
     def release(self) -> None:
-        """Give one back, or to the process that has waited longest."""
+        """Free a lane, or give it to the process that has waited longest."""
         if self._waiting:
             self._simulation.start(self._waiting.popleft())
         else:

@@ -1,9 +1,9 @@
-"""How busy each stage was: computed from the records of the latest batches.
+"""The utilization of each stage, computed from the records of the latest batches.
 
-All of it is about the span from when the first recorded batch was asked for until the
-last was taken. A lane does one thing at a time: a worker, a thread, or one of the
-samples that coroutines read at a time. What a lane does for batches that are not
-recorded yet is missing, so the last batches in flight look idle.
+All figures are for the span from the request of the first recorded batch to the
+delivery of the last. A lane does one thing at a time: a worker, a thread, or one of the
+samples that coroutines read concurrently. Work for batches that are not recorded yet is
+missing, so lanes look idle at the end.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from aioloader._observe.records import Copy, Record, Setting
 
 Floats: TypeAlias = NDArray[np.float64]
 
-# A batch that was there at once takes the consumer this long, at most: seconds.
+# Limit on the seconds in which the consumer takes a batch that is ready.
 _HAND_OVER = 200e-6
 # A consumer waited for a batch if it did for more than this share of its transport.
 _WAITED = 0.02
@@ -28,25 +28,25 @@ _WAITED = 0.02
 class StageStats:
     """What one stage did in the recorded span.
 
-    A stage starves while a lane of it has nothing to do: nothing is made yet, or no
-    batch is requested. It is blocked while a lane does a later step of a batch, or has
-    nothing to do while made batches wait for their consumer (or for an earlier batch).
+    A lane starves while it has no work: no input is there yet, or no batch is
+    requested. It is blocked while it does a later step of a batch, or has no work while
+    finished batches wait for their consumer (or for an earlier batch).
 
     Attributes:
         name: ``"read"``, ``"transform"``, ``"collate"``, ``"transport"`` (from
             collated until the consumer, or the device stage, could take it; estimated
-            where that did not wait), ``"device"`` (moving it there) or ``"consumer"``
+            if that did not wait), ``"device"`` (moving it there) or ``"consumer"``
             (busy from taking a batch to asking for the next).
-        lanes: How many of its jobs are done at a time.
+        lanes: How many of its jobs run at a time.
         items: Batches.
         busy: Seconds of work, summed over lanes, as are the next two.
         starved: Seconds without work to do.
-        blocked: Seconds in which it could not hand on.
-        p50: Seconds per batch, the median; of samples that are read at the same time,
+        blocked: Seconds in which it could not pass on its output.
+        p50: The median of seconds per batch; for samples that are read concurrently,
             the time until all are there.
-        p95: The same of 95 percent of the batches, at most.
-        p99: The same of 99 percent of the batches, at most.
-        nbytes: Of the device stage: how much it copied.
+        p95: The 95th percentile.
+        p99: The 99th percentile.
+        nbytes: For the device stage, the bytes copied.
     """
 
     name: str
@@ -70,7 +70,7 @@ class StageStats:
 def stage_stats(
     records: Sequence[Record], setting: Setting, copies: Sequence[Copy] = ()
 ) -> tuple[StageStats, ...]:
-    """Return what each stage did; none without records.
+    """Return what each stage did; nothing without records.
 
     For each, ``busy + starved + blocked`` is ``lanes`` times the seconds of the span.
     """
@@ -85,9 +85,9 @@ def stage_stats(
 def until_copied(
     records: Sequence[Record], setting: Setting, copies: Sequence[Copy]
 ) -> tuple[Sequence[Record], Setting]:
-    """Return how batches came to the device stage: that takes them in these records.
+    """Return the records with the device stage as the consumer.
 
-    Without copies, they are as they were.
+    Without copies, they are unchanged.
     """
     if not copies:
         return records, setting
@@ -101,7 +101,7 @@ def until_copied(
 
 
 def copy_seconds(copies: Sequence[Copy]) -> dict[int, float]:
-    """Return how long each batch's copy took, by number: one follows the other."""
+    """Return how long each batch's copy took, by number; copies run one by one."""
     found, free = {}, 0.0
     for one in copies:
         found[one.number] = max(0.0, one.ended - max(one.began, free))
@@ -110,7 +110,7 @@ def copy_seconds(copies: Sequence[Copy]) -> dict[int, float]:
 
 
 def percentiles(seconds: Sequence[float] | Floats) -> tuple[float, float, float]:
-    """Return the 50th, 95th and 99th percentile; zeros of nothing."""
+    """Return the 50th, 95th and 99th percentile; zeros without values."""
     if not len(seconds):
         return 0.0, 0.0, 0.0
     p50, p95, p99 = np.percentile(seconds, (50, 95, 99))
@@ -118,14 +118,14 @@ def percentiles(seconds: Sequence[float] | Floats) -> tuple[float, float, float]
 
 
 def is_coupled(setting: Setting) -> bool:
-    """Tell whether one lane reads a batch, transforms and collates it, in one go."""
+    """Tell whether one lane reads, transforms and collates a batch in one go."""
     if setting.place == "workers":
         return setting.reads_in_workers and setting.concurrency == 1
     return setting.place != "loop"
 
 
 def reading_lanes(setting: Setting) -> int:
-    """Return how many reads are done at a time; of batches where that is coupled."""
+    """Return how many reads run at a time: of batches if coupled, or of samples."""
     reads_here = setting.place != "workers" or not setting.reads_in_workers
     readers = 1 if reads_here else max(1, setting.workers)
     is_one_by_one = is_coupled(setting) or setting.is_stream
@@ -138,10 +138,10 @@ def making_lanes(setting: Setting) -> int:
 
 
 def on_one_clock(records: Sequence[Record]) -> list[Record]:
-    """Return the records with the clocks of other machines' workers set right.
+    """Return the records with the clocks of workers on other machines corrected.
 
-    Only if times are impossible: then the quickest batch of each lane is taken to have
-    been there as soon as it was collated.
+    Only if times are impossible: then the fastest batch of each lane is assumed to have
+    arrived as soon as it was collated.
     """
     made = [one for one in records if is_made(one)]
     if not made:
@@ -171,10 +171,10 @@ def _shifted(record: Record, seconds: float) -> Record:
 
 
 def hand_over(records: Sequence[Record], setting: Setting) -> float:
-    """Return the seconds in which a consumer takes a batch that is there.
+    """Return the seconds in which a consumer takes a batch that is ready.
 
-    It is the least that was seen, with a limit; nothing where batches are moved to a
-    device, or made when they are asked for.
+    This is the recorded minimum, with a limit; 0 if batches are moved to a device, or
+    made on request.
     """
     if setting.on_device or setting.place == "inline":
         return 0.0
@@ -183,10 +183,10 @@ def hand_over(records: Sequence[Record], setting: Setting) -> float:
 
 
 class Transport(NamedTuple):
-    """The way of a batch from where it was collated.
+    """The transport of a batch after collating.
 
     Attributes:
-        seconds: How long it took, without waiting for batches before it.
+        seconds: How long it took, without waiting for earlier batches.
         end: When the consumer could take the batch.
     """
 
@@ -195,12 +195,12 @@ class Transport(NamedTuple):
 
 
 def transports(records: Sequence[Record], setting: Setting) -> list[Transport]:
-    """Return the way of each batch to the consumer.
+    """Return the transport of each batch to the consumer.
 
-    It is seen where the consumer waited. Batches are moved to a device one after the
-    other: there it counts from the batch before. Of the other batches it is hidden,
-    and taken to be the median, but no longer than there was time for. Inline, it is
-    what is left of the time from asking to having.
+    It is visible if the consumer waited. Batches are moved to a device one after
+    another: there it counts from the previous batch. For other batches it is hidden,
+    and assumed to be the median, limited by the available time. Inline, it is the rest
+    of the time from request to delivery.
     """
     if setting.place == "inline":
         return [
@@ -220,12 +220,12 @@ def transports(records: Sequence[Record], setting: Setting) -> list[Transport]:
 def seen_transports(
     records: Sequence[Record], setting: Setting, least: float
 ) -> dict[int, float]:
-    """Return the seconds of those batches, by place, that the consumer waited for.
+    """Return the transport seconds of the batches that the consumer waited for.
 
     Args:
-        records: In the order in which they were taken; not of an inline loader.
-        setting: What they were made with.
-        least: What ``hand_over`` returns.
+        records: The records in the order of delivery; not of an inline loader.
+        setting: The loader's setting.
+        least: The result of ``hand_over``.
     """
     known: dict[int, float] = {}
     free = 0.0
@@ -244,7 +244,7 @@ def _waited(record: Record) -> float:
 
 
 def held_back(records: Sequence[Record], setting: Setting) -> float:
-    """Return the seconds that made batches waited for an earlier one, in all."""
+    """Return the total seconds that finished batches waited for an earlier one."""
     if not setting.in_order or setting.place == "inline":
         return 0.0
     records = on_one_clock(records)
@@ -257,12 +257,12 @@ def held_back(records: Sequence[Record], setting: Setting) -> float:
 
 
 class _Overlap:
-    """How long intervals overlap with the union of given ones."""
+    """The overlap of intervals with a union of given intervals."""
 
     def __init__(self, begins: Floats, ends: Floats) -> None:
         order = np.argsort(begins)
         begins, ends = begins[order], np.maximum.accumulate(ends[order])
-        # An interval begins the union anew if all before it have ended.
+        # An interval starts a new part of the union if all earlier ones have ended.
         is_new = np.append(True, begins[1:] > ends[:-1])
         first = begins[is_new]
         last = ends[np.append(np.flatnonzero(is_new)[1:] - 1, len(ends) - 1)]
@@ -330,7 +330,7 @@ class _Span:
         steps: list[tuple[Any, Any, Any]],
         lying: _Overlap,
     ) -> list[StageStats]:
-        """Return stages that share lanes, which take one step after the other."""
+        """Return stages that share lanes, which run one step after another."""
         busy, within = [], 0.0
         for begin, end, weight in steps:
             begins, ends = self._clip(begin), self._clip(end)
@@ -356,7 +356,7 @@ class _Span:
         ]
 
     def transport(self) -> StageStats:
-        """Return the way of batches to who takes them; one lane, busy with any."""
+        """Return the transport stage: one lane, busy while any batch is in transit."""
         begins = self._clip(self._ready - self._moved)
         ends = self._clip(self._ready)
         seconds = self._end - self._begin
@@ -376,7 +376,7 @@ class _Span:
         )
 
     def device(self, copies: Sequence[Copy]) -> StageStats:
-        """Return the copies to the device; it starves while it has room for one."""
+        """Return the device stage; it starves while it has room for a batch."""
         asked, began, ended = (
             self._clip(np.array([getattr(one, name) for one in copies]))
             for name in ("asked", "began", "ended")

@@ -23,12 +23,12 @@ from aioloader._observe.stages import (
 )
 from aioloader._observe.words import seconds_text, table
 
-# A loop that is held for a smaller share of the time is not worth a line.
+# A loop that is blocked for a smaller share of the time is not worth a line.
 _SHOWN = 0.05
 
 
 class Percentiles(NamedTuple):
-    """Seconds per batch: the median, and what few batches exceed."""
+    """Seconds per batch: the median and high percentiles."""
 
     p50: float = 0.0
     p95: float = 0.0
@@ -37,30 +37,28 @@ class Percentiles(NamedTuple):
 
 @dataclass(frozen=True)
 class LoaderStats:
-    """What ``loader.stats()`` returns: the latest epoch so far.
+    """The figures of the latest epoch so far, from ``loader.stats()``.
 
-    What follows ``worker_restarts`` is about the latest batches, at most 1,024, and is
-    computed when it is asked for.
+    The properties are about the latest batches, at most 1,024, and are computed on
+    request.
 
     Attributes:
         epoch: Epoch number, from 0; -1 before the first.
         batches: Batches delivered.
         waited: Seconds the consumer waited for batches that were not ready. The time
             that an inline ``for`` spends making a batch is not a wait.
-        in_flight: Batches requested and not yet taken.
+        in_flight: Batches requested and not yet delivered.
         failures: Samples that failed and were skipped or replaced.
-        retries: Reads that were tried again, by the loader's ``retry``.
+        retries: Reads that the loader's ``retry`` has repeated.
         worker_deaths: Worker processes that died, over all epochs.
-        worker_restarts: Worker processes started in their place.
-        resumed_at: Batches of the epoch that were delivered before, where it was
-            resumed from a state.
+        worker_restarts: Worker processes started to replace them.
+        resumed_at: Batches of a resumed epoch that were delivered before.
         batch_bytes: Bytes of tensors, arrays, bytes and text in a batch: the mean of
-            each 16th; 0 if none was measured.
-        listed: How the shards of a stream were listed, if this process did.
-        loop_lag: How the event loop is held up on which samples are read in this
-            process; None if it is not, or there is none.
-        device_bytes: What batches take on the device that were moved there and not
-            yet taken.
+            every 16th; 0 if none was measured.
+        listed: The listing of a stream's shards, if this process did it.
+        loop_lag: How the event loop that reads samples in this process is blocked;
+            None if it is not, or there is none.
+        device_bytes: Device memory of batches that were moved and not yet delivered.
     """
 
     epoch: int
@@ -87,7 +85,7 @@ class LoaderStats:
 
     @property
     def seconds(self) -> float:
-        """Seconds from when the first of these was asked for to the last one."""
+        """Seconds from the request of the first of these to the last one."""
         records = self._records
         return records[-1].taken - records[0].asked if records else 0.0
 
@@ -98,7 +96,7 @@ class LoaderStats:
 
     @cached_property
     def waits(self) -> Percentiles:
-        """Seconds from asking for a batch to having it."""
+        """Seconds from requesting a batch to receiving it."""
         if not self._recorded:
             return Percentiles()
         return Percentiles(
@@ -107,7 +105,7 @@ class LoaderStats:
 
     @cached_property
     def queued(self) -> float:
-        """Batches that were made and waited when one was asked for: the mean."""
+        """The mean number of ready batches when one was requested."""
         collated = sorted(one.made[4] for one in self._records if is_made(one))
         found = [
             max(0, bisect.bisect_right(collated, one.asked) - number)
@@ -117,14 +115,14 @@ class LoaderStats:
 
     @cached_property
     def held(self) -> float:
-        """Seconds that made batches waited for an earlier one, summed over them."""
+        """Total seconds that finished batches waited for an earlier one."""
         if self._setting is None or not self._recorded:
             return 0.0
         return held_back(self._records, self._setting)
 
     @cached_property
     def stages(self) -> tuple[StageStats, ...]:
-        """The way of these batches, stage by stage."""
+        """The stages of these batches."""
         if self._setting is None or not self._recorded:
             return ()
         return stage_stats(self._records, self._setting, self._copies)
@@ -151,7 +149,8 @@ class LoaderStats:
         if (lag := self.loop_lag) is not None and lag.share >= _SHOWN:
             by = f" by {lag.culprit}" if lag.culprit else ""
             longest = seconds_text(lag.seconds)
-            lines.append(f"event loop held {lag.share:.0%} of the time, {longest}{by}")
+            text = f"event loop blocked {lag.share:.0%} of the time, {longest}{by}"
+            lines.append(text)
         if self.device_bytes:
             lines.append(f"ahead on the device: {self.device_bytes / 1e6:,.1f} MB")
         if self.recent and self.seconds:
@@ -197,5 +196,5 @@ def with_records(
     setting: Setting,
     copies: Sequence[Copy] = (),
 ) -> LoaderStats:
-    """Return ``stats`` with what the records tell of the latest batches."""
+    """Return ``stats`` with figures from the records of the latest batches."""
     return replace(stats, _recorded=records, _setting=setting, _copies=copies)

@@ -1,10 +1,10 @@
 """Records as a trace: Chrome's trace event format, which Perfetto opens.
 
-A track for the consumer (its steps, and its waits), tracks for where samples are read,
-and one for each worker; two where batches are made at the same time. Times are on the
-clock of ``torch.profiler``, so that both files can be merged: microseconds of Unix time
-since ``baseTimeNanoseconds``. Source: "Trace Event Format" (Google, 2016); for the
-clock, libkineto's ``ChromeTraceBaseTime`` (torch 2.13).
+There is a track for the consumer (its steps and waits), tracks for reads, and one for
+each worker, or two if batches overlap. Times are on the clock of ``torch.profiler``, so
+that both files can be merged: microseconds of Unix time since ``baseTimeNanoseconds``.
+Source: "Trace Event Format" (Google, 2016); for the clock, libkineto's
+``ChromeTraceBaseTime`` (torch 2.13).
 """
 
 import asyncio
@@ -33,9 +33,9 @@ from aioloader._observe.warnings import warn
 
 Event: TypeAlias = dict[str, Any]
 StrPath: TypeAlias = str | os.PathLike[str]
-# Kineto's: three mean months, counted from 1970.
+# Kineto's base is a multiple of this since 1970: three mean months.
 _QUARTER_NS = 7_889_238 * 10**9
-# Numbers of processes are below.
+# Process ids are below this.
 _BEYOND_PROCESSES = 1 << 22
 _traces = itertools.count(1)
 _RAY = "RayWorkers"  # on machines with other clocks
@@ -44,13 +44,13 @@ _CONSUMER, _READS, _LANE, _COPIES = range(4)
 
 
 class Clock(NamedTuple):
-    """From ``time.perf_counter`` to the clock of a trace.
+    """Convert ``time.perf_counter`` to the clock of a trace.
 
-    Both tick alike; only what they count from differs.
+    Both run at the same rate and differ only in their origin.
 
     Attributes:
         unix: Nanoseconds since 1970 when ``time.perf_counter_ns`` was 0.
-        base: ``baseTimeNanoseconds``: what the times of the file are relative to.
+        base: ``baseTimeNanoseconds``, the origin of times in the file.
     """
 
     unix: int
@@ -58,7 +58,7 @@ class Clock(NamedTuple):
 
     @classmethod
     def now(cls) -> "Clock":
-        """Compare the clocks; the best of some tries, within a microsecond."""
+        """Compare the clocks: the best of some tries, within a microsecond."""
         tries = []
         for _ in range(8):
             before = time.perf_counter_ns()
@@ -69,19 +69,19 @@ class Clock(NamedTuple):
         return cls(unix, time.time_ns() // _QUARTER_NS * _QUARTER_NS)
 
     def micros(self, seconds: float) -> float:
-        """Return a reading as microseconds of the file, to the nanosecond."""
+        """Return a reading in the file's microseconds, to the nanosecond."""
         return (round(seconds * 1e9) + self.unix - self.base) / 1000
 
 
 @dataclass
 class Traced:
-    """What a trace has of one epoch.
+    """The part of a trace for one epoch.
 
     Attributes:
         epoch: Its number.
         setting: How the loader was set up.
-        records: Those of the batches that were delivered meanwhile.
-        copies: Those to the device that ended meanwhile.
+        records: Records of the batches delivered during the trace.
+        copies: Copies to the device that ended during the trace.
     """
 
     epoch: int
@@ -91,17 +91,15 @@ class Traced:
 
 
 class Trace:
-    """Collect all that is recorded in a ``with`` block, and write it at the end.
+    """Collect all records in a ``with`` block and write them at its end.
 
-    A batch costs an entry of a list. If the block raises, what was collected is written
-    all the same. At the end of a ``with`` block the file is written in this thread, of
-    an ``async with`` block in another.
+    A batch costs an entry of a list. If the block raises, the trace is written all the
+    same: in this thread after ``with``, in another after ``async with``.
 
     Args:
-        path: Of the JSON file; one that is there is replaced when all is written. If it
-            ends with ``".gz"``, it is compressed.
-        traces: Those that the loader has follow its epochs; this one is among them
-            during the block.
+        path: The JSON file; an existing one is replaced once all is written. It is
+            compressed if the name ends with ``".gz"``.
+        traces: The loader's active traces; includes this one during the block.
     """
 
     def __init__(self, path: StrPath, traces: "list[Trace]") -> None:
@@ -117,16 +115,16 @@ class Trace:
         setting: Setting,
         copies: Copies | None = None,
     ) -> None:
-        """Collect what is recorded of an epoch during the block.
+        """Collect the records of an epoch during the block.
 
-        The loader calls it for the epoch under way when it makes the trace, and for
-        each epoch that begins in the block, before its first batch.
+        The loader calls it for the current epoch when it makes the trace, and for each
+        epoch that starts in the block, before its first batch.
 
         Args:
             epoch: Its number.
-            records: Where it is recorded.
+            records: The records of its batches.
             setting: How the loader is set up for it.
-            copies: Where copies to the device are noted, if there is one.
+            copies: The records of copies to the device, if there is one.
         """
         followed = records, copies, Traced(epoch, setting)
         self._followed.append(followed)
@@ -154,14 +152,14 @@ class Trace:
         await asyncio.to_thread(self._write, error)
 
     def _check_folder(self) -> None:
-        """Fail before the block, and not after it."""
+        """Fail before the block, not after it."""
         folder = self._path.parent
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no folder '{folder}' for the trace")
 
     def _start(self) -> None:
         if self._clock is not None:
-            raise RuntimeError("this trace was recorded already; make a new one")
+            raise RuntimeError("this trace has already been recorded; make a new one")
         self._clock = Clock.now()
         self._traces.append(self)
         for followed in self._followed:
@@ -193,7 +191,7 @@ def _begin(records: Records, copies: Copies | None, traced: Traced) -> None:
 
 
 def write_trace(path: Path, traced: Sequence[Traced], clock: Clock) -> None:
-    """Write a trace, in one piece or not at all."""
+    """Write a trace completely or not at all."""
     number = next(_traces) * _BEYOND_PROCESSES + os.getpid()
     head = {
         "displayTimeUnit": "ms",
@@ -213,11 +211,12 @@ def merge_traces(ours: StrPath, theirs: StrPath, out: StrPath) -> None:
 
     Args:
         ours: Written by ``loader.trace``.
-        theirs: Written by ``torch.profiler``, or another of ``loader.trace``.
-        out: The file to write; compressed if it ends with ``".gz"``, as may the others.
+        theirs: Written by ``torch.profiler``, or another one of ``loader.trace``.
+        out: The file to write. All files are compressed if their name ends with
+            ``".gz"``.
 
     Raises:
-        ValueError: If one of them is no trace.
+        ValueError: If one of them is not a trace.
     """
     mine, other = _read_json(ours), _read_json(theirs)
     events, others = mine.pop("traceEvents"), other.pop("traceEvents")
@@ -245,9 +244,9 @@ class _Job:
     """Slices that follow each other on one track.
 
     Attributes:
-        kind: Of the track; with ``lane`` and ``name``, which one it is.
-        slices: Those that take time.
-        args: What is said of each.
+        kind: Kind of the track; ``kind``, ``lane`` and ``name`` identify the track.
+        slices: The slices that take time.
+        args: Arguments shown for each.
     """
 
     kind: int
@@ -271,9 +270,9 @@ def trace_events(
     """Yield the events of a trace.
 
     Args:
-        traced: What is known of each epoch.
+        traced: The part of the trace for each epoch.
         clock: Turns clock readings into times of the file.
-        process: Number of the process that the tracks belong to.
+        process: Id of the process that the tracks belong to.
     """
     traced = list(traced)
     jobs = [job for one in traced for job in _jobs(one) if job.slices]
@@ -315,7 +314,7 @@ def _described(what: str, process: int, thread: int, **args: Any) -> Event:
 
 
 def _jobs(traced: Traced) -> Iterator[_Job]:
-    """Yield what was done for an epoch, and by whom."""
+    """Yield the jobs of an epoch, with their tracks."""
     records = [Record._make(one) for one in traced.records]
     is_inline = traced.setting.place == "inline"
     name = "make" if is_inline else "wait"
@@ -341,7 +340,7 @@ def _args(traced: Traced, number: int, **more: int) -> dict[str, Any]:
 
 
 def _made(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[_Job]:
-    """Yield what it took to make a batch."""
+    """Yield the jobs of making a batch."""
     times = made_times(setting, record)
     if not times:
         return
@@ -354,7 +353,7 @@ def _made(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[_J
         args = {**args, "seconds of processor time": made.cpu}
     names = ("read", "queued", "transform", "collate")
     slices = list(map(_Slice, names, times, times[1:]))
-    # Elsewhere than what follows, and several batches at a time.
+    # Reads run in another place than later steps, several batches at a time.
     if setting.place == "loop" or (setting.workers and not setting.reads_in_workers):
         yield _Job(_READS, 0, "reads", _lasting(*slices[:2]), args)
         slices = slices[2:]
@@ -364,9 +363,9 @@ def _made(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[_J
 
 
 def made_times(setting: Setting, record: Record) -> tuple[float, ...]:
-    """Return ``began`` to ``collated`` on this machine's clock; nothing if unknown.
+    """Return ``began`` to ``collated`` on this machine's clock; empty if unknown.
 
-    What was made by another machine was made at the latest when it was taken.
+    Times of another machine are moved to be as late as possible.
     """
     if record.made == NOT_MADE:
         return ()
@@ -380,10 +379,10 @@ def _lasting(*slices: _Slice) -> tuple[_Slice, ...]:
 
 
 def _on_tracks(jobs: Iterable[_Job]) -> dict[tuple[int, int, str, int], list[_Job]]:
-    """Put jobs, the earliest first, on tracks, so that none overlaps another.
+    """Put jobs, the earliest first, on tracks so that none overlaps another.
 
     Returns:
-        For each track (kind, lane, name, and number of those that are alike) its jobs.
+        The jobs of each track (kind, lane, name, and number among equal ones).
     """
     tracks: dict[tuple[int, int, str, int], list[_Job]] = {}
     for job in jobs:
@@ -396,7 +395,7 @@ def _on_tracks(jobs: Iterable[_Job]) -> dict[tuple[int, int, str, int], list[_Jo
 
 
 def _ready(traced: Iterable[Traced]) -> Iterator[tuple[float, int]]:
-    """Yield when the number of batches that waited for their consumer changed."""
+    """Yield each change of the number of batches that wait for the consumer."""
     changes = [
         (at, change)
         for one in traced
@@ -426,12 +425,12 @@ def _read_json(path: StrPath) -> dict[str, Any]:
     found = json.loads(content)
     trace = found if isinstance(found, dict) else {"traceEvents": found}
     if type(trace.get("traceEvents")) is not list:
-        raise ValueError(f"'{path}' is no trace: it has no list of 'traceEvents'")
+        raise ValueError(f"'{path}' is not a trace: it has no list of 'traceEvents'")
     return trace
 
 
 def _write_json(path: Path, head: dict[str, Any], events: Iterable[Event]) -> None:
-    """Write a trace an event at a time; it appears under its name when it is whole."""
+    """Write a trace event by event; the file appears once it is complete."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with (

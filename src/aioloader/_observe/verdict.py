@@ -1,7 +1,7 @@
-"""Whether the loader holds training back, what does, and the one change that helps.
+"""Whether the loader limits training, which stage does, and the change that helps.
 
 Each change of an argument is tried in a replay of the recorded batches, as is each
-stage at twice its speed. What is advised is what gains most there.
+stage at twice its speed. The advice is the change that gains most there.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ from aioloader._observe.stages import making_lanes, on_one_clock
 from aioloader._observe.stats import LoaderStats
 from aioloader._observe.words import seconds_text
 
-# Below this share of waiting, nothing holds training back.
+# Below this share of waiting, nothing limits training.
 _WAITS = 0.02
-# Percent: what an advice gains at least.
+# The least gain of an advice, in percent.
 _LEAST_GAIN = 5.0
-# How fast a cheaper change may leave the loader, beside the best one.
+# A cheaper change is preferred if it achieves this share of the best speed.
 _AS_GOOD = 0.95
-# Fewer batches are a guess.
+# With fewer batches, the verdict is a guess.
 _ENOUGH = 16
-# The loop is held for this share of the time at least if that is the verdict.
+# The loop is the verdict only if it is blocked for this share of the time.
 _LAGS = 0.1
-# Above this share of their time, processors are what limits.
+# Above this utilization, processors are the limit.
 _BUSY = 0.8
-# The replay of what was recorded is off by this share at most, or it is said.
+# The report warns if the replay of the recorded setting is off by more than this share.
 _IS_OFF = 0.2
 
 _STAGES = ("read", "transform", "collate", "transport", "device", "consumer")
@@ -49,7 +49,7 @@ class Advice:
     Attributes:
         argument: What to change: an argument of ``DataLoader``, or a coroutine's name.
         old: Its value.
-        new: What to set it to.
+        new: Its new value.
         gain: Expected gain in steps per second, percent.
         why: One sentence.
     """
@@ -68,10 +68,10 @@ class Advice:
 
 
 class HeadRoom(NamedTuple):
-    """What becomes of the accelerator if steps get faster.
+    """The utilization of the accelerator if steps get faster.
 
     Attributes:
-        speed: Of a step, as a multiple of the present one.
+        speed: Speed of a step, as a multiple of the present speed.
         utilisation: Share of the time that it computes then, from 0 to 1.
     """
 
@@ -81,22 +81,22 @@ class HeadRoom(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What ``loader.report()`` returns.
+    """The report of ``loader.report()``.
 
     Attributes:
-        headline: What holds back what, in plain words.
-        stage: The stage that does: ``"read"``, ``"transform"``, ``"collate"``,
+        headline: What limits training, in one sentence.
+        stage: The limiting stage: ``"read"``, ``"transform"``, ``"collate"``,
             ``"transport"``, ``"device"``, ``"consumer"``, ``"loop"``; ``"nothing"`` if
             the consumer hardly waits; ``"unknown"`` if too little is recorded.
         advice: What to change, or None if nothing gains 5 percent.
-        limit: Without an advice: what sets the pace.
-        wait_share: Share of the time that the consumer waits, from 0 to 1; also for the
-            interpreter's lock, where threads of the loader hold it.
-        head_room: For steps that are as fast as now, twice and four times as fast.
-        batches: From how many batches all this is computed.
-        model_error: What the replay of the recorded setting is off by, as a share of
-            the seconds per batch.
-        remarks: Other facts: what failed, which workers died.
+        limit: Without advice: what sets the pace.
+        wait_share: Share of the time that the consumer waits, from 0 to 1, including
+            waits for the GIL if threads of the loader hold it.
+        head_room: For steps as fast as now, twice and four times as fast.
+        batches: How many batches this is computed from.
+        model_error: Error of the replay of the recorded setting, as a share of the
+            seconds per batch.
+        remarks: Other facts: failures and dead workers.
     """
 
     headline: str
@@ -111,7 +111,7 @@ class Report:
 
     @property
     def confidence(self) -> str:
-        """How far to trust it, in words."""
+        """How reliable it is, as text."""
         if self.batches < _ENOUGH:
             return f"a guess, from {self.batches} batches only"
         words = f"from {self.batches} batches"
@@ -145,18 +145,18 @@ def report(
     """Return the verdict on a loader.
 
     Args:
-        records: The latest batches, in the order in which they were taken.
-        setting: How they were made.
-        stats: What else is known: failures and deaths are remarked upon, and a loop
-            that is held up outranks what that makes slow.
-        copies: The latest ones to the device.
+        records: The latest batches, in the order of delivery.
+        setting: The loader's setting.
+        stats: Other figures: failures and deaths become remarks, and a blocked loop
+            outranks the stages that it slows down.
+        copies: The latest copies to the device.
     """
     remarks = _remarks(stats)
     batches = batches_of(records, setting, copies)
     if not batches:
         headline = f"Too little is recorded to tell: {len(records)} batches."
         return Report(headline, "unknown", batches=len(records), remarks=remarks)
-    # The first ones are late for all that they start: workers, and what is ahead.
+    # The first batches are late: they wait for workers and for the window to fill.
     starting = min(len(records) // 4, window_of(setting, batches))
     settled = records[starting:]
     seconds = settled[-1].taken - settled[0].taken
@@ -202,8 +202,8 @@ def best_change(
 ) -> tuple[Change, float] | None:
     """Return the change to make and its gain in percent; None if none is worth it.
 
-    Among changes that leave the loader as fast but for 5 percent, it is the cheapest;
-    of these, the first, which changes least.
+    It is the cheapest change within 5 percent of the best speed; among equal ones the
+    first, which changes least.
     """
     now = replay(batches, setting, slow)
     tried = [
@@ -225,7 +225,7 @@ class _Found(NamedTuple):
 
 
 def _lagging(now: Replayed, lag: LoopLag, else_found: _Found) -> _Found | None:
-    """Return the finding that the loop is held up; None if that is not it."""
+    """Return the finding that the loop is blocked; None if that is not the cause."""
     if not lag.culprit or lag.share < _LAGS:
         return None
     advice, other = _freed(lag, now), else_found.advice
@@ -237,7 +237,7 @@ def _lagging(now: Replayed, lag: LoopLag, else_found: _Found) -> _Found | None:
 def _findings(
     batches: Sequence[Batch], setting: Setting, slow: Sequence[float]
 ) -> _Found:
-    """Return the stage that holds training back, and what helps."""
+    """Return the stage that limits training, and the advice."""
     halved = {
         name: replay(scaled(batches, name, 0.5), setting, slow).seconds
         for name in _STAGES
@@ -252,16 +252,16 @@ def _findings(
 
 
 def _gain(now: Replayed, then: Replayed) -> float:
-    """Return what is gained in steps per second, percent."""
+    """Return the gain in steps per second, in percent."""
     return 100 * (now.seconds / then.seconds - 1) if then.seconds else 0.0
 
 
 def _freed(lag: LoopLag, now: Replayed) -> Advice:
-    """Return the advice to free the loop: at best, all else takes the time left."""
+    """Return the advice to free the loop, with an upper bound of the gain."""
     seconds = max(now.step, now.seconds * (1 - lag.share))
     gain = _gain(now, Replayed(seconds, now.step))
     why = (
-        f"it holds the loop {lag.share:.0%} of the time, up to "
+        f"it blocks the loop {lag.share:.0%} of the time, up to "
         f"{seconds_text(lag.seconds)} at a time, and nothing else is read meanwhile"
     )
     if lag.is_callers:
@@ -282,7 +282,7 @@ def _headline(found: "_Found", share: float, *, is_locked: bool) -> str:
             f"{waits}."
         )
     if lag is not None:
-        return f"{lag.culprit} holds up the event loop, and so training: {waits}."
+        return f"{lag.culprit} blocks the event loop and holds training back: {waits}."
     return f"{_WORDS[stage]} holds training back: {waits}."
 
 

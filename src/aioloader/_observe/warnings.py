@@ -1,4 +1,4 @@
-"""Warnings point at the user's line that led to them, however deep they are found."""
+"""Warnings that point at the user's line, however deep they are issued."""
 
 import inspect
 import warnings
@@ -14,13 +14,13 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning.
 
     Args:
-        message: What, and what to do.
-        category: Of the warning.
+        message: What is wrong, and what to do.
+        category: The warning's category.
     """
     frame, level = inspect.currentframe(), 1
     while frame is not None and _package_of(frame.f_globals) in _BETWEEN:
         frame, level = frame.f_back, level + 1
-    # On a thread of ours there is no line of the user's: then it is the caller's.
+    # On our threads there is no user's line: use the caller's.
     warnings.warn(message, category, stacklevel=2 if frame is None else level)
 
 

@@ -1,4 +1,4 @@
-"""Figures as people read them: durations in fitting units, aligned tables."""
+"""Format figures: durations in fitting units, aligned tables."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ def seconds_text(seconds: float) -> str:
     """Return a duration with three digits: ``"12.3 ms"``."""
     if not seconds:
         return "0 s"
-    # The next unit begins where three digits would round up to it.
+    # The next unit starts where three digits would round up to it.
     for limit, scale, unit in ((0.9995e-3, 1e6, "us"), (0.9995, 1e3, "ms")):
         if seconds < limit:
             return f"{_three_digits(seconds * scale)} {unit}"

@@ -1,7 +1,7 @@
-"""Blocks: several samples that move at once, as a list or as columns.
+"""Blocks: several samples that move together, as a list or as columns.
 
-A block is moved, cut and permuted without a look at its samples, so that columns stay
-columns until a row is asked for. A sample that failed is a ``Bad`` in a list.
+A block is moved, cut and permuted without touching its samples, so that columns stay
+columns until a row is requested. A sample that failed is a ``Bad`` in a list.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class Columns(Protocol):
         ...
 
     def __iter__(self) -> Iterator[Any]:
-        """Return the rows, one by one."""
+        """Return an iterator over the rows."""
         ...
 
     def pick(self, indices: Sequence[int]) -> "Columns":
@@ -37,13 +37,13 @@ class Columns(Protocol):
         ...
 
     def woven(self, others: "Sequence[Columns]") -> "Columns | None":
-        """Return the first row of each, the second of each; None as for ``joined``."""
+        """Interleave: the first row of each, the second of each; or None."""
         ...
 
 
 Block: TypeAlias = list[Any] | Columns
 _BUILTIN = {"builtins", "itertools"}
-# Times that an iterator may raise the same error: one that is broken does so for ever.
+# How often an iterator may raise the same error: a broken one does so forever.
 _SAME = 100
 _QUIET = (StopIteration, StopAsyncIteration)
 
@@ -54,7 +54,7 @@ class Bad:
 
     Attributes:
         error: Why; its message says where.
-        is_users: Whether the user's code raised it, which need not fail again.
+        is_users: Whether user code raised it, which need not fail again.
     """
 
     error: Exception
@@ -68,8 +68,8 @@ def read_block(iterator: Iterator[Any], limit: int) -> tuple[list[Any], bool]:
     """
     block: list[Any] = []
     try:
-        # The samples before an error stay in the list. To slice an iterator is to call
-        # its ``__iter__``, where a user's may begin anew.
+        # The samples before an error stay in the list. ``islice`` calls ``__iter__``,
+        # where a user's iterator may restart.
         if type(iterator).__module__ in _BUILTIN:
             block.extend(islice(iterator, limit))
         else:
@@ -102,14 +102,14 @@ async def read_block_async(
 
 
 class SameErrors:
-    """Notes an error that an iterator raises over and over, and will for ever."""
+    """Detect an error that an iterator raises again and again."""
 
     def __init__(self) -> None:
         self._error = ""
         self._count = 0
 
     def is_stuck(self, block: Sequence[Any]) -> bool:
-        """Tell whether the blocks were the same error, and nothing else, many times."""
+        """Tell whether the latest blocks held only the same error, many times."""
         last = block[-1] if len(block) else None
         if type(last) is not Bad:
             self._count = 0
@@ -127,12 +127,12 @@ class SameErrors:
 
 
 def failed(error: BaseException, what: str = "the dataset") -> Bad:
-    """Return the sample that stands for an error of the user's code.
+    """Return the placeholder for a sample whose code raised an error.
 
-    An error that would end a loop or a task quietly becomes the cause of another one.
+    An error that would silently end a loop or a task becomes the cause of another one.
 
     Args:
-        error: What was raised.
+        error: The error.
         what: What raised it.
     """
     if isinstance(error, Exception) and not isinstance(error, _QUIET):
@@ -143,7 +143,7 @@ def failed(error: BaseException, what: str = "the dataset") -> Bad:
 
 
 def unreadable(block: Block) -> list[int]:
-    """Return the places of what the source could not read: a sample, or a shard."""
+    """Return the positions of samples or shards that the source could not read."""
     if not isinstance(block, list) or Bad not in set(map(type, block)):
         return []
     return [k for k, one in enumerate(block) if type(one) is Bad and not one.is_users]
@@ -152,7 +152,7 @@ def unreadable(block: Block) -> list[int]:
 def is_cancelled(error: BaseException) -> bool:
     """Tell whether ``error`` is the cancellation of the current task.
 
-    If not, a ``CancelledError`` comes from what the user's code awaited.
+    If not, a ``CancelledError`` comes from something that user code awaited.
     """
     if not isinstance(error, asyncio.CancelledError):
         return False
@@ -174,7 +174,7 @@ def pick(block: Block, indices: Sequence[int]) -> Block:
 
 
 def join(blocks: Sequence[Block]) -> Block:
-    """Return ``blocks`` as one, in columns if all are alike."""
+    """Concatenate ``blocks``, as columns if all have the same."""
     blocks = [block for block in blocks if len(block)] or list(blocks[:1])
     if not blocks:
         return []
@@ -190,7 +190,7 @@ def join(blocks: Sequence[Block]) -> Block:
 
 
 def weave(blocks: Sequence[Block]) -> Block:
-    """Return ``blocks`` of one length as one: the first of each, the second of each."""
+    """Interleave ``blocks`` of equal length: the first of each, the second of each."""
     if len(blocks) < 2:
         return blocks[0] if blocks else []
     first, *others = blocks

@@ -1,8 +1,8 @@
-"""One pass over the data: its order, its seed, and how far its consumer has come.
+"""One pass over the data: its order, its seed and its consumer's position.
 
-What was delivered counts, not what was begun. Batches may be delivered out of order, so
-the position is a number below which all were delivered, and those beyond it that were
-delivered too. Pure and synchronous; the state may be asked for from any thread.
+Only delivered batches count. Batches may be delivered out of order, so the position is
+a number below which all were delivered, and the set of later ones that were delivered
+too. Pure and synchronous; the state may be read from any thread.
 """
 
 import operator
@@ -32,11 +32,11 @@ class Bookmark:
 
     Attributes:
         done: Every batch below this number was delivered.
-        beyond: Batches above that were delivered too.
-        states: What the readers (the sampler, or streams) were left in after the last
-            of their batches below ``done``, by number of the reader.
-        datasets: What state the copies of a stateful map-style dataset were left in by
-            the latest batch of theirs that was delivered, by number of the worker.
+        beyond: Numbers of later batches that were delivered too.
+        states: States of the readers (the sampler, or streams) after their last batch
+            below ``done``, by number of the reader.
+        datasets: States of the copies of a stateful map-style dataset after their
+            latest delivered batch, by number of the worker.
     """
 
     done: int = 0
@@ -51,7 +51,7 @@ class Bookmark:
 
 BEGINNING = Bookmark()
 _NOTHING: frozenset[int] = frozenset()
-# Of all positions: it is held for microseconds, and seldom.
+# One lock for all positions: it is held rarely, and for microseconds.
 _LOCK = fork_safe(threading.Lock())
 
 
@@ -61,7 +61,7 @@ class Progress:
     A batch that raised counts as soon as another one is delivered after it.
 
     Args:
-        bookmark: Where it began.
+        bookmark: Where it started.
         readers: How many readers the batches come from, in turns.
 
     Attributes:
@@ -74,35 +74,35 @@ class Progress:
         self._states = dict(bookmark.states)
         self._datasets = dict(bookmark.datasets)
         self._beyond: dict[int, Any] = {}
-        # Delivered before; they are passed when their reader's state is known again.
+        # Delivered before; passed once their reader's state is known again.
         self._before = set(bookmark.beyond)
         self._failed: dict[int, Any] = {}
         self._readers = readers
         self._ended: set[int] = set()  # readers
-        self._latest: tuple[int, Any] | None = None  # taken, and not noted yet
-        self._is_plain = not self._before  # ``_done`` is all there is to say
+        self._latest: tuple[int, Any] | None = None  # taken and not noted yet
+        self._is_plain = not self._before  # ``_done`` is the whole position
 
     def take(self, number: int, state: Any = None) -> None:
-        """Note that a batch was delivered, or turned out to be none.
+        """Note that a batch was delivered, or was empty.
 
-        Called last of all. An interrupt (Ctrl-C) comes only where a function is called,
-        so it finds the batch delivered, or not: what is said here is one assignment.
+        Called last. An interrupt (Ctrl-C) comes only at function calls, so it finds the
+        batch either delivered or not: this method is one assignment.
 
         Args:
-            number: Its number.
-            state: What its reader was left in after it, if that is known.
+            number: The batch's number.
+            state: The state of its reader after it, if known.
         """
         if not self._is_plain or number != self._done or state is not None:
             with _LOCK:
                 self._settle()
                 self._is_plain &= number == self._done and state is None
         if self._is_plain:
-            self._done = number + 1  # as nearly always
+            self._done = number + 1  # the usual case
         else:
             self._latest = number, state
 
     def pass_over(self, number: int, state: Any = None) -> None:
-        """Note what a batch that was delivered before has left its reader in."""
+        """Note the reader's state after a batch that was delivered before."""
         with _LOCK:
             self._settle()
             self._note(number, state)
@@ -115,21 +115,21 @@ class Progress:
             self._failed[number] = state
 
     def end(self, number: int, state: Any = None) -> None:
-        """Note that a reader was at its end, instead of batch ``number``."""
+        """Note that a reader had ended instead of making batch ``number``."""
         with _LOCK:
             self._settle()
             if state is not None:
                 self._states[number % self._readers] = state
 
     def end_reader(self, number: int) -> None:
-        """Note that the reader of batch ``number`` has ended: no more is to come."""
+        """Note that the reader of batch ``number`` has ended and has no more."""
         with _LOCK:
             self._settle()
             self._ended.add(number % self._readers)
             self._advance()
 
     def leave(self, worker: int, state: Any) -> None:
-        """Note what state a delivered batch has left a worker's dataset in."""
+        """Note the state of a worker's dataset after a delivered batch."""
         with _LOCK:
             self._datasets[worker] = state
 
@@ -138,7 +138,7 @@ class Progress:
         self.is_over = True
 
     def bookmark(self) -> Bookmark:
-        """Return the position now; from any thread."""
+        """Return the current position, from any thread."""
         with _LOCK:
             self._settle()
             beyond = _NOTHING
@@ -148,7 +148,7 @@ class Progress:
             return Bookmark(self._done, beyond, states, datasets)
 
     def _settle(self) -> None:
-        """Note the latest batch; twice is harmless, should that be interrupted."""
+        """Note the latest batch; harmless if repeated after an interrupt."""
         if self._latest is not None:
             number, state = self._latest
             self._beyond.update(self._failed)
@@ -160,13 +160,13 @@ class Progress:
         self._before.discard(number)
         if number == self._done and not self._beyond:
             self._pass(state)
-        elif number >= self._done:  # else it is of a reader that has ended
+        elif number >= self._done:  # otherwise its reader has ended
             self._beyond[number] = state
             self._advance()
         self._is_plain = not (self._beyond or self._failed or self._before)
 
     def _advance(self) -> None:
-        """Pass what was delivered, and what ended readers will not deliver."""
+        """Advance over delivered batches and those that ended readers will not make."""
         while self._beyond:
             if self._done in self._beyond:
                 self._pass(self._beyond.pop(self._done))
@@ -182,27 +182,27 @@ class Progress:
 
 
 class Epoch:
-    """One pass over the dataset: drawn when an iterator is made, begun with its use.
+    """One pass over the dataset: drawn when an iterator is made, started by its use.
 
     Args:
-        base_seed: What random draws are keyed with.
-        order: Of the samples.
+        base_seed: The seed that random draws are keyed with.
+        order: The order of the samples.
         generator: The state of the user's generator after the draw of the base seed;
             None if there is none, or the order draws from it too.
 
     Attributes:
-        number: Its number, from 0; -1 before it is begun.
-        shuffled: Which epoch of the loader's ``ShuffledIndices`` it has, if there are.
-        seen: What ``EpochNumbers`` was when it was made: for its own use.
-        bookmark: Where this iteration begins.
-        progress: How far its consumer is.
+        number: Its number, from 0; -1 before it starts.
+        shuffled: The epoch of the loader's ``ShuffledIndices``, if it has one.
+        seen: The state of ``EpochNumbers`` when it was made, for the latter's use.
+        bookmark: Where this iteration starts.
+        progress: The position of its consumer.
         counters: Figures of this iteration.
-        turns: What chooses the requests, if they do not ascend.
-        saved: The state that it goes on from, if there was one.
-        first: What the readers of an iterable begin with, if it has a state.
-        first_datasets: What copies of a map-style dataset begin with, if it has one.
-        reads_ahead: Whether samples are read before their batch is asked for.
-        head: What of its state does not change as it goes on, once that was needed.
+        turns: Chooses the requests if their numbers do not ascend.
+        saved: The state that it resumes from, if any.
+        first: The first states of an iterable's readers, if it has a state.
+        first_datasets: The first states of copies of a stateful map-style dataset.
+        reads_ahead: Whether samples are read before their batch is requested.
+        head: The constant part of its state, once needed.
     """
 
     on_error: OnError = "raise"
@@ -230,11 +230,11 @@ class Epoch:
     def begin(
         self, number: int, bookmark: Bookmark = BEGINNING, *, readers: int = 1
     ) -> None:
-        """Begin it: its order is drawn from now on.
+        """Start it: its order is drawn from now on.
 
         Args:
             number: Its number.
-            bookmark: Where it begins.
+            bookmark: Where it starts.
             readers: How many readers the batches come from, in turns.
         """
         self.number = self.counters.epoch = number
@@ -245,12 +245,12 @@ class Epoch:
 
     @cached_property
     def policy(self) -> FailurePolicy:
-        """What becomes of failed samples; made when one is, or may have, failed."""
+        """The policy for failed samples; made when first needed."""
         return FailurePolicy(self.on_error, self.max_failures)
 
     @property
     def failures(self) -> FailurePolicy | None:
-        """The policy, if it was needed."""
+        """The policy for failed samples, if it was needed."""
         return vars(self).get("policy")
 
     def is_untouched(self) -> bool:
@@ -262,11 +262,11 @@ class Epoch:
     # -- what is to be delivered --------------------------------------------------
 
     def requests(self, *, as_lists: bool = True) -> Iterator[IndexBatch]:
-        """Return the requests that are left, drawn as they are pulled; called once.
+        """Return the remaining requests, drawn as they are pulled; called once.
 
         Args:
-            as_lists: Whether indices are lists; else tensors and ranges, where the
-                order is an ``IndexOrder``.
+            as_lists: Whether indices are lists; otherwise an ``IndexOrder`` gives
+                tensors and ranges.
         """
         order, start = self.order, self.bookmark
         if isinstance(order, IndexOrder):
@@ -278,7 +278,7 @@ class Epoch:
         return self._without_delivered(batches) if start.beyond else batches
 
     def _without_delivered(self, batches: Iterator[IndexBatch]) -> Iterator[IndexBatch]:
-        """Yield the batches that have to be made."""
+        """Yield the batches that must still be made."""
         beyond = self.bookmark.beyond - self.dropped()
         for batch in batches:
             if batch.number in beyond:
@@ -287,20 +287,20 @@ class Epoch:
                 yield batch
 
     def dropped(self) -> frozenset[int]:
-        """Return the batches that are made, and not delivered again.
+        """Return the batches that are made but not delivered again.
 
-        A stream has to be read to get past what was delivered beyond the position.
+        A stream must be read past those delivered beyond the position.
         """
         return self.bookmark.beyond if isinstance(self.order, StreamOrder) else _NOTHING
 
     def draws_long(self, number: int) -> bool:
         """Tell whether it may take milliseconds to draw a request.
 
-        So it does to permute more than 65,536 indices (before the first batch, and as
-        torch's sampler once more after the last one), and to run a user's sampler.
+        True for permuting more than 65,536 indices (before the first batch, and like
+        torch's sampler again after the last one), and for a user's sampler.
 
         Args:
-            number: Of the request.
+            number: The request's number.
         """
         return self.order.draws_long(number, self.bookmark.done)
 
@@ -310,10 +310,10 @@ class Epoch:
 
 
 class EpochNumbers:
-    """Numbers the epochs of a loader, and moves its ``ShuffledIndices`` along.
+    """Number the epochs of a loader, and set the epoch of its ``ShuffledIndices``.
 
     Args:
-        sampler: The loader's sampler; only a ``ShuffledIndices`` is touched.
+        sampler: The loader's sampler; only a ``ShuffledIndices`` is used.
 
     Attributes:
         next: The number of the next epoch.
@@ -322,9 +322,9 @@ class EpochNumbers:
     def __init__(self, sampler: Any) -> None:
         self.next = 0
         self._order = sampler if isinstance(sampler, ShuffledIndices) else None
-        self._shuffled: int | None = None  # its epoch, where we have set it
+        self._shuffled: int | None = None  # its epoch, if set here
         self._choices = 0
-        # Epochs of iterators that were made, and not used yet.
+        # Epochs of iterators that have not started.
         self._reserved: weakref.WeakSet[Epoch] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -334,9 +334,9 @@ class EpochNumbers:
         self.__dict__.update(state, _reserved=weakref.WeakSet())
 
     def reserve(self, epoch: Epoch) -> int:
-        """Return the number of an epoch that is made now, and note its order.
+        """Return the number for a new epoch, and note its order.
 
-        It is that of no other iterator; once one is dropped unused, it is free again.
+        No other iterator has this number; it is free again if one is dropped unused.
         """
         number, order = self.next, self._order
         if order is not None:
@@ -351,11 +351,11 @@ class EpochNumbers:
         return number
 
     def reserve_again(self, epoch: Epoch, order: int | None) -> None:
-        """Note the order of an epoch that was begun before.
+        """Note the order of a resumed epoch.
 
         Args:
-            epoch: The epoch, which goes on from a saved state.
-            order: The epoch of the ``ShuffledIndices`` then, if there is one.
+            epoch: The epoch, which resumes from a saved state.
+            order: The epoch of the ``ShuffledIndices`` at that time, if there is one.
         """
         epoch.shuffled = order
         seen = None if self._order is None else self._order.epoch
@@ -363,15 +363,15 @@ class EpochNumbers:
         self._reserved.add(epoch)
 
     def release(self, epoch: Epoch) -> None:
-        """Free the number of an epoch that could not be begun."""
+        """Free the number of an epoch that could not start."""
         self._reserved.discard(epoch)
 
     def latest_reserved(self) -> Epoch | None:
-        """Return the epoch of the latest iterator that was not used yet, if any."""
+        """Return the epoch of the latest iterator that has not started, if any."""
         return max(self._reserved, key=operator.attrgetter("number"), default=None)
 
     def begin(self, epoch: Epoch) -> None:
-        """Count an epoch as begun, unless another was chosen since it was made."""
+        """Count an epoch as started, unless another was chosen since it was made."""
         self._reserved.discard(epoch)
         choices, order_epoch = epoch.seen
         if choices != self._choices:
@@ -382,7 +382,7 @@ class EpochNumbers:
         order, shuffled = self._order, epoch.shuffled
         if order is None or shuffled is None:
             return
-        if order.epoch in {order_epoch, self._shuffled}:  # the user has set no other
+        if order.epoch in {order_epoch, self._shuffled}:  # the user has not set another
             if order.epoch == self._shuffled and not is_again:
                 shuffled = max(shuffled, order.epoch)
             order.set_epoch(shuffled)
@@ -392,7 +392,7 @@ class EpochNumbers:
         """Make ``epoch`` the next; the user sets the epoch of the sampler.
 
         Raises:
-            TypeError: If it is no integer.
+            TypeError: If it is not an integer.
             ValueError: If it is negative.
         """
         epoch = operator.index(epoch)
@@ -413,12 +413,12 @@ class EpochNumbers:
         return self._order.epoch + (self._order.epoch == self._shuffled)
 
     def state(self) -> tuple[int, int | None, int | None]:
-        """Return what decides about the next epoch."""
+        """Return what determines the next epoch."""
         return self.next, self._shuffled, self.upcoming()
 
 
 def index_sampler_of(sampler: Any, batch_sampler: Any) -> Any:
-    """Return what decides about the order: what gives indices, or else batches."""
+    """Return the sampler that determines the order: of batches, or else of indices."""
     if type(batch_sampler) is BatchSampler:
         return batch_sampler.sampler
     return sampler if batch_sampler is None else batch_sampler
@@ -433,10 +433,10 @@ def order_of(
     """Return the order of the next epoch of a map-style dataset.
 
     Args:
-        sampler: Gives indices.
-        batch_sampler: Gives lists of them; None: indices go one by one.
-        part: Which rank's.
-        saved: What ``state`` of an order returned, to make that one again.
+        sampler: The sampler of indices.
+        batch_sampler: The sampler of lists of indices, or None.
+        part: The rank's part.
+        saved: The state of an order to restore; or empty.
     """
     saved = saved or {}
     size, drop_last = 1, False

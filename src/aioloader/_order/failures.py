@@ -1,4 +1,4 @@
-"""What becomes of a sample that failed: raise, skip or replace, within a budget.
+"""The policy for samples that failed: raise, skip or replace, within a budget.
 
 Pure and synchronous; one policy per iteration, shared by the threads that read.
 """
@@ -26,7 +26,7 @@ class _Skip:
 
 
 SKIP: Final = _Skip()
-"""What an ``on_error`` callable returns to leave the sample out."""
+"""Return this from an ``on_error`` callable to leave the sample out."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Failure:
         stage: ``"fetch"`` or ``"transform"``.
         epoch: Epoch number, from 0.
         batch: Batch number in the epoch, from 0.
-        position: Place in the batch, from 0.
-        index: What the sampler gave; for an iterable, the place in its stream.
+        position: Position in the batch, from 0.
+        index: The sampler's index; for an iterable, the position in its stream.
         error: The exception.
     """
 
@@ -50,7 +50,7 @@ class Failure:
     error: Exception
 
     def describe(self) -> str:
-        """Return the place in words, as it is noted on exceptions."""
+        """Return where it failed, as in the notes of exceptions."""
         return (
             f"in stage {self.stage!r} of epoch {self.epoch}, batch {self.batch}, "
             f"sample index {self.index!r}"
@@ -61,7 +61,7 @@ OnError: TypeAlias = Literal["raise", "skip"] | Callable[[Failure], Any]
 
 
 class FailurePolicy:
-    """Decide about failed samples, and keep the list of what was left out.
+    """Decide what to do about failed samples, and keep a list of them.
 
     Args:
         on_error: ``"raise"``, ``"skip"``, or a callable that takes a ``Failure`` and
@@ -71,8 +71,8 @@ class FailurePolicy:
 
     Attributes:
         attempted: Samples that were tried.
-        count: Those that failed, and were skipped or replaced.
-        retries: How often a read was tried again.
+        count: Samples that failed and were skipped or replaced.
+        retries: How often a read was retried.
         latest: The latest failures.
     """
 
@@ -88,15 +88,15 @@ class FailurePolicy:
         self._lock = fork_safe(threading.Lock())
 
     def begin(self, samples: int) -> None:
-        """Count ``samples`` more that are about to be tried; they share a fraction."""
+        """Count ``samples`` more that are about to be tried."""
         with self._lock:
             self.attempted += samples
 
     def take_back(self, samples: int) -> None:
-        """Count ``samples`` less: a stream had ended before them.
+        """Count ``samples`` fewer: a stream had ended before them.
 
         Raises:
-            FailureBudgetError: If too many of those that were there have failed.
+            FailureBudgetError: If too many of the others have failed.
         """
         with self._lock:
             self.attempted -= samples
@@ -105,12 +105,12 @@ class FailurePolicy:
             self._spend(failure, count)
 
     def count_retries(self, count: int) -> None:
-        """Count reads that are tried again, here or elsewhere."""
+        """Count retried reads, made here or in a worker."""
         with self._lock:
             self.retries += count
 
     def take_retries(self) -> int:
-        """Return how many there were since the last call, to be counted elsewhere."""
+        """Return the number of retries since the last call, for the loader to count."""
         with self._lock:
             count, self.retries = self.retries, 0
         return count
@@ -119,22 +119,22 @@ class FailurePolicy:
         """Return a sample to use instead, or ``SKIP``; or raise.
 
         Raises:
-            Exception: The user's own, noted, if the policy is to raise.
-            FailureBudgetError: If that was one failure too many.
+            Exception: The user's error with a note, if the policy is to raise.
+            FailureBudgetError: If the budget is exceeded.
         """
         if self.on_error == "raise":
             raise noted(failure.error, failure.describe())
         self.count_in(failure)
         replacement = self.on_error(failure) if callable(self.on_error) else SKIP
-        # The list must not keep alive what the traceback's frames hold: batches.
+        # The list must not keep the traceback's frames alive, which hold batches.
         failure.error.__traceback__ = None
         return replacement
 
     def count_in(self, failure: Failure) -> None:
-        """Count a failure that is, or was elsewhere, skipped or replaced.
+        """Count a failure that is skipped or replaced, here or in a worker.
 
         Raises:
-            FailureBudgetError: If that was one failure too many.
+            FailureBudgetError: If the budget is exceeded.
         """
         with self._lock:
             self.count += 1
@@ -158,7 +158,7 @@ class FailurePolicy:
 
 
 def noted(error: BaseException, where: str) -> BaseException:
-    """Add the note that says where ``error`` came from, once, and return it."""
+    """Add a note on where ``error`` was raised, once, and return it."""
     note = f"aioloader: {where}"
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
@@ -166,11 +166,11 @@ def noted(error: BaseException, where: str) -> BaseException:
 
 
 def check_failure_options(on_error: object, max_failures: object) -> None:
-    """Check the two arguments that a loader takes.
+    """Check a loader's arguments ``on_error`` and ``max_failures``.
 
     Raises:
         ValueError: If ``on_error`` is another word, or the budget is negative.
-        TypeError: If the budget is no number.
+        TypeError: If the budget is not a number.
     """
     if not callable(on_error) and on_error not in {"raise", "skip"}:
         raise ValueError(

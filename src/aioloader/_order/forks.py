@@ -1,8 +1,8 @@
-"""What a forked child must renew: locks that other threads held, inherited descriptors.
+"""Clean-up in forked children: locks that other threads held, inherited descriptors.
 
 A lock that another thread holds at a fork stays locked in the child, where that thread
-does not exist. A copy of a socket in a child keeps a worker alive that should see the
-loader's end. Nothing is sent to anybody here, and no lock is taken.
+does not exist. A child's copy of a socket would keep a worker from noticing that the
+loader has ended. This code sends nothing and takes no lock.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Kept by each primitive's identity: those of ``threading`` compare so.
+# The primitives of ``threading`` compare by identity.
 _PRIMITIVES: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _CLOSERS: "list[weakref.WeakMethod[Callable[[], object]]]" = []
 
@@ -21,8 +21,8 @@ _CLOSERS: "list[weakref.WeakMethod[Callable[[], object]]]" = []
 def fork_safe(primitive: T) -> T:
     """Return a lock or event of ``threading`` that is free in every forked child.
 
-    An ``RLock`` that the forking thread itself holds stays held: the child returns
-    through the code that releases it.
+    An ``RLock`` that the forking thread itself holds stays locked: the child runs the
+    code that releases it.
     """
     _PRIMITIVES.add(primitive)
     return primitive
@@ -35,7 +35,7 @@ def close_in_children(close: Callable[[], object]) -> None:
 
 
 def _renew() -> None:
-    # A copy of the references: another thread may have been at the set itself.
+    # The list of references: another thread may have been changing the set itself.
     for reference in list(_PRIMITIVES.data):  # type: ignore[attr-defined]
         primitive = reference()
         is_owned = getattr(primitive, "_is_owned", bool)

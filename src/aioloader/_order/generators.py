@@ -1,8 +1,8 @@
-"""What an order draws from, and how the state of a generator is saved: raw, as text.
+"""The generator that an order draws from, and the encoding of its state as text.
 
-Torch's samplers draw from a generator of the user's, or else from a seed that they draw
-from the default one. To draw an order again, the seed is enough, or the state that the
-generator had before. A state is 2.5 KB of random bytes: 3.4 KB of text.
+Torch's samplers draw from the user's generator, or else from a seed that they draw from
+the default one. To repeat an order, the seed is enough, or the state of the generator
+before it. A state is 2.5 KB of random bytes: 3.4 KB of text.
 """
 
 import base64
@@ -17,31 +17,31 @@ State: TypeAlias = dict[str, Any]
 
 
 def packed(state: torch.Tensor) -> State:
-    """Return the state of a CPU generator, ready for JSON, beside its seed."""
+    """Return the state of a CPU generator and its seed, ready for JSON."""
     generator = torch.Generator()
     generator.set_state(state)
-    # Each 32 bits of it are followed by 32 zeros: apart, these take no room. The rest
-    # is random: higher levels take five times as long, and find no more.
+    # Each 32 bits are followed by 32 zeros, which compress to nothing when separated.
+    # The rest is random: higher levels take five times as long and gain nothing.
     halves = state.numpy().view(np.uint32).reshape(-1, 2).T
     text = base64.b64encode(zlib.compress(halves.tobytes(), 1)).decode()
     return {"seed": generator.initial_seed(), "state": text}
 
 
 def unpacked(saved: State) -> torch.Tensor:
-    """Return what ``packed`` was given."""
+    """Undo ``packed``."""
     data = zlib.decompress(base64.b64decode(saved["state"]))
     halves = np.frombuffer(data, np.uint32).reshape(2, -1).T
     return torch.from_numpy(np.ascontiguousarray(halves).view(np.uint8).reshape(-1))
 
 
 def is_packed(saved: Any) -> bool:
-    """Tell whether ``saved`` is what ``packed`` returns."""
+    """Tell whether ``saved`` is a valid result of ``packed``."""
     if not isinstance(saved, dict) or type(saved.get("seed")) is not int:
         return False
     generator = torch.Generator()
     try:
         generator.set_state(unpacked(saved))
-    except Exception:  # noqa: BLE001  (whatever is wrong with it)
+    except Exception:  # noqa: BLE001  (anything may be wrong with it)
         return False
     return bool(generator.initial_seed() == saved["seed"])
 
@@ -50,8 +50,8 @@ class Draws:
     """The random draws of one order.
 
     Args:
-        sampler: One of torch's that has a ``generator``, perhaps None.
-        saved: What ``state`` of another process returned; or empty.
+        sampler: One of torch's samplers with a ``generator``, which may be None.
+        saved: The result of ``state`` in another process, or empty.
     """
 
     def __init__(self, sampler: Any, saved: State) -> None:
@@ -62,9 +62,9 @@ class Draws:
         self._packed: State | None = saved.get("generator")
 
     def begin(self) -> torch.Generator:
-        """Return what to draw from, as it was when the order was first drawn.
+        """Return the generator, in its state when the order was first drawn.
 
-        Draws from a user's generator move that one, as they would have.
+        If it is the user's, later draws advance it as usual.
         """
         if self._draws_seed:
             if self._seed is None:
@@ -81,7 +81,7 @@ class Draws:
         return generator
 
     def state(self) -> State:
-        """Return what ``begin`` began with, ready for JSON; empty before."""
+        """Return the state that ``begin`` started from, ready for JSON, or empty."""
         if self._seed is not None:
             return {"seed": self._seed}
         if self._packed is None and self._before is not None:

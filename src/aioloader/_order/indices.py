@@ -1,8 +1,8 @@
-"""Index batches cut from an order that is known by place, from any batch on.
+"""Index batches cut from an order with random access, starting at any batch.
 
 Torch's samplers yield Python integers one by one, from a list of the whole permutation.
 The exact torch classes are recognised here and cut from one index tensor instead; a
-``ShuffledIndices`` is computed in blocks. What comes before the start is not touched.
+``ShuffledIndices`` is computed in blocks. Nothing before the start is computed.
 """
 
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ State: TypeAlias = dict[str, Any]
 Chunk: TypeAlias = torch.Tensor | range
 Indices: TypeAlias = Chunk | ShuffledIndices
 
-# Indices that are made at a time: a block of ``ShuffledIndices`` takes under 1 ms.
+# Indices made at a time: a block of ``ShuffledIndices`` takes under 1 ms.
 _BLOCK, _SHUFFLED_BLOCK = 1 << 15, 1 << 13
-# Views of a block that are made at a time: cheaper than one by one, and in 0.1 ms.
+# Views of a block made at a time: cheaper than one by one, and takes only 0.1 ms.
 _VIEWS = 256
 # Indices up to which a permutation is drawn in about a millisecond.
 QUICK = 1 << 16
@@ -32,11 +32,11 @@ class IndexBatch(NamedTuple):
     """The request for one batch.
 
     Attributes:
-        number: Place of the (global) batch in the epoch, from 0.
-        first: Place of its first sample in the order of all ranks.
-        indices: What the sampler gave.
-        padding: How many of them, the last ones, only fill the batch up.
-        state: Of a sampler that has one, after this batch.
+        number: Position of the (global) batch in the epoch, from 0.
+        first: Position of its first sample in the order of all ranks.
+        indices: The sampler's indices.
+        padding: How many of them, the last ones, are padding.
+        state: The sampler's state after this batch, if it has one.
     """
 
     number: int
@@ -47,14 +47,14 @@ class IndexBatch(NamedTuple):
 
 
 class IndexOrder:
-    """Batches cut from an order that is known by place.
+    """Batches cut from an order with random access.
 
     Args:
-        sampler: One for which ``is_known_by_place``.
-        size: Samples of a batch.
-        drop_last: Whether a short last batch is left out.
-        part: Which rank's.
-        saved: What ``state`` returned; or empty.
+        sampler: A sampler for which ``is_known_by_place`` is true.
+        size: Samples per batch.
+        drop_last: Whether to drop a short last batch.
+        part: The rank's part.
+        saved: The result of ``state``, or empty.
     """
 
     end: State | None = None
@@ -71,10 +71,10 @@ class IndexOrder:
         self._shuffled: ShuffledIndices | None = None
 
     def prepare(self, epoch: int | None = None) -> None:
-        """Draw what the state holds, once: a seed, or the state of a generator.
+        """Draw the contents of the state, once: a seed, or the state of a generator.
 
         Args:
-            epoch: Of ``ShuffledIndices``; None: the one that it is set to.
+            epoch: The epoch of ``ShuffledIndices``; None: its current one.
         """
         if self._draws is not None and self._generator is None:
             self._generator = self._draws.begin()
@@ -87,8 +87,8 @@ class IndexOrder:
         """Tell whether it may take milliseconds to draw a request.
 
         Args:
-            number: Of the request.
-            start: Number of the first one.
+            number: The request's number.
+            start: Number of the first request.
         """
         if self._draws is None or len(self._sampler) <= QUICK:
             return False
@@ -102,7 +102,7 @@ class IndexOrder:
 
         Args:
             start: Number of the first batch.
-            as_lists: Whether indices are lists, or else tensors and ranges.
+            as_lists: Whether indices are lists, or tensors and ranges.
         """
         n, size = len(self._sampler), self._cutting.size
         self.prepare()
@@ -110,8 +110,8 @@ class IndexOrder:
         indices: Indices = self._shuffled or range(n)
         if generator is not None:
             indices = torch.randperm(n, generator=generator)
-        # Torch's sampler draws another permutation at its end, and uses nothing of it:
-        # with a short last batch, which runs into the end, else after the last one.
+        # Torch's sampler draws another, unused permutation at its end: with a short
+        # last batch, which runs into the end, or else after the last one.
         is_own = generator is not None and generator is self._sampler.generator
         short = n // size if n % size and not self._cutting.drop_last else None
         for batch in cut(indices, self._cutting, start, as_lists=as_lists):
@@ -123,7 +123,7 @@ class IndexOrder:
             torch.randperm(n, generator=generator)
 
     def state(self) -> State:
-        """Return what makes the order again, ready for JSON."""
+        """Return the state that restores the order, ready for JSON."""
         drawn = {} if self._draws is None else self._draws.state()
         known = self._sampler if self._shuffled is None else self._shuffled
         return described(known) | drawn
@@ -134,9 +134,9 @@ class Cutting:
     """How an order is cut into one rank's batches.
 
     Attributes:
-        size: Samples of a batch of one rank.
-        part: Which rank, of how many, and what becomes of the tail.
-        drop_last: Whether a last global batch that is not whole is left out.
+        size: Samples per batch of one rank.
+        part: The rank, the number of ranks, and what happens to the tail.
+        drop_last: Whether to drop a short last global batch.
     """
 
     size: int
@@ -183,7 +183,7 @@ def cut(
 
 
 def is_known_by_place(sampler: Any) -> bool:
-    """Tell whether the order of ``sampler`` can be cut: torch's exact classes, ours."""
+    """Tell whether the order can be cut: for torch's exact classes, and for ours."""
     if type(sampler) is RandomSampler:
         is_whole = sampler.num_samples == len(sampler.data_source)
         return is_whole and not sampler.replacement
@@ -191,7 +191,7 @@ def is_known_by_place(sampler: Any) -> bool:
 
 
 def described(sampler: Any) -> State:
-    """Return what of a sampler is known before it is iterated."""
+    """Return what is known of a sampler before it is iterated."""
     try:
         length = len(sampler)
     except (TypeError, NotImplementedError):
@@ -205,18 +205,18 @@ def described(sampler: Any) -> State:
 def _own_part(
     indices: Indices, found: Chunk, first: int, part: Part
 ) -> tuple[Chunk, int]:
-    """Return our part of a global batch, and how many of it only fill it up.
+    """Return our part of a global batch, and how many of its samples are padding.
 
     Args:
         indices: The order of all ranks.
-        found: Of it, the global batch.
-        first: Place where that begins.
-        part: Which part.
+        found: The global batch.
+        first: Its position in the order.
+        part: Which part is ours.
     """
     mine, padding = part.share(len(found))
     chunk: Any = found[part.rank :: part.world_size][:mine]
     if padding:
-        # As in torch, the order begins anew after its end.
+        # As in torch, the order wraps around at its end.
         place = (first + part.rank + mine * part.world_size) % len(indices)
         again = _taken(indices, place, place + 1)
         chunk = torch.tensor([*_listed(chunk), *_listed(again)])

@@ -1,9 +1,9 @@
-"""The order of one epoch: index batches from any place on, and what makes it again.
+"""The order of one epoch: index batches from any position, and the state to restore it.
 
-An order is made for one iteration, draws where torch draws (with the first batch), and
-says what a state has to hold so that another process finds the same order. Torch's
-samplers are drawn again from a seed; one that has a state (``state_dict``)
-is asked for it after each batch; any other is iterated, and what came before dropped.
+An order is made for one iteration, draws when torch draws (with the first batch), and
+has a state from which another process restores it. Torch's samplers are drawn again
+from a seed; the state of a sampler with ``state_dict`` is taken after each batch; any
+other sampler is iterated again up to the position.
 """
 
 import copy
@@ -29,7 +29,7 @@ from aioloader._order.indices import (
 from aioloader._order.ranks import Part
 from aioloader.protocols import is_stateful
 
-_DEEPEST = 8  # wrappers around a sampler
+_DEEPEST = 8  # limit on wrappers around a sampler
 _WITH_GENERATOR = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
 
 
@@ -37,16 +37,16 @@ class Order(Protocol):
     """The index batches of one epoch.
 
     Attributes:
-        end: The state of the sampler at its end, if it has one.
+        end: The final state of the sampler, if it has one.
     """
 
     end: State | None
 
     def prepare(self, epoch: int | None = None) -> None:
-        """Draw what the state holds, once: a seed, but no permutation yet.
+        """Draw the contents of the state, once: a seed, but no permutation yet.
 
         Args:
-            epoch: Of ``ShuffledIndices``; None: the one that it is set to.
+            epoch: The epoch of ``ShuffledIndices``; None: its current one.
         """
 
     def batches(self, start: int = 0, after: Any = None, /) -> Iterator[IndexBatch]:
@@ -54,15 +54,15 @@ class Order(Protocol):
 
         Args:
             start: Number of the first batch.
-            after: What the batch before it had for a ``state``.
+            after: The ``state`` of the batch before it.
         """
 
     def draws_long(self, number: int, start: int) -> bool:
         """Tell whether it may take milliseconds to draw a request.
 
         Args:
-            number: Of the request.
-            start: Number of the first one.
+            number: The request's number.
+            start: Number of the first request.
         """
 
     def state(self) -> State:
@@ -70,11 +70,11 @@ class Order(Protocol):
 
 
 class StreamOrder:
-    """Places in a stream, without an end: the stream says where it ends.
+    """Positions in a stream, without an end: only the stream knows its end.
 
     Args:
-        size: Samples of a batch, or None for single ones.
-        part: Which rank's.
+        size: Samples per batch, or None for single ones.
+        part: The rank's part.
     """
 
     end: State | None = None
@@ -103,20 +103,21 @@ class StreamOrder:
             yield IndexBatch(number, places.start, places)
 
     def state(self) -> State:
-        """Return nothing: the stream has its own state."""
+        """Return an empty state: the stream has its own."""
         return {}
 
 
 class IteratedOrder:
-    """What a sampler of indices or of batches yields, one after the other.
+    """The order of a sampler that can only be iterated.
 
     Args:
-        sampler: Gives indices if ``size`` is set, else batches of them.
-        size: Samples of a batch, or None.
-        drop_last: Whether a short last batch is left out.
-        part: Which rank's.
-        saved: What ``state`` returned; or empty.
-        begins: Whether torch iterates it with the loader, and not with the first batch.
+        sampler: Yields indices if ``size`` is set, or else batches of them.
+        size: Samples per batch, or None.
+        drop_last: Whether to drop a short last batch.
+        part: The rank's part.
+        saved: The result of ``state``, or empty.
+        begins: Whether torch calls ``iter`` on it with the loader's, not at the first
+            batch.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class IteratedOrder:
         owner = drawing_part_of(sampler)
         if type(sampler) in _WITH_GENERATOR or owner is not None:
             self._draws = Draws(owner or sampler, saved)
-        self.end: State | None = None  # of the sampler, at its end
+        self.end: State | None = None  # the sampler's final state
         self._generator: torch.Generator | None = None
         self._iterator: Iterator[Any] | None = None
         if begins and not saved and type(sampler) not in _WITH_GENERATOR:
@@ -152,7 +153,7 @@ class IteratedOrder:
             self._generator = self._draws.begin()
 
     def draws_long(self, _number: int, _start: int) -> bool:
-        """Tell whether the user's code runs with each request."""
+        """Tell whether user code runs for each request."""
         return type(self._sampler) not in {list, tuple, range}
 
     def batches(self, start: int = 0, after: Any = None) -> Iterator[IndexBatch]:
@@ -176,7 +177,7 @@ class IteratedOrder:
                     state = self._state_of(iterator, end)
                     if state is not None:
                         state |= {"beginning": beginning} if ranks > 1 else {}
-                        # At its end it may have begun anew.
+                        # At its end it may have restarted.
                         state |= {"ended": True} if len(found) < whole else {}
                     yield batch if state is None else batch._replace(state=state)
             number, first = number + 1, end
@@ -185,7 +186,7 @@ class IteratedOrder:
             self.end["sampler"] = self.end.pop("iterator")
 
     def _place(self, start: int, after: Any) -> tuple[int, int, list[Any]]:
-        """Return the numbers of the first batch and sample, and what came at first."""
+        """Return the numbers of the first batch and sample, and the first units."""
         if after is not None and "is_over" not in after:
             return start, after["first"], after.get("beginning", [])
         if start:
@@ -199,7 +200,7 @@ class IteratedOrder:
         part = self._part
         mine, padding = part.share(len(found))
         units = found[part.rank :: part.world_size][:mine]
-        # As in torch, the order begins anew after its end.
+        # As in torch, the order wraps around at its end.
         place = part.rank + mine * part.world_size - len(found)
         units += [beginning[place % len(beginning)]] * padding
         if not units:
@@ -222,7 +223,7 @@ class IteratedOrder:
         return state
 
     def _begin(self, after: Any) -> Iterator[Any]:
-        """Return an iterator, that of the saved order where there is one."""
+        """Return an iterator, restored from the saved state if there is one."""
         sampler = self._sampler
         self.prepare()
         is_known = type(sampler) in _WITH_GENERATOR
@@ -236,32 +237,32 @@ class IteratedOrder:
         if after is not None and "sampler" in after:
             sampler.load_state_dict(after["sampler"])
         iterator: Any = iter(sampler)
-        # That of an epoch that is over is nothing to the next one.
+        # The iterator's state at an epoch's end does not apply to the next epoch.
         if after is not None and "iterator" in after and "is_over" not in after:
             iterator.load_state_dict(after["iterator"])
         begun: Iterator[Any] = iterator
         return begun
 
     def _state_of(self, iterator: Any, first: int) -> State | None:
-        """Return the state after the latest batch, of a sampler that has one."""
+        """Return the sampler's state after the latest batch, if it has one."""
         for name, part in (("iterator", iterator), ("sampler", self._sampler)):
             if is_stateful(part):
                 return {name: copy.deepcopy(part.state_dict()), "first": first}
         return None
 
     def _warn(self, start: int) -> None:
-        """Say what it costs that the sampler has no state."""
+        """Warn that a sampler without a state is iterated again."""
         module = type(self._sampler).__module__
         if self._is_again and not module.startswith("torch.utils.data"):
             warn(
                 f"{type(self._sampler).__name__} has no state_dict(): it is iterated "
-                f"anew and its first {start} batches are dropped, which is right only "
-                "if it gives the same order again"
+                f"again and its first {start} batches are dropped, which is correct "
+                "only if it gives the same order again"
             )
 
 
 def drawing_part_of(sampler: Any) -> Any:
-    """Return what has the user's generator: a sampler, or one inside it; or None."""
+    """Return the sampler with the user's generator, perhaps a wrapped one, or None."""
     for part in nested(sampler):
         if isinstance(getattr(part, "generator", None), torch.Generator):
             return None if seeds_itself(part) else part
@@ -276,7 +277,7 @@ def seeds_itself(sampler: Any) -> bool:
 
 
 def nested(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler and those that it wraps, by the names that wrappers use."""
+    """Yield a sampler and those it wraps, by the attributes that wrappers use."""
     seen: list[Any] = []
     waiting = [sampler]
     while waiting:
@@ -289,7 +290,7 @@ def nested(sampler: Any) -> Iterator[Any]:
 
 
 def _stepped(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the rest; ``islice`` would call ``iter``, which may begin anew."""
+    """Yield the rest; ``islice`` would call ``iter``, which may restart it."""
     while True:
         try:
             item = next(iterator)
@@ -299,7 +300,7 @@ def _stepped(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def _as_sequence(indices: Any) -> Any:
-    """Return what a batch sampler gave as something with a length and places."""
+    """Return the batch of a batch sampler as a sequence."""
     if isinstance(indices, (Sequence, torch.Tensor, np.ndarray)):
         return indices
     return list(indices)

@@ -27,9 +27,9 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MASK_64 = (1 << 64) - 1
 
 
-# Positions that are looked up at once by ``paced``: about half a millisecond's.
+# Positions that ``paced`` looks up at once: about half a millisecond.
 _MOMENT = 1 << 10
-# Seconds that a thread sleeps, so that others get the interpreter.
+# Seconds that a thread sleeps so that others get the GIL.
 _PAUSE = 1e-5
 
 
@@ -107,7 +107,7 @@ class ShuffledIndices:
             yield from order.take(start, min(start + _BLOCK, self.n)).tolist()
 
     def copy(self) -> "ShuffledIndices":
-        """Return the same order, which ``set_epoch`` of this one does not bend."""
+        """Return the same order, unaffected by ``set_epoch`` of this one."""
         order = ShuffledIndices(self.n, self.seed)
         order.set_epoch(self.epoch)
         return order
@@ -119,7 +119,7 @@ class ShuffledIndices:
         """Return one key a round, hashed from n, seed and epoch."""
         state = 0
         for value in (self.n, self.seed, self.epoch):
-            # Any integer, sign and all, in 64-bit words.
+            # Any integer, with its sign, in 64-bit words.
             size = value.bit_length() // 64 + 1
             data = value.to_bytes(8 * size, "little", signed=True)
             for word in memoryview(data).cast("Q"):
@@ -164,9 +164,9 @@ def is_quick(length: int) -> bool:
 
 
 def paced(order: ShuffledIndices) -> Iterator[list[int]]:
-    """Yield all of a permutation in parts; if there are many, it is for a thread.
+    """Yield all of a permutation in parts; use a thread for a long one.
 
-    Other threads get the interpreter between two parts, and wait for one at most.
+    Other threads get the GIL between two parts.
     """
     for start in range(0, order.n, _MOMENT):
         if start:
@@ -176,5 +176,5 @@ def paced(order: ShuffledIndices) -> Iterator[list[int]]:
 
 
 def pause() -> None:
-    """Give other threads the interpreter."""
+    """Let other threads take the GIL."""
     time.sleep(_PAUSE)

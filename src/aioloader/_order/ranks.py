@@ -1,8 +1,8 @@
-"""Which samples are one rank's, so that the ranks' parts make up the global order.
+"""Split the global order between ranks.
 
-Samples go to ranks in turns: rank r of R has the places p of the global order with
-p mod R == r, as with torch's ``DistributedSampler``. Global batch k is then the
-same set of samples on any number of ranks. Pure and synchronous.
+Samples go to ranks in turns: rank r of R has the positions p of the global order with
+p mod R == r, as with torch's ``DistributedSampler``. Global batch k is then the same
+set of samples on any number of ranks. Pure and synchronous.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ class Part:
 
     Attributes:
         rank: Number of this rank.
-        world_size: How many ranks there are.
-        tail: What becomes of a last global batch that cannot be shared out evenly:
-            ``"wrap"``: it is filled up from the beginning of the order, as with torch's
-            ``DistributedSampler``; ``"pad"``: so it is, and a mask shows where;
-            ``"drop"``: what is left over is dropped; ``"uneven"``: ranks differ.
+        world_size: Number of ranks.
+        tail: What happens to a last global batch that cannot be split evenly:
+            ``"wrap"``: it is filled from the beginning of the order, as with torch's
+            ``DistributedSampler``; ``"pad"``: the same, and a mask shows the padding;
+            ``"drop"``: the remainder is dropped; ``"uneven"``: ranks differ.
     """
 
     rank: int = 0
@@ -29,9 +29,9 @@ class Part:
     tail: Tail = "wrap"
 
     def share(self, found: int) -> tuple[int, int]:
-        """Return how many of a global batch's samples are ours, and how many are added.
+        """Return how many samples of a global batch are ours, and how many are added.
 
-        At most one is added: then all ranks have the same number.
+        At most one is added, so that all ranks have the same number.
 
         Args:
             found: How many samples the global batch has.
@@ -45,14 +45,14 @@ class Part:
         return mine, least + 1 - mine
 
     def batches(self, n: int, size: int, *, drop_last: bool) -> int:
-        """Return how many batches of ``size`` samples we get of ``n`` in all."""
+        """Return how many batches of ``size`` samples we get out of ``n`` in total."""
         whole, left_over = divmod(n, size * self.world_size)
         if drop_last or not left_over:
             return whole
         return whole + any(self.share(left_over))
 
     def places(self, first: int, stop: int) -> range:
-        """Return our places among those from ``first``, where a global batch begins."""
+        """Return our positions from ``first``, the start of a global batch."""
         return range(first + self.rank, stop, self.world_size)
 
     def masks(self) -> bool:

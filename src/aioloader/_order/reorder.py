@@ -1,4 +1,4 @@
-"""Results in, results out in the order they were asked for, or as they come.
+"""Restore the order of requests among their results, or pass results as they come.
 
 Pure and synchronous. Memory is bounded by the window of requests in flight.
 """
@@ -9,12 +9,12 @@ T = TypeVar("T")
 
 
 class Reorder(Generic[T]):
-    """Hold back results that are ahead of their turn.
+    """Hold back results that arrive early.
 
     Args:
-        in_order: Release by number; else release at once.
+        in_order: Release by number, or else at once.
         start: The first number.
-        without: Numbers above it that will not come.
+        without: Later numbers that will not come.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Reorder(Generic[T]):
         return released
 
     def clear(self) -> None:
-        """Drop the results that wait."""
+        """Drop the waiting results."""
         self._early.clear()
 
     def held_back(self) -> int:

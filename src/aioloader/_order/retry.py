@@ -1,6 +1,6 @@
-"""When to try a read again, and after how long.
+"""Whether to retry a read, and after how long.
 
-Pure and synchronous: it says how long to wait, and the reader waits.
+Pure and synchronous: it computes the delay, and the reader waits.
 """
 
 import random
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from aioloader.errors import DatasetError, DecodeError
 
-# They will not mend by waiting.
+# Errors that waiting cannot fix.
 _FINAL = (
     DecodeError,
     FileNotFoundError,
@@ -25,14 +25,14 @@ class Retry:
 
     The delay before attempt ``k + 1`` is uniform in ``[0, min(max_delay, base_delay *
     2**(k - 1))]`` seconds, from a separate generator: the user's generators are not
-    touched. Errors that waiting cannot mend (missing files, permissions) are final.
+    touched. Errors that waiting cannot fix (missing files, permissions) are final.
     Source: Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015).
 
     Attributes:
-        max_attempts: Reads in all, the first included; at least 1.
-        base_delay: Bound of the first delay, in seconds.
-        max_delay: Bound of every delay, in seconds.
-        on: Exception types worth another try; ``TimeoutError`` is an ``OSError``.
+        max_attempts: Number of reads, including the first; at least 1.
+        base_delay: Upper bound of the first delay, in seconds.
+        max_delay: Upper bound of every delay, in seconds.
+        on: Exception types worth a retry; ``TimeoutError`` is an ``OSError``.
     """
 
     max_attempts: int = 3
@@ -52,7 +52,7 @@ class Retry:
             )
 
     def is_worth(self, error: BaseException) -> bool:
-        """Tell whether ``error`` may pass when the read is tried again."""
+        """Tell whether a retry may succeed after ``error``."""
         return isinstance(error, self.on) and not isinstance(error, _FINAL)
 
     def delays(self, rng: random.Random | None = None) -> Iterator[float]:

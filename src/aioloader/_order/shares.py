@@ -1,9 +1,9 @@
-"""Who reads what: one global order, divided among readers and, separately, ranks.
+"""One global order, divided among readers and, independently, among ranks.
 
-The order is made of ``readers`` that take strict turns: position ``p`` is of reader
-``p % readers``, its sample ``p // readers``, or a hole if it has ended by then. Rank
-``r`` of ``ranks`` takes the positions ``r``, ``r + ranks``, ``r + 2 * ranks``... So the
-order depends on the readers alone, not on the ranks. Plain numbers, no reading.
+In the order, ``readers`` take strict turns: position ``p`` is sample ``p // readers``
+of reader ``p % readers``, or a hole if that has ended by then. Rank ``r`` of ``ranks``
+takes the positions ``r``, ``r + ranks``, ``r + 2 * ranks``... So the order depends on
+the readers alone, not on the ranks. Pure arithmetic; reads nothing.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ class Share:
 
     Attributes:
         reader: Number of this reader.
-        readers: How many there are.
-        hosted: How many of them are read by this rank, and share its memory.
-        in_turns: Whether it has to give the same samples in the same order whenever and
+        readers: Number of readers.
+        hosted: How many of them this rank reads; they share its memory.
+        in_turns: Whether it must yield the same samples in the same order whenever and
             wherever it is read, because ranks or readers take turns.
-        ranks: How many ranks (times workers) there are.
+        ranks: Number of ranks (times workers).
     """
 
     reader: int = 0
@@ -36,8 +36,8 @@ class Deal:
 
     Attributes:
         rank: Its number, among all ranks' workers.
-        ranks: How many there are.
-        readers: Of how many readers the order is made.
+        ranks: Number of ranks (times workers).
+        readers: Number of readers in the order.
     """
 
     rank: int
@@ -46,21 +46,21 @@ class Deal:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the rank takes all of one reader, and nothing else."""
+        """Whether the rank takes all of one reader and nothing else."""
         return self.ranks == self.readers
 
     @property
     def stride(self) -> int:
-        """How many ranks take turns at each reader; 1: none is read twice."""
+        """How many ranks take turns at each reader; 1: no reader is read twice."""
         return self.ranks // gcd(self.ranks, self.readers)
 
     def hosted(self) -> list[int]:
-        """Return the readers that are read here, in the order of their turns."""
+        """Return the readers of this rank, in the order of their turns."""
         count = self.readers // gcd(self.ranks, self.readers)
         return [(self.rank + at * self.ranks) % self.readers for at in range(count)]
 
     def wanted(self, at: int) -> list[int]:
-        """Return which sample of each reader in ``hosted`` is the next to be taken.
+        """Return the next sample to take from each reader in ``hosted``.
 
         Args:
             at: How many positions this rank has taken.
@@ -79,7 +79,7 @@ class Deal:
         return max(0, -(-(total - self.rank) // self.ranks))
 
     def cost(self) -> str | None:
-        """Return what it costs that readers are read more than once; None if not."""
+        """Return a text on the cost if readers are read more than once, or None."""
         if self.stride == 1:
             return None
         return (

@@ -1,10 +1,10 @@
-"""How the description of a stream differs from that of another one.
+"""Compare the descriptions of two streams.
 
 A description is a dict, ready for JSON: ``"kind"``, the parameters that determine the
-samples and their order, and ``"of"``, the description of the stream before it. It says
-nothing of where the data lies (root, store, credentials), how it is kept (caches) and
-how much of it is read ahead. Under ``"function"`` is the name of the user's code, which
-may have been renamed: there a difference is only worth a warning.
+samples and their order, and ``"of"``, the description of the stream before it. It does
+not include the location of the data (root, store, credentials), caches, or how much is
+read ahead. ``"function"`` is the name of a user function, which may have been renamed:
+a difference there is only worth a warning.
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -13,11 +13,11 @@ Description: TypeAlias = dict[str, Any]
 
 
 class Differences(NamedTuple):
-    """How a stream differs from the one that a state was saved by.
+    """How a stream differs from the one that saved a state.
 
     Attributes:
-        errors: What the state does not fit.
-        renamed: Functions that have other names.
+        errors: Differences because of which the state does not fit.
+        renamed: Functions with other names.
     """
 
     errors: list[str]
@@ -33,7 +33,7 @@ def steps_of(description: Description) -> list[Description]:
 
 
 def is_repeatable(description: Description) -> bool:
-    """Tell whether a stream gives the same samples when it is read again."""
+    """Tell whether a stream yields the same samples when read again."""
     return all(
         step.get("deterministic", True)
         and all(map(is_repeatable, step.get("streams", ())))
@@ -42,7 +42,7 @@ def is_repeatable(description: Description) -> bool:
 
 
 def differences(saved: Description, found: Description) -> Differences:
-    """Compare two descriptions; in words, for an error or a warning."""
+    """Compare two descriptions; return text for an error or a warning."""
     before, now = steps_of(saved), steps_of(found)
     if _kinds(before) != _kinds(now):
         chains = f"{'.'.join(_kinds(before))}, and this is {'.'.join(_kinds(now))}"
@@ -61,7 +61,7 @@ def _kinds(steps: list[Description]) -> list[str]:
 def _compare(
     old: Description, new: Description, name: str, result: Differences
 ) -> None:
-    """Add how two steps differ in one parameter."""
+    """Add the difference of two steps in one parameter."""
     was, is_now = old.get(name), new.get(name)
     if was == is_now:
         return

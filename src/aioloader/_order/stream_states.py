@@ -1,8 +1,8 @@
 """The state of one of aioloader's streams: of one rank, or of all ranks at one moment.
 
-The state is global: how far all ranks have come together, and for each reader its state
-and the number of its samples before that state. No rank still has to deliver any of
-these, so the state can be loaded on another number of ranks.
+The state is global: the position of all ranks together, and for each reader its state
+and the number of its samples before that state. All ranks have delivered these samples,
+so the state can be loaded on another number of ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ _KEYS = {"epoch", "position", "readers", "stream", "streams"}
 
 
 def check_version(state: State) -> None:
-    """See that a state is of this version.
+    """Check that a state has this version.
 
     Raises:
         StateMismatchError: If it is not.
@@ -34,7 +34,7 @@ def check_version(state: State) -> None:
     if version != VERSION:
         raise StateMismatchError(
             f"the state is of version {version!r}, and this aioloader reads version "
-            f"{VERSION}: begin the epoch anew, or go on with the aioloader that saved "
+            f"{VERSION}: restart the epoch, or resume with the aioloader that saved "
             "it",
             expected=version,
             found=VERSION,
@@ -55,11 +55,11 @@ def state_of(
     Args:
         stream: The description of the stream.
         epoch: The number of the epoch.
-        readers: Of how many readers the order is made.
-        position: How many positions of it all ranks have taken, if all are in step.
-        streams: Reader, as a string, to ``"state"``, which is after as many of its
-            samples as ``"taken"`` says; ``"ended"`` if there are no more.
-        has_ended: Whether these ranks have given all their samples.
+        readers: Number of readers in the order.
+        position: How many positions all ranks have taken, if all are in step.
+        streams: For each reader (a string) its ``"state"`` after ``"taken"`` samples;
+            ``"ended"`` if there are no more.
+        has_ended: Whether these ranks have delivered all their samples.
     """
     end = {"ended": True} if has_ended else {}
     return {
@@ -74,10 +74,10 @@ def state_of(
 
 
 def part_of(state: State, deal: Deal) -> State:
-    """Return what of a state one rank needs.
+    """Return the part of a state that one rank needs.
 
     Raises:
-        StateMismatchError: If it lacks a reader, or this number of ranks cannot be in
+        StateMismatchError: If a reader is missing, or this number of ranks cannot be in
             step at its position.
     """
     hosted, streams, position = deal.hosted(), state["streams"], state["position"]
@@ -85,8 +85,8 @@ def part_of(state: State, deal: Deal) -> State:
     if missing:
         raise StateMismatchError(
             f"the state has {_named(streams)} of {state['readers']}, but rank "
-            f"{deal.rank} of {deal.ranks} also reads {_listed(missing)}: load what "
-            "merge_states() makes of the states of all ranks",
+            f"{deal.rank} of {deal.ranks} also reads {_listed(missing)}: merge the "
+            "states of all ranks with merge_states() and load the result",
             expected=sorted(map(int, streams)),
             found=sorted(hosted),
         )
@@ -94,8 +94,8 @@ def part_of(state: State, deal: Deal) -> State:
     if position % deal.ranks and not state.get("ended"):
         raise StateMismatchError(
             f"the state was saved after {position:,} samples, which {deal.ranks} "
-            "ranks cannot share evenly: use a number of ranks that divides it, or save "
-            "after a whole number of global batches of both",
+            "ranks cannot split evenly: use a number of ranks that divides it, or save "
+            "after a whole number of global batches for both numbers of ranks",
             expected=position,
             found=deal.ranks,
         )
@@ -105,8 +105,8 @@ def part_of(state: State, deal: Deal) -> State:
 def merge_states(states: Iterable[State]) -> State:
     """Return the states of all ranks as one, which any number of ranks can load.
 
-    They are to be of one moment: after the same number of batches. A rank that has
-    ended before may have come less far.
+    All must be saved after the same number of batches; a rank that ended earlier may
+    have had fewer.
 
     Args:
         states: What ``state_dict`` of each rank's iterator returned, in any order.
@@ -114,7 +114,7 @@ def merge_states(states: Iterable[State]) -> State:
     Raises:
         StateMismatchError: If they are not of one epoch and one moment, or if readers
             are missing.
-        ValueError: If there is none.
+        ValueError: If there are no states.
     """
     states = list(states)
     if not states:
@@ -144,7 +144,7 @@ def merge_states(states: Iterable[State]) -> State:
 
 
 def _common(states: Sequence[State], key: str) -> Any:
-    """Return what all states have alike under a key."""
+    """Return the value of a key that must be equal in all states."""
     first = states[0][key]
     for state in states[1:]:
         if state[key] != first:
@@ -158,13 +158,13 @@ def _common(states: Sequence[State], key: str) -> Any:
 
 
 def _common_stream(states: Sequence[State]) -> Description:
-    """Return the description of the stream that all states are of."""
+    """Return the description of the stream that all states belong to."""
     first: Description = states[0]["stream"]
     for state in states[1:]:
         errors = differences(first, state["stream"]).errors
         if errors:
             raise StateMismatchError(
-                f"the states are of different streams: {'; '.join(errors)}",
+                f"the states belong to different streams: {'; '.join(errors)}",
                 expected=first,
                 found=state["stream"],
             )
@@ -172,10 +172,10 @@ def _common_stream(states: Sequence[State]) -> Description:
 
 
 def _position(states: Sequence[State]) -> int:
-    """Return how far all ranks in step have come.
+    """Return the position of all ranks that are in step.
 
-    The ranks that go on have come so far. One that has ended has taken all its samples,
-    which is not more.
+    It is that of the ranks that continue. One that has ended has taken all its samples,
+    which cannot be more.
     """
     going = {one["position"] for one in states if not one.get("ended")}
     ended = {one["position"] for one in states if one.get("ended")}
@@ -201,6 +201,6 @@ def _named(streams: State) -> str:
 
 
 def _listed(readers: Sequence[int]) -> str:
-    """Return numbers as words; not all, if they are many."""
+    """Return reader numbers as text, shortened if there are many."""
     shown = ", ".join(map(str, readers[:8]))
     return shown if len(readers) <= 8 else f"{shown}... ({len(readers)} in all)"

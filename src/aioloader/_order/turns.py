@@ -1,7 +1,7 @@
-"""Which reader is next, where each worker reads a stream and any batch may come first.
+"""Choose the next reader if each worker reads a stream and batches come unordered.
 
-Batch k is of reader k modulo their number. With ``in_order=False`` a reader gets a
-request when one of its requests was answered: a slow one delays no other.
+Batch k is for reader k modulo their number. With ``in_order=False`` a reader gets a
+request when one of its requests was answered: a slow one does not delay the others.
 Source: ``_try_put_index`` of torch 2.9's ``_MultiProcessingDataLoaderIter``.
 """
 
@@ -12,7 +12,7 @@ class Turns:
     """The numbers of the next requests; they do not ascend. Pure and synchronous.
 
     Args:
-        readers: How many there are.
+        readers: Number of readers.
         start: Batches below this number were delivered.
     """
 
@@ -22,7 +22,7 @@ class Turns:
         self._active = set(range(readers))
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the next number, that of the reader with the least to do."""
+        """Yield the next number, for the reader with the fewest requests."""
         while self._active:
             reader = min(
                 self._active, key=lambda one: (self._held[one], self._next[one])
@@ -33,7 +33,7 @@ class Turns:
             yield number
 
     def may_issue(self, window: int) -> bool:
-        """Tell whether a reader has less than its share of the window."""
+        """Tell whether some reader has less than its share of the window."""
         if not self._active:
             return False
         share = max(1, window // len(self._active))

@@ -1,4 +1,4 @@
-"""From requests to batches: how they are made, where, and the hand-over.
+"""From requests to batches: how and where they are made, and their delivery.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Small helpers around ``await``, and around what user code raises."""
+"""Small helpers for ``await`` and for errors of user code."""
 
 import asyncio
 import inspect
@@ -10,10 +10,10 @@ from aioloader._pipeline.cpu import CpuThread
 
 
 async def resolved(value: Any) -> Any:
-    """Await ``value``, and what tuples, lists and dicts in it hold.
+    """Await ``value`` and the awaitables in its tuples, lists and dicts.
 
     Wrappers of async datasets (``Subset``, ``StackDataset``) return awaitables, or
-    containers of them. Those of one container are awaited together.
+    containers of them. A container's awaitables are awaited concurrently.
     """
     if inspect.isawaitable(value):
         value = await value
@@ -45,16 +45,16 @@ def _has_awaitable(values: Iterable[Any]) -> bool:
 
 
 def is_being_cancelled() -> bool:
-    """Tell whether the current task itself, not what it awaits, was cancelled."""
+    """Tell whether the current task was cancelled, and not just what it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def user_error(error: BaseException) -> Exception:
-    """Return what a coroutine of the user has raised, as an error of its sample.
+    """Return the error of a user's coroutine as the error of its sample.
 
     Raises:
-        BaseException: ``error``, if it cancels this task, or ends the process.
+        BaseException: ``error``, if it cancels this task or ends the process.
     """
     if isinstance(error, asyncio.CancelledError) and not is_being_cancelled():
         return raisable(error)
@@ -64,10 +64,10 @@ def user_error(error: BaseException) -> Exception:
 
 
 def raisable(error: BaseException) -> Exception:
-    """Return ``error``, or a RuntimeError for one that would end a loop quietly.
+    """Return ``error``, or a RuntimeError if it would silently end a loop.
 
-    A ``CancelledError`` of user code is one: something that it waited for was
-    cancelled, and not the loader.
+    So would a ``CancelledError`` of user code: something it awaited was cancelled, not
+    the loader.
     """
     if isinstance(error, asyncio.CancelledError):
         stand_in = RuntimeError("cancelled by the code that was awaited")
@@ -81,12 +81,12 @@ def raisable(error: BaseException) -> Exception:
 
 
 def holds_coroutines(samples: Any) -> bool:
-    """Tell whether a list of samples has a coroutine among them."""
+    """Tell whether there is a coroutine in a list of samples."""
     return type(samples) is list and types.CoroutineType in map(type, samples)
 
 
 def close_coroutines(samples: Any) -> None:
-    """Close the coroutines among samples that are not awaited."""
+    """Close the coroutines among samples that will not be awaited."""
     if type(samples) is list:
         for sample in samples:
             if isinstance(sample, types.CoroutineType):
@@ -94,10 +94,10 @@ def close_coroutines(samples: Any) -> None:
 
 
 def refuse_coroutines(values: Any, what: str) -> None:
-    """Raise a clear error when a plain function turns out to return coroutines.
+    """Raise a clear error if a plain function has returned coroutines.
 
     Raises:
-        TypeError: Then; the coroutines are closed.
+        TypeError: If there are coroutines; they are closed.
     """
     if isinstance(values, types.CoroutineType):
         values = [values]
@@ -112,9 +112,9 @@ def refuse_coroutines(values: Any, what: str) -> None:
 
 
 class SideLoop:
-    """An event loop in a thread, where plain code turns out to return awaitables.
+    """An event loop in a thread, for plain code that returns awaitables.
 
-    It starts with the first awaitable and stays until ``close``: clients and sessions
+    It starts with the first awaitable and runs until ``close``: clients and sessions
     are bound to one loop.
     """
 
@@ -123,9 +123,9 @@ class SideLoop:
         self._runner: asyncio.Runner | None = None
 
     def resolve(self, values: Iterable[Any], limit: int) -> list[Any]:
-        """Return what awaitables give, at most ``limit`` at a time; block until then.
+        """Await all, at most ``limit`` at a time; block until the results are there.
 
-        An exception is a value: that of its sample.
+        An exception is returned in place of its sample.
         """
         if self._thread is None:
             self._thread = CpuThread("aioloader-side-loop")

@@ -1,7 +1,7 @@
 """The user's functions, and what surrounds each call: retries, skips, notes.
 
-Plain code that runs in whatever thread it is called from; the fetchers awaits the
-asynchronous twins of ``read`` and ``transform``.
+This is plain code that runs in the calling thread; the fetchers have async versions of
+``read`` and ``transform``.
 """
 
 import asyncio
@@ -51,8 +51,8 @@ from aioloader.protocols import (
 )
 
 _NOTHING: Final = contextlib.nullcontext()
-# What the user's plain code raises, and the policy decides about.
-_OF_USER: Final = (Exception, asyncio.CancelledError)
+# Errors of the user's plain code that the failure policy handles.
+_USER_ERRORS: Final = (Exception, asyncio.CancelledError)
 
 
 def nothing_around(_task: BatchTask) -> AbstractContextManager[None]:
@@ -66,30 +66,29 @@ class BatchMaker:
 
     Attributes:
         dataset: Where samples come from.
-        transform: Sample to sample, sync or async, or None.
-        collate_fn: Samples to batch (one sample to batch if not ``batched``).
+        transform: Turns a sample into another, sync or async, or None.
+        collate_fn: Turns samples (one sample if not ``batched``) into a batch.
         batched: Whether samples are gathered into batches.
-        policy: What becomes of failed samples.
+        policy: What happens to failed samples.
         epoch: Epoch number, for notes.
         retry: When to read again, or None.
-        pool: What big batches are written into.
+        pool: The slots that big batches are written into.
         reads: Whether samples are read; else they come with the task.
         around: Entered while plain code works on a task, to seed the generators.
-        reseed: Seeds the generators for a task again, whose user code has restored
-            them.
-        seed: Called before each read and transform of a sample that has a seed of its
-            own, with the task, the position and the stage (0: read, 1: transform).
-        at: Called so before a coroutine reads or transforms a sample, or awaits for a
-            whole batch (position -1), if its batch has a seed.
-        keys: What generators are seeded with; None: they are left alone.
+        reseed: Seeds the generators again for a task whose user code restored them.
+        seed: Called before each read and transform of a sample that has its own seed,
+            with the task, the position and the stage (0: read, 1: transform).
+        at: Called with the same arguments before a coroutine reads or transforms a
+            sample, or a whole batch (position -1), if its batch has a seed.
+        keys: Returns the keys that generators are seeded with; None: no seeding.
         part: Which samples of an iterable are this rank's, and whether batches come
             with a mask.
-        snapshot_every: Batches from one state of a stateful stream to the next.
-        keeps_step: Whether other ranks read the same batches: one that raises must not
-            put them out of step.
-        is_even: Whether all ranks have as many batches.
-        concurrency: Awaitables of one batch that are awaited at a time, where plain
-            code has returned them.
+        snapshot_every: Batches between two states of a stateful stream.
+        keeps_step: Whether other ranks read the same batches: after an error this rank
+            must stay in step with them.
+        is_even: Whether all ranks have the same number of batches.
+        concurrency: Limit on concurrent awaitables of one batch, if plain code
+            returns awaitables.
     """
 
     dataset: Any
@@ -112,7 +111,7 @@ class BatchMaker:
     is_even: bool = False
     concurrency: int = 64
     side_loop: SideLoop = field(default_factory=SideLoop, init=False)
-    # Derived, and looked up once: a look-up per sample is 5 % of a small one.
+    # Looked up once: a look-up per sample takes 5 % of the time of a small one.
     kind: Kind = field(init=False)
     get: Callable[[Any], Any] = field(init=False)
     get_batch: Callable[[Any], Any] | None = field(init=False, default=None)
@@ -132,7 +131,7 @@ class BatchMaker:
         self.collates_async = is_async_function(self.collate_fn)
 
     def _batch_getter(self) -> Callable[[Any], Any] | None:
-        """Return what reads a whole batch at once, if anything does."""
+        """Return the dataset's ``__getitems__``, if batches are read with it."""
         is_plain = self.transform is None and self.collate_fn is default_collate
         if is_plain and self.policy.on_error == "raise" and collates_as_torch():
             tensors = gatherable(self.dataset)
@@ -164,11 +163,11 @@ class BatchMaker:
         return BatchSeeds(self.keys, self.part, reader, readers)
 
     def is_stream(self) -> bool:
-        """Tell whether an iteration reads one after the other, and has a state."""
+        """Tell whether samples are read sequentially, from a stream with a state."""
         return self.reads and self.kind is not Kind.MAP
 
     def leave_generators(self) -> None:
-        """Seed nothing: the user's code is in charge."""
+        """Do not seed the generators: the user's code does."""
         self.around, self.reseed = nothing_around, None
         self.seed = self.at = None
 
@@ -177,7 +176,7 @@ class BatchMaker:
     def make(
         self, task: BatchTask, pause: Callable[[float], object] = time.sleep
     ) -> BatchResult:
-        """Read, transform and collate one batch in this thread; errors are its result.
+        """Read, transform and collate one batch in this thread; return errors.
 
         Args:
             task: The batch; its samples are given if ``reads`` is false.
@@ -219,7 +218,7 @@ class BatchMaker:
                 try:
                     self._seed(task, position, 1)
                     samples[position] = transform(sample)
-                except _OF_USER as error:  # the policy decides
+                except _USER_ERRORS as error:  # the policy decides
                     samples[position] = self.resolve("transform", task, position, error)
         refuse_coroutines(samples, "transform")
 
@@ -242,7 +241,7 @@ class BatchMaker:
             with lending(self.pool):
                 batch = self.collate_fn(samples if self.batched else samples[0])
             refuse_coroutines(batch, "collate_fn")
-        except _OF_USER as error:
+        except _USER_ERRORS as error:
             raise self.collate_error(task, error)  # noqa: B904  (it keeps its cause)
         return self.made(task, batch)
 
@@ -262,11 +261,11 @@ class BatchMaker:
         return self.made(task, batch)
 
     def is_quick(self, task: BatchTask) -> bool:
-        """Tell whether what is left of ``task`` takes a fraction of a millisecond.
+        """Tell whether the rest of ``task`` takes only a fraction of a millisecond.
 
-        That is known of torch's own rules and few small samples, and of columns that
-        say so: such a batch is collated on the event loop, where a hop to a thread
-        would cost more.
+        True for a few small samples under torch's own rules, and for columns that say
+        so. Such a batch is collated on the event loop: a hop to a thread would cost
+        more.
         """
         samples = task.samples
         if self.transform is not None or type(samples) is not list:
@@ -274,7 +273,7 @@ class BatchMaker:
         return collates_quickly(self.collate_fn, samples)
 
     def made(self, task: BatchTask, batch: Any) -> BatchResult:
-        """Return the result of a batch, with a mask of its padding if that is asked."""
+        """Return the result of a batch, with a mask of its padding if requested."""
         task.collated = perf_counter()
         if self.part.masks():
             batch = batch, self._mask(task)
@@ -294,11 +293,11 @@ class BatchMaker:
         return samples
 
     def is_void(self, samples: Any) -> bool:
-        """Tell whether skipping left nothing of a batch."""
+        """Tell whether all samples of a batch were skipped."""
         return self._may_skip() and type(samples) is list and not samples
 
     def _nothing(self, task: BatchTask) -> BatchResult:
-        """Return that there is no batch; raise if other ranks have one, and wait."""
+        """Return an empty result; raise if other ranks have this batch and wait."""
         if self.is_even:
             raise FailureBudgetError(
                 f"all {len(task.indices)} samples of batch {task.number} of epoch "
@@ -313,7 +312,7 @@ class BatchMaker:
         return bool(self.policy.count) or not self.reads
 
     def leave(self, task: BatchTask, result: BatchResult) -> BatchResult:
-        """Note in a result the state that it leaves a map-style dataset in."""
+        """Add to a result the state of a map-style dataset after it."""
         if not self.keeps_state or result.error is not None:
             return result
         try:
@@ -324,7 +323,7 @@ class BatchMaker:
         return result
 
     def close(self) -> None:
-        """Release the thread of awaitables that plain code has returned, if any."""
+        """Release the thread that awaits what plain code returned, if any."""
         self.side_loop.close()
 
     # -- reading --------------------------------------------------------------------
@@ -338,10 +337,10 @@ class BatchMaker:
             try:
                 # Samples that came before an error stay in the list.
                 samples.extend(map(get, rest))
-            except _OF_USER as error:  # retried, or the policy decides
+            except _USER_ERRORS as error:  # retried, or the policy decides
                 samples.append(self._reread(task, error, pause))
             else:
-                if len(samples) < len(indices):  # ``map`` took it for its own end
+                if len(samples) < len(indices):  # a StopIteration ended ``map``
                     samples.append(self._reread(task, StopIteration(), pause))
 
     def _seeded_get(self, task: BatchTask) -> Callable[[Any], Any]:
@@ -350,7 +349,7 @@ class BatchMaker:
 
         def get(index: Any) -> Any:
             nonlocal position
-            # After an error, its place is that of the sample's replacement.
+            # After an error, skip the position of the sample's replacement.
             position = max(position, len(task.samples))
             self._seed(task, position, 0)
             position += 1
@@ -365,14 +364,14 @@ class BatchMaker:
     def _reread(
         self, task: BatchTask, error: BaseException, pause: Callable[[float], object]
     ) -> Any:
-        """Try the next sample of ``task`` again; its first read gave ``error``."""
+        """Retry the next sample of ``task``, whose first read raised ``error``."""
         position = len(task.samples)
         for delay in self.delays(error):
             pause(delay)
             try:
                 self._seed(task, position, 0)
                 return self.get(task.indices[position])
-            except _OF_USER as again:  # counted, then resolved
+            except _USER_ERRORS as again:  # counted, then resolved
                 error = again
                 if not self.may_retry(error):
                     break
@@ -384,7 +383,7 @@ class BatchMaker:
         get_batch: Callable[[Any], Any],
         pause: Callable[[float], object],
     ) -> None:
-        """Read all of ``task`` by ``__getitems__``; retried as a whole.
+        """Read all of ``task`` with ``__getitems__``; retried as a whole.
 
         Unless errors are raised, the samples of a batch that failed are read one by
         one: the policy decides about each.
@@ -398,7 +397,7 @@ class BatchMaker:
                     if isinstance(samples, Exception):
                         raise samples
                 task.samples = self.checked(task, samples)
-            except _OF_USER as error:
+            except _USER_ERRORS as error:
                 delays = delays or self.delays(error)
                 delay = next(delays, None) if self.may_retry(error) else None
                 if delay is not None:
@@ -417,10 +416,10 @@ class BatchMaker:
         return self.policy.on_error != "raise" and hasattr(self.dataset, "__getitem__")
 
     def _await_samples(self, task: BatchTask) -> None:
-        """Await what a plain ``__getitem__`` has returned, as wrappers do.
+        """Await the coroutines that a plain ``__getitem__`` has returned.
 
-        A dataset that wraps an async one where nobody can see it is read by the
-        batch, in this thread.
+        A wrapper hides that its dataset is async, so it is read a batch at a time in
+        this thread.
         """
         for position, found in enumerate(
             self.side_loop.resolve(task.samples, self.concurrency)
@@ -445,7 +444,7 @@ class BatchMaker:
     def resolve(
         self, stage: str, task: BatchTask, position: int, error: BaseException
     ) -> Any:
-        """Return the replacement of a failed sample, or raise, as the policy says."""
+        """Return the replacement of a failed sample, or raise, by the policy."""
         failure = Failure(
             stage=stage,
             epoch=self.epoch,
@@ -457,11 +456,11 @@ class BatchMaker:
         return self.policy.resolve(failure)
 
     def collate_error(self, task: BatchTask, error: BaseException) -> BaseException:
-        """Return what to raise when ``collate_fn`` gave ``error``, noted."""
+        """Return the error to raise if ``collate_fn`` raised ``error``, with a note."""
         return noted(raisable(error), self.place("collate", task))
 
     def batch_error(self, task: BatchTask, error: BaseException) -> BaseException:
-        """Return what to raise when ``__getitems__`` gave ``error``, noted."""
+        """Return the error to raise if ``__getitems__`` raised ``error``, noted."""
         return noted(raisable(error), self.place("fetch", task))
 
     def place(self, stage: str, task: BatchTask) -> str:
@@ -469,12 +468,12 @@ class BatchMaker:
         return place_of(stage, self.epoch, task.number, task.indices)
 
     def checked(self, task: BatchTask, samples: Any) -> Any:
-        """Return what ``__getitems__`` gave, if it can be used.
+        """Return the result of ``__getitems__`` if it can be used.
 
         Without a transform it goes to ``collate_fn`` as it is, as in torch.
 
         Raises:
-            ValueError: If it is to be transformed and has another length.
+            ValueError: If there is a transform and the length differs.
         """
         if self.transform is None:
             return samples
@@ -486,13 +485,13 @@ class BatchMaker:
         return list(samples)
 
     def delays(self, error: BaseException) -> Iterator[float]:
-        """Return the waits before further attempts at a read that gave ``error``."""
+        """Return the delays before further attempts at a read that raised ``error``."""
         if self.retry is not None and self.may_retry(error):
             for delay in self.retry.delays():
                 self.policy.count_retries(1)
                 yield delay
 
     def may_retry(self, error: BaseException) -> bool:
-        """Tell whether a read that gave ``error`` may be tried again."""
+        """Tell whether a read that raised ``error`` may be retried."""
         is_known = self.retry is not None and isinstance(error, Exception)
         return is_known and self.retry.is_worth(error)  # type: ignore[union-attr]

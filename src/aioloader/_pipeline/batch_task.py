@@ -20,23 +20,23 @@ MISSING: Final = _Missing()
 
 @dataclass(slots=True, eq=False)
 class BatchResult:
-    """What came of one request: a batch, an error, nothing, or the end.
+    """The result of one request: a batch, an error, nothing, or the end.
 
     Attributes:
         batch: The batch, or ``None``.
-        error: What to raise instead.
+        error: The error to raise instead.
         is_empty: Every sample was skipped: there is no batch.
         is_end: The stream had ended.
-        has_ended: Of several readers, the one that was asked for the batch had ended.
+        has_ended: The reader whose turn it was had ended; others may have more.
         attempted: Samples that a worker process tried to read; counted on delivery.
-        failures: Those of them that were skipped or replaced.
-        retries: How often a worker tried to read one again, since its last result.
+        failures: The samples of these that were skipped or replaced.
+        retries: How often a worker retried a read since its last result.
         state: The state of its reader (sampler or stream) after it, if known.
         dataset: Of a stateful map-style dataset: the worker whose copy made it (0 for
             this process), and the state of that copy after it.
         made: When it was made, for the records.
         lane: Which worker made it.
-        size: How many samples were asked for.
+        size: How many samples were requested.
     """
 
     batch: Any = None
@@ -59,19 +59,19 @@ class BatchTask:
     """One batch being made; owned by the stage that works on it.
 
     Attributes:
-        number: Place in the epoch, from 0.
-        indices: What the sampler gave; for a stream, the numbers of its samples.
-        key: What the generators are seeded with before its plain code runs, or None.
-        sample_keys: Where each sample has a seed of its own: that of the epoch, the
-            place of the first sample in the epoch, and the step to that of the next.
+        number: Position in the epoch, from 0.
+        indices: The sampler's indices; for a stream, the numbers of its samples.
+        key: The key that generators are seeded with for its plain code, or None.
+        sample_keys: If each sample has its own seed: the epoch's seed, the position of
+            the first sample in the epoch, and the step to the next.
         padding: How many of its samples, the last ones, are padding.
-        samples: Samples so far, with ``MISSING`` where one is still being read; or what
-            ``__getitems__`` gave, of any type.
-        stage: ``"fetch"``, ``"transform"`` or ``"collate"``: what is done, or comes
-            next.
-        cursor: Place of the next sample that a fetcher will take.
+        samples: Samples so far, with ``MISSING`` where one is still being read; or the
+            result of ``__getitems__``, of any type.
+        stage: ``"fetch"``, ``"transform"`` or ``"collate"``: the current step, or the
+            next one.
+        cursor: Position of the next sample that a fetcher will take.
         pending: Samples that fetchers have not finished.
-        result: What came of it, once that is known; late samples are dropped.
+        result: The result, once known; late samples are dropped.
         state: As in ``BatchResult``.
         began: With ``read``, ``started``, ``transformed``, ``collated``, ``busy`` and
             ``cpu``: as in ``MadeAt``.
@@ -97,7 +97,7 @@ class BatchTask:
     cpu: float = 0.0
 
     def made(self) -> Made:
-        """Return when it was made, so far."""
+        """Return when it was made, as far as it is."""
         transformed = self.transformed
         return (
             self.began,

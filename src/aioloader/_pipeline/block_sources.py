@@ -1,4 +1,4 @@
-"""What streams are read from: plain and async iterators, and aioloader's own streams.
+"""Sources of streams: plain and async iterators, and aioloader's own streams.
 
 All are read the same way: ``read(limit)`` returns the next block, and the iterator's
 state is then the one after that block. Reading a plain iterator never suspends.
@@ -26,14 +26,14 @@ from aioloader.protocols import BlockIterator, HasLifespan
 
 
 class Read(NamedTuple):
-    """What was read at once.
+    """The result of one read.
 
     Attributes:
         block: The samples; only the last one may be ``Bad``.
-        places: How many places of the stream these are: more than samples where several
-            readers take turns and some of them have ended.
-        has_ended: Whether there is no more. With a ``Bad``, the error is what ended the
-            stream, so no policy can skip it.
+        places: How many positions of the stream these take: more than samples if
+            several readers take turns and some of them have ended.
+        has_ended: Whether there is no more. With a ``Bad``, its error ended the stream,
+            so no policy can skip it.
     """
 
     block: Block
@@ -42,7 +42,7 @@ class Read(NamedTuple):
 
 
 class BlockSource(Protocol):
-    """An iterator that is read by the block.
+    """An iterator that is read in blocks.
 
     Attributes:
         fills: As in ``BlockIterator``.
@@ -53,15 +53,15 @@ class BlockSource(Protocol):
     leaves_out: bool
 
     async def read(self, limit: int) -> Read:
-        """Read at most ``limit`` places, at least one unless the stream ends."""
+        """Read at most ``limit`` positions, at least one unless the stream ends."""
 
 
 class PlainSource:
     """The blocks of a plain iterator.
 
     Args:
-        iterator: The user's.
-        most: How many samples to hold in memory at once.
+        iterator: The user's iterator.
+        most: Limit on samples held in memory at once.
     """
 
     fills = True
@@ -83,8 +83,8 @@ class AsyncSource:
     """The blocks of an async iterator.
 
     Args:
-        iterator: The user's.
-        most: How many samples to hold in memory at once.
+        iterator: The user's iterator.
+        most: Limit on samples held in memory at once.
     """
 
     fills = True
@@ -107,14 +107,14 @@ class OwnSource:
     """The blocks of one of aioloader's streams, cut after each failed sample.
 
     Args:
-        iterator: What iterating the stream returned.
+        iterator: The stream's iterator.
     """
 
     def __init__(self, iterator: BlockIterator) -> None:
         self.fills = iterator.fills
         self.leaves_out = iterator.leaves_out
         self._iterator = iterator
-        self._rest: Block = []  # of a block, after a failed sample
+        self._rest: Block = []  # of the last block, after a failed sample
 
     async def read(self, limit: int) -> Read:
         """Read a block, or the rest of the last one."""

@@ -1,6 +1,6 @@
-"""Threads that run plain code for a loader: jobs in, in order, none lost.
+"""Threads that run a loader's plain code: jobs run in order, and none is lost.
 
-A queue per thread and no futures: a job puts its own result where it belongs. Posting
+Each thread has a queue and there are no futures: a job stores its own result. Posting
 is safe from any thread, and from finalizers (``SimpleQueue`` is reentrant).
 """
 
@@ -32,12 +32,12 @@ _SHARED_THREADS = 8
 _LOG = logging.getLogger("aioloader")
 
 
-async def beside(job: Callable[[], T]) -> T:
-    """Return what ``job`` returns, run in a thread of its own: it may take long."""
+async def in_new_thread(job: Callable[[], T]) -> T:
+    """Run ``job``, which may take long, in a new thread; return its result."""
     thread = CpuThread("aioloader-once")
     result = asyncio.ensure_future(thread.call(job))
     try:
-        # The job is not cancelled: it may hold what others wait for.
+        # The job is not cancelled: others may wait for it.
         return await asyncio.shield(result)
     finally:
         thread.stop(thread.ident)
@@ -46,7 +46,7 @@ async def beside(job: Callable[[], T]) -> T:
 
 
 def _read(result: "asyncio.Future[Any]") -> None:
-    """Take the error of a result that nobody waits for."""
+    """Retrieve the error of a result that nobody awaits."""
     if not result.cancelled():
         result.exception()
 
@@ -63,12 +63,12 @@ class CpuThread:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
-        self._lock = fork_safe(threading.RLock())  # a finalizer may run in between
-        # Set at the interpreter's exit, or at its end.
+        self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
+        # Set when the thread has ended, or may no longer delay the interpreter's exit.
         self.quiet: threading.Event = fork_safe(threading.Event())
 
     def post(self, job: Job) -> bool:
-        """Run ``job`` after those posted before; tell whether the thread takes jobs.
+        """Run ``job`` after earlier ones; return whether the thread takes jobs.
 
         The job handles its own errors.
         """
@@ -81,7 +81,7 @@ class CpuThread:
         return True
 
     async def call(self, job: Callable[[], T]) -> T:
-        """Return what ``job`` returns in the thread, after the jobs posted before."""
+        """Run ``job`` in the thread after earlier ones; return its result."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -98,7 +98,7 @@ class CpuThread:
         return await future
 
     def wait_for(self, job: Callable[[], T]) -> T:
-        """Return what ``job`` returns in the thread; block until then."""
+        """Run ``job`` in the thread; block until its result is there."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def do() -> None:
@@ -112,11 +112,11 @@ class CpuThread:
         return future.result()
 
     def post_nowait(self, job: Job) -> None:
-        """Post from a finalizer, to a thread that runs: takes no lock."""
+        """Post to a running thread without a lock, for finalizers."""
         self._jobs.put(job)
 
     def stop(self, then: Job) -> None:
-        """End the thread after the jobs posted so far, and call ``then`` at its end."""
+        """End the thread after the jobs posted so far; its last job is ``then``."""
         with self._lock:
             self._is_stopped = True
             is_running = self._thread is not None
@@ -127,7 +127,7 @@ class CpuThread:
             then()
 
     def join(self, timeout: float) -> None:
-        """Wait for the thread to be gone, at most ``timeout`` seconds."""
+        """Wait for the thread to end, at most ``timeout`` seconds."""
         if self._thread not in {None, threading.current_thread()}:
             self._thread.join(timeout)
 
@@ -136,8 +136,8 @@ class CpuThread:
         return self._thread.ident if self._thread else None
 
     def _start(self) -> None:
-        # A daemon, so that a stuck read cannot keep the interpreter from ending; it is
-        # the owner of this object that stops and joins it.
+        # A daemon, so that a stuck read cannot block the interpreter's exit; the owner
+        # of this object stops and joins it.
         context = context_elsewhere()
         self._thread = threading.Thread(
             target=context.run, args=(self._run,), name=self._name, daemon=True
@@ -161,9 +161,9 @@ class CpuThread:
 class SharedThread(CpuThread):
     """Jobs in order, one at a time, in whichever of a few threads is free.
 
-    For the loaders of a service, of which there are hundreds at once: a thread for
-    each would cost more than their jobs do. The threads are all loaders', start as
-    there is work and end with the last of these objects.
+    For the hundreds of loaders of a service: a thread for each would cost more than
+    their jobs do. All loaders share the threads, which start on demand and end with the
+    last of these objects.
     """
 
     def __init__(self, name: str) -> None:
@@ -174,7 +174,7 @@ class SharedThread(CpuThread):
         self._is_used = self._is_queued = False
 
     def post(self, job: Job) -> bool:
-        """Run ``job`` after those posted before; tell whether jobs are taken."""
+        """Run ``job`` after earlier ones; return whether jobs are still taken."""
         with self._lock:
             if self._is_stopped:
                 return False
@@ -190,7 +190,7 @@ class SharedThread(CpuThread):
         self.post(job)
 
     def stop(self, then: Job) -> None:
-        """Call ``then`` after the jobs posted so far, and take no more."""
+        """Take no more jobs; call ``then`` after those posted so far."""
         with self._lock:
             is_running = self._is_used and not (self._is_stopped and self._is_idle())
             self._is_stopped = True
@@ -206,7 +206,7 @@ class SharedThread(CpuThread):
             self._ended.wait(timeout)
 
     def ident(self) -> int | None:
-        """Return the identifier of the thread that runs a job just now."""
+        """Return the identifier of the thread that is running a job."""
         return self._ident
 
     def _is_idle(self) -> bool:
@@ -218,7 +218,7 @@ class SharedThread(CpuThread):
             _SHARED.post(self._run_some)
 
     def _run_some(self) -> None:
-        """Run the jobs that wait, unless jobs of other loaders wait for a thread."""
+        """Run the waiting jobs; yield the thread if other loaders wait for one."""
         self._ident = threading.get_ident()
         has_more = True
         while has_more:
@@ -242,19 +242,19 @@ class _SharedThreads:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, without threads."""
+        """Start over without threads."""
         self._lock = threading.RLock()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._users = self._threads = self._idle = 0
         self._here = threading.local()
 
     def add_user(self) -> None:
-        """Keep threads until ``remove_user``."""
+        """Keep the threads until ``remove_user``."""
         with self._lock:
             self._users += 1
 
     def remove_user(self) -> None:
-        """Let the threads end if that was the last user; called in one of them."""
+        """End the threads if this was the last user; called in one of them."""
         with self._lock:
             self._users -= 1
             if not self._users:
@@ -268,7 +268,7 @@ class _SharedThreads:
         return not self._jobs.empty()
 
     def post(self, job: Job) -> None:
-        """Run ``job`` in a thread that is free, or in a new one."""
+        """Run ``job`` in a free thread or a new one."""
         with self._lock:
             self._jobs.put(job)
             if self._idle:
@@ -285,7 +285,7 @@ class _SharedThreads:
     def is_here(self) -> bool:
         """Tell whether the calling thread is one of them.
 
-        What waits there for another of them might wait for ever.
+        A job that waits for another shared thread might deadlock.
         """
         return bool(getattr(self._here, "is_shared", False))
 
@@ -308,7 +308,7 @@ if hasattr(os, "register_at_fork"):  # a child has none of the threads
 def _do(job: Job, name: str) -> None:
     try:
         job()
-    except BaseException:  # a defect of ours: logged, and the thread lives on
+    except BaseException:  # a bug of ours: log it and keep the thread
         _LOG.exception("a job of %s failed", name)
 
 
@@ -326,10 +326,9 @@ def _fail(future: "asyncio.Future[Any]", error: BaseException) -> None:
 
 
 def _await_at_exit() -> None:
-    """Let threads do the jobs that they have, before the interpreter is dismantled.
+    """Let threads finish their jobs before the interpreter is finalized.
 
-    One that is in torch's code then, without the interpreter's lock, would end the
-    process by an abort.
+    A thread in torch's code without the GIL would then abort the process.
     """
     until = time.monotonic() + _EXIT_GRACE
     threads = [thread for thread in list(_STARTED) if thread.is_alive()]
@@ -340,7 +339,7 @@ def _await_at_exit() -> None:
 
 
 class _AtExit:
-    """Finalized after all that is made later, such as iterators: they post jobs."""
+    """Finalized after everything made later: iterators, for one, still post jobs."""
 
 
 _STARTED: weakref.WeakSet[CpuThread] = weakref.WeakSet()

@@ -1,7 +1,7 @@
-"""A fixed pool of fetchers: coroutines that read samples from one ordered queue.
+"""A fixed pool of fetchers: coroutines that take samples to read from one queue.
 
-Samples of several batches are in flight at once: a fetcher that is done takes the next
-sample, of whatever batch. A task per sample would cost ten times as much as a pull.
+Samples of several batches are in flight at once: an idle fetcher takes the next sample,
+whatever its batch. A task per sample would cost ten times as much.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
 from aioloader._pipeline.tuner import Tuner
 from aioloader.protocols import is_async_function
 
-# Of the samples of a batch, one in so many is timed.
+# One in this many samples of a batch is timed.
 _TIMED_EVERY = 8
-_RESERVE = 8  # fetchers that wait for work
-# Until what follows the first batch is read, if the consumer does not ask for it:
-# seconds, and then turns of the loop, which are long where there are many requests. An
-# iteration may end with its first batch, as that of a request does.
+_RESERVE = 8  # idle fetchers that are kept
+# How long later batches wait for the first one, unless the consumer asks for more:
+# seconds, then turns of the loop, which are long when it is busy. An iteration may end
+# with its first batch, as in a server that makes one loader per request.
 _HEAD_START = 0.001
 _TURNS = 8
 Job: TypeAlias = Callable[[BatchTask, int], Awaitable[None]]
-# Takes a batch whose samples are all there; returns what is still to be awaited.
+# Takes a batch whose samples are all there; returns the rest to await, if any.
 Done: TypeAlias = Callable[[BatchTask], Coroutine[Any, Any, None] | None]
 
 
@@ -35,12 +35,12 @@ class FetcherPool:
     """Read and transform samples, at most ``size`` at a time, on one event loop.
 
     Args:
-        size: How many fetchers read at a time; they start as there is work, and all
-            but a few end when there is none.
+        size: How many fetchers read at a time; they start on demand, and all but a few
+            end when idle.
         maker: The user's functions.
         done: Called with a batch whose samples are all there, or that has a result.
-        head_start: Whether other batches are read a moment later than the first one.
-        tuner: Changes ``size``, where the loader chooses it.
+        head_start: Whether the first batch is read a moment before the others.
+        tuner: Changes ``size`` if the loader chooses it.
     """
 
     def __init__(
@@ -53,22 +53,22 @@ class FetcherPool:
         tuner: Tuner | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        # Not that of who hands a batch over, which may be another library's.
+        # Not the context of the code that submits a batch, maybe another library's.
         self._context = contextvars.copy_context()
         self._size = size
         self._maker = maker
         self._done = done
         self._queue: deque[tuple[BatchTask, Job, int]] = deque()
         self._idle: list[asyncio.Future[None]] = []
-        self._fetching = 0  # fetchers, but for those that collate
-        # All its tasks, and some that have ended: a callback for each costs a step.
+        self._fetching = 0  # fetchers that are not collating
+        # Also some tasks that have ended: a done callback for each costs a loop step.
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
-        # What follows the first batch, until that is read too.
+        # Batches held until the head start of the first one is over.
         self._held: deque[BatchTask] | None = deque() if head_start else None
         self._timer: asyncio.Handle | None = None
         self._tuner = tuner if tuner and tuner.concurrency else None
-        self._failed = 0  # reads, of which some are tried again
+        self._failed = 0  # reads, including those that are retried
         self._is_wrapped = maker.reads_async and not is_async_function(maker.get)
 
     def read(self, task: BatchTask) -> None:
@@ -82,7 +82,7 @@ class FetcherPool:
             self._held.append(task)
 
     def read_ahead(self) -> None:
-        """Read what follows the first batch, from now on."""
+        """Read the batches after the first one too, from now on."""
         if self._held is not None and self._timer is not None:
             self._stop_timer()
             held, self._held = self._held, None
@@ -101,7 +101,7 @@ class FetcherPool:
             timer.cancel()
 
     def _read(self, task: BatchTask) -> None:
-        """Read samples; one by one, an async transform follows each."""
+        """Queue a batch's reads; an async transform follows each single read."""
         maker = self._maker
         maker.policy.begin(len(task.indices))
         if maker.get_batch is not None:
@@ -110,16 +110,16 @@ class FetcherPool:
             self._read_samples(task)
 
     def transform(self, task: BatchTask) -> None:
-        """Transform the samples of ``task``, before those of later batches are read."""
+        """Transform the samples of ``task`` before later batches are read."""
         task.stage = "transform"
         self._queue_jobs(task, self._transform_sample, len(task.samples), first=True)
 
     def spawn(self, rest: Coroutine[Any, Any, None]) -> None:
-        """Run what is still to be awaited of a batch that no fetcher has."""
+        """Await the rest of a batch that no fetcher holds."""
         self._start(rest, "aioloader collate")
 
     async def aclose(self) -> None:
-        """Cancel the tasks, and wait until they have ended."""
+        """Cancel the tasks and wait until they have ended."""
         self._is_closed = True
         self._stop_timer()
         tasks = [task for task in self._tasks if not task.done()]
@@ -152,7 +152,7 @@ class FetcherPool:
         self._rouse(jobs)
 
     def _rouse(self, jobs: int) -> None:
-        """Have so many fetchers work, if there are."""
+        """Wake or start a fetcher per job, within ``size``."""
         while jobs and self._idle:
             waiting = self._idle.pop()
             if not waiting.done():
@@ -174,11 +174,11 @@ class FetcherPool:
         tasks.add(self._loop.create_task(coroutine, name=name, context=context))
 
     async def _run(self) -> None:
-        """Do one job after the other, until there are none.
+        """Do jobs until there are none.
 
         The error of a job ends its batch, not the fetcher.
         """
-        # User code may have swallowed the cancellation, which comes but once.
+        # User code may have swallowed the cancellation, which comes only once.
         while not self._is_closed and self._fetching <= self._size:
             found = self._next()
             if found is None:
@@ -205,7 +205,7 @@ class FetcherPool:
         self._fetching -= 1
 
     def _next(self) -> tuple[BatchTask, Job, int] | None:
-        """Take the next job, and its place in its batch; None if there is none."""
+        """Take the next job and its position in its batch, or None."""
         queue = self._queue
         while queue:
             task, job, jobs = queue[0]
@@ -218,7 +218,7 @@ class FetcherPool:
         return None
 
     def _begin(self, task: BatchTask, position: int) -> float:
-        """Return when a job begins; 0 for those that are not timed."""
+        """Return the start time of a job, or 0 if it is not timed."""
         if position % _TIMED_EVERY and self._tuner is None:
             return 0.0
         began = time.perf_counter()
@@ -229,7 +229,7 @@ class FetcherPool:
     def _failed_by(
         self, task: BatchTask, error: BaseException
     ) -> Coroutine[Any, Any, None] | None:
-        """End a batch, unless another of its jobs has failed before."""
+        """End a batch with an error, unless another of its jobs has failed before."""
         if task.result:
             return None
         task.result = BatchResult(error=error)
@@ -238,17 +238,17 @@ class FetcherPool:
     def _did(
         self, task: BatchTask, position: int, began: float
     ) -> Coroutine[Any, Any, None] | None:
-        """Count a job that is done; return what is to be awaited after the last."""
+        """Count a finished job; after the last one return the rest to await."""
         task.pending -= 1  # never 0 again once a sample failed
         if task.stage == "fetch" and (began or not task.pending):
             task.read = time.perf_counter()
-            if not position % _TIMED_EVERY:  # for those after it, which are not timed
+            if not position % _TIMED_EVERY:  # counts for the untimed jobs after it too
                 jobs = min(_TIMED_EVERY, len(task.indices) - position)
                 task.busy += (task.read - began) * jobs
         return None if task.pending else self._done(task)
 
     def _tune(self, tuner: Tuner, began: float) -> None:
-        """Do as many jobs at a time from now on as the tuner says."""
+        """Set the number of concurrent jobs to what the tuner returns."""
         is_busy = bool(self._queue) and self._fetching >= self._size
         size = tuner.note_read(began, failures=self._failed, is_busy=is_busy)
         if size != self._size:
@@ -256,7 +256,7 @@ class FetcherPool:
             self._rouse(sum(jobs - one.cursor for one, _, jobs in self._queue))
 
     async def _give_way(self, rest: Coroutine[Any, Any, None]) -> bool:
-        """Await the rest of a batch while another fetcher reads; tell who goes on."""
+        """Await the rest of a batch; another fetcher reads. Return whether to go on."""
         self._fetching -= 1
         self._rouse(len(self._queue))
         await rest
@@ -272,13 +272,13 @@ class FetcherPool:
 
     # -- the jobs -------------------------------------------------------------------
 
-    def _be_at(self, task: BatchTask, position: int, stage: int) -> None:
-        """Make this task draw from the generators of what it is about to await."""
+    def _seed_for(self, task: BatchTask, position: int, stage: int) -> None:
+        """Make this asyncio task draw from the generators of its sample or batch."""
         if task.key is not None and self._maker.at is not None:
             self._maker.at(task, position, stage)
 
     async def _fetch_sample(self, task: BatchTask, position: int) -> None:
-        self._be_at(task, position, 0)
+        self._seed_for(task, position, 0)
         try:
             sample = await self._maker.get(task.indices[position])
         except BaseException as error:  # retried, or the policy decides
@@ -288,8 +288,8 @@ class FetcherPool:
             await self._transform_sample(task, position)
 
     async def _fetch_wrapped(self, task: BatchTask, position: int) -> None:
-        """Fetch through a plain wrapper, whose results hold the awaitables."""
-        self._be_at(task, position, 0)
+        """Fetch through a plain wrapper, whose results contain awaitables."""
+        self._seed_for(task, position, 0)
         try:
             sample = await resolved(self._maker.get(task.indices[position]))
         except BaseException as error:  # retried, or the policy decides
@@ -303,7 +303,7 @@ class FetcherPool:
         self._failed += 1
         for delay in maker.delays(error):
             await asyncio.sleep(delay)
-            self._be_at(task, position, 0)
+            self._seed_for(task, position, 0)
             try:
                 return await resolved(maker.get(task.indices[position]))
             except BaseException as again:  # counted, then resolved
@@ -313,7 +313,7 @@ class FetcherPool:
         return maker.resolve("fetch", task, position, error)
 
     async def _fetch_batch(self, task: BatchTask, _position: int) -> None:
-        """Read all of a batch by ``__getitems__``; retried as a whole.
+        """Read all of a batch with ``__getitems__``; retried as a whole.
 
         Unless errors are raised, the samples of a batch that failed are read one by
         one: the policy decides about each.
@@ -321,7 +321,7 @@ class FetcherPool:
         maker = self._maker
         delays = None
         while True:
-            self._be_at(task, -1, 0)
+            self._seed_for(task, -1, 0)
             try:
                 samples = await resolved(maker.get_batch(task.indices))  # type: ignore[misc]
                 task.samples = maker.checked(task, samples)
@@ -346,7 +346,7 @@ class FetcherPool:
         sample = task.samples[position]
         if sample is SKIP:
             return
-        self._be_at(task, position, 1)
+        self._seed_for(task, position, 1)
         try:
             sample = await self._maker.transform(sample)  # type: ignore[misc]
         except BaseException as error:  # the policy decides

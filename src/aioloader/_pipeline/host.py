@@ -1,8 +1,8 @@
-"""Where a pipeline runs: the caller's thread, a private thread, or an event loop.
+"""Hosts of pipelines: the caller's thread, a private thread, or an event loop.
 
-All iterations of a loader that run in the same place share one host, so that the
-dataset's lifespan is entered there once, before the first sample is read, and exited
-when the last of them returns its lease.
+All iterations of a loader in the same place share one host, so that the dataset's
+lifespan is entered there once, before the first sample is read, and left when the last
+iteration returns its lease.
 """
 
 import abc
@@ -17,7 +17,7 @@ import anyio
 
 from aioloader._observe.warnings import warn
 from aioloader._order.forks import fork_safe
-from aioloader._pipeline.cpu import CpuThread, Job, SharedThread, beside
+from aioloader._pipeline.cpu import CpuThread, Job, SharedThread, in_new_thread
 from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.loop_watch import LoopWatch
 from aioloader._pipeline.waiting import Latch
@@ -32,7 +32,7 @@ class Hosted(Protocol):
 
     Attributes:
         ended: Set when it has ended.
-        exit_error: What went wrong while it ended, raised where it is closed.
+        exit_error: The error while it ended, raised by its close.
     """
 
     ended: Latch
@@ -48,29 +48,29 @@ class Hosted(Protocol):
         """Make every wait of the consumer raise ``error``."""
 
     def join(self) -> bool:
-        """Wait, bounded, for workers and stages; tell whether they have ended."""
+        """Wait, bounded, for workers and stages; return whether they have ended."""
 
     def joins_at_once(self) -> bool:
         """Tell whether ``join`` has nothing to wait for."""
 
     def is_dismissed(self) -> bool:
-        """Tell whether it is to end, or has ended."""
+        """Tell whether it is ending or has ended."""
 
     def release_workers(self) -> None:
-        """Release what it holds elsewhere: its loop has stopped, and cannot."""
+        """Release its workers; for a loop that has stopped and cannot do so."""
 
 
 class Host(abc.ABC):
-    """Leases and waiting, the same in all places.
+    """Leases and waiting, the same for all hosts.
 
     Attributes:
-        loop: The event loop, where this is one.
-        watch: What tells how punctual it is.
+        loop: The event loop, if the host has one.
+        watch: Measures the lag of the loop.
         lifespan: What is entered here.
         cpu: The thread for plain code; starts with its first job.
         opened: Set when the lifespan was entered, or failed.
         closed: Set when everything has ended.
-        exit_error: What the lifespan raised at its exit, raised where it is closed.
+        exit_error: What the lifespan raised on exit, raised by the host's close.
     """
 
     loop: asyncio.AbstractEventLoop | None = None
@@ -94,14 +94,14 @@ class Host(abc.ABC):
     # -- leases -------------------------------------------------------------------
 
     def lease(self) -> bool:
-        """Take a lease; tell whether the host is still open."""
+        """Take a lease; return whether the host was still open."""
         with self._lock:
             is_open = not self.is_closing and not self.is_foreign()
             self._leases += is_open
             return is_open
 
     def is_left(self) -> bool:
-        """Tell whether all leases were returned: then it closes."""
+        """Tell whether all leases were returned, so that it closes."""
         return not self._leases
 
     def is_foreign(self) -> bool:
@@ -115,27 +115,27 @@ class Host(abc.ABC):
 
     @abc.abstractmethod
     def open(self) -> None:
-        """Begin to enter the lifespan, once; ``opened`` is set when that is done."""
+        """Start entering the lifespan, once; ``opened`` is set when done."""
 
     @abc.abstractmethod
     def admit(self, pipeline: Hosted) -> None:
-        """Begin to run ``pipeline``, which holds a lease."""
+        """Start running ``pipeline``, which holds a lease."""
 
     @abc.abstractmethod
     def dismiss(self, pipeline: Hosted) -> None:
-        """Begin to end ``pipeline``, which returns its lease; safe in finalizers."""
+        """Start ending ``pipeline``, which returns its lease; safe in finalizers."""
 
     @abc.abstractmethod
     def release(self) -> Latch:
-        """Return a lease that no pipeline holds; the latch is set when it is back."""
+        """Return a lease that no pipeline holds; the latch is set when done."""
 
     def failure(self) -> BaseException | None:
-        """Wait until the lifespan was entered; return what has failed, if anything."""
+        """Wait until the lifespan was entered; return its error, if any."""
         self.opened.wait()
         return self._broken
 
     def post(self, job: Job) -> None:
-        """Run ``job`` in the thread after the lifespan was entered; drop it if not."""
+        """Run ``job`` in the thread once the lifespan is entered; drop it on error."""
         if not self.opened.is_set():
             with self._lock:
                 if not self.opened.is_set():
@@ -147,16 +147,16 @@ class Host(abc.ABC):
     # -- waiting for the end ------------------------------------------------------
 
     def is_lost(self) -> bool:
-        """Tell whether nothing runs here any more: to wait would never end."""
+        """Tell whether nothing runs here any more, so that a wait would never end."""
         return self.is_foreign()
 
     def give_up(  # noqa: B027  (threads are lost with their process only)
         self, returned: Latch, pipeline: Hosted | None
     ) -> None:
-        """Take back a lease that a host which is lost cannot return."""
+        """Take back a lease that a lost host cannot return."""
 
     def is_here(self) -> bool:
-        """Tell whether the calling thread is the host's: it cannot wait for itself."""
+        """Tell whether the calling thread is the host's, which cannot join itself."""
         return self.cpu.ident() == threading.get_ident()
 
     def is_on_loop(self) -> bool:
@@ -164,10 +164,10 @@ class Host(abc.ABC):
         return False
 
     def join(self) -> None:
-        """Wait for the threads to be gone, once ``closed`` is set."""
+        """Wait for the threads to end, once ``closed`` is set."""
         self.cpu.join(GRACE)
 
-    # -- for the places -----------------------------------------------------------
+    # -- for the subclasses -------------------------------------------------------
 
     def _entered(self) -> None:
         """Run the jobs that waited for the lifespan."""
@@ -187,7 +187,7 @@ class Host(abc.ABC):
         return broken is None
 
     def _break(self, error: BaseException, *, is_known: bool = False) -> None:
-        """Fail all pipelines, those to come included; the error is raised once."""
+        """Fail all pipelines, later ones too; the error itself is raised once."""
         with self._lock:
             pipelines = list(self._pipelines)
             is_known = is_known or bool(pipelines)
@@ -199,7 +199,7 @@ class Host(abc.ABC):
             pipeline.fail(error)
 
     def _take_back(self, pipeline: Hosted | None) -> bool:
-        """Take back a lease, of a pipeline once; tell whether it was the last."""
+        """Take back a lease, a pipeline's only once; return whether it was the last."""
         with self._lock:
             self._leases -= pipeline is None or pipeline in self._pipelines
             if pipeline is not None:
@@ -209,9 +209,9 @@ class Host(abc.ABC):
 
 
 def again(error: BaseException) -> LoaderClosedError:
-    """Return what later pipelines raise: the error itself is raised once.
+    """Return the error of later pipelines: the original is raised only once.
 
-    An error that was raised has frames, which may hold what this host serves.
+    A raised error has frames, which may hold this host's pipelines.
     """
     if isinstance(error, LoaderClosedError):
         return error
@@ -253,7 +253,7 @@ class CallerHost(Host):
         pipeline.ended.set()
 
     def release(self) -> Latch:
-        """Return a lease; exit the lifespan with the last."""
+        """Return a lease; leave the lifespan with the last."""
         if self._take_back(None):
             self._close()
         return self.opened
@@ -273,23 +273,23 @@ class ThreadHost(Host):
         self.cpu.post(self.opened.is_set)  # finalizers post to a thread that runs
 
     def open(self) -> None:
-        """Enter the lifespan in the thread, before what is posted later."""
+        """Enter the lifespan in the thread, before later jobs."""
         with self._lock:
             if not self._is_open:
                 self._is_open = self.cpu.post(self._open)
 
     def admit(self, pipeline: Hosted) -> None:
-        """Begin to run ``pipeline``: the thread is all it needs."""
+        """Start ``pipeline``, which needs nothing but the thread."""
         if self._add(pipeline):
             self.open()
 
     def dismiss(self, pipeline: Hosted) -> None:
-        """End ``pipeline`` after the job under way, in the thread."""
+        """End ``pipeline`` in the thread, after the current job."""
         if not self.is_foreign():
             self.cpu.post_nowait(lambda: self._end(pipeline))
 
     def release(self) -> Latch:
-        """Return a lease; exit the lifespan, in the thread, with the last."""
+        """Return a lease; with the last one leave the lifespan, in the thread."""
         released = Latch()
         if not self.is_foreign():
             self.cpu.post_nowait(lambda: self._return(released))
@@ -322,16 +322,17 @@ class ThreadHost(Host):
         self.cpu.stop(self.closed.set)
 
 
-# -- waiting until it is released -------------------------------------------------
+# -- waiting for the release ------------------------------------------------------
 
 
 def wait_released(host: Host, returned: Latch, pipeline: Hosted | None = None) -> None:
-    """Wait until a lease is back, and for ``host`` if it was the last; bounded.
+    """Wait for a lease's return, and for ``host`` if it was the last; bounded.
 
     Args:
-        host: Whose lease it was.
-        returned: Set when it is back.
-        pipeline: Whose workers and stages are then waited for, if it held the lease.
+        host: The host that granted it.
+        returned: Set when it is returned.
+        pipeline: The pipeline that held it, if any: its workers and stages are then
+            joined.
 
     Raises:
         BaseException: What the dataset or its iterator raised when it was closed.
@@ -356,7 +357,7 @@ async def wait_released_async(
 ) -> None:
     """Wait as ``wait_released`` does, without blocking the loop.
 
-    It waits to the end however often the calling task is cancelled meanwhile.
+    The wait is completed even if the calling task is cancelled, once or more.
 
     Raises:
         BaseException: What the dataset or its iterator raised when it was closed.
@@ -368,7 +369,7 @@ async def wait_released_async(
         else:
             cancelled = await _outlast(partial(_released, host, returned))
             if pipeline is not None and not pipeline.joins_at_once():
-                joining = asyncio.ensure_future(beside(pipeline.join))
+                joining = asyncio.ensure_future(in_new_thread(pipeline.join))
                 cancelled = (
                     await _outlast(partial(asyncio.wait, [joining])) or cancelled
                 )
@@ -382,7 +383,7 @@ async def wait_released_async(
 async def _outlast(
     wait: Callable[[], Coroutine[Any, Any, object]],
 ) -> asyncio.CancelledError | None:
-    """Await to the end, anew after each cancellation of this task; return the last."""
+    """Await to the end despite cancellations of this task; return the last one."""
     cancelled: asyncio.CancelledError | None = None
     while True:
         try:
@@ -394,7 +395,7 @@ async def _outlast(
 
 
 async def _released(host: Host, returned: Latch) -> None:
-    """Wait until a lease is back, and for ``host`` if it was the last."""
+    """Wait for a lease's return, and for ``host`` if it was the last."""
     is_ended = await returned.wait_async(GRACE)
     if is_ended and host.is_left():
         is_ended = await host.closed.wait_async(GRACE)
@@ -404,8 +405,8 @@ async def _released(host: Host, returned: Latch) -> None:
 
 def _warn_stuck() -> None:
     warn(
-        f"a DataLoader was closed, but code of its dataset or of its functions has not "
-        f"returned for {GRACE:g} seconds; its thread is left behind",
+        f"a DataLoader was closed, but code of its dataset or functions has not "
+        f"returned for {GRACE:g} seconds; its thread is still running",
         ResourceWarning,
     )
 

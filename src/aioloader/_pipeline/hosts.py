@@ -29,7 +29,7 @@ class Hosts:
     """Lease hosts to iterations, and keep them open between epochs while entered.
 
     Args:
-        dataset: What is read in every host.
+        dataset: The dataset that every host reads.
         lifespan: The user's function that returns what every new host enters.
     """
 
@@ -55,18 +55,18 @@ class Hosts:
             return host
 
     def keep(self) -> None:
-        """Begin to keep hosts open between iterations; calls nest."""
+        """Keep hosts open between iterations from now on; calls nest."""
         with self._lock:
             self._entered += 1
 
     def leave(self) -> bool:
-        """Undo one ``keep``; tell whether it was the last."""
+        """Undo one ``keep``; return whether it was the last."""
         with self._lock:
             self._entered = max(0, self._entered - 1)
             return not self._entered
 
     def release(self) -> None:
-        """Release the hosts that are kept, and wait until they are closed."""
+        """Release the kept hosts and wait until they are closed."""
         errors: list[BaseException] = []
         for host, returned, pipeline in self._released():
             try:
@@ -77,7 +77,7 @@ class Hosts:
             raise errors[0]
 
     async def release_async(self) -> None:
-        """Release the hosts that are kept, and wait without blocking the loop."""
+        """Release the kept hosts and wait without blocking the loop."""
         errors: list[BaseException] = []
         for host, returned, pipeline in self._released():
             try:
@@ -88,9 +88,9 @@ class Hosts:
             raise errors[0]
 
     def _released(self) -> list[tuple[Host, Latch, Hosted | None]]:
-        """Release what is kept; return it with the pipelines whose end is to come.
+        """Release the kept hosts; return them and the pipelines still ending.
 
-        Those are of iterators that were dropped: nobody else waits for them.
+        The iterators of these were dropped, so nobody else waits for them.
         """
         with self._lock:
             kept = self._kept[:]
@@ -106,7 +106,7 @@ class Hosts:
     def _make(self, place: Place) -> Host:
         for other, host in list(self._by_place.items()):
             if host.closed.is_set():
-                del self._by_place[other]  # of a loop that is gone, say
+                del self._by_place[other]  # e.g. of a loop that is gone
         lifespan = Lifespan(self._dataset, self.lifespan)
         if place == "inline" or place == "pool":  # noqa: PLR1714  (mypy narrows it)
             return CallerHost(lifespan, reads=place == "inline")
@@ -114,13 +114,13 @@ class Hosts:
             return ThreadHost(lifespan)
         if place == "loop":
             return LoopHost(lifespan, None)
-        # Where nothing belongs to a thread, the loaders of a service share a few.
+        # If nothing is bound to a thread, all loaders on callers' loops share a few.
         shares = not (lifespan or is_shared_thread()) and reads_on_loop(self._dataset)
         return LoopHost(lifespan, place, shares_threads=shares)
 
 
 def _release_all(kept: list[Host]) -> None:
-    """Close what a loader that was entered and never closed still holds."""
+    """Release the hosts of a loader that was entered and never closed."""
     if kept:
         warnings.warn(
             "a DataLoader was entered and never closed", ResourceWarning, stacklevel=1

@@ -1,9 +1,9 @@
-"""Iterations that need no hand-over: batches are made where ``next`` is called.
+"""Iterations without a pipeline: ``next`` makes the batch in the calling thread.
 
-``PlainIterator`` is torch's loop over a map-style dataset, ``InlineIterator`` the one
-with streams, transforms and failures. ``GatherIterator`` serves tensors that are in
-memory: one ``index_select`` per tensor and batch, no work per sample, so that even an
-async consumer is served in place.
+``PlainIterator`` is torch's loop over a map-style dataset, ``InlineIterator`` adds
+streams, transforms and failures. ``GatherIterator`` serves tensors in memory: one
+``index_select`` per tensor and batch and no work per sample, which is fast enough for
+an async consumer's loop.
 """
 
 import abc
@@ -38,16 +38,16 @@ from aioloader._pipeline.waiting import Latch
 from aioloader._transport.slots import SlotPool
 from aioloader.protocols import Kind
 
-# Seconds after which an async consumer that never has to wait yields to its loop.
-_BREATH = 0.001
+# Seconds after which an async consumer that never waits yields to its loop.
+_YIELD_EVERY = 0.001
 
 
 class LocalIterator(abc.ABC):
-    """What these iterators share: an async consumer is served in place.
+    """Base of these iterators: async consumers are served on their own loop.
 
     Args:
-        epoch: What is to be delivered; its progress is kept here.
-        requests: Those of the epoch.
+        epoch: The epoch to deliver; its progress is updated here.
+        requests: The epoch's requests.
 
     Attributes:
         must_close: Whether something must be released when the iterator is dropped.
@@ -62,7 +62,7 @@ class LocalIterator(abc.ABC):
         self._progress = epoch.progress
         self._requests = requests
         self._is_closed = False
-        self._breathed = time.monotonic()
+        self._yielded = time.monotonic()
 
     @abc.abstractmethod
     def next(self) -> Any:
@@ -73,11 +73,11 @@ class LocalIterator(abc.ABC):
         """
 
     def is_finished(self) -> bool:
-        """Tell whether there is no more to come."""
+        """Tell whether there are no more batches."""
         return self._is_closed or self._progress.is_over
 
     def _end(self, *, is_over: bool) -> None:
-        """Close, after the last request: of the epoch, or the sampler has failed."""
+        """Close after the last request, at the epoch's end or a sampler's error."""
         if is_over and not self._is_closed:
             self._progress.finish()
         self.close()
@@ -89,10 +89,10 @@ class LocalIterator(abc.ABC):
             StopAsyncIteration: At the end.
         """
         now = time.monotonic()
-        if now - self._breathed > _BREATH:
+        if now - self._yielded > _YIELD_EVERY:
             await asyncio.sleep(0)
-            self._breathed = time.monotonic()
-        # Another task may take a batch in each wait; from here on there is none.
+            self._yielded = time.monotonic()
+        # Another task may take a batch during each wait; no await follows this loop.
         while (drawing := self.undrawn()) is not None:
             await drawing.ended.wait_async()
         try:
@@ -101,7 +101,7 @@ class LocalIterator(abc.ABC):
             raise StopAsyncIteration from None
 
     def undrawn(self) -> "_Drawing | None":
-        """Return what draws the next request just now; None if ``next`` may."""
+        """Return the drawing of the next request, if a thread must draw it."""
         return None
 
     def close(self) -> None:
@@ -132,13 +132,13 @@ class PlainIterator(LocalIterator):
     """Read and collate in the caller's thread, one batch at a time, as torch does.
 
     Args:
-        epoch: What is to be delivered.
-        dataset: Map-style, and plain.
-        collate_fn: Samples to batch; one sample to batch if not ``batched``.
-        slots: What big batches are written into.
+        epoch: The epoch to deliver.
+        dataset: Map-style and plain.
+        collate_fn: Turns samples (one sample if not ``batched``) into a batch.
+        slots: The slots that big batches are written into.
         batched: Whether samples are gathered into batches.
-        concurrency: Awaitables of one batch that are awaited at a time, where plain
-            code has returned them.
+        concurrency: Limit on concurrent awaitables of one batch, if plain code
+            returns awaitables.
     """
 
     def __init__(
@@ -204,22 +204,22 @@ class PlainIterator(LocalIterator):
     def _noted(
         self, stage: str, number: int, indices: Any, read: int, error: BaseException
     ) -> BaseException:
-        """Return what to raise for an error in a stage, noted where it was."""
+        """Return the error to raise, with a note that names its stage and batch."""
         epoch, error = self.epoch.number, raisable(error)
         if stage == "collate":
             where = place_of(stage, epoch, number, indices)
         elif read < len(indices):
             index = indices[read]
             where = Failure(stage, epoch, number, read, index, error).describe()
-        else:  # of a coroutine among them
+        else:  # raised by one of several coroutines
             where = place_of(stage, epoch, number, indices)
         return noted(error, where)
 
     def _awaited(self, samples: list[Any]) -> list[Any]:
-        """Await what a plain ``__getitem__`` has returned, as wrappers do.
+        """Await the coroutines that a plain ``__getitem__`` has returned.
 
         Raises:
-            Exception: That of the first sample that failed.
+            Exception: The error of the first sample that failed.
         """
         if self._side_loop is None:
             self._side_loop, self.must_close = SideLoop(), True
@@ -230,7 +230,7 @@ class PlainIterator(LocalIterator):
         return found
 
     def close(self) -> None:
-        """Release the thread of awaitables that plain code has returned, if any."""
+        """Release the thread that awaits what plain code returned, if any."""
         super().close()
         if self._side_loop is not None:
             self._side_loop.close()
@@ -240,9 +240,9 @@ class InlineIterator(LocalIterator):
     """Read, transform and collate in the caller's thread, one batch at a time.
 
     Args:
-        epoch: What is to be delivered.
+        epoch: The epoch to deliver.
         maker: The user's functions, all sync.
-        host: Holds the lifespan, leased; None if there is none.
+        host: The leased host of the lifespan; None if there is none.
         drop_last: Drop the short last batch of a stream.
     """
 
@@ -335,8 +335,8 @@ class GatherIterator(LocalIterator):
     """Gather each batch of in-memory tensors by an index tensor.
 
     Args:
-        tensors: Strided CPU tensors of one length.
-        epoch: What is to be delivered; its order is an ``IndexOrder``.
+        tensors: Strided CPU tensors of equal length.
+        epoch: The epoch to deliver; its order is an ``IndexOrder``.
     """
 
     def __init__(self, tensors: tuple[torch.Tensor, ...], epoch: Epoch) -> None:
@@ -346,7 +346,7 @@ class GatherIterator(LocalIterator):
         self._drawing: _Drawing | None = None
 
     def next(self) -> list[torch.Tensor]:
-        """Return the next batch: a fresh tensor for each of the dataset's.
+        """Return the next batch: a new tensor for each of the dataset's.
 
         Raises:
             StopIteration: At the end.
@@ -380,7 +380,7 @@ class GatherIterator(LocalIterator):
         return batch
 
     def undrawn(self) -> "_Drawing | None":
-        """Return what draws the next request beside the loop, if that takes long."""
+        """Return the drawing of the next request, in a thread if it takes long."""
         if self._drawing is None:
             if self._is_closed or not self.epoch.draws_long(self._next):
                 return None
@@ -394,7 +394,7 @@ class GatherIterator(LocalIterator):
 
 
 class _Drawing:
-    """A request drawn in a thread; kept for another step if its own is cancelled."""
+    """A request drawn in a thread; kept for the next step if this one is cancelled."""
 
     def __init__(self, requests: Iterator[IndexBatch]) -> None:
         self.ended: Latch = Latch()
@@ -406,7 +406,7 @@ class _Drawing:
         thread.stop(self.ended.set)
 
     def result(self) -> IndexBatch:
-        """Return the request, or raise what drawing it raised; wait for it."""
+        """Wait for the request and return it, or raise the error of drawing it."""
         self.ended.wait()
         if self._drawn is None:
             assert self._error is not None

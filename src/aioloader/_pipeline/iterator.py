@@ -1,8 +1,8 @@
-"""What ``iter(loader)`` and ``aiter(loader)`` return.
+"""The iterator that ``iter(loader)`` and ``aiter(loader)`` return.
 
 The iterator is a thin shell. Nothing in the pipeline refers to it, and no frame of a
-traceback holds it, so that dropping it (``break``, an exception) releases the pipeline
-at once, without a garbage collection.
+traceback holds it: dropping it (``break``, an exception) releases the pipeline at once,
+without a garbage collection.
 """
 
 import asyncio
@@ -39,18 +39,18 @@ _HINT = (
 class BatchIterator(Generic[Batch]):
     """Batches of one epoch, for ``for`` or for ``async for``.
 
-    Worker processes start with it; threads, tasks and reads of this process begin with
-    the first step. Leaving the loop early releases everything, in the background;
+    Worker processes start with it; threads, tasks and reads of this process start with
+    the first step. Leaving the loop early releases everything in the background;
     ``close`` or ``aclose`` waits for it. An exception from one batch does not end the
     iteration.
 
     Args:
-        start: Makes the source, when the first batch is asked for.
+        start: Makes the source, when the first batch is requested.
         length: Returns the number of batches of an epoch.
         check: Called with the number of batches delivered, or None.
-        base_seed: What random draws are keyed with; None if it is not drawn yet.
-        prepared: What ``start`` will return, if it holds workers already; released
-            with the iterator, should it never be used.
+        base_seed: The seed that random draws are keyed with; None if not drawn yet.
+        prepared: What ``start`` will return, if it already has workers; released with
+            the iterator if never used.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class BatchIterator(Generic[Batch]):
         """Return ``len(loader)``.
 
         Raises:
-            TypeError: If that is unknown.
+            TypeError: If the length is unknown.
         """
         return self._length()
 
@@ -80,7 +80,7 @@ class BatchIterator(Generic[Batch]):
     def __aiter__(self) -> "BatchIterator[Batch]":
         return self
 
-    # No frame that a traceback may hold, by itself or by ``f_back``, has the iterator.
+    # No frame that a traceback may hold, directly or by ``f_back``, has the iterator.
     def __next__(self) -> Batch:
         steps = self._steps
         del self
@@ -91,9 +91,9 @@ class BatchIterator(Generic[Batch]):
         return _step(self._steps, self)
 
     def close(self) -> None:
-        """End the iteration and wait until all it held is released.
+        """End the iteration and wait until everything is released.
 
-        Later steps end the loop, as those of a closed generator do.
+        Later steps end the loop, as with a closed generator.
         """
         source = self._steps.end()
         if source is not None:
@@ -106,7 +106,7 @@ class BatchIterator(Generic[Batch]):
             await source.aclose()
 
     def dismiss(self) -> None:
-        """Begin to end the iteration; ``close`` and ``aclose`` wait for it."""
+        """Start ending the iteration; ``close`` and ``aclose`` wait for it."""
         source = self._steps.end()
         if isinstance(source, PipelineIterator):
             source.dismiss()
@@ -116,13 +116,13 @@ class BatchIterator(Generic[Batch]):
         self.close()
 
     def is_under_way(self) -> bool:
-        """Tell whether it has begun, and is neither at its end nor closed."""
+        """Tell whether it has started and is neither finished nor closed."""
         source = self._steps.source
         return source is not None and not source.is_finished()
 
 
 async def _step(steps: "_Steps", iterator: BatchIterator[Batch]) -> Batch:
-    """Take a step; holds the iterator until its end, and no longer."""
+    """Take a step; hold the iterator until it returns, and no longer."""
     try:
         batch: Batch = await steps.next_async()
         return batch
@@ -131,7 +131,7 @@ async def _step(steps: "_Steps", iterator: BatchIterator[Batch]) -> Batch:
 
 
 class _Steps:
-    """What an iterator holds, for steps whose frames do not hold the iterator."""
+    """The state of an iterator, apart from it so that no frame of a step holds it."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class _Steps:
         self._check = check
         self._prepared = prepared
         self._lock = fork_safe(threading.RLock())
-        # Of the tasks of one loop, the first gets the first batch.
+        # The tasks of a loop get batches in the order in which they ask.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turns = asyncio.Lock()
 
@@ -172,19 +172,19 @@ class _Steps:
         """Return the source; the first call makes it."""
         with self._lock:
             if self.source is None:
-                if self._start is None:  # closed before it began
+                if self._start is None:  # closed before it started
                     return ClosedIterator()
                 self.source = self._start()
                 self._start = self._prepared = None
             return self.source
 
     def end(self) -> Source | None:
-        """Begin no more; return what is to be closed."""
+        """Prevent a start; return the source to close, if there is one."""
         self._start = None
         return self.source or self._prepared
 
     def abandon(self) -> None:
-        """Release an iterator that was dropped, or is left when Python exits."""
+        """Release an iterator that was dropped, or is still open at Python's exit."""
         source = self.end()
         if isinstance(source, PipelineIterator):
             _abandon(source.pipeline)
@@ -193,9 +193,9 @@ class _Steps:
 
 
 def length_check(loader: Any) -> Callable[[int], None] | None:
-    """Return what warns, as torch does, of more batches than a stream reported.
+    """Return a function that warns of more batches than a stream's length, as torch.
 
-    Torch compares them with the samples that ``len(loader)`` has reported.
+    Torch compares with the length of the dataset that ``len(loader)`` has read.
     """
     expected = loader._IterableDataset_len_called  # noqa: SLF001  (torch's name)
     if expected is None:
@@ -218,8 +218,8 @@ def _abandon(pipeline: Pipeline) -> None:
     if pipeline.ended.is_set():
         return
     pipeline.dismiss()
-    # The main thread is gone: the interpreter is exiting, and its threads must end
-    # first, or requests in flight would run into a dismantled process.
+    # The main thread has ended: the interpreter is exiting, and our threads must end
+    # first, or requests in flight would run in a half-finalized process.
     if not hasattr(sys, "last_value"):  # an uncaught exception may hold the iterator
         warn(
             "a DataLoader was left open until the interpreter's exit; close its "

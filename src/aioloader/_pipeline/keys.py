@@ -1,4 +1,4 @@
-"""What the generators are seeded with for a batch, by its place in the epoch."""
+"""The keys that generators are seeded with for a batch, by its position."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from aioloader._order.ranks import Part
 
-# Batch number and place of its first sample to the keys of a ``BatchTask``.
+# Maps a batch's number and the position of its first sample to a ``BatchTask``'s keys.
 Keys: TypeAlias = Callable[[int, int], tuple[int, tuple[int, int, int] | None]]
 
 
@@ -15,10 +15,10 @@ class BatchSeeds:
     """The seeds of the batches of one reader of a stream.
 
     Attributes:
-        keys: Of the maker.
-        part: Which rank's.
+        keys: The maker's keys.
+        part: The rank's part.
         reader: Number of the reader.
-        readers: How many take turns.
+        readers: How many readers take turns.
     """
 
     keys: Keys
@@ -32,8 +32,8 @@ class BatchSeeds:
         """Return ``key`` and ``sample_keys`` of one of the reader's batches.
 
         Args:
-            number: Its place among the reader's.
-            whole: Samples of a batch of all ranks.
+            number: Its position among the reader's batches.
+            whole: Samples per batch on all ranks together.
         """
         number = number * self.readers + self.reader
         return self.keys(number, number * whole + self.part.rank)

@@ -1,8 +1,8 @@
-"""The resources of a dataset where it is read: entered first, left at the end.
+"""A dataset's resources where it is read: entered first, left at the end.
 
-A dataset is the user's: the loader never enters or exits it. ``lifespan=`` returns the
-context manager to enter instead, once in each place where samples are read. It is left
-without an exception, however the iteration ends, so code after a bare ``yield`` runs.
+The loader never enters or exits the dataset itself. ``lifespan=`` returns the context
+manager to enter instead, once in each place where samples are read. It is left without
+an exception, however the iteration ends, so code after a bare ``yield`` runs.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _ADVICE = (
 
 
 class Lifespan:
-    """What is entered for a dataset in one place; after it was left, it may be again.
+    """The context manager of a dataset in one place; it may be entered repeatedly.
 
     Args:
         dataset: The dataset that is read there.
@@ -56,7 +56,7 @@ class Lifespan:
         """Enter in this thread, which has no event loop for samples.
 
         Raises:
-            TypeError: If ``lifespan`` returns nothing that can be entered here.
+            TypeError: If ``lifespan`` returns something that cannot be entered here.
             Exception: What the user's code raises, noted.
         """
         if self._make is None:
@@ -67,7 +67,7 @@ class Lifespan:
             raise _noted(error, "entering")  # noqa: B904  (it keeps its cause)
 
     def leave(self) -> None:
-        """Leave what ``enter`` entered; in the same thread.
+        """Leave what ``enter`` entered, in the same thread.
 
         Raises:
             Exception: What the user's code raises, noted.
@@ -78,10 +78,10 @@ class Lifespan:
             raise _noted(error, "leaving")  # noqa: B904  (it keeps its cause)
 
     async def enter_async(self, thread: CpuThread) -> None:
-        """Enter on this loop; a plain context manager of plain reads, in ``thread``.
+        """Enter on this loop; enter a plain manager for plain reads in ``thread``.
 
         Args:
-            thread: Where plain functions read samples.
+            thread: The thread in which plain functions read samples.
 
         Raises:
             TypeError: If ``lifespan`` returns no context manager.
@@ -105,7 +105,7 @@ class Lifespan:
             async with contextlib.AsyncExitStack() as stack:
                 stack.push_async_callback(self._loop_stack.aclose)
                 if self._make is not None and not reads_on_loop(self._dataset):
-                    # It waits for an entry that was cancelled and still runs there.
+                    # Runs after an entry that was cancelled and is still running there.
                     await thread.call(self._stack.close)
         except Exception as error:
             raise _noted(error, "leaving")  # noqa: B904  (it keeps its cause)
@@ -174,7 +174,7 @@ def check_lifespan(make: Any, dataset: Any, transform: Any, collate_fn: Any) -> 
     """Check the argument ``lifespan`` of a loader.
 
     Raises:
-        TypeError: If it is no function that returns a context manager.
+        TypeError: If it is not a function that returns a context manager.
         ValueError: If it returns an async one, and everything else is plain.
     """
     if make is None:
@@ -184,8 +184,8 @@ def check_lifespan(make: Any, dataset: Any, transform: Any, collate_fn: Any) -> 
     )
     if is_made or not callable(make):
         raise TypeError(
-            "lifespan must be a function from the dataset to a context manager, got "
-            f"{type(make).__name__!r}"
+            "lifespan must be a function that returns a context manager for the "
+            f"dataset, got {type(make).__name__!r}"
         )
     is_async = inspect.isasyncgenfunction(make) or is_async_function(make)
     if is_async or inspect.isgeneratorfunction(make):
@@ -203,7 +203,7 @@ def check_lifespan(make: Any, dataset: Any, transform: Any, collate_fn: Any) -> 
 
 
 def _makes_async(make: Any) -> bool:
-    """Tell whether ``make`` is known to return an async context manager only."""
+    """Tell whether ``make`` certainly returns an async context manager."""
     if isinstance(make, type):
         return hasattr(make, "__aenter__") and not hasattr(make, "__enter__")
     return inspect.isasyncgenfunction(inspect.unwrap(make))
@@ -215,5 +215,5 @@ def reads_on_loop(dataset: Any) -> bool:
 
 
 def _noted(error: Exception, what: str) -> BaseException:
-    """Return what to raise for an ``error`` of the user's code, noted."""
+    """Return the error to raise for ``error`` of the user's code, with a note."""
     return noted(raisable(error), f"in stage 'lifespan', {what} it")

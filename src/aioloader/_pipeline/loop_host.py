@@ -1,4 +1,4 @@
-"""A host that is an event loop: one in a private thread, or that of the caller."""
+"""A host with an event loop: one in a private thread, or the caller's."""
 
 import asyncio
 import contextlib
@@ -71,7 +71,7 @@ class LoopHost(Host):
         self._on_loop(self._wanted.set)
 
     def admit(self, pipeline: Hosted) -> None:
-        """Begin to run ``pipeline`` on the loop, when the lifespan was entered."""
+        """Start running ``pipeline`` on the loop, once the lifespan is entered."""
         if self._add(pipeline):
             self._on_loop(self._begin, pipeline, context_elsewhere())
 
@@ -92,14 +92,14 @@ class LoopHost(Host):
     def is_lost(self) -> bool:
         """Tell whether the caller's loop has stopped.
 
-        What was posted to it runs when it runs again, if ever.
+        Posted callbacks run when it runs again, if ever.
         """
         loop = self.loop
         is_stopped = bool(self._own_thread is None and loop and not loop.is_running())
         return is_stopped or super().is_lost()
 
     def give_up(self, returned: Latch, pipeline: Hosted | None) -> None:
-        """Take back a lease here, whether or not the loop runs again."""
+        """Take back a lease in this thread, whether or not the loop runs again."""
         if self.is_foreign() or returned.is_set():
             return
         if pipeline is not None:
@@ -118,7 +118,7 @@ class LoopHost(Host):
         return self.is_on_loop() or super().is_here()
 
     def join(self) -> None:
-        """Wait for both threads to be gone, once ``closed`` is set."""
+        """Wait for both threads to end, once ``closed`` is set."""
         super().join()
         if self._own_thread is not None:
             self._own_thread.join(GRACE)
@@ -136,7 +136,7 @@ class LoopHost(Host):
             self._finish()
 
     async def _serve(self) -> None:
-        """Enter the lifespan, have pipelines run until the last has left, exit it."""
+        """Enter the lifespan, run pipelines until the last has ended, leave it."""
         try:
             async with contextlib.AsyncExitStack() as stack:
                 stack.push_async_callback(self.lifespan.leave_async, self.cpu)
@@ -157,7 +157,7 @@ class LoopHost(Host):
             self._break(error, is_known=is_over)
 
     async def _end_all(self) -> None:
-        """Cancel the pipelines that are left when the host task is cancelled."""
+        """Cancel the remaining pipelines when the host task is cancelled."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -173,7 +173,7 @@ class LoopHost(Host):
             self._wanted.set()
 
     def _start(self, pipeline: Hosted, context: contextvars.Context) -> None:
-        """Start a pipeline; one that cannot start fails, and leaves."""
+        """Start a pipeline; if it cannot start, fail it and take back its lease."""
         assert self.loop is not None
         try:
             main = pipeline.main()
@@ -188,7 +188,7 @@ class LoopHost(Host):
     def _left(self, pipeline: Hosted, task: asyncio.Task[None]) -> None:
         """Take back the lease of a pipeline whose task has ended."""
         self._tasks.discard(task)
-        if task.cancelled():  # before its first step, perhaps: nothing has run then
+        if task.cancelled():  # perhaps before its first step, so nothing has run
             pipeline.release_workers()
         self._return(pipeline, pipeline.ended)
 
@@ -211,7 +211,7 @@ class LoopHost(Host):
         returned.set()
 
     def _finish(self, _task: asyncio.Task[None] | None = None) -> None:
-        """Release what is left when the host task is gone, however it ended."""
+        """Release the rest once the host task has ended, however it ended."""
         self._break(LoaderClosedError("the event loop of the loader has ended"))
         self._waiting.clear()
         for pipeline in list(self._pipelines):
@@ -221,10 +221,10 @@ class LoopHost(Host):
         self.cpu.stop(self.closed.set)
 
     def _on_loop(self, callback: Callable[..., None], *args: Any) -> bool:
-        """Call on the loop; tell whether there still is one."""
+        """Call on the loop; return whether it is still open."""
         if self.loop is not None and call_threadsafe(self.loop, callback, *args):
             return True
-        self._finish()  # it has failed, or the caller closed its loop
+        self._finish()  # it failed, or the caller closed its loop
         return False
 
 

@@ -1,8 +1,8 @@
-"""How punctual an event loop is on which samples are read, and who holds it up.
+"""Measure the lag of an event loop that reads samples, and find what blocks it.
 
-A timer on the loop is due at even intervals; where it is late, the loop was held then,
-so that the share of late ones is the share of the time in which it was held. Only if
-that happens often, a thread looks for a while at what runs on the loop when a timer is
+A timer on the loop is due at regular intervals. If it is late, the loop was blocked, so
+the share of late timers is the share of time in which it was blocked. Only if that
+happens often, a thread watches for a while what runs on the loop when a timer is
 overdue, and counts the coroutines that it finds there twice in a row.
 """
 
@@ -23,23 +23,23 @@ from typing import NamedTuple
 from aioloader._observe.records import LoopLag
 from aioloader._order.forks import fork_safe
 
-# Seconds from one timer to the next.
+# Seconds between two timers.
 _EVERY = 0.02
-# Seconds that a timer may be late on a loop that is not held: clocks of loops are
-# coarse, and other threads have their turns.
+# Seconds that a timer may be late on a loop that is not blocked: loop clocks are
+# coarse, and other threads take the GIL.
 _TOLERANCE = 0.006
-# The thread looks after so many late timers in so many seconds: imports hold a loop
-# once. It ends after so many seconds without one.
+# The thread starts after this many late timers within this many seconds (an import
+# blocks a loop only once), and ends after this many seconds without one.
 _SUSPECT, _WITHIN = 5, 2.0
 _CALM = 1.0
-# How often it looks, in seconds; how often a coroutine was found if it is named; and
-# after so many finds it does not look at that loop for a while.
+# The thread's interval in seconds; how many finds it takes to name a coroutine; and
+# after how many finds, for how many seconds, the thread leaves that loop alone.
 _LOOK = 0.003
 _NAMED = 5
 _ENOUGH, _REST = 100, 10.0
-# Late timers of which the lateness is kept.
+# Late timers whose lateness is kept.
 _KEPT = 256
-# Timers that one late one stands for, at most: a loop may have been stopped meanwhile.
+# Missed timers that a late one counts for, at most: the loop may have been stopped.
 _MOST = 50
 
 _COROUTINES = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -50,7 +50,7 @@ _INSTALLED = tuple(
 
 
 class Mark(NamedTuple):
-    """What a watch has counted until an iteration began."""
+    """The counts of a watch at the start of an iteration."""
 
     timers: int
     late: int
@@ -58,18 +58,18 @@ class Mark(NamedTuple):
 
 
 class LoopWatch:
-    """The timer of one loop, which runs while somebody reads there.
+    """The timer of one loop, which runs while samples are read there.
 
     Args:
-        is_callers: Whether it is the loop of the loader's caller.
+        is_callers: Whether it is the caller's loop.
 
     Attributes:
         due: When the timer is due, by ``time.monotonic``.
-        thread: Which thread runs the loop.
-        timers: How many were due.
-        late: How many were late.
-        times: How often the timer was late: one late timer may stand for many.
-        culprits: How often each coroutine was found on the loop when it was held.
+        thread: The thread that runs the loop.
+        timers: How many timers were due, including missed ones.
+        late: How many of these were late.
+        times: How often the timer was late; each counts the timers missed meanwhile.
+        culprits: How often each coroutine was found while the loop was blocked.
     """
 
     def __init__(self, *, is_callers: bool) -> None:
@@ -90,7 +90,7 @@ class LoopWatch:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Watch while the block lasts; called on the loop."""
+        """Watch during the ``with`` block; called on the loop."""
         self._readers += 1
         if self._readers == 1:
             self.thread = threading.get_ident()
@@ -106,14 +106,14 @@ class LoopWatch:
                 self._timer = None
 
     def mark(self) -> Mark:
-        """Return what was counted so far."""
+        """Return the counts so far."""
         return Mark(self.timers, self.late, self.times)
 
     def lag(self, since: Mark) -> LoopLag | None:
-        """Return how the loop was held up; None if it was not, or not yet seen.
+        """Return how the loop was blocked; None if it was not, or not yet measured.
 
         Args:
-            since: What was counted when that begins.
+            since: The counts at the start of the period.
         """
         timers, late = self.timers - since.timers, self.late - since.late
         times = self.times - since.times
@@ -131,13 +131,13 @@ class LoopWatch:
         )
 
     def is_suspect(self) -> bool:
-        """Tell whether somebody should look at what runs on the loop."""
+        """Tell whether the thread should watch what runs on the loop."""
         now = time.monotonic()
         is_calm = now - self._late_at[-1] > _CALM
         return self._readers > 0 and not is_calm and now >= self._rests_until
 
     def blame(self, code: CodeType) -> None:
-        """Count a coroutine that was found; later ones weigh as much as all before."""
+        """Count a coroutine that was found; old counts are halved from time to time."""
         self.culprits[_name(code)] += 1
         if self.culprits.total() >= _ENOUGH:
             halved = {name: count // 2 for name, count in self.culprits.items()}
@@ -173,14 +173,14 @@ class LoopWatch:
 _WATCHES: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWatch]" = (
     weakref.WeakKeyDictionary()
 )
-# Those that are looked at, by one thread for all.
+# The watches of blocked loops, watched by one thread for all.
 _suspects: set[LoopWatch] = set()
 _lookers: list[threading.Thread] = []
 _LOCK = fork_safe(threading.Lock())
 
 
 def watch_of(loop: asyncio.AbstractEventLoop, *, is_callers: bool) -> LoopWatch:
-    """Return the watch of a loop: all that read there share it."""
+    """Return the watch of a loop, shared by all its readers."""
     watch = _WATCHES.get(loop)
     if watch is None:
         watch = _WATCHES.setdefault(loop, LoopWatch(is_callers=is_callers))
@@ -189,7 +189,7 @@ def watch_of(loop: asyncio.AbstractEventLoop, *, is_callers: bool) -> LoopWatch:
 
 def _look_at(watch: LoopWatch) -> None:
     with _LOCK:
-        # A forked child has the suspects, and not the thread.
+        # A forked child has a copy of the suspects, but not the thread.
         is_looked_for = bool(_suspects) and all(one.is_alive() for one in _lookers)
         _suspects.add(watch)
         if is_looked_for:
@@ -200,9 +200,9 @@ def _look_at(watch: LoopWatch) -> None:
 
 
 def _look() -> None:
-    """Name what holds up the loops that are suspect, until none is."""
-    # What was found the last time, and between which timers: the same coroutine twice,
-    # in one call, or in many short ones of which none lets the timer run.
+    """Find what blocks the suspect loops, until there are none."""
+    # The last find and its timer count. The same coroutine twice means one long call,
+    # or many short ones between which the timer could not run.
     seen: dict[LoopWatch, tuple[CodeType, int]] = {}
     while True:
         with _LOCK:
@@ -224,9 +224,9 @@ def _look() -> None:
 
 
 def _running(thread: int) -> CodeType | None:
-    """Return the code of the innermost coroutine in a thread that is not ours.
+    """Return the code of a thread's innermost coroutine that is not ours.
 
-    One of the user's own code is preferred to one of a library that it calls.
+    The user's own code is preferred to a library that it calls.
     """
     frame: FrameType | None = sys._current_frames().get(thread)  # noqa: SLF001
     found: CodeType | None = None

@@ -1,7 +1,7 @@
-"""One iteration while it is hosted: takes requests, makes batches, closes.
+"""One iteration on its host: takes requests, makes batches, closes.
 
-A coroutine is awaited on the host's loop; plain code runs in the host's thread; worker
-pools make whole batches, or the rest of those that were read here.
+Coroutines are awaited on the host's loop; plain code runs in the host's thread; worker
+pools make whole batches, or transform and collate samples that were read here.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from aioloader._pipeline.waiting import Latch, call_threadsafe, context_elsewher
 from aioloader.errors import LoaderClosedError
 from aioloader.protocols import Kind
 
-# Batches that are made one after the other for so long are handed over together.
+# Batches made within this many seconds are delivered together.
 HOP = 0.002
 
 
@@ -43,14 +43,14 @@ class Pipeline:
         maker: The user's functions.
         host: Where it runs; the pipeline owns one lease from the start.
         concurrency: Samples in flight on the loop.
-        in_order: Deliver batches by number, else as they complete.
+        in_order: Deliver batches by number, or else as they complete.
         drop_last: Drop the short last batch of a stream.
         bookmark: Where the epoch is resumed.
-        pool: What makes batches, or the rest of them after they were read here; None
-            if all of that is done here.
+        pool: The workers that make batches, or transform and collate what was read
+            here; None if all of that is done here.
         sink: Takes the results instead of ``ready``.
-        head_start: Whether other batches are read a moment later than the first one.
-        tuner: Changes ``concurrency``, where the loader chooses it.
+        head_start: Whether the first batch is read a moment before the others.
+        tuner: Changes ``concurrency`` if the loader chooses it.
     """
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
@@ -68,7 +68,7 @@ class Pipeline:
         tuner: Tuner | None = None,
     ) -> None:
         self.bookmark = bookmark
-        # Of a stream, what was delivered before is made again, to get past it.
+        # A stream makes batches again that were delivered beyond the position.
         without = bookmark.beyond if maker.kind is Kind.MAP else frozenset[int]()
         self.ready: ReadyQueue = ReadyQueue(
             in_order=in_order,
@@ -84,7 +84,7 @@ class Pipeline:
         self.ended: Latch = Latch()
         self.exit_error: BaseException | None = None
         self.reads_here: bool = maker.reads and not (pool is not None and pool.reads)
-        # Workers that are processes have copies of the dataset, with own states.
+        # Worker processes have copies of the dataset, with their own states.
         is_here = pool is None or not pool.reads or pool.pump is None
         self._keeps_state = maker.keeps_state and is_here
         self._sink = sink
@@ -94,12 +94,12 @@ class Pipeline:
         if tuner is not None:
             tuner.ready = self.ready
         self.listed: Listed = Listed()
-        self.seconds_per_batch: float = 0.0  # of those that are made in the thread
+        self.seconds_per_batch: float = 0.0  # of batches made in the thread
         self._is_closing = self._is_dismissed = self._is_abandoned = False
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closing = asyncio.Event()
         self._fetchers: FetcherPool | None = None
-        # Steps to take on the loop, and whether it was called for them.
+        # Steps to take on the loop, and whether a call for them is scheduled.
         self._arriving: deque[tuple[Callable[[BatchTask], None], BatchTask]] = deque()
         self._is_called = False
         self._to_pull: asyncio.Queue[BatchTask] = asyncio.Queue()
@@ -124,7 +124,7 @@ class Pipeline:
             self.pool.open(self)
 
     def submit(self, task: BatchTask) -> None:
-        """Take a request; its result will be put into ``ready``."""
+        """Take a request; its result goes into ``ready``."""
         self.under_way[id(task)] = (task, time.monotonic())
         if self.reads_here and self._async_stream is not None:
             self._on_loop(self._to_pull.put_nowait, task)
@@ -135,15 +135,15 @@ class Pipeline:
         elif self.pool is not None:
             self._into_pool(task)
         else:
-            self._go_on(task)
+            self._advance(task)
 
     def read_ahead(self) -> None:
-        """Read what follows the first batch: the consumer has asked for more."""
+        """Read past the first batch: the consumer has asked for more."""
         if self._head_start and self.reads_here and self.host.loop is not None:
             call_threadsafe(self.host.loop, self._read_ahead)
 
     def dismiss(self) -> None:
-        """Begin to end; from any thread, and from finalizers. ``ended`` tells when."""
+        """Start ending, from any thread or finalizer; sets ``ended`` when done."""
         if not self._is_dismissed:
             self._is_closing = True
             self._bell.put(None)
@@ -151,13 +151,13 @@ class Pipeline:
             self.host.dismiss(self)
             if self.stage is not None:
                 self.stage.stop()
-            self._is_dismissed = True  # not before: an interrupt may come meanwhile
+            self._is_dismissed = True  # last: an interrupt may come before
 
     def abandon(self) -> None:
-        """Begin to end, and drop the workers: nobody will wait for them.
+        """Start ending, and drop the workers: nobody will wait for them.
 
-        Frames of a traceback may hold this pipeline for long; its workers must not
-        wait for that.
+        Frames of a traceback may hold this pipeline for long, but must not hold its
+        workers.
         """
         self._is_abandoned = True
         self.dismiss()
@@ -173,7 +173,7 @@ class Pipeline:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 await self._host(stack)
-        except Exception as error:  # raised by the iterator's close, or by its next
+        except Exception as error:  # raised by the iterator's close or next step
             if self._is_closing:
                 self.exit_error = error
             else:
@@ -182,7 +182,7 @@ class Pipeline:
             self._is_closing = True
             if self._stream is not None:
                 self.host.cpu.post(self._close_stream)
-            self._release_pool()  # its loop may have ended, and not its iterator
+            self._release_pool()  # its loop may have ended before its iterator
             self.maker.close()
             self.fail(LoaderClosedError("the iterator was closed"))
 
@@ -211,7 +211,7 @@ class Pipeline:
     def end(self) -> None:
         """Release everything this pipeline holds; runs on the host's thread.
 
-        ``main`` ends if it was begun.
+        ``main`` ends if it was started.
         """
         self._closing.set()
         self._arriving.clear()
@@ -219,7 +219,7 @@ class Pipeline:
         self._release_pool()
         if self.host.loop is None:
             if self.host.lifespan and pool is not None and pool.reads:
-                pool.join()  # before the lifespan is left
+                pool.join()  # before leaving the lifespan
             self._close_stream()
             self.maker.close()
             self.fail(LoaderClosedError("the iterator was closed"))
@@ -238,12 +238,12 @@ class Pipeline:
             self.drop_pool()
 
     def drop_pool(self) -> None:
-        """Drop the reference to workers that have ended, or that nobody joins."""
+        """Drop the reference to workers that have ended or that nobody will join."""
         self.pool = None
         self.ready.drop_pump()
 
     def join(self) -> bool:
-        """Wait, bounded, until the stage has ended and the pool's workers are gone."""
+        """Wait, bounded, until the stage and the pool's workers have ended."""
         is_gone = self.stage is None or self.stage.join()
         return (self.pool is None or self.pool.join()) and is_gone
 
@@ -252,11 +252,11 @@ class Pipeline:
         return self.stage is None and self.pool is None
 
     def is_dismissed(self) -> bool:
-        """Tell whether it is to end, or has ended."""
+        """Tell whether it is ending or has ended."""
         return self._is_closing
 
     def fail(self, error: BaseException) -> None:
-        """Give up: every wait of the consumer ends with ``error``."""
+        """End every wait of the consumer with ``error``."""
         self.ready.fail(error)
         if self._sink is not None:
             for task, _ in list(self.under_way.values()):
@@ -266,7 +266,7 @@ class Pipeline:
     # -- a batch: read, transform, collate ------------------------------------------
 
     def _read_here(self, task: BatchTask) -> None:
-        """Read a batch in the host's thread; make it there, where all is plain."""
+        """Read a batch in the host's thread, and make it there if all is plain."""
         maker, began = self.maker, time.perf_counter()
         is_plain = maker.is_plain() and self.pool is None
         cpu = processor_time(task.number)
@@ -282,10 +282,10 @@ class Pipeline:
         except BaseException as error:  # handed to the consumer
             task.result = BatchResult(error=_of_user(error))
         self._time(began)
-        self._go_on(task)
+        self._advance(task)
 
     def _time(self, began: float) -> None:
-        """Note that a batch was begun at ``began`` and is read."""
+        """Note that a batch started at ``began`` has been read."""
         seconds = time.perf_counter() - began
         self.seconds_per_batch += (seconds - self.seconds_per_batch) / 4
 
@@ -304,7 +304,7 @@ class Pipeline:
         reader = asyncio.current_task()
         assert reader is not None
         try:
-            # The user's iterator may have swallowed the cancellation, which comes but
+            # The user's iterator may have swallowed the cancellation, which comes only
             # once.
             while not reader.cancelling():
                 task = await self._to_pull.get()
@@ -318,12 +318,12 @@ class Pipeline:
                     if is_cancelled and reader.cancelling():
                         raise
                     task.result = BatchResult(error=_of_user(error))
-                self._go_on(task)
+                self._advance(task)
                 self._time(began)
         finally:
-            del reader  # its cancellation has this frame
+            del reader  # its CancelledError refers to this frame
 
-    def _go_on(self, task: BatchTask) -> None:
+    def _advance(self, task: BatchTask) -> None:
         """Take the next step of a batch whose samples are there, from any thread."""
         if task.result is not None:
             self.deliver(task, task.result)
@@ -333,13 +333,13 @@ class Pipeline:
                 assert self._fetchers is not None
                 self._fetchers.spawn(rest)
         else:
-            self._on_loop(self._go_on, task)
+            self._on_loop(self._advance, task)
 
     def _next_step(self, task: BatchTask) -> Coroutine[Any, Any, None] | None:
-        """Transform and collate a batch where its functions run.
+        """Transform and collate a batch in the place for its functions.
 
         Returns:
-            What is left to be awaited, if ``collate_fn`` is a coroutine function.
+            The rest to await, if ``collate_fn`` is a coroutine function.
         """
         maker = self.maker
         if task.result is not None:
@@ -360,16 +360,16 @@ class Pipeline:
         return None
 
     def _transforms_next(self, task: BatchTask) -> bool:
-        """Tell whether the samples of a batch are still to be transformed on the loop.
+        """Tell whether the loop must still transform the samples of a batch.
 
-        Those that were read one by one are transformed by who has read them.
+        Samples read one by one were transformed by their fetchers.
         """
         maker = self.maker
         was_whole = not maker.reads_async or maker.get_batch is not None
         return maker.transforms_async and was_whole and task.stage == "fetch"
 
     async def _collate(self, task: BatchTask) -> None:
-        """Collate by a coroutine; a plain transform runs in the thread before."""
+        """Await ``collate_fn``, after a plain transform in the thread."""
         maker = self.maker
         try:
             if maker.transform is not None and not maker.transforms_async:
@@ -398,7 +398,7 @@ class Pipeline:
         task.samples = []
         self.deliver(task, result)
 
-    # -- from one place to the other --------------------------------------------------
+    # -- between thread, loop and pool ------------------------------------------------
 
     def _in_thread(self, step: Callable[[BatchTask], None], task: BatchTask) -> None:
         """Take a step of ``task`` in the thread, unless the pipeline is closing."""
@@ -410,12 +410,12 @@ class Pipeline:
         self.host.post(job)
 
     def _on_loop(self, step: Callable[[BatchTask], None], task: BatchTask) -> None:
-        """Take a step of ``task`` on the loop, as soon as its fetchers are there."""
+        """Take a step of ``task`` on the loop, once the fetchers exist."""
         if self._is_on_loop():
             step(task)
         elif self.host.loop is not None:
             self._arriving.append((step, task))
-            if not self._is_called:  # one call for what comes before it is answered
+            if not self._is_called:  # one call serves all steps until it runs
                 self._is_called = True
                 if not call_threadsafe(self.host.loop, self._arrive):
                     text = "the event loop of the loader is closed"
@@ -428,7 +428,7 @@ class Pipeline:
             step(task)
 
     def _is_on_loop(self) -> bool:
-        """Tell whether this is the host's loop, and the fetchers are there."""
+        """Tell whether this is the host's loop and the fetchers exist."""
         return self._fetchers is not None and self.host.is_on_loop()
 
     def _into_pool(self, task: BatchTask) -> None:
@@ -437,11 +437,11 @@ class Pipeline:
         try:
             self.pool.submit(self, task)
         except Exception as error:  # handed to the consumer
-            # Its traceback would hold the consumer's frames, and so the iterator.
+            # Its traceback would hold the consumer's frames and thus the iterator.
             self.deliver(task, BatchResult(error=error.with_traceback(None)))
 
     def _pause(self, seconds: float) -> None:
-        """Wait in the thread before another attempt, unless the pipeline closes."""
+        """Sleep in the thread between attempts; raise if the pipeline closes."""
         with contextlib.suppress(queue.Empty):
             self._bell.get(timeout=seconds)
             raise LoaderClosedError("the iterator was closed")
@@ -456,7 +456,7 @@ class Pipeline:
     # -- results --------------------------------------------------------------------
 
     def deliver(self, task: BatchTask, result: BatchResult) -> None:
-        """Hand over what came of ``task``; from any thread."""
+        """Deliver the result of ``task``, from any thread."""
         if self.under_way.pop(id(task), None) is not None:
             if result.state is None:
                 result.state = task.state
@@ -476,7 +476,7 @@ class Pipeline:
     def receive(
         self, task: BatchTask, result: BatchResult, failures: Sequence[Failure] = ()
     ) -> None:
-        """Take what came of ``task`` in the pool, and what failed on the way."""
+        """Take the pool's result of ``task``, and its failures."""
         is_counted = self.reads_here or result.is_end
         result.attempted = 0 if is_counted else len(task.indices)
         result.failures = failures
@@ -485,7 +485,7 @@ class Pipeline:
         self.deliver(task, result)
 
     def count(self, result: BatchResult) -> None:
-        """Count, in the order of delivery, what was tried and what failed elsewhere."""
+        """Count a worker's attempts and failures, in order of delivery."""
         policy = self.maker.policy
         policy.begin(result.attempted)
         try:
@@ -496,5 +496,5 @@ class Pipeline:
 
 
 def _of_user(error: BaseException) -> BaseException:
-    """Return an error of user code, which a ``CancelledError`` is too."""
+    """Return an error of user code; a ``CancelledError`` becomes one."""
     return raisable(error) if isinstance(error, asyncio.CancelledError) else error

@@ -16,14 +16,14 @@ from aioloader._order.epoch import Epoch
 from aioloader._order.failures import noted
 from aioloader._order.forks import fork_safe
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
-from aioloader._pipeline.cpu import beside
+from aioloader._pipeline.cpu import in_new_thread
 from aioloader._pipeline.host import wait_released, wait_released_async
 from aioloader._pipeline.pipeline import HOP, Pipeline
 from aioloader._pipeline.timeouts import awaited, describe_wait
 from aioloader.errors import BatchTimeoutError, LoaderClosedError
 
 _NOTHING: Final = object()
-# A task that never has to wait gives the other tasks of its loop a turn after so long.
+# Seconds after which a task that never waits gives the other tasks of its loop a turn.
 _TURN = 0.001
 _MOST_PER_HOP = 64
 _NAP = 2 * HOP
@@ -34,13 +34,13 @@ class Window:
     """How many batches may be in flight.
 
     Attributes:
-        batches: Their number; with ``samples``, the number beyond those that are read.
-        samples: How many samples are to be in flight, whatever the sizes of their
-            batches; 0: only batches count.
-        is_lazy: Whether a batch is only begun while its consumer waits for it.
-        per_hop: Whether more are in flight where they are made in no time, so that a
-            hop to their thread makes several.
-        most: Never more batches than that.
+        batches: Their number; with ``samples``, the number on top of those being read.
+        samples: How many samples to have in flight, whatever the batch sizes; 0: only
+            batches count.
+        is_lazy: Whether a batch only starts while its consumer waits for it.
+        per_hop: Whether more may be in flight if they are made fast, so that a hop to
+            their thread makes several.
+        most: Upper limit on batches in flight.
     """
 
     batches: int
@@ -50,16 +50,16 @@ class Window:
     most: int = sys.maxsize
 
     def in_all(self, in_flight: int, samples: int) -> int:
-        """Return how many batches of the size of those in flight there may be."""
+        """Return the limit on batches, given the sizes of those in flight."""
         size = samples / in_flight if samples else 1
         return min(self.most, self.batches + math.ceil(self.samples / size))
 
     def is_low(self, in_flight: int, samples: int) -> bool:
         """Tell whether it is time for more requests.
 
-        The batches of a hop are requested together, when the last of those before are
-        taken. A thread that begins with each of them would contend for the
-        interpreter's lock with a consumer that frees tensors, which releases it.
+        The batches of a hop are requested together, when the previous ones are nearly
+        used up. With one request at a time, the thread would contend for the GIL with
+        a consumer that frees tensors, which releases the GIL.
         """
         return not self.per_hop or self.is_open(in_flight, samples, 0)
 
@@ -67,9 +67,9 @@ class Window:
         """Tell whether another batch may be requested.
 
         Args:
-            in_flight: Batches requested and not yet taken.
+            in_flight: Batches requested and not yet delivered.
             samples: Their samples.
-            seconds: What one of them took to make; 0 if that is not known.
+            seconds: Time to make one of them; 0 if not known.
         """
         if in_flight >= self.most:
             return False
@@ -87,7 +87,7 @@ class Patience:
 
     Attributes:
         timeout: Seconds to wait for a batch, or None.
-        restarts: Whether a worker that holds up a batch is then replaced, once a batch.
+        restarts: Whether a worker that delays a batch is then replaced, once per batch.
     """
 
     timeout: float | None = None
@@ -95,16 +95,16 @@ class Patience:
 
 
 class PipelineIterator:
-    """Feed a pipeline with requests, and take its results.
+    """Feed a pipeline with requests and take its results.
 
-    The sampler is advanced here, while the consumer asks for a batch and never beyond
-    the window, so its random draws fall where torch's fall (the first, which may
-    permute millions, off an async consumer's loop). A request goes out when a batch
-    is taken: the number of batches in flight never exceeds the window.
+    The sampler advances here, while the consumer asks for a batch and never beyond the
+    window, so it draws when torch's would (the first draw, which may permute millions,
+    runs off an async consumer's loop). A request goes out when a batch is delivered:
+    the number of batches in flight never exceeds the window.
 
     Args:
         pipeline: Makes the batches; owned, and dismissed at the end.
-        epoch: What is to be delivered; its requests are drawn as the window opens.
+        epoch: The epoch to deliver; its requests are drawn as the window opens.
         window: How many batches may be in flight, and when.
         patience: How long to wait for a batch, and what happens then.
     """
@@ -132,16 +132,16 @@ class PipelineIterator:
         self._timeout = patience.timeout
         self._restarts = patience.restarts
         self._restarted: BatchTask | None = None
-        self._is_begun = self._has_gone_on = False
-        # Samples of the batches that were requested and not yet taken, by number.
+        self._has_started = self._reads_ahead = False
+        # Batches requested and not yet delivered: number to samples.
         self._in_flight: dict[int, int] = {}
         self._samples = 0
         self._is_exhausted = False  # there is nothing more to request
-        self._is_cut = False  # by an error of the sampler
+        self._is_cut = False  # cut short by an error of the sampler
         self._is_finished = False
-        self._turn = 0.0  # when other tasks of the consumer's loop had one
+        self._turn = 0.0  # when other tasks of the consumer's loop last had a turn
         self._lock = fork_safe(threading.RLock())
-        # Called for each batch that is taken when there is nothing more to request.
+        # Called for each delivered batch when there is nothing more to request.
         self.when_exhausted: Callable[[], None] | None = None
 
     # -- next, for threads and for tasks ------------------------------------------
@@ -151,13 +151,13 @@ class PipelineIterator:
 
         Raises:
             StopIteration: At the end.
-            BatchTimeoutError: If it did not come in time.
+            BatchTimeoutError: If it is not there in time.
         """
         self._asked = time.perf_counter()
-        if not self._is_begun and not self._is_finished:
+        if not self._has_started and not self._is_finished:
             self._begin()
-        elif not self._has_gone_on:
-            self._go_on()
+        elif not self._reads_ahead:
+            self._read_ahead()
         self._fill()
         while True:
             batch = self._take()
@@ -178,17 +178,17 @@ class PipelineIterator:
 
         Raises:
             StopAsyncIteration: At the end.
-            BatchTimeoutError: If it did not come in time.
+            BatchTimeoutError: If it is not there in time.
         """
         now = time.perf_counter()
-        if now - self._turn > _TURN:  # not after a batch was taken: it would be lost
+        if now - self._turn > _TURN:  # not with a batch in hand: a cancel would lose it
             self._turn = now
             await asyncio.sleep(0)
         self._asked = now
-        if not self._is_begun and not self._is_finished:
+        if not self._has_started and not self._is_finished:
             await self._begin_async()
-        elif not self._has_gone_on:
-            self._go_on()
+        elif not self._reads_ahead:
+            self._read_ahead()
         self._fill()
         while True:
             batch = self._take()
@@ -203,7 +203,7 @@ class PipelineIterator:
             self._turn = time.perf_counter()
             waited = self._count_wait(began)
             if not came and self.pipeline.pool is not None:
-                await beside(partial(self._time_out, waited))
+                await in_new_thread(partial(self._time_out, waited))
             elif not came:
                 self._time_out(waited)
 
@@ -226,18 +226,18 @@ class PipelineIterator:
     def _naps(self) -> bool:
         """Tell whether to wait for the batches of a whole hop.
 
-        A wake-up for each would cost more than they do. None is kept back for longer
+        Waking up for each would cost more than making it. No batch waits for longer
         than two hops.
         """
         is_quick = 0 < self.pipeline.seconds_per_batch < HOP
         return self._window.per_hop and is_quick and self.pipeline.stage is None
 
     def is_finished(self) -> bool:
-        """Tell whether there is no more to come."""
+        """Tell whether there are no more batches."""
         return self._is_finished
 
     def open(self, *, fills: bool) -> None:
-        """Start the workers, before the first batch is asked for.
+        """Start the workers before the first batch is requested.
 
         Args:
             fills: Whether to issue the first requests, which may draw a permutation.
@@ -247,7 +247,7 @@ class PipelineIterator:
             self._fill()
 
     def issue(self) -> None:
-        """Issue one request, before a batch is asked for."""
+        """Issue one request before the consumer asks for a batch."""
         with self._lock:
             self.pipeline.open()
             if not self._is_exhausted and self._may_issue(len(self._in_flight)):
@@ -256,7 +256,7 @@ class PipelineIterator:
     # -- the end ------------------------------------------------------------------
 
     def dismiss(self) -> None:
-        """Begin to end; ``close`` and ``aclose`` wait for it."""
+        """Start ending; ``close`` and ``aclose`` wait for it."""
         self._is_finished = True
         self.counters.in_flight = 0
         self.pipeline.dismiss()
@@ -284,18 +284,18 @@ class PipelineIterator:
     # -- requests out -------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Issue the first requests; wait for workers, which is not the user's time."""
+        """Issue the first requests; wait for workers, which ``timeout`` excludes."""
         with self._lock:
-            if self._is_begun:
+            if self._has_started:
                 return
-            self._is_begun = True
+            self._has_started = True
             self.pipeline.open()
             self._fill()
         if self.pipeline.pool is not None:
             self.pipeline.pool.wait_up()
 
     async def _begin_async(self) -> None:
-        """Begin; in the thread where it takes long: a sampler may permute millions."""
+        """Issue the first requests, in the thread if a long permutation is drawn."""
         if self.pipeline.pool is None and self._epoch.begins_quickly():
             self._begin()
         else:
@@ -304,9 +304,9 @@ class PipelineIterator:
             with contextlib.suppress(LoaderClosedError):
                 await self.pipeline.host.cpu.call(begin)
 
-    def _go_on(self) -> None:
-        """Have the batches read that follow the first one: more are asked for."""
-        self._has_gone_on = True
+    def _read_ahead(self) -> None:
+        """Read past the first batch: the consumer has asked for more."""
+        self._reads_ahead = True
         self.pipeline.read_ahead()
 
     def _fill(self) -> None:
@@ -332,14 +332,14 @@ class PipelineIterator:
         except StopIteration:
             self._is_exhausted = True
             return
-        except Exception as error:  # delivered in its turn
+        except Exception as error:  # delivered in order
             self._is_exhausted = self._is_cut = True
             self._in_flight[self._next] = 0
             where = f"in the sampler, at batch {self._next}"
             result = BatchResult(error=noted(error, where))
             self.pipeline.ready.put(self._next, result)
             return
-        except BaseException:  # Ctrl-C: the order cannot be drawn any further
+        except BaseException:  # Ctrl-C: the order cannot be continued
             self._interrupt()
             raise
         size = len(batch.indices) if self._window.samples else 0
@@ -348,19 +348,19 @@ class PipelineIterator:
         self._next = batch.number + 1
         try:
             self.pipeline.submit(self.pipeline.maker.task(batch))
-        except BaseException:  # Ctrl-C: nobody has this batch, and none may wait for it
+        except BaseException:  # Ctrl-C: this batch will not come: let nobody wait
             self._interrupt()
             raise
 
     def _interrupt(self) -> None:
         self._is_exhausted = self._is_cut = True
-        text = "the loader was interrupted; begin anew"
+        text = "the loader was interrupted; start a new iteration"
         self.pipeline.fail(LoaderClosedError(text))
 
     # -- results in -----------------------------------------------------------------
 
     def _take(self) -> Any:
-        """Return a batch that is ready, or ``_NOTHING``; raise what came instead."""
+        """Return a ready batch, or ``_NOTHING``; raise its error if it failed."""
         if self.pipeline.host.is_foreign():
             raise RuntimeError(
                 "an iterator does not survive a fork; make a new one in the child"
@@ -375,7 +375,7 @@ class PipelineIterator:
                 self._account(number, result)
                 self._is_finished = self._is_exhausted and not self._in_flight
                 if self._is_finished:
-                    self._ready.finish()  # other consumers wait for what will not come
+                    self._ready.finish()  # other consumers may be waiting
                 is_wanted = number not in self._dropped
                 is_error = result.error is not None
                 is_delivered = is_wanted and not (
@@ -386,8 +386,8 @@ class PipelineIterator:
                     self._records.latest.append(self._record(number, result))
                     if number % CLOCKED == 1:
                         self.counters.weigh(result.batch)
-                # Nothing follows by which an interrupt could lose the batch: what
-                # comes before runs the user's sampler, for one.
+                # Last: an interrupt after this would lose the batch, and user code,
+                # such as the sampler, has run before.
                 self._note(number, result)
                 if is_error and is_wanted:
                     self._raise(result)
@@ -407,7 +407,7 @@ class PipelineIterator:
             raise
 
     def _account(self, number: int, result: BatchResult) -> None:
-        """Count a result that was taken, and issue other requests in its place."""
+        """Count a delivered result and issue new requests in its place."""
         self._samples -= self._in_flight.pop(number)
         if self._tuner is not None:
             waited = self.counters.waited
@@ -419,7 +419,7 @@ class PipelineIterator:
         is_over = self._turns is not None and self._turns.are_over()
         self._is_exhausted = self._is_exhausted or result.is_end or is_over
         is_nothing = result.is_empty or number in self._dropped
-        if is_nothing or not self._window.is_lazy:  # else its consumer still waits
+        if is_nothing or not self._window.is_lazy:  # otherwise its consumer still waits
             self._fill()
         if self._is_exhausted and self.when_exhausted is not None:
             self.when_exhausted()
@@ -436,7 +436,7 @@ class PipelineIterator:
             progress.end(number, result.state)
         else:
             progress.take(number, result.state)
-        if self._turns is not None and result.has_ended:  # then there is no batch
+        if self._turns is not None and result.has_ended:  # no batch came with it
             progress.end_reader(number)
 
     def _finish(self) -> None:
@@ -450,7 +450,7 @@ class PipelineIterator:
             if error is not None:
                 raise error
         finally:
-            del error  # the traceback holds this frame: break the circle
+            del error  # the traceback holds this frame: break the cycle
 
     def _count_wait(self, began: float) -> float:
         seconds = time.perf_counter() - began
@@ -458,10 +458,10 @@ class PipelineIterator:
         return seconds
 
     def _time_out(self, waited: float) -> None:
-        """Restart the worker that holds up the batch, if that is asked for, once.
+        """Restart the worker that delays the batch, once, if ``on_timeout`` says so.
 
         Raises:
-            BatchTimeoutError: Else.
+            BatchTimeoutError: Otherwise.
         """
         pipeline = self.pipeline
         number = next(iter(self._in_flight), self._next)

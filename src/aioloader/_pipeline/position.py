@@ -1,4 +1,4 @@
-"""Where a stream is: its own state, or how many samples were read from it.
+"""The position of a stream: its own state, or how many samples were read from it.
 
 The state follows torchdata's protocol: ``state_dict`` and ``load_state_dict`` of the
 iterator, of the dataset, or of both. A stream without it is read again from its
@@ -11,11 +11,10 @@ from typing import Any, TypeAlias
 
 from aioloader.protocols import BlockIterator, is_own_stream, is_stateful
 
-# "read": samples read in all; "skip": those of them after the states below;
-# "iterator", "dataset": their states, where they have one; "is_dataset": the iterator
-# is the dataset; "is_over": the states are those at the end of the epoch before;
-# "is_first": the states are those before anything was read; "ended": the stream was
-# seen to end.
+# "read": samples read in total; "skip": samples read after the states below;
+# "iterator", "dataset": their states, if they have one; "is_dataset": the iterator is
+# the dataset; "is_over": the states are from the end of the previous epoch;
+# "is_first": the states are from before the first read; "ended": the stream has ended.
 StreamState: TypeAlias = dict[str, Any]
 STATES = ("dataset", "iterator")
 
@@ -24,10 +23,10 @@ class Position:
     """The position of one stream that is being read.
 
     Args:
-        dataset: What is iterated.
-        resume: Where to begin; None: at the beginning.
-        every: Batches from one state of a stateful stream to the next; 0: it is only
-            asked for its first state.
+        dataset: The dataset that is iterated.
+        resume: Where to start; None: at the beginning.
+        every: Batches between two states of a stateful stream; 0: only the first
+            state.
 
     Attributes:
         read: Samples read so far, by all ranks that read the same stream.
@@ -40,7 +39,7 @@ class Position:
         self._every = every
         self._resume: StreamState = resume or {}
         if self._resume.get("is_over"):
-            # Only a state that outlives an epoch is for the next one.
+            # Only a state that outlives an epoch applies to the next one.
             name = "iterator" if "is_dataset" in self._resume else "dataset"
             kept = name in self._resume
             self._resume = {"dataset": self._resume[name]} if kept else {}
@@ -48,7 +47,7 @@ class Position:
         self.has_ended = bool(self._resume.get("ended"))
         self.to_skip: int = 0 if self.has_ended else self._resume.get("skip", 0)
         self._is_own = is_own_stream(dataset)
-        # What has a state: {"dataset": ..., "iterator": ...}; known once it is open.
+        # The objects with a state, by "dataset" and "iterator"; known once it is open.
         self._stateful: dict[str, Any] = {}
         self._latest: StreamState = {
             name: self._resume[name]
@@ -58,30 +57,30 @@ class Position:
         self._at = self.read - self.to_skip
 
     def load_dataset(self) -> bool:
-        """Load the dataset's state before it is iterated; tell whether it has one."""
+        """Load the dataset's state before it is iterated; return whether it did."""
         if "dataset" not in self._resume or self._is_as_at_first():
             return False
         self._dataset.load_state_dict(self._resume["dataset"])
         return True
 
     def _is_as_at_first(self) -> bool:
-        """Tell whether nothing was read, and the dataset is as it was then.
+        """Tell whether nothing was read and the dataset's state is unchanged.
 
-        One that is its own iterator may take any state for one from its middle.
+        A dataset that is its own iterator may take any state as one from mid-epoch.
         """
         if "is_first" not in self._resume:
             return False
         now, then = self._dataset.state_dict(), self._resume["dataset"]
         try:
             return pickle.dumps(now) == pickle.dumps(then)
-        except Exception:  # of the user's state: it is loaded
+        except Exception:  # not picklable: load the state
             return False
 
     def load_iterator(self, iterator: Any) -> None:
         """Load the iterator's state before it is read."""
         dataset = self._dataset
         if self._is_own and isinstance(iterator, BlockIterator):
-            # The dataset loads its state, and the next iterator begins there.
+            # The dataset loads its state, and the next iterator starts there.
             self._stateful = {"dataset": iterator}
         else:
             parts = {"iterator": iterator}
@@ -98,7 +97,7 @@ class Position:
 
         Args:
             number: The batch.
-            has_ended: Whether the end was seen: a dataset that begins anew there, as
+            has_ended: Whether the stream has ended: a dataset that restarts then, as
                 generators do, must not be read again in the same epoch.
         """
         every = self._every
@@ -107,12 +106,12 @@ class Position:
             if latest:
                 self._latest, self._at = latest, self.read
         state = {"read": self.read, "skip": self.read - self._at, **self._latest}
-        if has_ended and not self._is_own:  # whose own state tells it
+        if has_ended and not self._is_own:  # our streams record it in their state
             state["ended"] = True
         return state
 
     def _states(self) -> StreamState:
-        """Return the states of dataset and iterator, as far as they have one."""
+        """Return the states of dataset and iterator, if they have any."""
         found: StreamState = {}
         for name, part in self._stateful.items():
             state = part.state_dict()

@@ -1,7 +1,7 @@
-"""Waiting for what the consumer itself must read: results of worker processes.
+"""Waiting for results of worker processes, which the consumer itself reads.
 
-No thread stands between the workers and the consumer: a thread that waits polls their
-sockets, a task has its loop watch them, and either reads what has come.
+There is no thread between workers and consumer: a waiting thread polls their sockets, a
+waiting task lets its loop watch them, and either reads the results that arrive.
 """
 
 import asyncio
@@ -18,21 +18,21 @@ from aioloader._pipeline.waiting import Waiters
 
 
 class Pump(Protocol):
-    """Where results come from, if somebody reads them."""
+    """A source of results that must be read by the consumer."""
 
     def descriptors(self) -> Sequence[int]:
-        """Return what becomes readable when ``collect`` has something to do."""
+        """Return descriptors that are readable when ``collect`` has work."""
 
     def collect(self) -> None:
-        """Read what has come, without blocking, and put it where it belongs."""
+        """Read and deliver the results that have arrived, without blocking."""
 
 
 class PumpingWaiters(Waiters):
-    """Waiters that work the pump while they wait.
+    """Waiters that operate a pump while they wait.
 
     Args:
-        is_true: What is waited for.
-        pump: What makes it true, when it is worked; others may make it true as well.
+        is_true: The condition to wait for.
+        pump: Makes it true when operated; others may make it true as well.
     """
 
     def __init__(self, is_true: Callable[[], bool], pump: Pump) -> None:
@@ -41,7 +41,7 @@ class PumpingWaiters(Waiters):
         self._watches: dict[asyncio.AbstractEventLoop, _Watch] = {}
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block this thread until woken; tell whether it was, within ``timeout`` s."""
+        """Block this thread until woken; return False after ``timeout`` seconds."""
         with contextlib.closing(_Bell()) as bell:
             wake = bell.ring
             if not self._enter(wake):
@@ -70,7 +70,7 @@ class PumpingWaiters(Waiters):
                 return True
 
     def drop_pump(self) -> None:
-        """Release the pump: nobody waits any more."""
+        """Release the pump: nobody waits any longer."""
         self._pump = _Idle()
         self._watches.clear()
 
@@ -92,7 +92,7 @@ class _Idle:
 
 
 class _Watch:
-    """One loop's watch over the pump, shared by the tasks that wait there."""
+    """One loop's readers of the pump, shared by the tasks that wait there."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pump: Pump) -> None:
         self._loop = loop
@@ -113,11 +113,11 @@ class _Watch:
 
     def _watch(self) -> None:
         self._watched = list(self._pump.descriptors())
-        # Copies: to close the originals meanwhile does not pull them away from
-        # under the loop, where the same number might soon mean something else.
+        # Duplicates: if the originals are closed meanwhile, their numbers may be reused
+        # while the loop still watches them.
         self._copies = []
         for descriptor in self._watched:
-            with contextlib.suppress(OSError):  # closed just now: there is nothing more
+            with contextlib.suppress(OSError):  # just closed: nothing more comes
                 self._copies.append(os.dup(descriptor))
         for copy in self._copies:
             self._loop.add_reader(copy, self._collect)
@@ -137,12 +137,12 @@ class _Watch:
 
 
 class _Bell:
-    """What wakes a thread out of its poll."""
+    """A descriptor that wakes a thread from its poll."""
 
     def __init__(self) -> None:
         self.fileno = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_open = True
-        self._lock = fork_safe(threading.RLock())  # a finalizer may come in between
+        self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
 
     def ring(self) -> None:
         """Wake; late calls are harmless."""

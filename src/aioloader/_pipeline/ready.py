@@ -1,4 +1,4 @@
-"""The hand-over to the consumer: ordered, bounded by the window, woken, never polled.
+"""The queue to the consumer: ordered, bounded by the window, never polled.
 
 Producers are threads and loops of the pipeline; the consumer is a task on any event
 loop, or any thread. An item stays in the queue until it is taken, so that a cancelled
@@ -18,13 +18,13 @@ from aioloader.errors import LoaderClosedError
 
 
 class ReadyQueue:
-    """Outcomes on their way to the consumer.
+    """Results on their way to the consumer.
 
     Args:
-        in_order: Deliver by number; else as they complete.
+        in_order: Deliver by number, or else as they complete.
         start: The first number.
-        without: Numbers above it that will not come.
-        pump: What the consumer itself is to read, while it waits; or None.
+        without: Later numbers that will not come.
+        pump: The pump for the consumer to operate while it waits, or None.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class ReadyQueue:
         self._broken: BaseException | None = None
         ends = self._ends = list[None]()  # not empty: every wait ends
         self._is_closed = False
-        self._naps = False  # whether the consumer wakes by itself before long
+        self._naps = False  # whether the consumer wakes soon by itself
         self._pump = pump
 
-        def is_settled() -> bool:  # does not refer to the queue, which has the waiters
+        def is_settled() -> bool:  # no reference to the queue, which has the waiters
             return bool(items or ends)
 
         self._waiters = (
@@ -57,13 +57,13 @@ class ReadyQueue:
         )
 
     def put(self, number: int, result: BatchResult, *, more: bool = False) -> None:
-        """Add the result of request ``number``; from any thread.
+        """Add the result of request ``number``, from any thread.
 
         Args:
-            number: Of the request.
-            result: What came of it.
-            more: Whether more results come at once: a consumer that is ``napping`` is
-                woken with the last of them, or by its own clock.
+            number: The request's number.
+            result: Its result.
+            more: Whether more results follow at once: a ``napping`` consumer is only
+                woken by the last one, or by its timeout.
         """
         with self._waiters.lock:
             if self._is_closed:
@@ -75,7 +75,7 @@ class ReadyQueue:
 
     @contextlib.contextmanager
     def napping(self) -> Iterator["ReadyQueue"]:
-        """Let the consumer be woken with the last result of several only."""
+        """Wake the consumer only with the last of several results."""
         self._naps = True
         try:
             yield self
@@ -83,13 +83,13 @@ class ReadyQueue:
             self._naps = False
 
     def fail(self, error: BaseException) -> None:
-        """Let every wait end with ``error`` once the items are gone."""
+        """End every wait with ``error`` once the items are taken."""
         self._broken = self._broken or error
         self._ends.append(None)
         self._waiters.wake()
 
     def finish(self) -> None:
-        """Let every wait end: there will be no more items."""
+        """End every wait: there will be no more items."""
         self._ends.append(None)
         self._waiters.wake()
 
@@ -97,7 +97,7 @@ class ReadyQueue:
         """Take the next item, or None if there is none yet.
 
         Raises:
-            BaseException: What ``fail`` was given, when nothing is left.
+            BaseException: The error given to ``fail``, when nothing is left.
         """
         if not self._items and self._pump is not None:
             self._pump.collect()
@@ -106,7 +106,7 @@ class ReadyQueue:
         except IndexError:
             error = self._broken
         if error is not None:
-            # Raised once: an error that is kept keeps the frames of its traceback.
+            # Raised once: keeping the error would keep the frames of its traceback.
             self._broken = LoaderClosedError("the iterator has failed before")
             try:
                 raise error
@@ -115,14 +115,14 @@ class ReadyQueue:
         return None
 
     def close(self) -> None:
-        """Drop what is ready, and what is to come: it may hold workers' memory."""
+        """Drop ready and later results: they may hold workers' memory."""
         with self._waiters.lock:
             self._is_closed = True
             self._items.clear()
             self._reorder.clear()
 
     def drop_pump(self) -> None:
-        """Release the pump; the consumer is gone."""
+        """Release the pump: the consumer is gone."""
         self._pump = None
         self._waiters.drop_pump()
 

@@ -1,4 +1,4 @@
-"""What a pipeline uses and does not make: a pool of workers, a stage after it."""
+"""Protocols of what a pipeline is given: a pool of workers, a stage after it."""
 
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -10,11 +10,11 @@ Pipeline: TypeAlias = Any
 
 
 class Pool(Protocol):
-    """Workers that make batches, or the rest of those whose samples were read here."""
+    """Workers that make batches, or transform and collate samples read here."""
 
     @property
     def pump(self) -> Pump | None:
-        """What the consumer reads while it waits, or None."""
+        """The pump that the consumer operates while it waits, or None."""
 
     @property
     def reads(self) -> bool:
@@ -22,47 +22,47 @@ class Pool(Protocol):
 
     @property
     def place(self) -> Literal["thread", "pool"]:
-        """Which host the pipeline has then."""
+        """The host that the pipeline needs."""
 
     def open(self, pipeline: Pipeline) -> None:
         """Start for ``pipeline``, or fail it; may take long. Idempotent."""
 
     def wait_up(self) -> None:
-        """Wait until workers run: their start is not the user's time."""
+        """Wait until workers run: ``timeout`` excludes their start."""
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         """Take a task; calls ``pipeline.deliver`` with its result."""
 
     def forget(self, pipeline: Pipeline) -> None:
-        """Drop what ``pipeline`` still waits for; it has ended. Idempotent."""
+        """Drop the requests of ``pipeline``, which has ended. Idempotent."""
 
     def explain(self, task: BatchTask) -> str:
-        """Describe which worker has ``task``, and where it is; may take a second."""
+        """Describe the worker that has ``task``, and its stack; may take a second."""
 
     def restart(self, task: BatchTask) -> bool:
-        """Replace the worker that has ``task``; tell whether that was done."""
+        """Replace the worker that has ``task``; return whether it was replaced."""
 
     def join(self) -> bool:
-        """Wait, bounded, until what ``forget`` released is gone; tell whether it is."""
+        """Wait, bounded, for what ``forget`` released to end; return whether it has."""
 
 
 class Stage(Protocol):
-    """What stands between ``ready`` and the consumer, with a thread of its own."""
+    """A step between ``ready`` and the consumer, with its own thread."""
 
     def pop_nowait(self) -> tuple[int, BatchResult] | None:
         """Take the next item, or None if there is none yet."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until there is an item or an end; tell whether there is."""
+        """Block until there is an item or the end; return False on timeout."""
 
     async def wait_async(self, timeout: float | None = None) -> bool:
-        """Suspend until there is an item or an end; tell whether there is."""
+        """Suspend until there is an item or the end; return False on timeout."""
 
     def finish(self) -> None:
-        """Let every wait end: there will be no more items."""
+        """End every wait: there will be no more items."""
 
     def stop(self) -> None:
-        """Begin to end; from any thread, and from finalizers."""
+        """Start ending, from any thread or finalizer."""
 
     def join(self) -> bool:
-        """Wait, bounded, until it is gone; tell whether it is."""
+        """Wait, bounded, until it has ended; return whether it has."""

@@ -1,8 +1,9 @@
-"""Iterable datasets: one stream, read by the block and cut into batches.
+"""Iterable datasets: one stream, read in blocks and cut into batches.
 
 ``SyncStream`` is read in a thread, ``AsyncStream`` on the loop; both run the same code.
-Samples are numbered by their place in the stream. Once it has ended, every later
-request ends at once. Of several ranks each reads the whole stream and keeps its part.
+Samples are numbered by their position in the stream. Once it has ended, every later
+request ends at once. With several ranks, each reads the whole stream and keeps its
+part.
 """
 
 import abc
@@ -33,12 +34,12 @@ from aioloader.protocols import BlockIterator, is_own_stream
 
 
 class _Stream(abc.ABC):
-    """Reads the batches of one stream: ranks, tails, failures, resuming, state.
+    """Read the batches of one stream: ranks, tails, failures, resuming, state.
 
     Args:
         maker: The user's functions, and which part of the stream is read here.
-        drop_last: Whether a short last batch is left out.
-        resume: Where to begin; None: at the beginning.
+        drop_last: Whether to drop a short last batch.
+        resume: Where to start; None: at the beginning.
         keys: Seeds of the batches that are read again to resume; None: no seeds.
 
     Attributes:
@@ -63,18 +64,18 @@ class _Stream(abc.ABC):
         self._rank, self._ranks = maker.part.rank, maker.part.world_size
         self._source: BlockSource | None = None
         self._has_ended = False
-        self._owed = 0  # of a batch that raised: places that other ranks still read
-        # Of several ranks: the latest sample of all, and of this one, to pad with.
+        self._owed = 0  # positions of a failed batch that other ranks still read
+        # With several ranks: the latest sample of all and of this one, for padding.
         self._latest: Any = MISSING
         self._latest_mine: Any = MISSING
-        # Whether there was a sample that did not fail; those that did.
+        # Whether any sample was read without an error; the errors of the others.
         self._has_good = self._position.read > 0
         self._lost: list[Exception] = []
-        self._real: int | None = None  # samples that are no padding, if that is known
+        self._real: int | None = None  # samples that are not padding, if known
 
     @abc.abstractmethod
     async def _open(self, task: BatchTask) -> BlockSource:
-        """Open the dataset, and the iterator, where the epoch is resumed."""
+        """Open the dataset and the iterator, at the position to resume."""
 
     async def _read(self, task: BatchTask) -> None:
         """Read the samples of ``task``, or set the end as its result."""
@@ -97,23 +98,23 @@ class _Stream(abc.ABC):
     # -- before the samples of a batch ------------------------------------------------
 
     async def _prepare(self, task: BatchTask, wanted: int) -> None:
-        """Have the stream open, and at the first sample of ``task``."""
+        """Open the stream if needed, and advance to the first sample of ``task``."""
         try:
             if self._source is None and not self._has_ended:
                 await self._resume(task, wanted)
-                # Also a stream that had ended is opened: its dataset may have a state.
+                # A stream that had ended is opened too: its dataset may have a state.
                 self._has_ended |= self._position.has_ended
             owed, self._owed = self._owed, 0
             self._position.read += await self._drop(owed)
         except (Exception, asyncio.CancelledError) as error:
-            self._has_ended = True  # an error under every policy
+            self._has_ended = True  # an error whatever the policy
             self._noted(error, task)
             raise
 
     async def _resume(self, task: BatchTask, wanted: int) -> None:
-        """Open the stream, and drop what was delivered before ``task``.
+        """Open the stream and drop the samples delivered before ``task``.
 
-        What is read again is drawn again, with the seeds that its batches had.
+        They are read again with the seeds of their batches.
         """
         left = self._position.to_skip
         earlier = -(-left // wanted)
@@ -136,9 +137,9 @@ class _Stream(abc.ABC):
             self._maker.reseed(task)
 
     async def _drop(self, places: int) -> int:
-        """Read and drop samples, failed ones too; return how many places they had.
+        """Read and drop samples, failed ones too; return how many positions they had.
 
-        What ends a stream is raised: nothing was delivered after it.
+        An error that ends the stream is raised: nothing was delivered after it.
         """
         dropped = 0
         while dropped < places and not self._has_ended:
@@ -148,13 +149,13 @@ class _Stream(abc.ABC):
             if len(block) and type(block[-1]) is Bad:
                 if self._has_ended:
                     raise block[-1].error
-                dropped -= self._source.leaves_out  # it has no place
+                dropped -= self._source.leaves_out  # it has no position
         return dropped
 
     # -- the samples of a batch -----------------------------------------------------
 
     async def _add_block(self, task: BatchTask, found: int, wanted: int) -> int:
-        """Add a block's samples to ``task``; return how many places were read."""
+        """Add a block's samples to ``task``; return how many positions were read."""
         assert self._source is not None
         block, places, self._has_ended = await self._source.read(wanted - found)
         last = block[-1] if len(block) and isinstance(block, list) else None
@@ -162,13 +163,13 @@ class _Stream(abc.ABC):
             self._add(task, block, found)
             return places
         self._add(task, block[:-1], found)
-        if self._has_ended:  # it would end the epoch early and quietly
+        if self._has_ended:  # skipping it would silently end the epoch early
             raise self._noted(failed(last.error).error, task)
         if (found + len(block) - 1) % self._ranks == self._rank:
             try:
                 is_left_out = self._replace(task, last.error)
             except BaseException:
-                # Nothing comes of these samples, but they were read.
+                # These samples are lost, but they were read.
                 self._position.read += found + places
                 self._owed = wanted - found - places if self._maker.keeps_step else 0
                 raise
@@ -176,7 +177,7 @@ class _Stream(abc.ABC):
         return places
 
     def _add(self, task: BatchTask, block: Block, found: int) -> None:
-        """Add those samples of ``block`` that are this rank's."""
+        """Add this rank's samples of ``block``."""
         self._has_good = self._has_good or len(block) > 0
         if self._ranks > 1:
             if len(block):
@@ -187,9 +188,9 @@ class _Stream(abc.ABC):
         task.samples = join([task.samples, block]) if len(task.samples) else block
 
     def _replace(self, task: BatchTask, error: Exception) -> bool:
-        """Add what stands for a failed sample, or raise by the policy.
+        """Add the replacement of a failed sample, or raise by the policy.
 
-        Return whether nothing does, and the next sample takes its place.
+        Return True if there is none and the next sample takes its position.
         """
         sample = self._maker.resolve("fetch", task, len(task.samples), error)
         if sample is not SKIP:
@@ -198,14 +199,14 @@ class _Stream(abc.ABC):
             self._lost = [*self._lost[-1:], error]
         assert self._source is not None
         if sample is SKIP and self._source.leaves_out:
-            self._maker.policy.begin(1)  # one more is tried
+            self._maker.policy.begin(1)  # one more attempt
             return True
         task.samples = [*task.samples, sample]
         if self._ranks > 1 and sample is not SKIP:
             self._latest_mine = sample
         return False
 
-    # -- after them -------------------------------------------------------------------
+    # -- after the samples of a batch -------------------------------------------------
 
     def _finish(self, task: BatchTask, found: int, wanted: int) -> None:
         """Set the state of ``task``, and its result if there is no batch."""
@@ -227,15 +228,15 @@ class _Stream(abc.ABC):
         if not isinstance(task.samples, list) and not self._takes_columns():
             task.samples = list(task.samples)
         if self._source is not None and not self._source.fills and not task.result:
-            # Other ranks may have samples of this batch; the next one is another.
+            # Only this batch is empty here: other ranks may have samples of it.
             least = len(task.indices) if self._drop_last else 1
             if len(task.samples) < least:
                 task.result = BatchResult(is_empty=True)
 
     def _check_rest(self) -> None:
-        """Raise the last error if nothing is left of a stream but errors.
+        """Raise the last error if every sample of the stream failed.
 
-        It cannot be read at all. One shard alone of several readers' may fail.
+        With several readers, a single shard may fail.
         """
         lost, self._lost = self._lost, []
         if self._has_good or not lost or (len(lost) == 1 and self._is_part()):
@@ -244,7 +245,7 @@ class _Stream(abc.ABC):
         raise lost[-1]
 
     def _is_part(self) -> bool:
-        """Tell whether others read parts of this stream too."""
+        """Tell whether other readers have parts of this stream too."""
         dataset, worker = self._maker.dataset, get_worker_info()
         ranks = dataset.ranks if is_own_stream(dataset) else None
         return (ranks or (0, 1))[1] > 1 or (
@@ -252,7 +253,7 @@ class _Stream(abc.ABC):
         )
 
     def _share_tail(self, task: BatchTask, found: int) -> None:
-        """Cut or pad this rank's part of the last batch, as ``tail`` says."""
+        """Cut or pad this rank's part of the last batch, by ``tail``."""
         mine, padding = self._maker.part.share(found)
         del task.samples[mine:]
         latest = self._latest_mine
@@ -311,7 +312,7 @@ class AsyncStream(_Stream):
 
         Args:
             task: The batch.
-            stack: Closes the iterator, once the stream is read no more.
+            stack: Closes the iterator when reading ends.
         """
         self._stack = stack
         task.began = perf_counter()

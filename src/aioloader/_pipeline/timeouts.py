@@ -1,4 +1,4 @@
-"""The message for a batch that did not come: where it is, since when, what is stuck."""
+"""The message for a batch that timed out: where it is, since when, what is stuck."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ from aioloader.protocols import Kind
 
 
 def awaited(pipeline: Pipeline, number: int) -> BatchTask | None:
-    """Return the task that is waited for: the oldest, if they come unordered."""
+    """Return the awaited task: the oldest one if batches come unordered."""
     tasks = sorted((task for task, _ in pipeline.under_way.values()), key=_number)
     return next((task for task in tasks if task.number >= number), None) or next(
         iter(tasks), None
@@ -22,7 +22,7 @@ def describe_wait(
 ) -> str:
     """Return the message of a timeout while waiting for batch ``number``.
 
-    It may take a second to ask a worker process for its stack.
+    Asking a worker process for its stack may take a second.
     """
     task = awaited(pipeline, number)
     progress = "is not under way"
@@ -80,7 +80,7 @@ def _progress(pipeline: Pipeline, task: BatchTask) -> str:
 
 
 def _thread_stack(pipeline: Pipeline) -> str:
-    """Return the Python stack of the host's thread, without our own frames below."""
+    """Return the innermost Python frames of the host's thread."""
     ident = pipeline.host.cpu.ident()
     frame = sys._current_frames().get(ident) if ident else None  # noqa: SLF001  (the only way)
     return "".join(traceback.format_stack(frame)[-8:]) if frame else ""

@@ -1,7 +1,7 @@
-"""What a loader chooses while it runs: measured here, decided in ``_observe.autotune``.
+"""Tuning of ``"auto"`` arguments: measured here, decided in ``_observe.autotune``.
 
-The loop that reads changes how many samples it reads at a time; the consumer's thread
-changes how many batches are requested ahead.
+The loop that reads changes the concurrency of reads; the consumer's thread changes how
+many batches are requested ahead.
 """
 
 import sys
@@ -15,25 +15,25 @@ from aioloader._observe.machine import memory_left
 if TYPE_CHECKING:
     from collections.abc import Sized
 
-# A setting is measured over half as many reads as are under way, and not over fewer
-# reads, or a shorter time, than these.
+# A setting is measured over half as many reads as are in flight, but at least over this
+# many reads and seconds.
 _READS = 16
 _SECONDS_OF_READS = 0.005
 # The same for batches.
 _BATCHES = 8
 _SECONDS_OF_BATCHES = 0.02
-# Batches after which the memory that is left is asked for again.
+# Batches between two checks of the available memory.
 _LOOK = 64
 
 
 @dataclass
 class Figures:
-    """What an iteration has achieved.
+    """The speed of an iteration.
 
     Attributes:
-        began: When its first batch was taken.
-        latest: When its latest was.
-        batches: How many were taken after the first one.
+        began: When its first batch was delivered.
+        latest: When its latest batch was delivered.
+        batches: How many were delivered after the first one.
         waited: Seconds that the consumer waited for them.
     """
 
@@ -44,13 +44,13 @@ class Figures:
 
 
 class Tuning:
-    """What a loader has found out, in all its epochs.
+    """What a loader has found out in all its epochs.
 
     Attributes:
-        controllers: By the names of arguments.
+        controllers: The controllers, by argument name.
         held: The sizes of batches; None before the first iteration that needs them.
-        figures: Of the latest iteration.
-        deaths: Deaths of workers that were seen.
+        figures: The figures of the latest iteration.
+        deaths: Worker deaths seen so far.
     """
 
     def __init__(self) -> None:
@@ -67,10 +67,10 @@ class Tuning:
         return found
 
     def observe_workers(self, controller: Controller, deaths: int) -> None:
-        """Decide about the number of workers, after an epoch.
+        """Decide on the number of workers after an epoch.
 
         Args:
-            controller: Of their number.
+            controller: The controller of their number.
             deaths: Workers that have died so far.
         """
         figures, self.figures = self.figures, Figures()
@@ -109,19 +109,19 @@ class _Round:
 
 
 class Tuner:
-    """Measure one iteration, and change what the loader chooses.
+    """Measure one iteration and change the arguments that the loader chooses.
 
     Args:
         tuning: What the loader has found out.
-        concurrency: Chooses how many samples are read at a time; or None.
-        prefetch: Chooses how many batches are requested ahead, per reader; or None.
-        given: How many of them the window has that an iteration begins with.
+        concurrency: Chooses how many samples are read at a time, or None.
+        prefetch: Chooses how many batches are requested ahead per reader, or None.
+        given: Batches per reader in the window that an iteration starts with.
         readers: How many readers have a window.
-        batch_size: Samples of a batch.
+        batch_size: Samples per batch.
         prefetch_bytes: How many bytes may be held; None: what the memory allows.
 
     Attributes:
-        ready: What the consumer takes batches from.
+        ready: The queue that the consumer takes batches from.
     """
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
@@ -152,22 +152,22 @@ class Tuner:
         self._hard = self._most_concurrency, prefetch.most if prefetch else 0
         self._round: _Round | None = None
         self._has_changed = True
-        # When, at which batch, after how much waiting this period began.
+        # Start of this period: its time, its batch, the seconds waited before.
         self._period = 0.0, 0, 0.0
         self._on_device = 0
 
     # -- reads, on the loop -------------------------------------------------------
 
     def note_read(self, began: float, *, failures: int, is_busy: bool) -> int:
-        """Note that a read has ended; return how many may be under way.
+        """Note that a read has ended; return how many may be in flight.
 
-        By Little's law, reads that are always as many under way achieve their number
-        by their mean latency: batches that arrive in bursts do not blur that.
+        By Little's law, the throughput of a constant number of reads is that number
+        divided by their mean latency, which bursts of batches do not blur.
 
         Args:
-            began: When it began, by ``time.perf_counter``.
+            began: When it started, by ``time.perf_counter``.
             failures: Reads that have failed so far.
-            is_busy: Whether as many are under way as may be, and more are to come.
+            is_busy: Whether as many as allowed are in flight, and more are waiting.
         """
         controller = self.concurrency
         assert controller is not None
@@ -177,7 +177,7 @@ class Tuner:
                 self._round = None
         now, current = time.perf_counter(), self._round
         if not is_busy or current is None:
-            # If others were under way before, the first reads meet fewer than later.
+            # After a change, the first reads still overlap with those of before.
             is_settled = not self._has_changed
             self._round = _Round(now, failures, is_settled) if is_busy else None
             return controller.value
@@ -205,13 +205,13 @@ class Tuner:
     # -- batches, in the consumer's thread --------------------------------------------
 
     def begin(self, window: AnyWindow) -> AnyWindow:
-        """Return the window to begin with."""
+        """Return the window to start with."""
         if self._prefetch is not None:
             self._on_device = window.batches - self._readers * self._given
         return self._fitted(window)
 
     def note_batch(self, batch: Any, window: AnyWindow, waited: float) -> AnyWindow:
-        """Note that a batch was taken; return the window from now on.
+        """Note that a batch was delivered; return the window from now on.
 
         Args:
             batch: The batch, or None.
@@ -247,7 +247,7 @@ class Tuner:
             prefetch.observe(Observation(rate, waited=min(1.0, share)))
 
     def _fitted(self, window: AnyWindow) -> AnyWindow:
-        """Return the window as it was decided, within the bytes that may be held."""
+        """Return the chosen window, limited to the bytes that may be held."""
         batches, samples, most = window.batches, window.samples, self._most_batches()
         prefetch, reading = self._prefetch, self.concurrency
         if self._held.greatest:
@@ -255,7 +255,7 @@ class Tuner:
         if prefetch is not None and not window.is_lazy:
             batches = self._readers * prefetch.value + self._on_device
         if reading is not None and samples:
-            # What is to be tried next finds samples to read.
+            # The next value to try must find samples to read.
             samples = reading.value * (2 if reading.is_trying else 1)
         if (batches, samples, most) == (window.batches, window.samples, window.most):
             return window
@@ -269,7 +269,7 @@ class Tuner:
         return made
 
     def _limit(self, most: int) -> None:
-        """Have no controller go beyond what fits."""
+        """Limit all controllers to what fits."""
         concurrency, prefetch = self._hard
         samples = self._held.most * self._batch_size // self._held.greatest
         self._most_concurrency = max(1, min(concurrency, samples))
@@ -283,7 +283,7 @@ class Tuner:
         return sys.maxsize if is_unknown else self._held.batches()
 
     def _look_at_memory(self) -> None:
-        """Bound what is held: by half of the memory that this process could use."""
+        """Limit the held bytes to half of the memory that this process could use."""
         left = memory_left() // 2
         given = self._prefetch_bytes
         self._held.most = left if given is None else min(left, given)

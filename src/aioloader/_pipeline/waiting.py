@@ -16,10 +16,10 @@ _NOTHING: Final = contextlib.nullcontext()
 
 
 class Waiters:
-    """Who waits for something to become true: tasks of any loop, and threads."""
+    """The tasks of any loop and the threads that wait for a condition."""
 
     def __init__(self, is_true: Callable[[], bool]) -> None:
-        self.lock = fork_safe(threading.RLock())  # a finalizer may come in between
+        self.lock = fork_safe(threading.RLock())  # a finalizer may need it too
         self._is_true = is_true
         self._wakes: deque[Callable[[], None]] = deque()
 
@@ -34,7 +34,7 @@ class Waiters:
             wake()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block this thread until woken; tell whether it was, within ``timeout`` s."""
+        """Block this thread until woken; return False after ``timeout`` seconds."""
         gate = threading.Lock()
         gate.acquire()
         if not self._enter(gate.release):
@@ -47,7 +47,7 @@ class Waiters:
         return woken or not self._leave(gate.release)
 
     async def wait_async(self, timeout: float | None = None) -> bool:
-        """Suspend this task until woken; tell whether it was, within ``timeout`` s."""
+        """Suspend this task until woken; return False after ``timeout`` seconds."""
         loop = asyncio.get_running_loop()
         woken = loop.create_future()
 
@@ -71,13 +71,13 @@ class Waiters:
         return True
 
     def drop_pump(self) -> None:
-        """Release what a waiter would work, if anything."""
+        """Release the pump, if there is one."""
 
     def _watching(
         self,
-        loop: asyncio.AbstractEventLoop,  # noqa: ARG002  (for those who watch)
+        loop: asyncio.AbstractEventLoop,  # noqa: ARG002  (for subclasses)
     ) -> AbstractContextManager[object]:
-        """Return what is entered while a task of ``loop`` waits."""
+        """Return the context to enter while a task of ``loop`` waits."""
         return _NOTHING
 
     def _enter(self, wake: Callable[[], None]) -> bool:
@@ -88,7 +88,7 @@ class Waiters:
             return True
 
     def _leave(self, wake: Callable[[], None]) -> bool:
-        """Stop waiting; tell whether nobody had woken it. Else pass the wake on."""
+        """Stop waiting; return whether it was not woken. Else pass the wake on."""
         with self.lock:
             if wake in self._wakes:
                 self._wakes.remove(wake)
@@ -101,7 +101,7 @@ class Latch:
     """A one-way switch that threads and tasks can wait for."""
 
     def __init__(self) -> None:
-        # Not an attribute of its own: the waiters would refer back to it.
+        # A list instead of an attribute: the waiters must not refer back to the latch.
         flag = self._flag = [False]
         self._waiters = Waiters(lambda: flag[0])
 
@@ -110,24 +110,24 @@ class Latch:
         return self._flag[0]
 
     def set(self) -> None:
-        """Open for good, and wake all."""
+        """Open for good and wake all."""
         self._flag[0] = True
         self._waiters.wake()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until set; tell whether it is."""
+        """Block until set; return whether it is."""
         return self._waiters.wait(timeout)
 
     async def wait_async(self, timeout: float | None = None) -> bool:
-        """Suspend until set; tell whether it is."""
+        """Suspend until set; return whether it is."""
         return await self._waiters.wait_async(timeout)
 
 
 def call_threadsafe(
     loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object
 ) -> bool:
-    """Call on ``loop`` from anywhere; tell whether the loop was still open."""
-    # On the loop's own thread nothing has to be woken, which would cost a system call.
+    """Call on ``loop`` from anywhere; return whether the loop was still open."""
+    # On the loop's own thread no wake-up is needed, which saves a system call.
     call = loop.call_soon if running_loop() is loop else loop.call_soon_threadsafe
     try:
         call(callback, *args)
@@ -144,10 +144,10 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def context_elsewhere() -> contextvars.Context:
-    """Return a copy of the current context, for code that runs in another place.
+    """Return a copy of the current context, for code that runs in another thread.
 
-    sniffio, which anyio asks where it is installed, may keep the name of the caller's
-    async library there. It is not that of the other place.
+    sniffio, which anyio uses if it is installed, may keep the name of the caller's
+    async library in it, which does not apply there.
     """
     context = contextvars.copy_context()
     sniffio = sys.modules.get("sniffio")
@@ -178,10 +178,10 @@ def require_asyncio() -> None:
 
 
 def refuse_trio() -> None:
-    """Raise where another async library runs; an iterator may be made where none does.
+    """Raise if another async library runs; an iterator may be made where none does.
 
     Raises:
-        RuntimeError: Then.
+        RuntimeError: If trio or another library but asyncio runs here.
     """
     sniffio = sys.modules.get("sniffio")  # trio brings it
     if sniffio is None or not hasattr(sniffio, "current_async_library"):

@@ -1,1 +1,1 @@
-"""How a batch gets its memory. No torch, no event loop."""
+"""Memory for batches, and messages between processes. No torch, no event loop."""

@@ -1,10 +1,10 @@
 """Shared memory between two processes: slots that batches are written into, in place.
 
-A memory file, grown by its writer, mapped by both; nothing has a name. A byte per slot
-in the first page says which side has it: the writer takes free slots, the reader frees
-a slot when the last view of its batch has died. That is a store to memory, safe in any
-finalizer. It wakes nobody, and nothing polls: a writer that finds no free slot adds
-one. A slot that the reader has page-locked keeps its pages: a device knows them.
+An anonymous memory file, grown by its writer and mapped by both. A byte per slot in the
+first page says which side has it: the writer takes free slots, the reader frees a slot
+when the last view of its batch is dropped. That is one store to memory, safe in any
+finalizer. There is no wake-up and no polling: a writer without a free slot adds one. A
+slot that the reader has page-locked keeps its pages, which a device may know.
 """
 
 import mmap
@@ -23,19 +23,19 @@ from aioloader._transport.slots import LockableMap, Locker, Slot, rounded
 from aioloader.errors import BatchTooLargeError
 
 _STATES = mmap.PAGESIZE
-# Free, with pages that may be given back; taken; free and locked; locked and given up.
+# Free, with pages that may be returned; taken; free and locked; locked and given up.
 _FREE, _TAKEN, _LOCKED, _RETIRED = range(4)
-# Free slots that were not needed for this many batches give their pages back.
+# Free slots not needed for this many batches return their pages.
 _IDLE = 64
-# Slots are added in segments of at most so many: a mapping costs a descriptor (before
-# Python 3.13), and pages that are not written to cost nothing.
+# Slots are added in segments of at most this many: a mapping costs a descriptor (before
+# Python 3.13), and unwritten pages cost nothing.
 _MOST_ADDED = 8
-# Below this size it is not checked how much memory is left.
+# Below this size the available memory is not checked.
 _BIG = 1 << 28
 
 
 class SlotRef(NamedTuple):
-    """Where a slot is in its file: its number, first byte and size in bytes."""
+    """A slot in its file: its number, first byte and size in bytes."""
 
     number: int
     start: int
@@ -52,7 +52,7 @@ class _Slot:
     is_empty: bool = True
 
     def drop_pages(self) -> None:
-        """Give the pages to the kernel; the addresses stay."""
+        """Return the pages to the kernel; the addresses stay valid."""
         if not self.is_empty:
             self.memory.madvise(mmap.MADV_REMOVE, self.offset, self.ref.size)
             self.is_empty = True
@@ -66,17 +66,17 @@ def make_arena() -> int:
 
 
 class ArenaWriter:
-    """The side that fills slots: takes them, passes them on; from any thread.
+    """The side that takes and fills slots; used from any thread.
 
     Args:
-        descriptor: What ``make_arena`` returned; owned from now on.
+        descriptor: The result of ``make_arena``; owned from now on.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._states = mmap.mmap(descriptor, _STATES)
         self._slots: list[_Slot] = []
-        self._locked: set[int] = set()  # by the reader, as far as is known here
+        self._locked: set[int] = set()  # by the reader, as far as known here
         self._count = 0
         self._end = _STATES
         self._clock = 0
@@ -85,8 +85,8 @@ class ArenaWriter:
     def take(self, nbytes: int) -> tuple[SlotRef, Slot]:
         """Take a slot of at least ``nbytes``, adding one if none is free.
 
-        The view is written to until the reference is sent. While the view, or a
-        ``memoryview`` of it, is kept beyond that, the slot is not taken again.
+        Write to the view only until the reference is sent. While the view or a
+        ``memoryview`` of it is kept after that, the slot is not taken again.
 
         Raises:
             BatchTooLargeError: If the machine has no memory for it.
@@ -105,11 +105,11 @@ class ArenaWriter:
             return slot.ref, view
 
     def give_back(self, ref: SlotRef) -> None:
-        """Free a slot that was taken and will not be sent, or not be read."""
+        """Free a slot that was taken and will not be sent or read."""
         self._states[ref.number] = _LOCKED if ref.number in self._locked else _FREE
 
     def close(self) -> None:
-        """Close the file; what is mapped stays valid."""
+        """Close the file; mappings stay valid."""
         os.close(self.descriptor)
 
     def _find(self, nbytes: int) -> _Slot | None:
@@ -143,7 +143,7 @@ class ArenaWriter:
         return self._slots[-number]
 
     def _drop_smaller(self, nbytes: int) -> None:
-        """Give up free slots that have become too small: batches have grown."""
+        """Give up free slots that are too small since batches have grown."""
         for slot in self._slots[:]:
             if slot.ref.size < nbytes and self._is_free(slot):
                 self._slots.remove(slot)
@@ -153,7 +153,7 @@ class ArenaWriter:
                     slot.drop_pages()
 
     def _empty_idle(self) -> None:
-        """Give the pages of slots that are idle to the kernel."""
+        """Return the pages of idle slots to the kernel."""
         for slot in self._slots:
             is_idle = slot.used_at < self._clock - _IDLE and self._is_free(slot)
             if is_idle and self._states[slot.ref.number] == _FREE:
@@ -161,7 +161,7 @@ class ArenaWriter:
 
 
 class ArenaReader:
-    """The side that reads in place, and frees slots when their views have died.
+    """The side that reads in place and frees slots when their views are dropped.
 
     Args:
         descriptor: The same memory file; owned from now on.
@@ -179,7 +179,7 @@ class ArenaReader:
         self.lent = 0
 
     def lease(self, ref: SlotRef, nbytes: int) -> Slot:
-        """Return the first ``nbytes`` of a slot that was passed on.
+        """Return the first ``nbytes`` of a slot that was sent.
 
         The array, or a ``memoryview`` of it, keeps the slot; a numpy view of the array
         alone does not.
@@ -195,11 +195,11 @@ class ArenaReader:
         return view
 
     def free(self, ref: SlotRef) -> None:
-        """Free a slot that was passed on and is not wanted."""
+        """Free a slot that was sent and is not wanted."""
         self._free(ref.number)
 
     def close(self) -> None:
-        """Close the file; views that are still held stay valid. Again is harmless."""
+        """Close the file; existing views stay valid. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             os.close(self.descriptor)
@@ -217,7 +217,7 @@ class ArenaReader:
         self._states[number] = _LOCKED if number in self._locked else _FREE
 
     def _segment_of(self, ref: SlotRef) -> tuple[int, LockableMap]:
-        """Return the mapping that a slot is in, made from there to the file's end."""
+        """Return the mapping of a slot; a new one extends to the file's end."""
         for first, memory in self._segments:
             if first <= ref.start and ref.start + ref.size <= first + len(memory):
                 return first, memory

@@ -1,7 +1,7 @@
 """Frames between processes: whole messages on a private socket pair, with descriptors.
 
-``SOCK_SEQPACKET`` keeps the bounds of messages, lets several readers share one end
-(each message goes to one of them), and shows the end of the other side as an empty
+``SOCK_SEQPACKET`` preserves message boundaries, lets several readers share one end
+(each message goes to one of them), and reports the end of the other side as an empty
 message after all of its messages.
 """
 
@@ -13,9 +13,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-# A frame above this travels in a memory file, of which the descriptor is sent.
+# A larger frame is written to a memory file, whose descriptor is sent.
 MAX_INLINE = 1 << 16
-# The kernel gathers a frame from no more than 1,024 pieces of memory.
+# The kernel gathers a frame from at most 1,024 pieces of memory.
 MAX_PARTS = 1000
 # Room for frames that are not read yet; the kernel may grant less.
 _BUFFER_BYTES = 1 << 21
@@ -30,7 +30,7 @@ if hasattr(socket, "MSG_CMSG_CLOEXEC"):  # Linux: elsewhere there are no channel
 else:
     _CLOSE_ON_EXEC = NO_WAIT = _SPACE = 0
 
-# For the life of a child process, which ends at once and collects nothing.
+# Kept for the life of a child process, which exits without collecting anything.
 _ADOPTED: list["Channel"] = []
 
 
@@ -43,7 +43,7 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        if end.gettimeout() is not None:  # of socket.setdefaulttimeout()
+        if end.gettimeout() is not None:  # set by socket.setdefaulttimeout()
             end.settimeout(None)
         # A worker process ends without unwinding; no ResourceWarning for its sockets.
         weakref.finalize(self, end.close).atexit = False
@@ -70,7 +70,7 @@ class Channel:
         return self
 
     def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> bool:
-        """Send one frame, with copies of ``descriptors``; tell whether there was room.
+        """Send a frame with copies of ``descriptors``; return whether there was room.
 
         Raises:
             OSError: If the other end is gone (``EPIPE``, ``ECONNRESET``).
@@ -88,8 +88,8 @@ class Channel:
     def send_parts(self, parts: Sequence[Any]) -> bool:
         """Send one frame, given as at most ``MAX_PARTS`` contiguous buffers.
 
-        They must have no more than ``MAX_INLINE`` bytes in all. Tells whether there
-        was room.
+        They must have at most ``MAX_INLINE`` bytes in total. Returns whether there was
+        room.
 
         Raises:
             OSError: If the other end is gone.
@@ -97,7 +97,7 @@ class Channel:
         return self._send((_INLINE, *parts), ())
 
     def receive(self, flags: int = 0) -> tuple[bytes | memoryview, list[int]] | None:
-        """Return the next frame and its descriptors, which the caller owns then.
+        """Return the next frame and its descriptors, now owned by the caller.
 
         Args:
             flags: ``NO_WAIT``, on an end that others may wait on.
@@ -106,14 +106,14 @@ class Channel:
             None if there is none yet, on an end that never blocks.
 
         Raises:
-            EOFError: If the other end is gone and all its frames were read.
+            EOFError: If the other end is gone and all its frames have been read.
         """
         flags |= _CLOSE_ON_EXEC
         try:
             try:
                 data, extra, _, _ = self._socket.recvmsg(MAX_INLINE + 1, _SPACE, flags)
             except ConnectionResetError:
-                # It left frames of ours unread: reported once, before its own frames.
+                # It left our frames unread: reported once, before its own frames.
                 data, extra, _, _ = self._socket.recvmsg(MAX_INLINE + 1, _SPACE, flags)
         except BlockingIOError:
             return None
@@ -129,13 +129,13 @@ class Channel:
             os.close(file)
 
     def wait(self, timeout: float) -> bool:
-        """Wait until there is something to receive; tell whether there is."""
+        """Wait until there is something to receive; return whether there is."""
         poll = select.poll()
         poll.register(self.fileno(), select.POLLIN)
         return bool(poll.poll(timeout * 1000))
 
     def close(self) -> None:
-        """Close the socket; again is harmless."""
+        """Close the socket. Idempotent."""
         self._socket.close()
 
     def _send(self, parts: Sequence[Any], descriptors: Sequence[int]) -> bool:

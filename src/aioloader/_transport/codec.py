@@ -1,8 +1,9 @@
-"""Objects to a small header and raw buffers, and back (pickle protocol 5).
+"""Encode objects as a small header and raw buffers, and back (pickle protocol 5).
 
-Arrays, and whatever the sender's reducers turn into buffers, go out of band: the header
-names them, their memory is put where the sender decides. Plain pickle comes first; what
-it refuses (lambdas, local classes, classes of ``__main__``) travels by value.
+Arrays, and other objects that the sender's reducers turn into buffers, go out of band:
+the header refers to them, and the sender decides where to put them. Plain pickle is
+tried first; objects that it refuses (lambdas, local classes, classes of ``__main__``)
+are pickled by value.
 """
 
 import copyreg
@@ -18,7 +19,7 @@ import cloudpickle
 Reducers: TypeAlias = Mapping[type, Callable[[Any], Any]]
 Buffers: TypeAlias = list[pickle.PickleBuffer]
 
-# Smaller buffers stay in the header: a place of their own would cost more.
+# Smaller buffers stay in the header, which is cheaper.
 LEAST_BYTES = 1 << 9
 
 
@@ -29,11 +30,11 @@ def encode(
 
     Args:
         value: What to send; it is not changed.
-        reducers: How to reduce objects of exact types, as ``copyreg`` takes them.
+        reducers: Reducers by exact type, as for ``copyreg``.
         least_bytes: Buffers of fewer bytes stay in the header.
 
     Raises:
-        Exception: What pickling it by value raised, whatever that is.
+        Exception: Any error of pickling it by value.
     """
     try:
         return _dump(_plain(reducers), value, least_bytes)
@@ -44,17 +45,17 @@ def encode(
 def encode_by_value(
     value: Any, reducers: Reducers, least_bytes: int = LEAST_BYTES
 ) -> tuple[bytes, Buffers]:
-    """Encode for a process that has another ``__main__``, or none of our modules."""
+    """Encode for a process that has another ``__main__`` or lacks our modules."""
     table = ChainMap(dict(reducers), cloudpickle.Pickler.dispatch_table)
-    # A class of its own: the pickler looks at its class's table, when it is made.
+    # A new class: the pickler reads the table of its class when it is made.
     pickler = type("ByValue", (cloudpickle.Pickler,), {"dispatch_table": table})
     return _dump(pickler, value, least_bytes)
 
 
 class _Table(dict[type, Callable[[Any], Any]]):
-    """Reducers, and those of ``multiprocessing``, torch's among them.
+    """Reducers, and those of ``multiprocessing``, which include torch's.
 
-    So that these picklers take what a queue between processes takes.
+    With them these picklers accept the same objects as a queue of ``multiprocessing``.
     """
 
     def __missing__(self, kind: type) -> Callable[[Any], Any]:
@@ -76,7 +77,7 @@ def _plain(reducers: Reducers) -> Callable[..., Any]:
 
 
 def decode(header: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
-    """Return an encoded object; its arrays are views of ``buffers``, and keep them."""
+    """Return an encoded object; its arrays are views that keep ``buffers`` alive."""
     return pickle.loads(header, buffers=buffers)  # noqa: S301  (our own processes)
 
 

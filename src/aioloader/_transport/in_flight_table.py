@@ -1,7 +1,7 @@
-"""Which batches each worker has taken, where the loader can read it after its death.
+"""The batches that each worker has taken, readable by the loader after its death.
 
 A shared page: every worker has a row of places, each with a ticket, a stage and the
-time when it was taken. Stores of eight bytes: no lock, no message.
+time when it was taken. Stores of eight bytes need no lock and no message.
 """
 
 import mmap
@@ -26,7 +26,7 @@ class InFlightTable:
     """Rows of places, all empty at first.
 
     Args:
-        descriptor: What ``make_in_flight_table`` returned; closed by the caller.
+        descriptor: The result of ``make_in_flight_table``; closed by the caller.
         rows: Number of workers.
     """
 
@@ -50,7 +50,7 @@ class InFlightTable:
         self._cells[row * _ROW + place * _FIELDS] = 0
 
     def in_flight(self, row: int) -> list[InFlight]:
-        """Return what the worker of ``row`` has taken, the oldest ticket first."""
+        """Return the tickets that the worker of ``row`` has, the oldest first."""
         cells, now = self._cells, time.monotonic_ns()
         start = row * _ROW
         return sorted(

@@ -1,25 +1,25 @@
-"""Where the buffers of a batch go: buffers that share memory stay together.
+"""The layout of a batch's buffers: buffers that share memory stay together.
 
-Tensors may be views of one memory (the inputs and targets of a language model, say).
-Their buffers overlap. Overlapping parts are copied once, so that the tensors share
-memory where they arrive too, as with torch. Memory and time: those of a sort.
+Tensors may be views of the same memory, such as the inputs and targets of a language
+model. Their buffers overlap. Overlapping parts are copied once, so that the tensors
+share memory at the receiver too, as in torch. Costs as much as a sort.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-# Where buffers begin, so that every type is aligned.
+# Alignment of buffers, enough for every type.
 ALIGN = 64
 
 Place: TypeAlias = tuple[int, int]  # first byte, and size
 
 
 class Layout(NamedTuple):
-    """What goes where.
+    """The places of buffers.
 
     Attributes:
         places: The place of each buffer.
-        copies: What is to be copied, and to which first byte; in that order.
+        copies: What to copy, and to which first byte, in that order.
         end: The first byte after all of them.
     """
 
@@ -33,8 +33,8 @@ def lay_out(raws: Sequence[memoryview], addresses: Sequence[int], at: int) -> La
 
     Args:
         raws: The buffers, of shape ``(nbytes,)``.
-        addresses: Where each lies in memory; 0: it is to be kept apart from others.
-        at: The first byte that is free.
+        addresses: The address of each; 0: keep it separate from others.
+        at: The first free byte.
     """
     places: list[Place] = [(0, 0)] * len(raws)
     copies: list[tuple[int, memoryview]] = []
@@ -58,7 +58,7 @@ def lay_out(raws: Sequence[memoryview], addresses: Sequence[int], at: int) -> La
 
 
 def do_overlap(spans: Sequence[Place]) -> bool:
-    """Tell whether any two pieces of memory overlap."""
+    """Tell whether any two spans of memory overlap."""
     last = 0
     for address, nbytes in sorted(spans):
         if address < last:
@@ -68,5 +68,5 @@ def do_overlap(spans: Sequence[Place]) -> bool:
 
 
 def aligned(place: int) -> int:
-    """Return ``place`` rounded up to where a buffer may begin."""
+    """Return ``place`` rounded up to the alignment of buffers."""
     return -(-place // ALIGN) * ALIGN

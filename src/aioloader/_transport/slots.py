@@ -1,12 +1,12 @@
-"""Recycled memory for batches: a slot goes back when the last view of it dies.
+"""Recycled memory for batches: a slot is free again when its last view is dropped.
 
 Fresh memory costs a page fault for every 4 KB, two to three times the copy into it. So
-a pool keeps the mappings of batches that were dropped, and hands them out again. A
-consumer that keeps its batches gets fresh memory: nothing stalls, nothing is shared.
+a pool keeps the mappings of dropped batches and reuses them. A consumer that keeps its
+batches gets fresh memory: nothing stalls, nothing is shared.
 
 Memory can be page-locked, so that a device reads it in place. Locking takes
-milliseconds, so memory stays locked until its mapping is gone. It is unlocked before it
-is unmapped: a device's driver knows memory by its address.
+milliseconds, so memory stays locked as long as its mapping. It is unlocked before it is
+unmapped, because a device's driver identifies memory by address.
 """
 
 import mmap
@@ -21,27 +21,27 @@ Slot: TypeAlias = npt.NDArray[np.uint8]
 
 # Below this the allocator of the C library recycles well enough by itself.
 MIN_BYTES = 1 << 18
-# Free mappings kept per size, and bytes of them in all: more are only free after a
-# consumer dropped many.
+# Free mappings kept per size, and their bytes in total: there are more only after a
+# consumer has dropped many batches.
 _MOST_FREE = 8
 _MOST_FREE_BYTES = 1 << 28
 
 
 class Locker(Protocol):
-    """What page-locks memory for a device; from any thread."""
+    """Page-locks memory for a device, from any thread."""
 
     def lock(self, address: int, nbytes: int) -> bool:
-        """Lock whole pages; tell whether that was granted."""
+        """Lock whole pages; return whether they are locked."""
 
     def unlock(self, address: int) -> None:
-        """Unlock what was locked from ``address`` on; from finalizers too."""
+        """Unlock the range that starts at ``address``; safe in finalizers."""
 
 
 class LockableMap(mmap.mmap):
-    """A mapping, parts of which can be page-locked."""
+    """A mapping whose parts can be page-locked."""
 
     def lock(self, locker: Locker, start: int, nbytes: int) -> bool:
-        """Lock the pages from ``start`` on; tell whether they are locked."""
+        """Lock the pages from ``start`` on; return whether they are locked."""
         address = np.frombuffer(self, np.uint8, 1, start).ctypes.data
         if not locker.lock(address, nbytes):
             return False
@@ -49,7 +49,7 @@ class LockableMap(mmap.mmap):
         return True
 
     def unlock(self, start: int) -> None:
-        """Unlock what was locked from ``start`` on."""
+        """Unlock the range that starts at ``start``."""
         locker, address = self._locked().pop(start)
         locker.unlock(address)
 
@@ -63,7 +63,7 @@ class LockableMap(mmap.mmap):
 
 
 class Lender(Protocol):
-    """What a batch can be written into."""
+    """Lends memory that a batch can be written to."""
 
     def lease(self, nbytes: int) -> Any:
         """Return a writable buffer of ``nbytes``, owned by the code that holds it."""
@@ -71,7 +71,7 @@ class Lender(Protocol):
 
 
 class SlotPool:
-    """Lease memory by size, in steps of an eighth, so that varying batches share."""
+    """Lease memory by size, in steps of an eighth, so that batch sizes may vary."""
 
     def __init__(self) -> None:
         self._free: dict[int, deque[LockableMap]] = {}
@@ -81,8 +81,8 @@ class SlotPool:
     def lease(self, nbytes: int) -> Slot:
         """Return memory for one batch.
 
-        Whoever holds the array, or a ``torch.frombuffer`` of it, owns the memory; what
-        is derived from that tensor keeps it. A numpy view of the array alone does not.
+        The holder of the array, or of a ``torch.frombuffer`` of it, owns the memory;
+        views of that tensor keep it alive. A numpy view of the array alone does not.
         Nothing is zeroed.
 
         Args:
@@ -104,12 +104,12 @@ class SlotPool:
             if self.locker is not None:
                 memory.lock(self.locker, 0, size)
         slot = np.frombuffer(memory, dtype=np.uint8, count=nbytes)
-        # The free list outlives the pool in late finalizers, and then dies with them.
+        # Late finalizers keep the free list alive after the pool.
         weakref.finalize(slot, free.append, memory).atexit = False
         return slot
 
     def _drop_surplus(self) -> None:
-        """Give free memory above the bound back, first that of the oldest sizes."""
+        """Release free memory above the bound, the oldest sizes first."""
         surplus = sum(size * len(free) for size, free in self._free.items())
         surplus -= _MOST_FREE_BYTES
         for size, free in self._free.items():
@@ -119,7 +119,7 @@ class SlotPool:
 
 
 def _map(size: int) -> LockableMap:
-    """Return fresh memory that a forked child gets a copy of, and does not share."""
+    """Return fresh memory, private to this process: a forked child gets a copy."""
     if hasattr(mmap, "MAP_PRIVATE"):
         return LockableMap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return LockableMap(-1, size)

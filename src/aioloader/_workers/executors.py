@@ -1,8 +1,8 @@
 """A user's ``concurrent.futures.Executor`` as workers: any number, anywhere.
 
 Threads get the task itself. Processes and other machines get it pickled by value; the
-functions and the dataset travel with the first tasks only, and again when
-an executor's worker turns out not to have them.
+functions and the dataset are sent with the first tasks only, and again to a worker that
+lacks them.
 """
 
 import itertools
@@ -42,15 +42,15 @@ from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerStartError
 
 _KEPT = 4
-_MAKERS: dict[str, BatchMaker] = {}  # in an executor's worker: the latest
+_MAKERS: dict[str, BatchMaker] = {}  # in an executor's worker: the latest maker
 
 
 class ExecutorWorkers:
-    """Batches made by an executor, which stays the user's.
+    """Workers of an executor that the user owns.
 
     Args:
-        executor: Where batches are made.
-        spec: What is done there.
+        executor: The user's executor.
+        spec: What its workers do.
     """
 
     place: Literal["thread"] = "thread"
@@ -78,7 +78,7 @@ class ExecutorWorkers:
             pipeline.fail(error)
 
     def wait_up(self) -> None:
-        """Wait for nothing."""
+        """Return at once."""
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         """Hand ``task`` to the executor."""
@@ -90,18 +90,18 @@ class ExecutorWorkers:
 
             self._watch(future, pipeline, task, deliver)
             return
-        if self._packed_spec is not None:  # else the pipeline has failed
+        if self._packed_spec is not None:  # otherwise the pipeline has failed
             is_early = next(self._first) < self._spec.num_workers
             self._send(pipeline, task, self._packed_spec if is_early else None)
 
     def forget(self, pipeline: Pipeline) -> None:  # noqa: ARG002  (the pool's protocol)
-        """Cancel the batches that the executor has not begun."""
+        """Cancel the batches that the executor has not started."""
         self._is_over = True
         for future in list(self._futures):
             future.cancel()
 
     def join(self) -> bool:
-        """Wait for nothing: the executor is the user's."""
+        """Return at once: the executor is the user's."""
         return True
 
     def explain(self, task: BatchTask) -> str:  # noqa: ARG002  (the pool's protocol)
@@ -109,11 +109,11 @@ class ExecutorWorkers:
         return f"is with {type(self._executor).__name__}"
 
     def restart(self, task: BatchTask) -> bool:  # noqa: ARG002  (the pool's protocol)
-        """Do nothing: its workers are not ours."""
+        """Do nothing: the workers are not ours."""
         return False
 
     def _make_here(self, pipeline: Pipeline, task: BatchTask) -> BatchResult:
-        """Make a batch in a thread of the executor, which is a worker meanwhile."""
+        """Make a batch in a thread of the executor, as a worker thread."""
         ident = threading.get_ident()
         number = self._numbers.setdefault(ident, len(self._numbers))
         seed = self._spec.base_seed + number
@@ -158,10 +158,10 @@ class ExecutorWorkers:
             try:
                 take(future)
             except BrokenExecutor as error:  # the same for all its batches
-                self._futures.clear()  # to cancel one now would upset it (3.11)
+                self._futures.clear()  # cancelling one now would break it (3.11)
                 pipeline.fail(error)
             except CancelledError:
-                text = "the executor was shut down, and has cancelled this batch"
+                text = "the executor was shut down and has cancelled this batch"
                 pipeline.deliver(task, BatchResult(error=LoaderClosedError(text)))
             except BaseException as error:  # of the executor
                 pipeline.deliver(task, BatchResult(error=error))
@@ -177,7 +177,7 @@ def _make_remotely(
     if maker is None:
         if packed_spec is None:
             return None
-        # One thread, as in any worker; in a forked process more would hang in OpenMP.
+        # One thread, as in any worker; more would hang in OpenMP in a forked process.
         torch.set_num_threads(1)
         spec: WorkerSpec = decode(*_writable(packed_spec))
         maker = maker_of(spec, seed=seed_sample)
@@ -210,7 +210,7 @@ def _make(maker: BatchMaker, task: BatchTask) -> BatchResult:
 
 
 def _packed(header: bytes, buffers: Buffers) -> Packed:
-    """Return a pickle with its buffers as bytes: executors know no better."""
+    """Return a pickle with its buffers as bytes, which every executor can send."""
     return header, [bytes(buffer.raw()) for buffer in buffers]
 
 

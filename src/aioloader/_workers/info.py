@@ -1,4 +1,4 @@
-"""What ``get_worker_info()`` returns in worker processes and threads."""
+"""``get_worker_info()`` for worker processes and threads."""
 
 import threading
 from contextvars import ContextVar
@@ -19,7 +19,7 @@ class WorkerInfo:
         id: Number of this worker, from 0.
         num_workers: How many workers the loader has.
         seed: Its own seed, ``base_seed + id``.
-        dataset: The dataset as this worker has it.
+        dataset: This worker's copy of the dataset, or the dataset that threads share.
     """
 
     id: int
@@ -31,9 +31,9 @@ class WorkerInfo:
     def rng(self) -> Keyed:
         """Generators (``torch``, ``numpy``, ``random``) of the current batch.
 
-        Seeded for the batch, alike in processes and in threads; in coroutines, of
-        which many run at once, for the sample. Where there is no batch, and with
-        ``rng="worker"``, seeded once with ``seed``.
+        Seeded per batch, the same in processes and threads; in coroutines, many of
+        which run at once, per sample. Outside a batch, and with ``rng="worker"``,
+        seeded once with ``seed``.
         """
         keyed = _KEYED.get()
         if keyed is not None:
@@ -44,46 +44,48 @@ class WorkerInfo:
 
 
 class _Here(threading.local):
-    """The worker that this thread is, and its generators by its own seed."""
+    """The info of this worker thread, and the generators of its own seed."""
 
     info: WorkerInfo | None = None
     rng: Keyed | None = None
 
 
 _HERE = _Here()
-# Of the current batch: a thread's own, and in coroutines each task's.
+# Generators of the current batch: per thread, and in coroutines per task.
 _KEYED: ContextVar[Keyed | None] = ContextVar("aioloader_rng", default=None)
-# Of a worker process, for all of its threads.
+# The info of a worker process, for all of its threads.
 _process: WorkerInfo | None = None
 
 
 def get_worker_info() -> WorkerInfo | None:
     """Return the info of this worker process or thread; None in the loader's own.
 
-    In a worker process ``torch.utils.data.get_worker_info()`` tells the same, but for
+    In a worker process ``torch.utils.data.get_worker_info()`` returns the same, without
     ``rng``.
     """
     return _HERE.info or _process
 
 
-def be_at(key: int) -> None:
+def use_batch_rng(key: int) -> None:
     """Set ``rng`` to the generators of a batch, in this thread or task."""
     _KEYED.set(Keyed(key))
 
 
-def be_at_sample(task: BatchTask, position: int, stage: int) -> None:
-    """Set ``rng`` to that of a sample of ``task``, or of all of it (position -1)."""
-    be_at(key_of_sample(task, position, stage) if position >= 0 else task.key or 0)
+def use_sample_rng(task: BatchTask, position: int, stage: int) -> None:
+    """Set ``rng`` to the generators of a sample, or of the batch (position -1)."""
+    use_batch_rng(
+        key_of_sample(task, position, stage) if position >= 0 else task.key or 0
+    )
 
 
 def be_worker_thread(info: WorkerInfo | None) -> None:
-    """Let ``get_worker_info`` return ``info`` in this thread, without a batch."""
+    """Make ``get_worker_info`` return ``info`` in this thread, outside any batch."""
     _HERE.info, _HERE.rng = info, None
     _KEYED.set(None)
 
 
 def be_worker_process(info: WorkerInfo, *, tell_torch: bool = False) -> None:
-    """Let ``get_worker_info`` return ``info`` in this process, and torch's too."""
+    """Make ``get_worker_info``, and torch's, return ``info`` in this process."""
     global _process  # noqa: PLW0603  (a process is one worker)
     _process = info
     if tell_torch:

@@ -1,7 +1,7 @@
 """Leases on workers: one per iteration, on a new pool or a kept one.
 
 Worker processes start with ``iter()``, as torch's do, others with the first request.
-With ``persistent_workers`` they stay when the iteration ends.
+With ``persistent_workers`` they outlive the iteration.
 """
 
 import threading
@@ -11,12 +11,12 @@ from typing import Literal, Protocol
 
 from aioloader._order.forks import fork_safe
 from aioloader._pipeline.batch_task import BatchTask
-from aioloader._pipeline.cpu import beside
+from aioloader._pipeline.cpu import in_new_thread
 from aioloader._pipeline.pipeline import Pipeline
 
 
 class WorkerPool(Protocol):
-    """Workers that may outlive an iteration."""
+    """A pool of workers that may outlive an iteration."""
 
     def wait_up(self) -> None:
         """Wait until the time that passes is the user's, not that of a start."""
@@ -53,14 +53,14 @@ class WorkerPool(Protocol):
 
 
 class Ending(Protocol):
-    """Workers of one iteration, which end with it."""
+    """Workers that end with their iteration."""
 
     def join(self) -> bool:
         """Wait, bounded, until they are gone; tell whether they are."""
 
 
 class Pools:
-    """The pools of one loader: a kept one, where workers are persistent."""
+    """The pools of one loader; persistent workers are kept here."""
 
     def __init__(self) -> None:
         self._kept: list[WorkerPool] = []
@@ -69,32 +69,32 @@ class Pools:
         weakref.finalize(self, _close_all, self._kept)
 
     def has_kept(self) -> bool:
-        """Tell whether an earlier iteration has left workers that take tasks."""
+        """Tell whether workers of an earlier iteration persist and take tasks."""
         return any(pool.is_open() for pool in self._kept)
 
     def open(self, start: Callable[[], WorkerPool], *, keep: bool) -> WorkerPool:
-        """Return the kept pool or a new one, which is then kept if ``keep``."""
+        """Return the kept pool or a new one, which is kept if ``keep`` is set."""
         if not keep:
             return start()
         with self._lock:
             for pool in self._kept:
                 if pool.is_open():
                     return pool
-            _close_all(self._kept)  # those that have failed
+            _close_all(self._kept)  # pools that have failed
             pool = start()
             self._kept[:] = [pool]
             return pool
 
     def join_later(self, workers: Ending) -> None:
-        """Wait for workers in ``close``: if their iterator is dropped, nobody did."""
+        """Make ``close`` wait for workers: nobody does if their iterator is dropped."""
         self._ending.add(workers)
 
     def drop(self) -> None:
-        """End kept workers, in the background: others take their place."""
+        """End kept workers in the background: others replace them."""
         _close_all(self._take())
 
     def close(self) -> None:
-        """End kept workers, and wait until all are gone, bounded."""
+        """End kept workers and wait until all have ended, bounded."""
         kept = self._take()
         for pool in kept:
             pool.end()
@@ -103,9 +103,9 @@ class Pools:
             workers.join()
 
     async def aclose(self) -> None:
-        """End kept workers, without blocking the loop."""
+        """End kept workers without blocking the loop."""
         if self._kept or self._ending:
-            await beside(self.close)
+            await in_new_thread(self.close)
 
     def _take(self) -> list[WorkerPool]:
         with self._lock:
@@ -122,10 +122,10 @@ class Lease:
     """Workers, as one iteration sees them.
 
     Args:
-        pools: Where workers are kept that outlive the iteration.
+        pools: Where persistent workers are kept.
         start: Starts workers; called with the first request.
         reads: Whether workers read the samples too.
-        keep: Whether the workers outlive the iteration, and serve the next ones.
+        keep: Whether the workers outlive the iteration and serve the next ones.
         pumps: Whether the consumer itself collects results while it waits.
     """
 
@@ -152,23 +152,23 @@ class Lease:
 
     @property
     def pump(self) -> "Lease | None":
-        """What the consumer collects results from while it waits, if it does."""
+        """This lease, if the consumer collects results while it waits."""
         return self if self._pumps else None
 
     def open(self, pipeline: Pipeline) -> None:
-        """Start the workers, or find those that are kept, once; it may take long."""
+        """Start the workers or find the kept ones, once; may take long."""
         if self._is_begun:
             return
         self._is_begun = True
         try:
             pool = self._pools.open(self._start, keep=self._keep)
-        except Exception as error:  # above all, what cannot be pickled
+        except Exception as error:  # mostly: something cannot be pickled
             pipeline.fail(error)
             return
         with self._lock:
             self._pool = pool
             if not self._keep:
-                # Code that waits for their end has joined them before.
+                # If anybody waits for their end, they are joined before this runs.
                 weakref.finalize(self, pool.close)
                 if self._is_over:
                     pool.end()

@@ -14,12 +14,12 @@ _PARTS = (
 
 
 def explain(spec: object, error: Exception, reducers: Reducers = _NONE) -> str:
-    """Return the message for ``spec``, the pickling of which gave ``error``.
+    """Return the message for ``spec``, whose pickling raised ``error``.
 
     Args:
         spec: The object that could not be pickled.
-        error: What pickling it raised.
-        reducers: How objects of some types are reduced.
+        error: The error of pickling it.
+        reducers: Reducers of some types.
     """
     for name in _PARTS:
         part = getattr(spec, name, None)
@@ -47,7 +47,7 @@ def _title(name: str, part: object) -> str:
 def _refusal(
     value: object, seen: set[int], reducers: Reducers
 ) -> tuple[str, object] | None:
-    """Return the path below ``value`` to the culprit, and the culprit; or None."""
+    """Return the path from ``value`` to the culprit, and the culprit; or None."""
     if len(seen) > 10_000 or id(value) in seen or _can_be_pickled(value, reducers):
         return None
     seen.add(id(value))
@@ -70,17 +70,17 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
         return [(f".{name}", part) for name, part in vars(value).items()]
     inner = ("func", "args", "keywords", "__self__")  # of partials and bound methods
     parts = [(f".{k}", getattr(value, k)) for k in inner if hasattr(value, k)]
-    # Its class comes last; workers cannot import it if it is of a script, or local.
+    # The class comes last: workers cannot import it if it is local or in a script.
     cls = type(value)
     is_sent = cls.__module__ == "__main__" or "<locals>" in cls.__qualname__
     return [*_state_of(value), *parts, *([("", cls)] if is_sent else [])]
 
 
 def _state_of(value: Any) -> list[tuple[str, Any]]:
-    """Return the attributes that ``value`` itself would have pickled."""
+    """Return the attributes that pickling ``value`` would visit."""
     try:
         state = value.__getstate__()
-    except Exception:  # of the user's
+    except Exception:  # of the user's code
         return []
     states = state if isinstance(state, tuple) else (state,)  # a dict, and slots
     return [

@@ -1,8 +1,8 @@
-"""How tensors are pickled between processes: their memory goes out of band.
+"""Pickle tensors between processes, with their memory out of band.
 
-Dense tensors of the CPU travel as the bytes that they span, at their strides. All other
-kinds travel as torch's own workers send them, with the difference that storages go out
-of band too.
+Dense CPU tensors are sent as the bytes that they span, with their strides. All other
+kinds are sent as torch's own workers send them, except that storages go out of band
+too.
 """
 
 import pickle
@@ -23,14 +23,14 @@ Span: TypeAlias = tuple[pickle.PickleBuffer, int, int]
 
 
 class Spans(Protocol):
-    """A list of the memory of tensors that are pickled."""
+    """A list that records the memory of pickled tensors."""
 
     def append(self, span: Span, /) -> None:
-        """Note one more."""
+        """Record one more."""
 
 
 def reducers(spans: Spans) -> Reducers:
-    """Return the reducers for one pickle, which note each tensor in ``spans``."""
+    """Return the reducers for one pickle, which record each tensor in ``spans``."""
     return {
         torch.Tensor: partial(_reduce, spans),
         torch.UntypedStorage: partial(_reduce_storage, spans),
@@ -38,11 +38,11 @@ def reducers(spans: Spans) -> Reducers:
 
 
 def _reduce(spans: Spans, tensor: torch.Tensor) -> Any:
-    """Reduce a plain tensor to its bytes, which go out of band."""
+    """Reduce a plain tensor to its bytes, out of band."""
     try:
         array = tensor.numpy()
         buffer = pickle.PickleBuffer(array)  # type: ignore[arg-type]
-    except (RuntimeError, TypeError):  # a type that numpy lacks, a gradient, no memory
+    except (RuntimeError, TypeError):  # no numpy dtype, a gradient, or no memory
         return _reduce_rare(spans, tensor)
     shape = array.shape
     if not array.flags.c_contiguous or not _has_usual_strides(tensor, shape):
@@ -87,7 +87,7 @@ def _reduce_rare(spans: Spans, tensor: torch.Tensor) -> Any:
 
 
 def _flipped(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:  # noqa: FBT001
-    """Return a view of the same memory with bits flipped that are True."""
+    """Return a view of the same memory with the given bits flipped."""
     tensor = tensor.conj() if conj else tensor
     return torch._neg_view(tensor) if neg else tensor  # noqa: SLF001
 
@@ -116,7 +116,7 @@ def _rebuild_empty(
 
 
 def _rebuild_quietly(rebuild: Callable[..., torch.Tensor], args: Any) -> torch.Tensor:
-    """Rebuild by a function of torch's that torch itself calls deprecated."""
+    """Rebuild with a function of torch's that torch itself deprecates."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return rebuild(*args)

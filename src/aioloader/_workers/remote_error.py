@@ -1,8 +1,8 @@
-"""The user's exceptions, from a worker to the loader: same type, the remote traceback.
+"""The user's exceptions, sent from a worker to the loader with the remote traceback.
 
-An exception that pickling would mangle is rebuilt without its constructor, and without
-attributes that cannot cross; only one whose class cannot is a ``WorkerError`` instead,
-with the remote text.
+They keep their type. An exception that does not survive pickling is rebuilt without its
+constructor and without attributes that cannot be pickled; only if its class cannot, it
+becomes a ``WorkerError`` with the remote text.
 """
 
 import traceback
@@ -19,13 +19,13 @@ _MOST_TEXT = 20_000
 
 @dataclass(frozen=True)
 class RemoteError:
-    """An exception on its way.
+    """An exception in transit.
 
     Attributes:
-        pickled: The exception, header and buffers; None if it refused.
+        pickled: The exception, header and buffers; None if it cannot be pickled.
         name: Name of its type.
         text: Its traceback in the worker.
-        notes: Its notes, which some classes forget when they are pickled.
+        notes: Its notes, which some classes lose in pickling.
         worker: Number of the worker.
     """
 
@@ -49,7 +49,7 @@ class RemoteError:
         return cls(_pickled(error), type(error).__name__, text, notes, worker)
 
     def raisable(self) -> BaseException:
-        """Return the exception, with notes that say what happened where."""
+        """Return the exception, with notes on where it was raised."""
         caught = f"Caught {self.name} in DataLoader worker process {self.worker}."
         text = f"{caught}\nOriginal {self.text}"
         try:
@@ -68,13 +68,13 @@ class RemoteError:
 
 
 def _pickled(error: BaseException) -> tuple[bytes, list[bytearray]] | None:
-    """Return a pickle that was seen to come back as the same type."""
+    """Return a pickle that was checked to restore the same type."""
     for form in (error, _Bare(error), _Bare(error, is_text=True)):
         try:
             header, buffers = encode(form, REDUCERS)
             raws = [bytearray(buffer.raw()) for buffer in buffers]
             back = decode(header, raws)
-        except Exception:  # noqa: S112  (of the user's class; the next form is barer)
+        except Exception:  # noqa: S112  (of the user's class; the next form keeps less)
             continue
         if type(back).__name__ == type(error).__name__:
             return header, raws
@@ -86,8 +86,7 @@ class _Bare:
 
     Args:
         error: The exception.
-        is_text: Whether only its text is kept, where args or attributes hold what
-            cannot be pickled.
+        is_text: Whether to keep only its text, if args or attributes cannot be pickled.
     """
 
     def __init__(self, error: BaseException, *, is_text: bool = False) -> None:

@@ -1,7 +1,7 @@
-"""Batches made in another process: how a worker makes them, and what it answers.
+"""Batches made in another process: how a worker makes them, and its answers.
 
-The workers of executors and of Ray also get their requests from here: the
-``WorkerSpec`` once, then requests, both pickled to a header and its buffers.
+This also has the requests to workers of executors and of Ray: the ``WorkerSpec`` once,
+then requests, both pickled to a header and its buffers.
 """
 
 from collections import deque
@@ -32,21 +32,21 @@ def pack_spec(spec: WorkerSpec) -> tuple[bytes, Buffers]:
     """Return the pickle of ``spec``; its buffers are not copied.
 
     Raises:
-        WorkerStartError: If it cannot be pickled; names the attribute and a way out.
+        WorkerStartError: If it cannot be pickled; names the attribute and a remedy.
     """
     try:
         send_by_value_what_cannot_be_imported()
         return encode_by_value(spec, REDUCERS)
-    except Exception as error:  # whatever a user's object raises
+    except Exception as error:  # user objects may raise anything
         raise WorkerStartError(explain(spec, error)) from error
 
 
 def maker_of(spec: WorkerSpec, **options: Any) -> BatchMaker:
-    """Return how a worker makes batches.
+    """Return the batch maker of a worker.
 
     Args:
-        spec: What it does.
-        options: Others of the maker's: how it seeds, and memory for batches.
+        spec: What the worker does.
+        options: Further options of the maker: seeding, and memory for batches.
     """
     return BatchMaker(
         spec.dataset if spec.reads else (),
@@ -72,10 +72,10 @@ def pack_request(
     Args:
         pipeline: The iteration.
         task: The batch.
-        reads: Whether the worker reads the samples; else they go along.
+        reads: Whether the worker reads the samples; otherwise they are sent along.
 
     Raises:
-        Exception: What the user's classes raise when they are pickled.
+        Exception: What the user's classes raise when pickled.
     """
     samples = None if reads else task.samples
     keys = task.key, task.sample_keys
@@ -84,7 +84,7 @@ def pack_request(
 
 
 def open_request(maker: BatchMaker, request: Packed) -> BatchTask:
-    """Return the task of a request, and set the maker to its epoch."""
+    """Return the task of a request; set the maker to its epoch."""
     maker.epoch, *fields, samples = decode(*request)
     task = BatchTask(*fields)
     if samples is not None:
@@ -93,7 +93,7 @@ def open_request(maker: BatchMaker, request: Packed) -> BatchTask:
 
 
 def of_both(task: BatchTask, made: Sequence[float]) -> Made:
-    """Return when a batch was made: read here, perhaps, and finished by a worker."""
+    """Return when a batch was made, combining reads here with a worker's times."""
     began, read, started, transformed, collated, busy, cpu = made
     if not began:
         began, read, busy = task.began, task.read, task.busy
@@ -103,10 +103,10 @@ def of_both(task: BatchTask, made: Sequence[float]) -> Made:
 def pack_answer(
     maker: BatchMaker, task: BatchTask, result: BatchResult, worker: int
 ) -> tuple[bytes, Buffers]:
-    """Return the pickle of a result, and of the failures on the way to it.
+    """Return the pickle of a result and of the samples that failed.
 
     Args:
-        maker: Its latest failures are removed.
+        maker: The maker, whose latest failures are removed.
         task: The batch.
         result: Its result.
         worker: Number of the worker.
@@ -131,11 +131,11 @@ def pack_answer(
 
 
 class Answer(NamedTuple):
-    """What came of a request, if it is not just a batch.
+    """The result of a request, if it is not just a batch.
 
     Attributes:
         batch: The batch, if there is one.
-        error: What to raise instead, a ``RemoteError``.
+        error: The ``RemoteError`` to raise instead.
         is_empty: Every sample was skipped.
         is_end: The stream has ended.
         failures: Samples that failed and were skipped or replaced, as ``Failure``s
@@ -143,8 +143,8 @@ class Answer(NamedTuple):
         retries: As in ``BatchResult``.
         state: The state of a replica's stream after the batch.
         dataset: As in ``BatchResult``.
-        made: As in ``BatchResult``, if the pool does not send it apart.
-        lane: So.
+        made: As in ``BatchResult``, if the pool does not send it separately.
+        lane: As in ``BatchResult``.
     """
 
     batch: Any = None
@@ -160,7 +160,7 @@ class Answer(NamedTuple):
 
 
 def sendable(failures: deque[Failure], worker: int) -> list[Failure]:
-    """Remove and return the latest failures, in a form that can be sent."""
+    """Remove and return the latest failures, in a picklable form."""
     found = [failures.popleft() for _ in range(len(failures))]
     return [
         replace(one, error=RemoteError.of(one.error, worker))  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ def sendable(failures: deque[Failure], worker: int) -> list[Failure]:
 
 
 def opened(answer: Answer, task: BatchTask) -> tuple[BatchResult, list[Failure]]:
-    """Return the result and the failures of an answer, as the pipeline knows them."""
+    """Return the pipeline's form of an answer: the result and the failures."""
     error = answer.error.raisable() if answer.error is not None else None
     failures = [
         Failure(**{**vars(one), "error": one.error.raisable()})

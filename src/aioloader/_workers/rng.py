@@ -1,8 +1,8 @@
 """Random numbers that depend on the batch, not on the worker that makes it.
 
 Before each batch the generators of torch, random and numpy are seeded from (base seed,
-epoch, batch number), so that augmentations are the same whatever the number of workers,
-their scheduling or a replay. Python's and numpy's own seeding do the mixing.
+epoch, batch number), so that augmentations do not depend on the number of workers,
+their scheduling or a replay. Python's and numpy's own seeding does the mixing.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ _KEY = struct.Struct("<4q")
 
 
 def key_of(base_seed: int, *place: int) -> int:
-    """Return a seed of 63 bits for a place, such as (epoch, batch number).
+    """Return a 63-bit seed for a place, such as (epoch, batch number).
 
     Args:
-        base_seed: What the loader drew for the epoch.
+        base_seed: The seed that the loader drew for the epoch.
         place: At most three numbers.
     """
     numbers = (*place, -1, -1, -1)[:3]
@@ -52,22 +52,22 @@ class BatchKeys:
 
 @dataclass(frozen=True)
 class SampleKeys:
-    """The seeds of samples, whatever batches and ranks they are in (``"sample"``)."""
+    """The seeds of samples (``"sample"``), independent of batches and ranks."""
 
     base_seed: int
     epoch: int
     part: Part
 
     def __call__(self, _number: int, first: int) -> tuple[int, tuple[int, int, int]]:
-        """Return the key of a batch, and what those of its samples are derived from."""
+        """Return the key of a batch, and the base of its samples' keys."""
         of_epoch = key_of(self.base_seed, self.epoch)
         return key_of(of_epoch, first), (of_epoch, first, self.part.world_size)
 
 
 def key_of_sample(task: BatchTask, position: int, stage: int) -> int:
-    """Return the seed of one sample of ``task``, in one of its stages.
+    """Return the seed of one sample of ``task`` in one of its stages.
 
-    With ``rng="sample"`` it tells nothing of the batch that the sample is in.
+    With ``rng="sample"`` it does not depend on the sample's batch.
     """
     if task.sample_keys is None:
         return key_of(task.key or 0, position, stage)
@@ -93,7 +93,7 @@ class Keyed:
     """Generators of one batch, for code that does not draw from the global ones.
 
     Attributes:
-        key: What they are seeded with.
+        key: The seed of all of them.
     """
 
     key: int
@@ -115,7 +115,7 @@ class Keyed:
 
 
 def states() -> tuple[Any, ...]:
-    """Return the states of the global generators, in a form that can be compared."""
+    """Return the states of the global generators in a comparable form."""
     numpy_state = np.random.get_state(legacy=True)
     return (
         torch.default_generator.get_state().numpy().tobytes(),

@@ -1,9 +1,9 @@
-"""How a worker seeds the random generators, before each batch or sample."""
+"""Seeding of a worker's random generators, before each batch or sample."""
 
 from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
 
 from aioloader._pipeline.batch_task import BatchTask
-from aioloader._workers.info import be_at, be_at_sample
+from aioloader._workers.info import use_batch_rng, use_sample_rng
 from aioloader._workers.rng import key_of_sample, seed_all, states
 from aioloader._workers.worker_spec import WorkerSpec
 
@@ -19,7 +19,7 @@ class Seeded:
     def __enter__(self) -> None:
         if self._key is not None:
             seed_all(self._key)
-            be_at(self._key)
+            use_batch_rng(self._key)
 
     def __exit__(self, *_exc: object) -> None:
         pass
@@ -32,15 +32,15 @@ def seed_batch(task: BatchTask) -> None:
 
 
 def seed_for_sample(task: BatchTask, position: int, stage: int) -> None:
-    """Seed the global generators for a sample of ``task``, in one of its stages."""
+    """Seed the global generators for a sample of ``task`` in one of its stages."""
     seed_all(key_of_sample(task, position, stage))
-    be_at_sample(task, position, stage)
+    use_sample_rng(task, position, stage)
 
 
 def initialise(spec: WorkerSpec, worker: int) -> bool:
-    """Call the user's init function; tell whether it seeded the generators.
+    """Call the user's init function; return whether it seeded the generators.
 
-    A data pipe is then sharded among the workers, as in torch.
+    Then shard a data pipe among the workers, as in torch.
     """
     init, before = spec.worker_init_fn, None
     if init is not None:

@@ -1,8 +1,8 @@
-"""Worker threads: for code that releases the interpreter's lock, or a Python without.
+"""Worker threads, for code that releases the GIL or a Python without one.
 
-Threads pull tasks from one queue, whichever is free, and write batches into recycled
-memory. They share the dataset and the process's generators; generators of their own are
-in ``get_worker_info().rng``.
+Free threads pull tasks from one queue and write batches to recycled memory. They share
+the dataset and the process's generators; each has its own generators in
+``get_worker_info().rng``.
 """
 
 import queue
@@ -20,15 +20,15 @@ from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.waiting import Latch
-from aioloader._workers.info import WorkerInfo, be_at, be_worker_thread
+from aioloader._workers.info import WorkerInfo, be_worker_thread, use_batch_rng
 from aioloader.errors import LoaderClosedError
 
-# How long a close waits for a batch that is being made, in seconds.
+# How long a close waits for a batch in progress, in seconds.
 _GRACE = 10.0
 
 
 class KeyedHere:
-    """Let ``get_worker_info().rng`` be that of a task, in this thread, meanwhile."""
+    """Set ``get_worker_info().rng`` to a task's generators in this thread."""
 
     __slots__ = ("_key",)
 
@@ -37,7 +37,7 @@ class KeyedHere:
 
     def __enter__(self) -> None:
         if self._key is not None:
-            be_at(self._key)
+            use_batch_rng(self._key)
 
     def __exit__(self, *_exc: object) -> None:
         pass
@@ -50,7 +50,7 @@ class ThreadWorkers:
         number: How many threads.
         reads: Whether they read the samples too.
         init: The user's ``worker_init_fn``, or None.
-        base_seed: Of the iteration; a worker's seed is its number more.
+        base_seed: The iteration's seed; a worker adds its number to it.
     """
 
     place: Literal["thread"] = "thread"
@@ -69,7 +69,7 @@ class ThreadWorkers:
         self._init = init
         self._base_seed = base_seed
         self._tasks: queue.SimpleQueue[BatchTask] = queue.SimpleQueue()
-        self._over: list[bool] = []  # not empty: so it is
+        self._over: list[bool] = []  # not empty: it is over
         self._threads: list[CpuThread] = []
         self._ended = [Latch() for _ in range(number)]
         self._in_flight: dict[int, tuple[BatchTask, float]] = {}  # by thread
@@ -81,11 +81,11 @@ class ThreadWorkers:
             thread.post(partial(self._live, pipeline, worker))
             thread.stop(self._ended[worker].set)
             self._threads.append(thread)
-        # At the interpreter's exit, before anybody waits for the threads.
+        # Runs at the interpreter's exit, before the threads are joined.
         weakref.finalize(self, _end, self._over, self._tasks, self._number)
 
     def wait_up(self) -> None:
-        """Wait for nothing."""
+        """Return at once."""
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:  # noqa: ARG002  (the pool's protocol)
         """Have the rest of ``task`` made."""
@@ -108,7 +108,7 @@ class ThreadWorkers:
         return are_gone
 
     def explain(self, task: BatchTask) -> str:
-        """Say which thread has ``task``, since when, and where it is."""
+        """Describe the thread that has ``task``, since when, and its stack."""
         for ident, (held, since) in list(self._in_flight.items()):
             if held is task:
                 frame = sys._current_frames().get(ident)  # noqa: SLF001  (the only way)
@@ -134,7 +134,7 @@ class ThreadWorkers:
         try:
             if self._init is not None:
                 self._init(worker)
-        except BaseException as error:  # of the user's; raised by the consumer
+        except BaseException as error:  # of user code; raised by the consumer
             pipeline.fail(error)
             return
         ident = threading.get_ident()
@@ -147,7 +147,7 @@ class ThreadWorkers:
             del task, result  # the consumer may drop it before the next one comes
 
     def _pause(self, seconds: float) -> None:
-        """Wait before another attempt, unless the iteration is over."""
+        """Sleep before another attempt; raise if the iteration is over."""
         if self._over:
             raise LoaderClosedError("the iterator was closed")
         time.sleep(seconds)
@@ -157,7 +157,7 @@ _LAST = BatchTask(-1, ())
 
 
 def _end(over: list[bool], tasks: "queue.SimpleQueue[BatchTask]", number: int) -> None:
-    """End so many threads after their current batches."""
+    """End ``number`` threads after their current batches."""
     over.append(True)
     for _ in range(number):
         tasks.put(_LAST)
@@ -166,7 +166,7 @@ def _end(over: list[bool], tasks: "queue.SimpleQueue[BatchTask]", number: int) -
 def make(
     pipeline: Pipeline, task: BatchTask, pause: Callable[[float], object]
 ) -> BatchResult:
-    """Make the rest of ``task``, in this thread; errors are its result."""
+    """Make the rest of ``task`` in this thread; return errors."""
     maker, cpu = pipeline.maker, processor_time(task.number)
     try:
         with maker.around(task):

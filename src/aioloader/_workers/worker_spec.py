@@ -1,8 +1,8 @@
-"""What a loader sends to its workers, once: functions, dataset, surroundings.
+"""What a loader sends to its workers once: functions, dataset, surroundings.
 
-Pickled by value, so that lambdas, local classes and notebooks work; large buffers lie
-in one memory file that every worker maps privately: one copy in all, and none of them
-sees what another one, or the loader, writes.
+Pickled by value, so that lambdas, local classes and notebooks work; large buffers are
+in one memory file that every worker maps privately: there is one copy in total, and no
+worker sees writes of another one or the loader.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from aioloader.protocols import (
 
 _HEAD = struct.Struct("<qq")  # bytes of the header, number of buffers
 _PLACE = struct.Struct("<qq")
-# Big buffers begin at a page; small ones share pages.
+# Big buffers start on a page of their own; small ones share pages.
 _ALIGN, _ALIGN_SMALL, _BIG = 4096, 64, 1 << 16
 
 
@@ -52,17 +52,17 @@ class WorkerSpec:
     """What every worker of a loader needs to know.
 
     Attributes:
-        dataset: The dataset, or None where the loader reads and workers do the rest.
-        on_error: The policy for failed samples; its budget is kept by the loader.
+        dataset: The dataset, or None if the loader reads and workers do the rest.
+        on_error: The policy for failed samples; the loader keeps its budget.
         concurrency: Samples in flight on a worker's own loop.
         window: Batches that such a worker makes at once.
-        in_flight: Batches in flight in all.
+        in_flight: Batches in flight in total.
         part: Which rank's samples are made.
-        snapshot_every: Batches from one state of a stateful stream to the next.
+        snapshot_every: Batches between two states of a stateful stream.
         keeps_step: Whether other ranks read the same batches.
-        is_even: Whether all ranks have as many batches.
-        lifespan: Returns what is entered where samples are read, or None.
-        datasets: States to give to the copies of a map-style dataset, by worker.
+        is_even: Whether all ranks have the same number of batches.
+        lifespan: The loader's ``lifespan`` argument, or None.
+        datasets: States for the copies of a map-style dataset, by worker.
     """
 
     dataset: Any
@@ -97,15 +97,15 @@ class WorkerSpec:
         return not any(map(is_async_function, functions))
 
     def is_replicated(self) -> bool:
-        """Tell whether each worker reads a stream of its own."""
+        """Tell whether each worker reads its own stream."""
         return self.reads and kind_of(self.dataset) is not Kind.MAP
 
     def is_addressed(self) -> bool:
         """Tell whether each request is for a certain worker, not for any free one.
 
-        So it is for replicas, for stateful map-style datasets (each copy's state
-        depends on what it has read), where random numbers are the worker's own, and
-        where the user's init function may have made them so. These are torch's turns.
+        True for replicas, for stateful map-style datasets (each copy's state depends on
+        what it has read), and if random numbers are the worker's own, or the user's
+        init function may have made them so. The turns are the same as torch's.
         """
         is_own = self.rng == "worker" or self.worker_init_fn is not None
         return is_own or self.is_replicated() or self.has_copies()
@@ -125,7 +125,7 @@ QUIET = {
 
 
 def _logging_levels() -> dict[str, int]:
-    """Return the levels that loggers were set to; the root's by an empty name."""
+    """Return the levels of loggers; the root logger has an empty name."""
     root = logging.getLogger()
     found = {
         name: logger.level
@@ -137,10 +137,10 @@ def _logging_levels() -> dict[str, int]:
 
 @dataclass
 class Surroundings:
-    """The state of a process that code relies on.
+    """The state of a process that user code relies on.
 
-    For workers that are not forked from the user's process, where all of this is as it
-    was when the iteration began.
+    For workers that are not forked from the user's process: they get the state at the
+    start of the iteration.
     """
 
     directory: str = field(default_factory=os.getcwd)
@@ -157,9 +157,9 @@ class Surroundings:
     )
 
     def enter(self) -> None:
-        """Make them this process's own, before anything of the user's is imported.
+        """Apply them to this process, before any user code is imported.
 
-        Libraries that would start threads when they are imported do not, here.
+        Libraries that would start threads on import are kept from it.
         """
         os.environ.clear()
         os.environ.update(self.environment | QUIET)
@@ -169,7 +169,7 @@ class Surroundings:
         with contextlib.suppress(OSError):  # of processors that went offline
             os.sched_setaffinity(0, self.affinity)
         warnings.filters[:] = _unpickled(self.filters)  # type: ignore[index]
-        warnings._filters_mutated()  # type: ignore[attr-defined]  # noqa: SLF001  (else caches stay)
+        warnings._filters_mutated()  # type: ignore[attr-defined]  # noqa: SLF001  (clears caches)
         torch.set_default_dtype(self.dtype)
         np.seterr(**self.numpy_errors)
         for name, level in self.levels.items():
@@ -177,13 +177,13 @@ class Surroundings:
         multiprocessing.current_process().authkey = self.secret
 
     def enter_environment(self) -> None:
-        """Make the environment variables this process's own, all of them."""
+        """Replace all environment variables of this process."""
         os.environ.clear()
         os.environ.update(self.environment)
 
 
 def _pickled(objects: Iterable[Any]) -> list[bytes]:
-    """Return the objects that can be pickled: such lists may hold anything."""
+    """Return pickles of the objects that can be pickled."""
     found = []
     for one in objects:
         with contextlib.suppress(Exception):
@@ -200,24 +200,24 @@ def _unpickled(pickles: Iterable[bytes]) -> list[Any]:
 
 
 def send_by_value_what_cannot_be_imported() -> None:
-    """Have modules that another process would not find travel by value.
+    """Register modules that other processes cannot import for pickling by value.
 
-    They were loaded from a file: a test by pytest, a configuration, a plugin.
+    These were loaded from a file: a test by pytest, a configuration, a plugin.
     """
     for name, module in list(sys.modules.items()):
         if "." not in name and isinstance(module, ModuleType) and not _is_known(name):
-            with contextlib.suppress(ValueError):  # it has another name there
+            with contextlib.suppress(ValueError):  # it is imported under another name
                 cloudpickle.register_pickle_by_value(module)
 
 
 @functools.cache
 def _is_known(name: str) -> bool:
-    """Tell whether a process with the same ``sys.path`` finds a top-level module."""
+    """Tell whether a process with the same ``sys.path`` can import a module."""
     if name in sys.stdlib_module_names or name == "__main__":
         return True
-    if name == "__mp_main__":  # of a process that multiprocessing has spawned
+    if name == "__mp_main__":  # the main module in a spawned process
         return False
-    with contextlib.suppress(Exception):  # of somebody's finder
+    with contextlib.suppress(Exception):  # of a third-party finder
         return any(finder.find_spec(name, None) for finder in sys.meta_path)
     return True
 
@@ -225,10 +225,10 @@ def _is_known(name: str) -> bool:
 def ship(spec: WorkerSpec) -> int:
     """Write ``spec`` to a memory file; return its descriptor, owned by the caller.
 
-    Nothing in it is changed, and no buffer is copied on the way.
+    It is not changed, and each buffer is copied only into the file.
 
     Raises:
-        WorkerStartError: If it cannot be pickled; names the attribute and a way out.
+        WorkerStartError: If it cannot be pickled; names the attribute and a remedy.
     """
     send_by_value_what_cannot_be_imported()
     try:
@@ -261,7 +261,7 @@ def ship(spec: WorkerSpec) -> int:
 
 
 def receive(file: int) -> WorkerSpec:
-    """Return the spec in ``file``; its buffers are private, writable maps of it."""
+    """Return the spec in ``file``; its buffers are private, writable mappings."""
     memory = memoryview(mmap.mmap(file, 0, flags=mmap.MAP_PRIVATE))
     length, count = _HEAD.unpack_from(memory)
     at = _HEAD.size + count * _PLACE.size
@@ -293,13 +293,13 @@ def _write(file: int, data: memoryview, at: int) -> None:
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if tensor.is_shared():  # type: ignore[no-untyped-call]
         raise pickle.PicklingError(
-            "a tensor in shared memory (share_memory_) is shared by inheritance alone"
+            "a tensor in shared memory (share_memory_) is shared only by inheritance"
         )
     return REDUCERS[torch.Tensor](tensor)
 
 
 def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
-    """Reduce an array that is mapped from a file to where it is in the file."""
+    """Reduce an array mapped from a file to its place in the file."""
     root: Any = array
     while isinstance(root.base, np.ndarray):
         root = root.base

@@ -187,6 +187,6 @@ def rank_and_a_sampler_of_lightnings(kit: Kit) -> Any:
     try:
         trainer(kit, max_epochs=1).fit(Model(), loader)
     except ValueError as error:
-        assert "would both deal" in str(error)
+        assert "would both split" in str(error)
         return None
     raise AssertionError("dealt twice")

@@ -1,10 +1,10 @@
-"""A batch as it crosses between processes: written once, read in place.
+"""The encoding of batches between processes: written once, read in place.
 
-While a batch is collated, ``default_collate`` takes its memory from the slot; tensors
-that are elsewhere when the batch is packed (those of a custom collate function) are
-copied in. Small batches travel inside the frame: below some 64 KB a copy is cheaper
-than a slot. A small batch of plain tensors is not pickled either: its structure is
-described once, and the description is found again by its bytes.
+``default_collate`` allocates its result in the slot; tensors that are elsewhere when
+the batch is packed (from a custom collate function) are copied in. Small batches travel
+inside the frame: below about 64 KB a copy is cheaper than a slot. A small batch of
+plain tensors is not pickled either: a description of its structure is cached, and
+looked up by its bytes.
 """
 
 import pickle
@@ -32,20 +32,20 @@ from aioloader._workers.reducers import Span, reducers
 _HEAD = struct.Struct("<qqqqqqq")
 _PLACE = struct.Struct("<qq")  # first byte and size of a buffer
 _HEADER_INLINE = 1 << 14
-# In place of a slot's number: a description follows, of so many bytes, and raw tensors.
+# Instead of a slot number: a description of so many bytes and raw tensors follow.
 _PLAIN = -2
 _PLAIN_HEAD = struct.Struct("<qq")
-# Descriptions that are kept: batches of varying sizes need many.
+# Limit on cached descriptions: batches of varying sizes need many.
 _MOST_DESCRIPTIONS = 256
 
 
 class Packer:
-    """The sender's side: lends memory of a slot, and packs what is to be sent.
+    """The sender's side: lend memory of a slot, and pack a batch to send.
 
-    One batch at a time: a thread that packs has a packer of its own.
+    One batch at a time: each thread has its own packer.
 
     Args:
-        arena: Where slots are taken.
+        arena: The arena of the slots.
         inline_bytes: Up to this size a batch travels inside the frame.
     """
 
@@ -59,13 +59,13 @@ class Packer:
         self._described: dict[Any, tuple[bytes, list[bytes]]] = {}
 
     def reset(self) -> None:
-        """Begin a new batch; what was lent for one that came to nothing is free."""
+        """Start a new batch; memory lent for a failed one is free again."""
         if self._ref is not None:
             self._arena.give_back(self._ref)
         self._forget()
 
     def lease(self, nbytes: int) -> Any:
-        """Return writable memory for a part of the batch, in its slot if that has room.
+        """Return writable memory for a part of the batch, in its slot if it fits.
 
         Raises:
             BatchTooLargeError: If the machine has no memory for it.
@@ -76,20 +76,20 @@ class Packer:
         self._used = start + nbytes
         if self._used > len(self._view):
             return np.empty(nbytes, np.uint8)  # the slot of the next batch is larger
-        # Not a numpy view, which would forget who owns the memory.
+        # A numpy view would not keep the owner of the memory alive.
         return _bytes_of(self._view)[start : start + nbytes]
 
     def pack(self, value: Any) -> list[bytes | memoryview]:
-        """Return the parts of the frame; large ones are in the slot by then.
+        """Return the parts of the frame, after writing large ones to the slot.
 
         Raises:
-            Exception: What pickling ``value`` raised.
+            Exception: The error of pickling ``value``.
             BatchTooLargeError: If the machine has no memory for it.
         """
         return self._plain(value) or self._pickled(value)
 
     def _plain(self, value: Any) -> list[Any] | None:
-        """Return the parts of a small batch of plain tensors; None if it is another."""
+        """Return the parts of a small batch of plain tensors, or None."""
         if self._ref is not None:
             return None
         arrays: list[npt.NDArray[Any]] = []
@@ -119,7 +119,7 @@ class Packer:
         spans: list[Span] = []
         header, buffers = encode(value, reducers(spans))
         if _have_small_overlaps(spans):
-            # Tensors of one memory stay together, however small.
+            # Tensors that share memory stay together, however small.
             spans.clear()
             header, buffers = encode(value, reducers(spans), least_bytes=0)
         of_tensors = {id(buffer): address for buffer, address, _ in spans}
@@ -131,7 +131,7 @@ class Packer:
             self.reset()
             return _inline(header, lay_out(raws, addresses, 0))
         if len(header) > _HEADER_INLINE:
-            # A list of long strings, say: the header is one more buffer.
+            # E.g. a list of long strings: the header is one more buffer.
             return self._in_slot(b"", [*raws, memoryview(header)], [*addresses, 0])
         return self._in_slot(header, raws, addresses)
 
@@ -155,7 +155,7 @@ class Packer:
         if self._ref is None:
             return self._move(lay_out(raws, addresses, 0))
         begin, size = _address(self._view), len(self._view)
-        # An array that is not a tensor's may be in the slot too.
+        # Other arrays than tensors' may be in the slot too.
         places = [(_address(raw) - begin, raw.nbytes) for raw in raws]
         rest = [k for k, (at, _) in enumerate(places) if not 0 <= at < size]
         if rest:
@@ -186,7 +186,7 @@ class Packer:
 
 
 def _have_small_overlaps(spans: list[Span]) -> bool:
-    """Tell whether tensors of one memory were separated by what stays in the header."""
+    """Tell whether some tensors that share memory would stay in the header."""
     if len(spans) < 2 or min(nbytes for *_, nbytes in spans) >= LEAST_BYTES:
         return False
     return do_overlap([(address, nbytes) for _, address, nbytes in spans])
@@ -195,13 +195,13 @@ def _have_small_overlaps(spans: list[Span]) -> bool:
 def unpack(
     frame: bytes | memoryview, at: int, arena: ArenaReader, *, copy: bool = False
 ) -> Any:
-    """Return what was packed; its large parts are views of the slot.
+    """Return the packed batch; its large parts are views of the slot.
 
     Args:
-        frame: A frame that holds a packed batch.
-        at: Where in the frame it begins.
+        frame: A frame with a packed batch.
+        at: Offset of the batch in the frame.
         arena: The reader's side of the sender's arena.
-        copy: Take private copies and free the slot at once.
+        copy: Make private copies and free the slot at once.
     """
     number, length = _PLAIN_HEAD.unpack_from(frame, at)
     if number == _PLAIN:
@@ -222,7 +222,7 @@ def unpack(
 
 
 def slot_of(frame: bytes | memoryview, at: int) -> SlotRef | None:
-    """Return the slot that a packed batch is in, if it is in one."""
+    """Return the slot of a packed batch, if it has one."""
     if _PLAIN_HEAD.unpack_from(frame, at)[0] == _PLAIN:
         return None
     ref = SlotRef(*_HEAD.unpack_from(frame, at)[:3])
@@ -242,7 +242,7 @@ def _inline(header: bytes, layout: Layout) -> list[Any]:
 
 # -- small batches of plain tensors ---------------------------------------------------
 
-# What describing a batch raises if it is not one of plain tensors.
+# Errors of describing a batch that does not consist of plain tensors.
 _NOT_PLAIN = (TypeError, RuntimeError)
 
 
@@ -255,7 +255,7 @@ class _Leaf(NamedTuple):
 
 
 def _form_of(value: Any, arrays: list[npt.NDArray[Any]], addresses: list[Place]) -> Any:
-    """Return the structure of a batch as a key, and note its arrays.
+    """Return the structure of a batch as a key; append its arrays.
 
     Raises:
         TypeError: If it is not made of plain tensors in lists, tuples and dicts.
@@ -265,7 +265,7 @@ def _form_of(value: Any, arrays: list[npt.NDArray[Any]], addresses: list[Place])
     if kind is torch.Tensor:
         array, shape = value.numpy(), value.shape
         if not value.is_contiguous() or 0 in shape or 1 in shape:
-            raise TypeError("strides that do not follow from the shape, perhaps")
+            raise TypeError("strides may not follow from the shape")
         arrays.append(array)
         addresses.append((value.data_ptr(), value.nbytes))
         return value.dtype, shape
@@ -273,7 +273,7 @@ def _form_of(value: Any, arrays: list[npt.NDArray[Any]], addresses: list[Place])
         raise TypeError("no tensor")
     if kind is dict:
         if {*map(type, value)} != {str}:
-            raise TypeError("keys that may be equal and yet not the same")
+            raise TypeError("keys may be equal without being the same")
         keys, value = tuple(value), value.values()
     else:
         keys = ()
@@ -281,7 +281,7 @@ def _form_of(value: Any, arrays: list[npt.NDArray[Any]], addresses: list[Place])
 
 
 def _describe(form: Any, arrays: list[npt.NDArray[Any]]) -> tuple[bytes, list[bytes]]:
-    """Return the head of a frame for such a batch, and what follows each array."""
+    """Return the head of a frame for such a batch, and the padding after each array."""
     leaves, gaps, start = [], [], 0
     for array in arrays:
         leaves.append(_Leaf(array.shape, array.dtype.str, start))
@@ -299,7 +299,7 @@ def _without_leaves(form: Any) -> Any:
     return kind, keys, [_without_leaves(part) for part in parts]
 
 
-# By the bytes of a description: the structure and the leaves of a batch.
+# Maps the bytes of a description to the structure and the leaves of a batch.
 _DESCRIPTIONS: dict[bytes, tuple[Any, list[_Leaf]]] = {}
 
 
@@ -334,7 +334,7 @@ def _assemble(form: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def _address(buffer: Any) -> int:
-    """Return where the memory of a buffer begins; 0 for an empty one."""
+    """Return the address of a buffer; 0 for an empty one."""
     if not len(buffer):
         return 0
     memory = np.frombuffer(buffer, np.uint8)
@@ -342,5 +342,5 @@ def _address(buffer: Any) -> int:
 
 
 def _bytes_of(array: npt.NDArray[np.uint8]) -> memoryview:
-    """Return the memory of ``array``, which it keeps: a numpy view would forget it."""
+    """Return the memory of ``array`` and keep it alive; a numpy view would not."""
     return memoryview(array)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""Which batch is with which worker process: tickets, queues and workers of one pool.
+"""Assign batches to worker processes: tickets, queues and workers of one pool.
 
 A ticket is one request. It waits here until its queue has room, then in the kernel
 until a worker takes it, and is removed when its result arrives. Synchronous; used under
-the pool's lock. The dispatcher owns the descriptors that requests and batches need.
+the pool's lock. The dispatcher owns the descriptors for requests and batches.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ _INLINE_BYTES = 1 << 15
 
 @dataclass(eq=False)
 class Queue:
-    """Requests on their way: to whichever worker is free, or to a certain one.
+    """A queue of requests, for any free worker or for a certain one.
 
     Attributes:
-        near: The end that sends.
-        far: The workers' end: to pass on, and to take requests back from.
+        near: The sending end.
+        far: The workers' end: passed to them, and used to take requests back.
         waiting: Tickets (numbers) and other frames that the kernel had no room for.
     """
 
@@ -46,7 +46,7 @@ class Queue:
     def make(cls, stack: contextlib.ExitStack) -> "Queue":
         """Return a new, empty queue, which ``stack`` closes."""
         near, far = Channel.pair()
-        stack.callback(far.close)  # workers then see that there is nothing more
+        stack.callback(far.close)  # workers then see the end of requests
         stack.callback(near.close)
         return cls(near.never_block(), far)
 
@@ -58,19 +58,19 @@ class Queue:
 
 @dataclass(eq=False)
 class Worker:
-    """A worker as the loader knows it; the process may change, the number stays.
+    """The loader's view of a worker; the process may change, the number stays.
 
     Attributes:
-        own: Requests for this worker alone, where batches are assigned to workers.
+        own: Requests for this worker alone, if batches are assigned to workers.
         arena: The loader's side of the memory of its batches.
-        pid: Its process, once that is known.
+        pid: Its process, once known.
         is_ready: Whether the process takes requests.
         starts: Processes started since the last one that took a batch.
         answered: Its latest results: the ticket, and the slot of the samples.
         copy_state: A tuple of the state of its copy of a stateful map-style dataset,
-            after its latest result; None if that is not known.
-        has_new_copy: Whether its process has replaced a dead one, and has not yet been
-            given ``copy_state``.
+            after its latest result; None if not known.
+        has_new_copy: Whether its process has replaced a dead one and was not yet given
+            ``copy_state``.
     """
 
     number: int
@@ -97,7 +97,7 @@ class Ticket:
     Attributes:
         worker: The worker that the batch is assigned to, if batches are.
         deaths: How many workers have died with this batch alone in hand.
-        slot: Where its samples are, if they did not fit into the request.
+        slot: The slot of its samples, if they did not fit into the request.
     """
 
     pipeline: Pipeline
@@ -113,8 +113,8 @@ class Dispatcher:
 
     Args:
         spec: What the workers do.
-        stack: Closes what is opened here.
-        locker: Page-locks what workers write batches into, or None.
+        stack: Closes everything that is opened here.
+        locker: Page-locks the memory that workers write batches to, or None.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Dispatcher:
             self.replicas = Replicas(spec.num_workers, has_state=has_state)
         self.requests = Queue.make(stack)
         self.samples: ArenaWriter | None = None
-        self._readers: dict[int, int] = {}  # by slot of samples: the latest ticket
+        self._readers: dict[int, int] = {}  # slot of samples -> the latest ticket
         if not spec.reads:
             self.samples = ArenaWriter(make_arena())
             stack.callback(self.samples.close)
@@ -148,7 +148,7 @@ class Dispatcher:
         self.queues += [worker.own for worker in self.workers if worker.own is not None]
 
     def new_arena(self) -> ArenaReader:
-        """Return an arena for a worker that is about to be started."""
+        """Return an arena for a worker that is about to start."""
         return ArenaReader(make_arena(), self._locker)
 
     # -- requests -------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Dispatcher:
         self._flush(queue)
 
     def flush(self) -> None:
-        """Send the requests that wait, as far as there is room for them."""
+        """Send waiting requests while there is room."""
         for queue in self.queues:
             if queue.waiting:
                 self._flush(queue)
@@ -180,7 +180,7 @@ class Dispatcher:
             waiting.popleft()
 
     def _is_sent(self, near: Channel, item: int | bytes) -> bool:
-        """Send one item; tell whether there was room, or it is no longer wanted."""
+        """Send one item; return False if there was no room."""
         if isinstance(item, bytes):
             return near.send(item)
         ticket = self.tickets.get(item)
@@ -188,7 +188,7 @@ class Dispatcher:
             return True
         try:
             frame = self._frame(ticket)
-        except Exception as error:  # what the user's classes raise when pickled
+        except Exception as error:  # the user's classes may raise when pickled
             del self.tickets[item]
             result = BatchResult(error=error.with_traceback(None))
             ticket.pipeline.receive(ticket.task, result)
@@ -241,7 +241,7 @@ class Dispatcher:
     def accept(
         self, worker: Worker, ticket: Ticket, result: BatchResult
     ) -> BatchResult:
-        """Note a result whose ticket was removed; return what the consumer sees."""
+        """Note a result whose ticket was removed; return the consumer's result."""
         worker.answered.append((ticket.request.ticket, ticket.slot))
         if self.replicas is not None:
             number = ticket.request.number
@@ -253,7 +253,7 @@ class Dispatcher:
         return result
 
     def forget(self, pipeline: Pipeline) -> None:
-        """Remove what ``pipeline`` still waits for."""
+        """Remove the requests of ``pipeline``."""
         for name, ticket in list(self.tickets.items()):
             if ticket.pipeline is pipeline:
                 del self.tickets[name]
@@ -264,10 +264,10 @@ class Dispatcher:
                 queue.waiting.append(forget(id(pipeline)))
             self.flush()
 
-    # -- what a dead worker leaves ----------------------------------------------------
+    # -- after the death of a worker --------------------------------------------------
 
     def lose_copy(self, dead: Worker) -> None:
-        """Have the successor's dataset begin in the state of the dead worker's."""
+        """Give the successor's dataset the state of the dead worker's."""
         dead.has_new_copy = self._has_copies
         for ticket in self.tickets.values():
             if dead.has_new_copy and ticket.worker is dead:
@@ -276,7 +276,7 @@ class Dispatcher:
     def free_samples(self, name: int, slot: SlotRef | None) -> None:
         """Free the memory of a ticket's samples that no worker will read.
 
-        A worker that has read them may have freed it, and other samples may be there.
+        A worker may have read and freed them, and the slot may hold other samples now.
         """
         if self.samples is None or slot is None:
             return
@@ -285,13 +285,13 @@ class Dispatcher:
             self.samples.give_back(slot)
 
     def free_answered(self, dead: Worker) -> None:
-        """Free the samples of its latest results that a dead worker still held."""
+        """Free the samples of latest results that a dead worker still held."""
         for name, slot in dead.answered:
             self.free_samples(name, slot)
         dead.answered.clear()
 
     def take_back(self, queue: Queue) -> None:
-        """Empty a queue, in the kernel and here; the tickets stay."""
+        """Empty a queue, in the kernel and here; keep the tickets."""
         for frame in queue.taken_back():
             slot = slot_of(frame, 0) if self.samples is not None else None
             if slot is not None:
@@ -299,7 +299,7 @@ class Dispatcher:
         queue.waiting.clear()
 
     def close(self) -> None:
-        """Remove everything, and let workers find no more requests."""
+        """Remove everything and close the queues of requests."""
         self.tickets.clear()
         self.replicas = None  # it would keep pipelines alive
         for queue in self.queues:

@@ -1,4 +1,4 @@
-"""A worker's endpoint: the requests that it takes, and the results that it sends."""
+"""A worker's endpoint: takes requests and sends results."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from aioloader._pipeline.lifespan import Lifespan
 from aioloader._transport.arena import ArenaReader, ArenaWriter
 from aioloader._transport.channel import MAX_PARTS, Channel
 from aioloader._transport.in_flight_table import InFlightTable
-from aioloader._workers.info import be_at_sample
+from aioloader._workers.info import use_sample_rng
 from aioloader._workers.process.batch_codec import Packer, unpack
 from aioloader._workers.process.messages import (
     ANSWER,
@@ -28,20 +28,20 @@ from aioloader._workers.remote_tasks import Answer, maker_of, sendable
 from aioloader._workers.rng_streams import Seeded, seed_batch, seed_for_sample
 from aioloader._workers.worker_spec import WorkerSpec
 
-# What may wait in the socket of results, in bytes: a share for each batch in flight.
+# Bytes that may wait in the socket of results; each batch in flight has a share.
 _WAITING_BYTES = 1 << 20
 _MOST_INLINE = (1 << 16) - 1024
 FETCH, TRANSFORM, COLLATE, SEND = range(4)
 
 
 class Ends(NamedTuple):
-    """Descriptors of a worker; -1 for one that it has no use for.
+    """Descriptors of a worker; -1 for one that it does not need.
 
     Attributes:
         requests: Requests for any worker, shared by all workers.
         results: Results, shared too.
         table: The in-flight table, shared too.
-        stacks: Where ``faulthandler`` writes its stack when asked; shared too.
+        stacks: Where ``faulthandler`` writes stacks on request; shared too.
         samples: The memory of samples that the loader has read; shared too.
         arena: The memory for its batches.
         own: Requests for this worker alone.
@@ -57,28 +57,28 @@ class Ends(NamedTuple):
 
     @classmethod
     def of(cls, shared: Sequence[int], apart: Sequence[int]) -> "Ends":
-        """Return the descriptors of a worker from those that the loader passed.
+        """Return the descriptors of a worker from those passed by the loader.
 
         Args:
-            shared: Of all workers, the last one (samples) only where there are some.
-            apart: Of this worker, the last one (own) only where there is one.
+            shared: Those that all workers share; the last one (samples) is optional.
+            apart: Those of this worker; the last one (own) is optional.
         """
         return cls(*(*shared, -1)[:5], *(*apart, -1)[:2])
 
 
 class _Packers(threading.local):
-    """A packer for each thread that makes batches: one may collate, another send."""
+    """A packer per thread that makes batches: one may collate, another send."""
 
     def __init__(self, arena: ArenaWriter, inline_bytes: int) -> None:
         self.packer = Packer(arena, inline_bytes)
 
     def lease(self, nbytes: int) -> Any:
-        """Return memory of this thread's slot."""
+        """Return memory in this thread's slot."""
         return self.packer.lease(nbytes)
 
 
 def send_fatal(worker: int, ends: Ends, error: BaseException) -> None:
-    """Tell the loader, from a worker without an endpoint, that it cannot begin."""
+    """Report to the loader that a worker, still without an endpoint, cannot start."""
     packer = Packer(ArenaWriter(ends.arena), _MOST_INLINE)
     parts = packer.pack(RemoteError.of(error, worker))
     head = result_head(FATAL, worker)
@@ -86,7 +86,7 @@ def send_fatal(worker: int, ends: Ends, error: BaseException) -> None:
 
 
 class Endpoint:
-    """The worker's side of its pool, common to both ways of serving.
+    """The worker's side of its pool, for sync and async serving.
 
     Args:
         worker: Number of the worker.
@@ -108,7 +108,7 @@ class Endpoint:
             around=Seeded,
             reseed=seed_batch,
             seed=seed_for_sample,
-            at=be_at_sample,
+            at=use_sample_rng,
         )
         self._is_restored = not self.maker.keeps_state
 
@@ -119,13 +119,13 @@ class Endpoint:
         return Lifespan(self.spec.dataset, self.spec.lifespan)
 
     def give_up(self, error: BaseException) -> NoReturn:
-        """Have the loader end all iterations with ``error``, and end this worker."""
+        """Make the loader end all iterations with ``error``, and end this worker."""
         self.send(FATAL, -1, RemoteError.of(error, self.id))
         raise SystemExit(1)
 
     @contextlib.contextmanager
     def printing(self) -> Iterator[None]:
-        """Print errors at the end: the loader no longer reads results."""
+        """Print errors raised at the end: the loader no longer reads results."""
         try:
             yield
         except Exception:  # of the user's code
@@ -159,7 +159,7 @@ class Endpoint:
         return task
 
     def restore(self, request: Request) -> None:
-        """Set a map-style dataset to the state that its first batch begins with."""
+        """Set a map-style dataset to its state before the first batch."""
         if self._is_restored:
             return
         self._is_restored = True
@@ -170,7 +170,7 @@ class Endpoint:
             self.maker.dataset.load_state_dict(saved[self.id])
 
     def enter(self, stage: int, place: int = 0) -> None:
-        """Note that the batch of a place has reached ``stage``."""
+        """Note that the batch at ``place`` has reached ``stage``."""
         self._table.enter(self.id, place, stage)
 
     def answer(
@@ -187,7 +187,7 @@ class Endpoint:
         result.state = task.state
         if result.dataset is not None:
             result.dataset = self.id, result.dataset[1]
-        # Those since the last result; the loader keeps the list and the budget.
+        # Failures since the last result; the loader keeps the list and the budget.
         latest = self.maker.policy.latest
         failures = sendable(latest, self.id) if latest else []
         if self.maker.policy.retries:
@@ -199,7 +199,7 @@ class Endpoint:
                 self.send(BATCH, ticket, result.batch, task.made())
         except (BrokenPipeError, ConnectionResetError):
             raise
-        except Exception as error:  # it cannot be pickled, or is too large
+        except Exception as error:  # not picklable, or too large
             error.add_note(f"aioloader: {self.maker.place('send', task)}")
             self._packers.packer.reset()
             refused = BatchResult(error=error, state=result.state)
@@ -243,9 +243,9 @@ def _is_just_a_batch(result: BatchResult) -> bool:
 
 
 def _end_process(error: BaseException) -> NoReturn:
-    """End the worker, as ``error`` does in the main thread of one that serves there.
+    """End the worker, as ``error`` in its main thread would.
 
-    Torch's worker ends so too: the loader then sees that it has died.
+    Torch's worker ends the same way: the loader sees that it has died.
     """
     code = error.code if isinstance(error, SystemExit) else 1
     sys.stdout.flush()

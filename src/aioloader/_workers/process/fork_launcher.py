@@ -1,4 +1,4 @@
-"""Workers below this process: ``iter()`` forks a supervisor, as torch forks workers."""
+"""Workers forked from this process: ``iter()`` forks a supervisor."""
 
 import _thread
 import contextlib
@@ -26,13 +26,13 @@ from aioloader._workers.process.supervisor import UNKNOWN, Note, be_forked
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerDiedError, WorkerStartError
 
-# Seconds for a forked supervisor to run at all; to take the locks of generators, at the
-# first fork and at later ones, each so many times longer; and for all forks together.
+# Seconds for a forked supervisor to start; to take the locks, at the first fork; the
+# factor by which each later fork has longer; and seconds for all forks together.
 _ALIVE, _UP, _LONGER, _FORKING = 10.0, 0.3, 1.3, 30.0
 
 
 class ForkLauncher(SupervisedLauncher):
-    """Forks a supervisor from this process, as ``multiprocessing`` forks.
+    """Fork a supervisor from this process, as ``multiprocessing`` does.
 
     Args:
         spec: What the workers do; they inherit it.
@@ -48,10 +48,10 @@ class ForkLauncher(SupervisedLauncher):
         self._pid = os.getpid()
 
     def open(self) -> None:
-        """Fork; again if a lock was held by another thread at the moment of the fork.
+        """Fork, and again if another thread held a lock at the time of the fork.
 
-        A lock that is locked in the child stays so, in every worker: no such supervisor
-        reports that it is up.
+        Such a lock stays locked in the child and in every worker, so that supervisor
+        never reports that it is up.
 
         Raises:
             WorkerStartError: If none comes up.
@@ -68,21 +68,21 @@ class ForkLauncher(SupervisedLauncher):
             self._dispose()
             patience *= _LONGER
         raise WorkerStartError(
-            f"the workers' supervisor was forked {count} times in {_FORKING:g} s, and "
+            f"the workers' supervisor was forked {count} times in {_FORKING:g} s and "
             "was never ready: a lock that another thread of this process holds (of a "
             "random generator, of logging, or of a library) stays locked in a forked "
             "child; use multiprocessing_context='forkserver'"
         )
 
     def end(self) -> None:
-        """End the workers, in the background; a stopped supervisor is continued."""
+        """End the workers in the background; a stopped supervisor is continued."""
         super().end()
         if self._process is not None and os.getpid() == self._pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGCONT)
 
     def join(self, timeout: float) -> bool:
-        """Wait until the supervisor, which outlives the workers, is gone."""
+        """Wait until the supervisor, which outlives the workers, has ended."""
         process = self._process
         if process is None or not super().join(timeout):
             self._patience = 0.0
@@ -97,14 +97,14 @@ class ForkLauncher(SupervisedLauncher):
         self._spec = None
         process, self._process = self._process, None
         if process is not None and os.getpid() == self._pid:
-            with contextlib.suppress(RuntimeError):  # at exit, multiprocessing does
-                # Bare: a finalizer may come while threading holds its own locks.
+            with contextlib.suppress(RuntimeError):  # at exit, multiprocessing does it
+                # Not Thread: a finalizer may run while threading holds its own locks.
                 _thread.start_new_thread(_reap, (process, self._patience))
 
     def _fork(self) -> None:
         self._control, theirs = Channel.pair()
         self._control.never_block()
-        # Copies: a forked child closes all that the pools of this process hold.
+        # Duplicates: a forked child closes all descriptors of this process's pools.
         copies = [os.dup(end) for end in self._ends]
         loader = os.pidfd_open(self._pid)
         try:
@@ -131,7 +131,7 @@ class ForkLauncher(SupervisedLauncher):
         self._process.join()
 
     def _orphans(self) -> list[Note]:
-        """End: this process is not forked again in mid-epoch.
+        """Raise: this process is not forked again in mid-epoch.
 
         Raises:
             WorkerDiedError: Always.
@@ -144,7 +144,7 @@ class ForkLauncher(SupervisedLauncher):
         raise WorkerDiedError(
             f"the supervisor (pid {pid}) of the DataLoader worker processes exited "
             f"unexpectedly, {cause_of(UNKNOWN if code is None else code)}, and its "
-            "workers with it; iterate again",
+            "workers with it; start a new iteration",
             pid=pid,
             exitcode=code,
         )
@@ -152,10 +152,10 @@ class ForkLauncher(SupervisedLauncher):
 
 @contextlib.contextmanager
 def _quiet_fork() -> Iterator[bool]:
-    """Keep the child quiet until it has settled; yield whether the collector is on.
+    """Prepare a fork; yield whether the garbage collector is on.
 
-    Nothing is collected there, no Ctrl-C arrives, and a process that is a daemon of
-    ``multiprocessing`` (a worker of its ``Pool``) may fork all the same.
+    Until it has set itself up, the child collects nothing and gets no Ctrl-C. A daemon
+    of ``multiprocessing`` (a worker of its ``Pool``) may fork too.
     """
     config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  (as torch does, the other way round)
     with _FORKING_LOCK:
@@ -177,10 +177,10 @@ _FORKING_LOCK = fork_safe(threading.Lock())
 
 
 def _watch_by_pidfd(process: Any) -> None:
-    """Replace the pipes by which ``multiprocessing`` watches a child with a pidfd.
+    """Replace the pipes with which ``multiprocessing`` watches a child by a pidfd.
 
-    The pipes would outlive it until it is reaped, and every process that is forked
-    meanwhile would hold one open.
+    The pipes would stay open until the child is reaped, and every process forked
+    meanwhile would inherit one.
     """
     popen = process._popen  # noqa: SLF001  (there is no public way)
     popen.finalizer()
@@ -189,14 +189,14 @@ def _watch_by_pidfd(process: Any) -> None:
 
 
 def _reap(process: Any, timeout: float) -> None:
-    """Wait for a supervisor that has nothing left to do; kill it if it stays."""
+    """Wait for a supervisor with nothing left to do; kill it if it does not end."""
     if not has_ended(process.pid, timeout):
         process.kill()
     process.join()
 
 
 def advice_on_forks() -> list[str]:
-    """Return a sentence on libraries in use here that fail in forked children."""
+    """Return a sentence on loaded libraries that fail in forked children."""
     found: list[str] = [one for one in ("obstore", "grpc") if one in sys.modules]
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -204,8 +204,8 @@ def advice_on_forks() -> list[str]:
     if not found:
         return []
     advice = (
-        f"this process has loaded {' and '.join(found)}: what was used before the fork "
-        "hangs in a forked worker; multiprocessing_context='forkserver' starts workers "
-        "without a fork of this process"
+        f"this process has loaded {' and '.join(found)}: objects used before the fork "
+        "hang in a forked worker; multiprocessing_context='forkserver' starts workers "
+        "without forking this process"
     )
     return [advice]

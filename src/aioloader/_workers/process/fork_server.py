@@ -1,8 +1,8 @@
-"""The fork server: a clean process that has imported torch once, and forks on request.
+"""The fork server: a clean process that has imported torch and forks on request.
 
 It forks a supervisor for each loader that must not fork the user's process: event loops
-and their clients do not survive a fork. It is single-threaded, holds nothing of the
-user's, serves all loaders of a process, and ends with it: its socket tells.
+and their clients do not survive a fork. It is single-threaded, runs no user code,
+serves all loaders of a process, and ends with it, when its socket closes.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _PATIENCE = 60.0
 
 
 class ForkServer:
-    """The loader's handle on the fork server; made once, used by any thread."""
+    """The loader's handle on the fork server; made once, used from any thread."""
 
     def __init__(self) -> None:
         self._channel, theirs = Channel.pair()
@@ -62,7 +62,7 @@ class ForkServer:
         """Wait until it has imported its modules.
 
         Raises:
-            WorkerStartError: If it ended instead, or takes longer than a minute.
+            WorkerStartError: If it has ended, or takes longer than a minute.
         """
         with self._lock:
             if self._is_ready:
@@ -73,11 +73,11 @@ class ForkServer:
         if not self._is_ready:
             raise WorkerStartError(
                 "the fork server of the worker processes has ended, or has not started "
-                f"within {_PATIENCE:g} s; what it printed says why"
+                f"within {_PATIENCE:g} s; see what it printed"
             )
 
     def fork(self) -> Channel:
-        """Have a supervisor forked, and return the channel to it.
+        """Request a new supervisor and return the channel to it.
 
         Raises:
             OSError: If the fork server is gone.
@@ -95,7 +95,7 @@ class ForkServer:
         return ours.never_block()
 
     def abandon(self) -> None:
-        """Close this end: it has ended, or belongs to another process."""
+        """Close this end: the server has ended, or belongs to another process."""
         self._channel.close()
 
 
@@ -109,7 +109,7 @@ def fork_server_in_use() -> ForkServer | None:
 
 
 def warm_fork_server() -> ForkServer:
-    """Start the fork server in the background, if it does not run, and return it.
+    """Start the fork server in the background if it is not running; return it.
 
     Raises:
         WorkerStartError: If it cannot be started.
@@ -125,11 +125,11 @@ def warm_fork_server() -> ForkServer:
 
 
 def warm_up() -> None:
-    """Start the fork server of worker processes, and wait until it is ready.
+    """Start the fork server of worker processes and wait until it is ready.
 
     Loaders that need it (async datasets with workers, and
     ``multiprocessing_context="forkserver"``) start it in the background when they are
-    made; to call this earlier hides the second or two that importing torch takes.
+    made; calling this earlier hides the second or two that importing torch takes.
 
     Raises:
         WorkerStartError: If it cannot be started.
@@ -145,7 +145,7 @@ def fork_supervisor() -> Channel:
     """
     try:
         return warm_fork_server().fork()
-    except OSError:  # it died just now
+    except OSError:  # it has just died
         return warm_fork_server().fork()
 
 
@@ -165,7 +165,7 @@ def _command(descriptor: int) -> tuple[str, list[str], dict[str, str]]:
 
 
 def serve(descriptor: int) -> None:
-    """Be the fork server: fork a supervisor for each order, until the socket closes."""
+    """Run the fork server: fork a supervisor per request, until the socket closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the supervisors
     _read_nothing()
@@ -203,7 +203,7 @@ def _fork(channel: Channel, descriptors: list[int]) -> None:
 
 
 def _read_nothing() -> None:
-    """Keep the terminal for the loader's process."""
+    """Redirect stdin: the terminal belongs to the loader's process."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -1,7 +1,7 @@
 """The loader's handle on a supervisor: start workers, learn of deaths, end them.
 
 The base of both kinds: ``fork_launcher`` forks a supervisor from this process,
-``server_launcher`` uses one below the fork server. ``spawn`` has the same methods.
+``server_launcher`` uses one forked by the fork server. ``spawn`` has the same methods.
 """
 
 import abc
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 PATIENCE = ASKED + 2 * TERMINATED + 2.0
 # Seconds for the kernel to kill the workers of a supervisor that has died.
 ORPHANED = 1.0
-# Seconds for a supervisor to make room for an instruction.
+# Seconds for a supervisor to accept an instruction.
 _CONGESTED = 1.0
-# What sending to a process that has ended raises.
+# Errors of sending to a process that has ended.
 _GONE = (BrokenPipeError, ConnectionResetError)
 
 
 class SupervisedLauncher(abc.ABC):
-    """Starts workers through a supervisor."""
+    """Start workers through a supervisor."""
 
     def __init__(self) -> None:
         self._control: Channel | None = None
@@ -56,14 +56,14 @@ class SupervisedLauncher(abc.ABC):
             self._instruct("start", worker, descriptors)
 
     def descriptors(self) -> list[int]:
-        """Return what becomes readable when there are notes."""
+        """Return descriptors that are readable when there are notes."""
         return [] if self._control is None else [self._control.fileno()]
 
     def notes(self) -> list[Note]:
-        """Return what has happened since the last call; never block.
+        """Return the notes since the last call; never block.
 
         Raises:
-            WorkerError: If there is nothing left that could start workers.
+            WorkerError: If workers can no longer be started.
         """
         found, self._pending = self._pending, []
         is_gone = False
@@ -81,13 +81,13 @@ class SupervisedLauncher(abc.ABC):
             self._instruct("kill", worker)
 
     def end(self) -> None:
-        """End the workers, in the background; their queues are closed already."""
+        """End the workers in the background; their queues are already closed."""
         self._is_over = True
         with contextlib.suppress(OSError):
             self._instruct("end")
 
     def join(self, timeout: float) -> bool:
-        """Wait until the supervisor has ended the workers; tell whether it has."""
+        """Wait until the supervisor has ended the workers; return whether it has."""
         try:
             note = self._await("ended", timeout)
         except EOFError:
@@ -99,7 +99,7 @@ class SupervisedLauncher(abc.ABC):
         self._hang_up()
 
     def _record(self, note: Note, found: list[Note]) -> None:
-        """Record ``note``, and append it to those that the pool gets."""
+        """Record ``note`` and append it to those for the pool."""
         if note.word == "born":
             self._pids[note.worker] = note.number
         elif note.word == "died":
@@ -109,7 +109,7 @@ class SupervisedLauncher(abc.ABC):
         found.append(note)
 
     def _await(self, word: str, timeout: float) -> Note | None:
-        """Wait for a note; keep those that come before it. None: it did not come.
+        """Wait for a note, keeping earlier ones; return None on timeout.
 
         Raises:
             EOFError: If the supervisor is gone.
@@ -142,7 +142,7 @@ class SupervisedLauncher(abc.ABC):
         """Send an instruction.
 
         Raises:
-            OSError: If the supervisor is gone, or takes nothing for a second.
+            OSError: If the supervisor is gone or accepts nothing for a second.
         """
         control, frame = self._control, dump_instruction(word, argument)
         if control is None or control.send(frame, descriptors):
@@ -151,7 +151,7 @@ class SupervisedLauncher(abc.ABC):
         poll.register(control.fileno(), select.POLLOUT)
         poll.poll(_CONGESTED * 1000)
         if not control.send(frame, descriptors):
-            raise BlockingIOError("the workers' supervisor takes no instructions")
+            raise BlockingIOError("the workers' supervisor accepts no instructions")
 
     def _orphans(self) -> list[Note]:
         """Return the deaths of workers whose supervisor has died."""
@@ -166,8 +166,8 @@ class SupervisedLauncher(abc.ABC):
 def _await_end(pid: int) -> None:
     """Wait until the kernel has killed a worker whose supervisor has died.
 
-    That is a matter of microseconds, but until then the worker may take a request with
-    it. The processes that it has started end with it.
+    This takes microseconds, but until then the worker may still take a request. The
+    processes that it has started end with it.
     """
     has_ended(pid, ORPHANED)
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -175,7 +175,7 @@ def _await_end(pid: int) -> None:
 
 
 def has_ended(pid: int, timeout: float) -> bool:
-    """Wait for a process to end; tell whether it has."""
+    """Wait for a process to end; return whether it has."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,7 +1,7 @@
 """Requests and results: the messages between a loader and its worker processes.
 
-A request is a small pickle, or a packed batch where it carries samples; a result is a
-head (kind, worker, ticket, when the batch was made) and a packed batch.
+A request is a small pickle, or a packed batch if it carries samples; a result is a head
+(kind, worker, ticket, when the batch was made) and a packed batch.
 """
 
 import pickle
@@ -14,9 +14,9 @@ from aioloader._observe.records import NOT_MADE, Made
 RESULT_HEAD = struct.Struct("<BHq7d")
 STAGES = ("fetch", "transform", "collate", "send")
 
-# The kinds of results. READY: the worker takes requests; BATCH: a batch; ANSWER:
-# anything else that came of a request, an ``Answer``; FATAL: a ``RemoteError``, for
-# which the worker could not begin; UP: the process runs, and none of the user's code.
+# The kinds of results. READY: the worker takes requests; BATCH: a batch; ANSWER: any
+# other result of a request, an ``Answer``; FATAL: the ``RemoteError`` because of which
+# the worker could not start; UP: the process runs, but no user code yet.
 READY: Final = 0
 BATCH: Final = 1
 ANSWER: Final = 2
@@ -25,21 +25,21 @@ UP: Final = 4
 
 
 class Request(NamedTuple):
-    """One batch to be made.
+    """A request for one batch.
 
     Attributes:
-        ticket: Identifies it in the pool; -1: the worker is to forget ``iteration``.
-        iteration: Identifies the iteration that it belongs to.
+        ticket: Identifies it in the pool; -1: the worker must forget ``iteration``.
+        iteration: Identifies its iteration.
         epoch: Epoch number, for notes.
-        number: Place in the epoch; for a replica, place in the worker's own stream.
-        indices: What the sampler gave.
-        key: What the generators are seeded with; None: they are left alone.
+        number: Position in the epoch; for a replica, in the worker's own stream.
+        indices: The sampler's indices.
+        key: The key that generators are seeded with; None: no seeding.
         sample_keys: As in ``BatchTask``.
         padding: As in ``BatchTask``.
-        samples: The samples, where the loader reads them.
-        resume: For a replica: the state where its stream begins, if it is not open yet,
-            and the seeds of its earlier batches. For the successor of a worker with a
-            copy of a stateful map-style dataset: a tuple of the copy's last state.
+        samples: The samples, if the loader reads them.
+        resume: For a replica whose stream is not open yet: the state to start from and
+            the seeds of its earlier batches. For the successor of a worker with a copy
+            of a stateful map-style dataset: a tuple of the copy's last state.
         is_alone: Whether the worker must have nothing else in flight: another worker
             has died with this batch.
     """
@@ -74,5 +74,5 @@ def result_head(
 
 
 def forget(iteration: int) -> bytes:
-    """Return the frame by which workers forget an iteration."""
+    """Return the frame that makes workers forget an iteration."""
     return Request(-1, iteration, 0, 0, ()).dump()

@@ -1,8 +1,8 @@
-"""The loader's side of its worker processes: requests out, results in, deaths handled.
+"""The loader's side of its worker processes: requests, results, deaths.
 
-There is no thread: a consumer that waits reads the results that have arrived, sends
-the requests that there is room for, and handles deaths. Workers continue by themselves
-meanwhile, because they take requests from a queue in the kernel.
+There is no thread: a waiting consumer reads the results that have arrived, sends the
+requests that there is room for, and handles deaths. Meanwhile workers continue by
+themselves, because they take requests from a queue in the kernel.
 """
 
 import contextlib
@@ -51,14 +51,14 @@ _LOG = logging.getLogger("aioloader")
 
 Launcher: TypeAlias = ForkLauncher | ServerLauncher | SpawnLauncher
 
-# Processes that one worker may start without taking a batch: before the first one is
-# ready, and in all, because it may also be killed while it is idle.
+# Limits on processes of one worker that end without taking a batch: before the first is
+# ready, and in total, since an idle one may be killed too.
 _STARTS, _STARTS_IN_ALL = 3, 10
 # Seconds for spawned interpreters to import torch.
 _SPAWNING = 60.0
-# Batches that a consumer may hold, beside those in flight, before it gets copies.
+# Batches that a consumer may hold, besides those in flight, before it gets copies.
 _HELD = 4
-# While results keep coming, deaths are looked for once in so many collections.
+# While results keep coming, deaths are checked for once in this many collections.
 _SELDOM = 32
 
 
@@ -67,7 +67,7 @@ class Tally:
     """Counts of a loader's worker processes, over all epochs.
 
     Attributes:
-        deaths: Processes that died and were not asked to.
+        deaths: Processes that died unexpectedly.
         restarts: Processes that have replaced them.
     """
 
@@ -80,8 +80,8 @@ class ProcessPool:
 
     Args:
         spec: What the workers do.
-        launch: Makes the launcher of workers, given the descriptors that they share.
-        locker: Page-locks what workers write batches into, or None.
+        launch: Makes the launcher of workers from the descriptors that they share.
+        locker: Page-locks the memory that workers write batches to, or None.
         tally: Counts the deaths of workers.
     """
 
@@ -94,10 +94,10 @@ class ProcessPool:
     ) -> None:
         self._spec = spec
         self._tally = tally
-        self._lock = fork_safe(threading.RLock())  # a finalizer may come in between
+        self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
         self._joining = fork_safe(threading.Lock())
         self._is_over = self._is_ended = False
-        self._error: BaseException | None = None  # that ended it, if nobody has seen it
+        self._error: BaseException | None = None  # ended the pool, not yet raised
         self._is_up = False  # whether a process of a worker runs
         self._collections = 0
         with contextlib.ExitStack() as stack:
@@ -127,7 +127,7 @@ class ProcessPool:
     # -- for iterations -----------------------------------------------------------
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
-        """Take a task; its result comes by ``collect``, in whatever thread."""
+        """Take a task; its result arrives with ``collect``, in any thread."""
         with self._lock:
             if self._is_over:
                 over = LoaderClosedError("the worker processes have ended")
@@ -137,13 +137,13 @@ class ProcessPool:
                 self._dispatcher.submit(pipeline, task)
 
     def forget(self, pipeline: Pipeline) -> None:
-        """Drop what ``pipeline`` still waits for."""
+        """Drop the requests of ``pipeline``."""
         with self._lock:
             if not self._is_over:
                 self._dispatcher.forget(pipeline)
 
     def wait_up(self) -> None:
-        """Wait until a worker process runs: none of the time counts as the user's.
+        """Wait until a worker process runs: ``timeout`` excludes its start.
 
         Raises:
             WorkerStartError: If none does within a minute.
@@ -160,13 +160,13 @@ class ProcessPool:
             self.collect()
 
     def descriptors(self) -> list[int]:
-        """Return what becomes readable when ``collect`` has something to do."""
+        """Return descriptors that are readable when ``collect`` has work."""
         if self._is_over:
             return []
         return [self._results.fileno(), *self._launcher.descriptors()]
 
     def collect(self, *, seldom: int = _SELDOM) -> None:
-        """Deliver the results that have arrived, and handle deaths; never block."""
+        """Deliver the results that have arrived and handle deaths; never block."""
         with self._lock:
             if self._is_over:
                 return
@@ -181,13 +181,17 @@ class ProcessPool:
             except Exception as error:  # every iteration must learn of it
                 self._fail(error)
             except BaseException:  # Ctrl-C: the frame that was just read is lost
-                self._fail(LoaderClosedError("the loader was interrupted; begin anew"))
+                self._fail(
+                    LoaderClosedError(
+                        "the loader was interrupted; start a new iteration"
+                    )
+                )
                 raise
 
     # -- results ------------------------------------------------------------------
 
     def _collect_results(self) -> bool:
-        """Deliver the results that have arrived; tell whether there were any."""
+        """Deliver the results that have arrived; return whether there were any."""
         has_results = False
         with contextlib.suppress(EOFError):
             while not self._is_over and (received := self._results.receive()):
@@ -221,7 +225,7 @@ class ProcessPool:
     def _opened(
         self, kind: int, worker: Worker, frame: bytes | memoryview, task: BatchTask
     ) -> tuple[BatchResult, list[Failure]]:
-        """Return the result in a frame, and the failures on the way to it."""
+        """Return the result in a frame, and the samples that failed."""
         try:
             copy = (
                 slot_of(frame, RESULT_HEAD.size) is not None and self._has_lent_much()
@@ -265,15 +269,15 @@ class ProcessPool:
             self._replace(self._dispatcher.workers[note.worker], note.number)
 
     def _replace(self, worker: Worker, exitcode: int) -> None:
-        """Start another process in place of a dead one, and see to its batches."""
-        self._collect_results()  # those that it had sent before it died
-        if self._is_over:  # a result said that no worker can begin
+        """Replace a dead process and recover its batches."""
+        self._collect_results()  # sent before it died
+        if self._is_over:  # a result reported that no worker can start
             return
         death = Death(worker, exitcode, self.stack())
         self._tally.deaths += 1
         died = f"worker {worker.number} (pid {worker.pid}) died, {death.cause}"
         if self._table.in_flight(worker.number):
-            worker.starts = 0  # it had taken a batch: that has a count of its own
+            worker.starts = 0  # it had taken a batch, whose ticket counts deaths
         recover(self._dispatcher, self._table, death)
         if worker.starts >= (_STARTS_IN_ALL if worker.is_ready else _STARTS):
             _LOG.warning("%s; it is not replaced again", died)
@@ -291,7 +295,7 @@ class ProcessPool:
         pipelines = {one.pipeline for one in self._dispatcher.tickets.values()}
         for pipeline in pipelines:
             pipeline.fail(error)
-        self._error = None if pipelines else error  # for the next one that submits
+        self._error = None if pipelines else error  # for the next pipeline that submits
         self.end()
 
     # -- when a batch does not come -----------------------------------------------
@@ -314,7 +318,7 @@ class ProcessPool:
         return "\n".join(parts)
 
     def restart(self, task: BatchTask) -> bool:
-        """Kill the workers that have ``task``; others make their batches again."""
+        """Kill the workers that have ``task``; their batches are made again."""
         holders = self._holders(task)
         with self._lock:
             for worker, _ in holders:
@@ -332,10 +336,10 @@ class ProcessPool:
         ]
 
     def stack(self, seconds: float = 0) -> str:
-        """Return the stacks that workers wrote because they were asked to, or crashed.
+        """Return the stacks that workers wrote on request or in a crash.
 
         Args:
-            seconds: How long to wait for it.
+            seconds: How long to wait for them.
         """
         if self._is_over:
             return ""
@@ -351,12 +355,12 @@ class ProcessPool:
     # -- the end ------------------------------------------------------------------
 
     def is_open(self) -> bool:
-        """Tell whether it takes tasks; deaths of idle workers are noticed here."""
+        """Tell whether it takes tasks; notices deaths of idle workers."""
         self.collect(seldom=1)
         return not self._is_over
 
     def end(self) -> None:
-        """Let the workers end, in the background; from any thread, and finalizers."""
+        """End the workers in the background, from any thread or finalizer."""
         if self._is_ended:
             return
         with self._lock:
@@ -368,11 +372,11 @@ class ProcessPool:
             with contextlib.suppress(OSError):
                 self._launcher.end()
             self._stack.close()
-            self._is_ended = True  # not before: an interrupt may come meanwhile
+            self._is_ended = True  # last: an interrupt may come before
 
     def join(self) -> bool:
-        """Wait until the workers are gone, bounded; tell whether they are."""
-        with self._joining:  # threads that iterate together end together
+        """Wait, bounded, until the workers have ended; return whether they have."""
+        with self._joining:  # several threads may iterate and join together
             is_gone = self._launcher.join(PATIENCE)
             self._launcher.close()
         return is_gone
@@ -383,7 +387,7 @@ class ProcessPool:
         self._launcher.close()
 
     def _abandon(self) -> None:
-        """Close a forked child's copies; the loader's process goes on."""
+        """Close a forked child's copies; the loader's process is unaffected."""
         self._is_over = self._is_ended = True
         self._stack.close()
         self._launcher.close()

@@ -1,8 +1,8 @@
 """Recovery after the death of a worker process: no batch is lost.
 
-The in-flight table outlives the worker and tells which batches it had taken. Any other
-worker can make a map-style batch again. A stream that the worker was reading continues
-in its successor if it has a state of its own, and is over otherwise.
+The in-flight table outlives the worker and records which batches it had taken. Any
+other worker can make a map-style batch again. A stream that the worker was reading
+continues in its successor if it has a state, and is lost otherwise.
 """
 
 import signal
@@ -15,12 +15,12 @@ from aioloader._workers.process.replicas import Replicas
 from aioloader._workers.process.supervisor import UNKNOWN
 from aioloader.errors import WorkerDiedError
 
-# A batch with which so many workers have died is not tried again.
+# A batch with which this many workers have died is not retried.
 _MOST_DEATHS = 2
 
 
 class Death:
-    """The end of one worker process that was not asked to end.
+    """The unexpected end of a worker process.
 
     Args:
         worker: The worker.
@@ -35,7 +35,7 @@ class Death:
         self._stack = f"\nIts Python stack:\n{stack}" if stack else ""
 
     def error(self, reason: str, batch: int | None = None) -> WorkerDiedError:
-        """Return an error that begins with torch's words, continued by ``reason``."""
+        """Return an error that starts with torch's words, followed by ``reason``."""
         pid = self.worker.pid
         text = f"DataLoader worker (pid(s) {pid}) exited unexpectedly, {self.cause}"
         return WorkerDiedError(
@@ -49,13 +49,13 @@ class Death:
     def before_a_batch(self) -> WorkerDiedError:
         """Return the error for processes that die before they take a batch."""
         return self.error(
-            f"; {self.worker.starts} processes in a row have died so without making a "
+            f"; {self.worker.starts} processes in a row have died without making a "
             "batch; see what they printed"
         )
 
 
 def recover(dispatcher: Dispatcher, table: InFlightTable, death: Death) -> None:
-    """See to the batches of a dead worker; its results have been read before."""
+    """Recover the batches of a dead worker, after its results have been read."""
     dead = death.worker
     taken = table.in_flight(dead.number)
     table.wipe(dead.number)
@@ -80,8 +80,7 @@ def _count_death(
 ) -> None:
     """Count a death against a batch, if it was the only one that the worker had.
 
-    If there were others, nobody knows which one it was: each has a worker to itself
-    the next time.
+    If there were others, the culprit is unknown: next time each has a worker to itself.
     """
     ticket.deaths += is_only
     ticket.request = ticket.request._replace(is_alone=True)
@@ -100,10 +99,10 @@ def _count_death(
 
 
 def _send_again(dispatcher: Dispatcher, table: InFlightTable, dead: Worker) -> None:
-    """Send again the requests that neither wait nor are with a live worker.
+    """Resend the requests that neither wait nor are with a live worker.
 
-    A live worker may have taken a request and not have noted it yet: that batch is made
-    twice, alike, and the later result is dropped.
+    A live worker may have taken a request without having noted it yet: that batch is
+    made twice, with equal results, and the later one is dropped.
     """
     queue = dead.own or dispatcher.requests
     taken = {
@@ -120,7 +119,7 @@ def _send_again(dispatcher: Dispatcher, table: InFlightTable, dead: Worker) -> N
 def _end_streams(
     dispatcher: Dispatcher, replicas: Replicas, death: Death, taken: list[InFlight]
 ) -> None:
-    """End the streams that a dead worker had begun, except those that can continue."""
+    """End the streams that a dead worker was reading, unless they can continue."""
     dead, tickets = death.worker, dispatcher.tickets
     held = [tickets[one.ticket] for one in taken if one.ticket in tickets]
     for ticket in held:
@@ -131,9 +130,9 @@ def _end_streams(
     if not is_hopeless:
         _continue_streams(dispatcher, replicas, dead)
     error = death.error(
-        "; where it was in its iterable dataset is lost with it, and so is what it had "
-        "still to read: iterate again, or use a map-style dataset, whose batches any "
-        "worker can make again"
+        "; its position in its iterable dataset is lost, and so is the data that it "
+        "had not yet read: start a new iteration, or use a map-style dataset, whose "
+        "batches any worker can make again"
     )
     for pipeline in replicas.lose(dead.number, error):
         for name, ticket in sorted(tickets.items()):
@@ -145,7 +144,7 @@ def _end_streams(
 
 
 def _continue_streams(dispatcher: Dispatcher, replicas: Replicas, dead: Worker) -> None:
-    """Have the successor read on from the last known state of each stream."""
+    """Continue each stream in the successor, from its last known state."""
     tickets = dispatcher.tickets.values()
     for pipeline in {ticket.pipeline for ticket in tickets}:
         if not replicas.restart(pipeline, dead.number):

@@ -1,8 +1,8 @@
-"""Streams that every worker reads for itself: which have ended, and when all have.
+"""The streams of workers that each read their own: which have ended, and when all have.
 
-Batch k is for worker k modulo the number of workers, so that the order is a round robin
-that skips the workers whose streams have ended. A stream that has a state of its own
-continues in another process. Pure and synchronous.
+Batch k is for worker k modulo the number of workers: a round robin that skips workers
+whose streams have ended. A stream with a state can continue in another process. Pure
+and synchronous.
 """
 
 from typing import Any, TypeAlias
@@ -20,7 +20,7 @@ class Replicas:
 
     Args:
         number: How many workers read.
-        has_state: Whether their dataset has a state of its own.
+        has_state: Whether their dataset has a state.
     """
 
     def __init__(self, number: int, *, has_state: bool = False) -> None:
@@ -33,7 +33,7 @@ class Replicas:
         self._resumed: dict[tuple[Pipeline, int], Any] = {}
 
     def result_of(self, pipeline: Pipeline, worker: int) -> BatchResult | None:
-        """Return the result of a new request, if it is known without the worker."""
+        """Return the result of a new request if it is known without the worker."""
         ended = self._ended.get(pipeline)
         if not ended:
             return None
@@ -47,12 +47,12 @@ class Replicas:
         return BatchResult(is_empty=True, has_ended=True)
 
     def ask(self, pipeline: Pipeline, worker: int, number: int) -> Any:
-        """Note a request; return the state where a new worker begins, or None.
+        """Note a request; return the state for a new worker to start from, or None.
 
         Args:
             pipeline: The iteration.
             worker: The worker; its first request has the lowest number.
-            number: Place of the batch in the worker's own stream.
+            number: Position of the batch in the worker's own stream.
         """
         if (pipeline, worker) not in self._read:
             first = pipeline.bookmark.states.get(worker)
@@ -63,13 +63,13 @@ class Replicas:
         return self.resume_of(pipeline, worker)
 
     def resume_of(self, pipeline: Pipeline, worker: int) -> Any:
-        """Return the last state of a stream, or that of the resumed epoch, or None."""
+        """Return a stream's last state, or that of the resumed epoch, or None."""
         return self._resumed.get((pipeline, worker)) or pipeline.bookmark.states.get(
             worker
         )
 
     def begin(self, pipeline: Pipeline, worker: int) -> None:
-        """Note that a worker has begun to read."""
+        """Note that a worker has started to read."""
         self._begun.setdefault(pipeline, set()).add(worker)
 
     def passed(
@@ -77,13 +77,14 @@ class Replicas:
     ) -> BatchResult:
         """Return a worker's result as the consumer sees it.
 
-        The end of one stream is an empty result: the request after the last end ends.
+        The end of one stream is an empty result; the request after the last end ends
+        the iteration.
 
         Args:
             pipeline: The iteration.
-            worker: Whose stream it is from.
-            result: What the worker has sent.
-            number: Place of the batch in the worker's own stream.
+            worker: The worker that reads the stream.
+            result: The worker's result.
+            number: Position of the batch in the worker's own stream.
         """
         self.begin(pipeline, worker)
         progress = self._read.get((pipeline, worker))
@@ -95,9 +96,9 @@ class Replicas:
         return BatchResult(is_empty=True, has_ended=True, state=result.state)
 
     def restart(self, pipeline: Pipeline, worker: int) -> bool:
-        """Have a dead worker's stream continue in its successor; tell whether it can.
+        """Continue a dead worker's stream in its successor; return whether possible.
 
-        That is possible if it has a state of its own, after all that it has sent.
+        It is if the stream's state after all sent batches is known.
         """
         progress = self._read.get((pipeline, worker))
         if progress is None or worker in self._ended.get(pipeline, ()):
@@ -113,9 +114,9 @@ class Replicas:
         return True
 
     def lose(self, worker: int, error: WorkerDiedError) -> list[Pipeline]:
-        """End the streams that a dead worker had begun; return their iterations.
+        """End the streams that a dead worker was reading; return their iterations.
 
-        The next request to it raises the error, if none is in flight.
+        The next request to the worker raises the error if none is in flight.
         """
         lost = []
         for pipeline, begun in self._begun.items():

@@ -1,8 +1,8 @@
-"""Serving coroutines: the loader's own pipeline, hosted inside the worker.
+"""Serve requests with coroutines: the loader's own pipeline inside the worker.
 
-A private loop reads many samples at once, across batch boundaries, and a thread beside
-it runs the plain code. The worker's main thread takes requests, at most ``window`` at a
-time, so that a batch that has not begun stays where another worker can take it.
+A private loop reads many samples at once, across batch boundaries, and another thread
+runs the plain code. The worker's main thread takes requests, at most ``window`` at a
+time, so that other workers can take the batches that have not started.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def serve_async(endpoint: Endpoint, requests: Channel) -> None:
     """Serve until the loader is gone.
 
     Raises:
-        EOFError: Then.
+        EOFError: When the loader is gone.
     """
     server = _Server(endpoint)
     try:
@@ -64,7 +64,7 @@ class _Server:
             self._endpoint.give_up(failure)
 
     def serve(self, requests: Channel) -> None:
-        """Take requests while there is a place for them."""
+        """Take requests while there is a free place."""
         threading.Thread(target=self._watch, args=(requests,), daemon=True).start()
         while True:
             place = self._free.get()
@@ -90,14 +90,14 @@ class _Server:
             self._pipeline_of(request).submit(task)
 
     def _watch(self, requests: Channel) -> None:
-        """Notice the end of requests also while there is no place for one."""
+        """Notice the end of requests even while no place is free."""
         poll = select.poll()
         poll.register(requests.fileno(), 0)  # hang-ups are reported anyway
         poll.poll()
         self._free.put(_OVER)
 
     def close(self) -> None:
-        """End all iterations, and leave the lifespan."""
+        """End all iterations and leave the lifespan."""
         for pipeline in self._pipelines.values():
             pipeline.dismiss()
         for pipeline in self._pipelines.values():
@@ -108,7 +108,7 @@ class _Server:
             self._hosts.release()
 
     def _pipeline_of(self, request: Request) -> Pipeline:
-        # Map-style datasets have no state of an iteration: one pipeline serves all.
+        # Map-style datasets have no state per iteration: one pipeline serves all.
         key = request.iteration if self._endpoint.maker.is_stream() else -1
         pipeline = self._pipelines.get(key)
         if pipeline is None:
@@ -126,10 +126,10 @@ class _Server:
         return pipeline
 
     def _deliver(self, task: BatchTask, result: BatchResult) -> None:
-        """Send a result, from whatever thread."""
+        """Send a result, from any thread."""
         ticket, place, is_alone = self._held.pop(id(task))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            # The loader may be gone: the thread that reads requests ends this process.
+            # The loader may be gone: then the thread that reads requests ends us.
             self._endpoint.answer(task, ticket, place, result)
         self._open(range(self._size) if is_alone else [place])
 

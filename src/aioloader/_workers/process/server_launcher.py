@@ -1,4 +1,4 @@
-"""Workers below the fork server; a loader keeps its supervisor there between epochs."""
+"""Workers from the fork server; a loader keeps its supervisor between epochs."""
 
 import _thread
 import contextlib
@@ -18,17 +18,17 @@ from aioloader._workers.worker_spec import Surroundings
 
 
 class Servers:
-    """The supervisors below the fork server that a loader keeps between epochs."""
+    """The supervisors of the fork server that a loader keeps between epochs."""
 
     def __init__(self) -> None:
         self._idle: list[Channel] = []
         self._lock = fork_safe(threading.Lock())
-        # Unpickle once for all workers; not if that has started threads.
+        # Whether to unpickle once for all workers: not if that starts threads.
         self.is_shared = True
         weakref.finalize(self, _close_all, self._idle)
 
     def take(self) -> Channel | None:
-        """Return the channel to an idle supervisor, which the caller owns; or None."""
+        """Return the channel to an idle supervisor, now the caller's, or None."""
         with self._lock:
             return self._idle.pop() if self._idle else None
 
@@ -50,12 +50,12 @@ def _close_all(idle: list[Channel]) -> None:
 
 
 class ServerLauncher(SupervisedLauncher):
-    """Starts workers through a supervisor below the fork server.
+    """Start workers through a supervisor of the fork server.
 
     Args:
-        servers: Where supervisors are kept between epochs.
-        surroundings: Of this process when the iteration began.
-        file: What ``ship`` wrote; owned from now on.
+        servers: Keeps supervisors between epochs.
+        surroundings: This process's surroundings at the start of the iteration.
+        file: The file that ``ship`` wrote; owned from now on.
         ends: The descriptors that all workers share; not owned.
     """
 
@@ -72,12 +72,12 @@ class ServerLauncher(SupervisedLauncher):
         self._file: int | None = file
         self._ends = tuple(ends)
         self._has_ended = False
-        self._supervisor = 0  # pid, once that is known
+        self._supervisor = 0  # pid, once known
         self._has_forked = False
         self._pid = os.getpid()
 
     def open(self) -> None:
-        """Have a supervisor unpickle the ``WorkerSpec``.
+        """Make a supervisor unpickle the ``WorkerSpec``.
 
         Raises:
             WorkerStartError: If there is no fork server.
@@ -95,11 +95,11 @@ class ServerLauncher(SupervisedLauncher):
                 self._hang_up()
                 if idle is None:
                     raise
-            else:  # else it died while it was idle
+            else:  # otherwise it died while idle
                 return
 
     def end(self) -> None:
-        """End the workers, in the background."""
+        """End the workers in the background."""
         super().end()
         with contextlib.suppress(EOFError):
             while self._control is not None and (got := self._control.receive()):
@@ -109,7 +109,7 @@ class ServerLauncher(SupervisedLauncher):
                 _thread.start_new_thread(self._kill_if_stuck, (self._supervisor,))
 
     def _kill_if_stuck(self, supervisor: int) -> None:
-        """Kill a supervisor that is stuck in unpickling, which is the user's code."""
+        """Kill a supervisor that is stuck in unpickling, which runs user code."""
         if not has_ended(supervisor, PATIENCE) and not self._has_ended:
             _kill(supervisor)
 
@@ -146,7 +146,7 @@ class ServerLauncher(SupervisedLauncher):
         super()._record(note, found)
 
     def _start_apart(self) -> None:
-        """Start over with workers that unpickle by themselves: threads do not fork."""
+        """Start over with workers that each unpickle: threads do not survive a fork."""
         self._servers.is_shared = False
         self._hang_up()
         self.open()
@@ -154,7 +154,7 @@ class ServerLauncher(SupervisedLauncher):
             self.start(worker, descriptors)
 
     def _orphans(self) -> list[Note]:
-        """Return the deaths of workers, and start another supervisor."""
+        """Return the deaths of workers and start another supervisor."""
         died = super()._orphans()
         self.open()
         return died
@@ -165,7 +165,7 @@ def _close_when_idle(control: Channel, supervisor: int) -> None:
 
     Args:
         control: The channel; the supervisor ends when it is closed.
-        supervisor: Its pid, or 0 if that is not known yet.
+        supervisor: Its pid, or 0 if not yet known.
     """
     until = time.monotonic() + PATIENCE
     try:

@@ -1,6 +1,6 @@
 """Workers started by ``multiprocessing`` as new interpreters, on request ("spawn").
 
-The loader's own process is their parent, and ends the processes that they leave.
+The loader's own process is their parent and ends the processes that they leave.
 """
 
 import _thread
@@ -24,11 +24,11 @@ from aioloader._workers.worker_spec import Surroundings, receive
 
 
 class SpawnLauncher:
-    """Starts workers by spawning.
+    """Start workers by spawning.
 
     Args:
-        surroundings: Of this process when the iteration began.
-        file: What ``ship`` wrote; owned from now on.
+        surroundings: This process's surroundings at the start of the iteration.
+        file: The file that ``ship`` wrote; owned from now on.
         ends: The descriptors that all workers share; not owned.
     """
 
@@ -51,7 +51,7 @@ class SpawnLauncher:
     def start(self, worker: int, descriptors: Sequence[int]) -> None:
         """Start a worker; ``descriptors`` are its arena and its own queue."""
         ends = Ends.of(self._ends, descriptors)
-        # Copies, because a forked child closes all that this process holds.
+        # Duplicates: a forked child closes all descriptors of this process's pools.
         copies = [os.dup(end) if end >= 0 else -1 for end in ends]
         assert self._file is not None
         try:
@@ -64,7 +64,7 @@ class SpawnLauncher:
                     self._surroundings,
                 ),
                 name=f"aioloader-{worker}",
-                daemon=True,  # if nobody ends it, multiprocessing does at exit
+                daemon=True,  # multiprocessing ends it at exit if nobody has
             )
             process.start()
         finally:
@@ -76,11 +76,11 @@ class SpawnLauncher:
         _thread.start_new_thread(_end_its_group, (process,))
 
     def descriptors(self) -> list[int]:
-        """Return what becomes readable when there are notes."""
+        """Return descriptors that are readable when there are notes."""
         return [process.sentinel for process in self._processes.values()]
 
     def notes(self) -> list[Note]:
-        """Return the births and deaths since the last call."""
+        """Return the starts and deaths since the last call."""
         found, self._births = self._births, []
         for worker, process in list(self._processes.items()):
             if process.exitcode is not None:
@@ -94,16 +94,16 @@ class SpawnLauncher:
             self._processes[worker].kill()
 
     def end(self) -> None:
-        """End the workers, in the background; their queues are closed already."""
+        """End the workers in the background; their queues are already closed."""
         if self._is_ending or os.getpid() != self._pid:
             return
         self._is_ending = True
-        with contextlib.suppress(RuntimeError):  # at exit, multiprocessing does
-            # Bare: a finalizer may come while threading holds its own locks.
+        with contextlib.suppress(RuntimeError):  # at exit, multiprocessing does it
+            # Not Thread: a finalizer may run while threading holds its own locks.
             _thread.start_new_thread(self._end_all, (list(self._processes.values()),))
 
     def join(self, timeout: float) -> bool:
-        """Wait until all are gone; tell whether they are."""
+        """Wait until all have ended; return whether they have."""
         self.end()
         return self._ended.wait(timeout)
 
@@ -115,7 +115,7 @@ class SpawnLauncher:
             self._file = None
 
     def _end_all(self, processes: Sequence[Any]) -> None:
-        """Wait for the workers; terminate those that stay, and kill those that do."""
+        """Wait for the workers; terminate and at last kill those that do not end."""
         for seconds, insist in ((ASKED, "terminate"), (TERMINATED, "kill")):
             until = time.monotonic() + seconds
             for process in processes:
@@ -164,11 +164,11 @@ def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])
-        os.killpg(0, signal.SIGKILL)  # this process, and what it has started
+        os.killpg(0, signal.SIGKILL)  # this process and its children
 
 
 def _end_its_group(process: Any) -> None:
-    """Wait for the end of a worker, and end the processes that it has started."""
+    """Wait for the end of a worker and end the processes that it has started."""
     pid = process.pid
     process.join()
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""The Python stack of a worker that is stuck, or even stopped."""
+"""The Python stack of a stuck or stopped worker."""
 
 import contextlib
 import os
@@ -8,18 +8,18 @@ from pathlib import Path
 
 from aioloader._workers.process.worker_main import STACK_SIGNAL
 
-# Seconds to wait for a worker to write its stack, and for more of it to come.
+# Seconds to wait for a worker's stack, and then for more of it.
 _FIRST, _MORE = 1.0, 0.05
 
 
 def stack_of(pid: int, read: Callable[[float], str]) -> str:
-    """Return the stack of worker ``pid`` in words; takes about a second at most.
+    """Return the stack of worker ``pid`` as text; takes about a second at most.
 
-    A stopped worker is continued for the moment that it takes, and stopped again.
+    A stopped worker is continued for this moment and stopped again.
 
     Args:
         pid: A worker, alive or not yet reaped.
-        read: Returns what workers wrote, having waited so many seconds for it.
+        read: Returns what workers wrote within the given seconds.
     """
     is_stopped = _state(pid) == "T"
     read(0)  # old stacks
@@ -31,7 +31,7 @@ def stack_of(pid: int, read: Callable[[float], str]) -> str:
         while text and (more := read(_MORE)):
             text += more
     except ProcessLookupError:
-        return "it is gone"
+        return "it has ended"
     finally:
         if is_stopped:
             with contextlib.suppress(ProcessLookupError):
@@ -45,7 +45,7 @@ def stack_of(pid: int, read: Callable[[float], str]) -> str:
 
 
 def _state(pid: int) -> str:
-    """Return the state of a process as ``/proc`` has it: R, S, D, T, Z."""
+    """Return the state of a process from ``/proc``: R, S, D, T, Z."""
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
         return text.rpartition(")")[2].split()[0]

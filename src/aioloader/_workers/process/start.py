@@ -1,4 +1,4 @@
-"""How workers start: forked from this process, below the fork server, or spawned."""
+"""How workers start: forked from this process or by the fork server, or spawned."""
 
 import multiprocessing
 from typing import Any
@@ -12,17 +12,17 @@ from aioloader._workers.worker_spec import Surroundings, WorkerSpec, ship
 
 
 def start_method(context: Any, *, is_plain: bool) -> str:
-    """Return how workers start, in the words of ``multiprocessing``.
+    """Return the start method of workers, as named by ``multiprocessing``.
 
     Args:
-        context: The context that the user asked for, or None.
-        is_plain: Whether nothing of the user's is async: event loops and their clients
-            do not survive a fork, so only an explicit context forks them.
+        context: The user's context, or None.
+        is_plain: Whether all user code is plain. Event loops and their clients do not
+            survive a fork, so only an explicit context forks them.
     """
     if context is not None:
         return str(context.get_start_method())
     method = multiprocessing.get_start_method(allow_none=True)
-    if method is None:  # not fixed yet; to ask otherwise would fix it
+    if method is None:  # not set yet; get_start_method() would set it
         method = multiprocessing.get_all_start_methods()[0]
     return "forkserver" if method == "fork" and not is_plain else method
 
@@ -34,17 +34,17 @@ def start_pool(
     locker: Locker | None,
     tally: Tally,
 ) -> ProcessPool:
-    """Start the workers; they come up in the background.
+    """Start the workers in the background.
 
     Args:
         spec: What they do.
-        method: What ``start_method`` returned.
-        servers: The loader's supervisors below the fork server.
-        locker: Page-locks what workers write batches into, or None.
+        method: The result of ``start_method``.
+        servers: The loader's supervisors of the fork server.
+        locker: Page-locks the memory that workers write batches to, or None.
         tally: Counts the deaths of workers.
 
     Raises:
-        WorkerStartError: If it cannot be pickled, or no worker can be started.
+        WorkerStartError: If ``spec`` cannot be pickled or no worker can be started.
     """
 
     def launch(ends: list[int]) -> Launcher:

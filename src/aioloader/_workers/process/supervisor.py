@@ -1,11 +1,11 @@
 """The supervisor: the parent of a loader's workers, in a process below the user's.
 
-It forks the workers with the data set that it has, reports starts and deaths to the
-loader, forks replacements, and ends everything: it waits first, then terminates, then
-kills. There are two kinds. One is forked from the user's process by ``iter()``, for
-one set of workers, and inherits the data set (``forking``). The other is forked from
-the clean fork server, serves a loader from epoch to epoch, and unpickles the data set
-anew for each set of workers, with the modules that it has imported before.
+It forks the workers with its copy of the dataset, reports starts and deaths to the
+loader, forks replacements, and ends everything: it waits, then terminates, then kills.
+There are two kinds. One is forked from the user's process by ``iter()``, for one set of
+workers, and inherits the dataset. The other is forked from the clean fork server,
+serves a loader from epoch to epoch, and unpickles the dataset again for each set of
+workers, with modules that it has already imported.
 """
 
 import contextlib
@@ -38,19 +38,19 @@ from aioloader._workers.worker_spec import Surroundings, WorkerSpec, receive
 # Seconds for workers to end by themselves, and then after SIGTERM.
 ASKED = 3.0
 TERMINATED = 1.0
-# The exit status of a worker whose supervisor died with it.
+# The exit status of a worker whose supervisor has died too.
 UNKNOWN = -1000
-# Signals that supervisor and workers treat in their own way.
+# Signals that supervisor and workers handle themselves.
 _OURS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGCHLD", signal.SIGTERM)}
 
 
 @dataclass(frozen=True)
 class Order:
-    """How a served supervisor sets up one set of workers.
+    """The setup of one set of workers, for a supervisor of the fork server.
 
     Attributes:
-        surroundings: Of the loader's process.
-        is_shared: Whether to unpickle here, for all workers; else each does by itself.
+        surroundings: The surroundings of the loader's process.
+        is_shared: Whether to unpickle here for all workers; otherwise each does so.
     """
 
     surroundings: Surroundings
@@ -59,7 +59,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Note:
-    """What a supervisor reports to the loader.
+    """A report of a supervisor to the loader.
 
     Attributes:
         word: ``"alive"`` (it runs), ``"up"`` (it can fork; its pid), ``"born"``
@@ -75,7 +75,7 @@ class Note:
 
 
 class Supervisor:
-    """Forks workers and reaps them, as the loader instructs.
+    """Fork and reap workers on the loader's instructions.
 
     Args:
         control: The channel to the loader.
@@ -91,7 +91,7 @@ class Supervisor:
         self._surroundings: Surroundings | None = None
         self._is_served = False
         self._workers: dict[int, tuple[int, Any]] = {}  # pidfd -> worker, process
-        # What ``multiprocessing.parent_process()`` is in a worker: the user's process.
+        # ``multiprocessing.parent_process()`` in a worker: the user's process.
         self._parent: Any = _parent_by(loader)
         self._handlers = _ignored_signals()
         self._collects = True
@@ -108,7 +108,7 @@ class Supervisor:
         self._live()
 
     def serve_many(self) -> None:
-        """Serve one set of workers after the other, until the loader is gone."""
+        """Serve one set of workers after another, until the loader is gone."""
         self._is_served = True
         self._live()
 
@@ -126,7 +126,7 @@ class Supervisor:
             self._kill_all()
 
     def _wait_and_act(self) -> bool:
-        """Wait for something to do, and do it; tell whether there may be more.
+        """Wait for an event and handle it; return whether there may be more.
 
         Raises:
             EOFError: If the loader has closed the channel.
@@ -142,7 +142,7 @@ class Supervisor:
         return self._loader not in ready
 
     def _follow(self) -> bool:
-        """Follow one instruction; tell whether there may be more."""
+        """Follow one instruction; return whether there may be more."""
         received = self._control.receive()
         if received is None:
             return True
@@ -162,16 +162,16 @@ class Supervisor:
     # -- sets of workers, one after the other ---------------------------------------
 
     def _begin(self, order: Order, descriptors: list[int]) -> bool:
-        """Enter the surroundings, and unpickle; tell whether workers can be forked.
+        """Enter the surroundings and unpickle; return whether workers can be forked.
 
-        If not, this process ends: its workers would take requests with them.
+        If not, this process ends: its workers would take requests and lose them.
         """
         self._file, *self._ends = descriptors
         self._surroundings = order.surroundings
         try:
             order.surroundings.enter()
             self.tell(Note("up", number=os.getpid()))
-            # If the user's code is stuck, this process does not see the loader's end.
+            # If user code is stuck, this process would not see the loader's end.
             worker_main.die_with(os.getppid())
             self._spec = receive(self._file) if order.is_shared else None
             worker_main.die_with(None)
@@ -213,7 +213,7 @@ class Supervisor:
         self.tell(Note("born", worker, process.pid))
 
     def _be_worker(self, worker: int, ends: Ends) -> None:
-        """Be a worker, in a process of its own."""
+        """Run a worker; called in its process."""
         supervisor = os.getppid()
         gc.freeze()  # a collection would touch, and so copy, every page
         own = multiprocessing.process
@@ -225,7 +225,7 @@ class Supervisor:
             signal.signal(number, handler)
         worker_main.settle(worker, ends, supervisor)
         if self._surroundings is not None:
-            multiprocessing.set_start_method("forkserver", force=True)  # as torch's has
+            multiprocessing.set_start_method("forkserver", force=True)  # as in torch
             self._surroundings.enter_environment()
         spec = self._spec
         if spec is None:
@@ -241,7 +241,7 @@ class Supervisor:
     def _reap(self, pidfd: int) -> None:
         worker, process = self._workers.pop(pidfd)
         os.close(pidfd)
-        _kill_group(process.pid)  # processes that the worker has started and left
+        _kill_group(process.pid)  # children that the worker has left
         process.join()
         status = process.exitcode
         process.close()
@@ -286,10 +286,10 @@ def be_forked(
     *,
     collects: bool,
 ) -> None:
-    """Be the supervisor that ``iter()`` forks from the user's process.
+    """Run the supervisor that ``iter()`` forks from the user's process.
 
-    Nothing that exists is ever collected here: an object of the parent's event loop
-    would unregister the parent's sockets, for both share the selector.
+    Inherited objects are never collected here: one of the parent's event loop would
+    unregister the parent's sockets, because both share the selector.
 
     Args:
         control: The channel to the loader.
@@ -304,7 +304,7 @@ def be_forked(
     supervisor = Supervisor(control, loader)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     process: Any = multiprocessing.current_process()
-    process._config["daemon"] = False  # noqa: SLF001  (it, and workers, have children)
+    process._config["daemon"] = False  # noqa: SLF001  (it and its workers have children)
     supervisor.tell(Note("alive"))
     torch.set_num_threads(1)
     _try_locks()
@@ -313,10 +313,10 @@ def be_forked(
 
 
 def _try_locks() -> None:
-    """Take every lock that workers need; hang if another thread held it at the fork.
+    """Take every lock that workers need; hang if another thread held one at the fork.
 
-    The loader then forks again. A file that is written to has its own lock. numpy's
-    lock belongs to its bit generator, so a new one is enough; workers seed it.
+    The loader then forks again. Each output stream has its own lock. numpy's lock
+    belongs to its bit generator, so a new one is enough; workers seed it.
     """
     np.random.set_bit_generator(np.random.MT19937())  # type: ignore[attr-defined]
     torch.default_generator.get_state()
@@ -332,13 +332,13 @@ def _try_locks() -> None:
 
 
 def be_served(control: Channel, loader: int) -> None:
-    """Be a loader's supervisor below the fork server, until the loader is gone."""
+    """Run a loader's supervisor from the fork server, until the loader is gone."""
     gc.disable()
     Supervisor(control, loader).serve_many()
 
 
 def _parent_by(pidfd: int) -> Any:
-    """Return the process of a pidfd as ``multiprocessing`` shows a parent."""
+    """Return the process of a pidfd as a parent process of ``multiprocessing``."""
     known = multiprocessing.parent_process()
     name = "MainProcess" if known is None else known.name
     text = Path(f"/proc/self/fdinfo/{pidfd}").read_text(encoding="ascii")
@@ -348,9 +348,9 @@ def _parent_by(pidfd: int) -> Any:
 
 
 def _ignored_signals() -> dict[int, Any]:
-    """Ignore signals that the user handles; return the handlers, for the workers.
+    """Ignore signals that the user handles; return the handlers for the workers.
 
-    The handlers are the user's code, and are meant for the user's process.
+    The handlers are user code, meant for the user's process.
     """
     found: dict[int, Any] = {}
     for number in signal.valid_signals() - _OURS:
@@ -374,7 +374,7 @@ def _kill_group(pid: int) -> None:
 
 
 def number_of_threads() -> int:
-    """Return how many threads this process has; 1 where the system does not say."""
+    """Return the number of threads of this process; 1 if it is unknown."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.exists() else 1
 

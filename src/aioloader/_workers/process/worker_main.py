@@ -1,9 +1,9 @@
-"""What a worker process does: take a request, make its batch, send it, until the end.
+"""The main loop of a worker process: take a request, make its batch, send it.
 
-Plain code runs in the main thread, request by request (here). Where a part is
-``async``, the loader's own pipeline runs inside the worker, with several batches in
-flight (``serve_async``). The process is one of ``multiprocessing``, which runs its
-hooks at the beginning and at the end; the supervisor ends one that does not end.
+Plain code runs in the main thread, request by request (here). If a part is ``async``,
+the loader's own pipeline runs inside the worker, with several batches in flight
+(``serve_async``). The process is one of ``multiprocessing``, which runs its hooks at
+start and exit; the supervisor ends one that hangs.
 """
 
 import contextlib
@@ -47,9 +47,9 @@ def settle(worker: int, ends: Ends, supervisor: int | None) -> None:
     Args:
         worker: Number of the worker.
         ends: Its descriptors.
-        supervisor: The parent whose death ends this process; None: there is none.
+        supervisor: The parent whose death ends this process, or None.
     """
-    os.setpgid(0, 0)  # processes that it starts end with it
+    os.setpgid(0, 0)  # its children end with it
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -66,7 +66,7 @@ def settle(worker: int, ends: Ends, supervisor: int | None) -> None:
 
 
 def tell_up(worker: int, ends: Ends) -> bool:
-    """Tell the loader that the process runs, before any of the user's code does.
+    """Report to the loader that the process runs, before any user code does.
 
     Returns:
         Whether the loader is still there.
@@ -80,7 +80,7 @@ def tell_up(worker: int, ends: Ends) -> bool:
 def run(worker: int, ends: Ends, spec: WorkerSpec) -> None:
     """Serve requests until the loader is gone.
 
-    An error before the first batch ends the epoch: the loader raises it.
+    The loader raises an error before the first batch, which ends the epoch.
 
     Args:
         worker: Number of the worker.
@@ -108,10 +108,10 @@ def run(worker: int, ends: Ends, spec: WorkerSpec) -> None:
 
 
 def serve_sync(endpoint: Endpoint, requests: Channel) -> None:
-    """Serve with plain code, one request after the other, until the loader is gone.
+    """Serve with plain code, one request after another, until the loader is gone.
 
     Raises:
-        EOFError: Then.
+        EOFError: When the loader is gone.
     """
     streams: dict[int, SyncStream] = {}
     with contextlib.ExitStack() as stack:
@@ -150,7 +150,7 @@ def _make(
             result = maker.collate(task)
             task.cpu = cpu and time.thread_time() - cpu
             return maker.leave(task, result)
-    except (KeyboardInterrupt, SystemExit):  # they end a worker, as they do torch's
+    except (KeyboardInterrupt, SystemExit):  # they end a worker, as in torch
         raise
     except BaseException as error:  # handed to the consumer
         return BatchResult(error=error)
@@ -159,7 +159,7 @@ def _make(
 def _stream_of(
     endpoint: Endpoint, request: Request, streams: dict[int, SyncStream]
 ) -> SyncStream:
-    """Return the stream of the iteration of a request, opened by its first request."""
+    """Return the stream of a request's iteration, opened by the first request."""
     stream = streams.get(request.iteration)
     if stream is None:
         state, keys = request.resume or (None, None)
@@ -190,9 +190,9 @@ def _close_all(streams: dict[int, SyncStream]) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Have the C library keep the memory of a batch's samples for the next ones.
+    """Make the C library keep the memory of freed samples for the next batch.
 
-    By default it hands large blocks back each time, and every batch pays page faults.
+    By default it returns large blocks to the kernel, and every batch has page faults.
     """
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
@@ -201,9 +201,9 @@ def _keep_freed_memory() -> None:
 
 
 def die_with(parent: int | None) -> None:
-    """Have the kernel kill this process when its parent ends; None: no more.
+    """Make the kernel kill this process when its parent ends; None undoes this.
 
-    It is the parent's *thread* that counts, so this is for single-threaded parents.
+    The kernel watches the parent's *thread*, so this is for single-threaded parents.
     """
     number = signal.SIGKILL if parent is not None else 0
     with contextlib.suppress(AttributeError, OSError):

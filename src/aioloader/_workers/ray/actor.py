@@ -1,8 +1,8 @@
-"""What a Ray actor does: it is one worker, with the loader's own pipeline inside.
+"""A Ray actor: one worker, with the loader's own pipeline inside.
 
-Calls are coroutines, so that it answers while the user's code is busy in threads of
-the pipeline. Requests wait here for a place; one that has not begun can be recalled.
-This file needs no Ray: Ray imports it, on whatever machine.
+Calls are coroutines, so that it answers while user code runs in threads of the
+pipeline. Requests wait here for a place; one that has not started can be recalled. This
+file needs no Ray: Ray imports it, on any machine.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from aioloader._pipeline.hosts import Hosts
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.codec import decode
 from aioloader._transport.slots import MIN_BYTES, Lender, SlotPool
-from aioloader._workers.info import WorkerInfo, be_at_sample, be_worker_process
+from aioloader._workers.info import WorkerInfo, be_worker_process, use_sample_rng
 from aioloader._workers.remote_error import RemoteError
 from aioloader._workers.remote_tasks import Packed, maker_of, open_request, pack_answer
 from aioloader._workers.rng import seed_worker
@@ -34,15 +34,15 @@ from aioloader._workers.worker_spec import WorkerSpec
 if TYPE_CHECKING:
     from aioloader._pipeline.host import Host
 
-# Buffers of the dataset from this size on are the node's one copy, and not written to.
+# Buffers of the dataset from this size on are shared by the node and read-only.
 _SHARED_BYTES = 1 << 16
 
 
 class Ground(NamedTuple):
-    """The surroundings of code in an actor, as in the loader's process.
+    """Settings of the loader's process that an actor takes over.
 
     Attributes:
-        path: Where modules are found.
+        path: The module search path.
         dtype: Torch's default type.
     """
 
@@ -51,13 +51,13 @@ class Ground(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """An actor's report that it is ready, or cannot begin.
+    """An actor's report that it is ready or cannot start.
 
     Attributes:
         pid: Its process.
         host: Name of its machine.
         seeds_itself: Whether the user's init function has seeded the generators.
-        error: The error of that function, or of unpickling, instead.
+        error: The error of that function or of unpickling, if it cannot start.
     """
 
     pid: int
@@ -67,7 +67,7 @@ class Begun(NamedTuple):
 
 
 class RayActor:
-    """One worker. The loader calls it by Ray.
+    """One worker, called by the loader through Ray.
 
     Args:
         number: Number of the worker.
@@ -84,11 +84,11 @@ class RayActor:
         self._slots = SlotPool()
 
     async def begin(self, shipped: Packed, ground: Ground) -> Begun:
-        """Unpack the ``WorkerSpec``, and call the user's init function.
+        """Unpack the ``WorkerSpec`` and call the user's init function.
 
         Args:
             shipped: The pickle of a ``WorkerSpec``; big buffers are in Ray's memory.
-            ground: Of the loader's process.
+            ground: The settings of the loader's process.
         """
         me = Begun(os.getpid(), platform.node())
         try:
@@ -96,11 +96,11 @@ class RayActor:
             torch.set_default_dtype(ground.dtype)
             torch.set_num_threads(1)
             return me._replace(seeds_itself=await self._settle(shipped))
-        except Exception as error:  # of the user's; the loader raises it
+        except Exception as error:  # of user code; the loader raises it
             return me._replace(error=RemoteError.of(error, self._number))
 
     async def make(self, ticket: int, request: Packed) -> Packed | None:
-        """Make a batch, when there is a place for it; None if it was recalled."""
+        """Make a batch once there is a free place; return None if it was recalled."""
         place = asyncio.ensure_future(self._places.acquire())
         self._waiting[ticket] = place
         try:
@@ -117,12 +117,12 @@ class RayActor:
         return pack_answer(self._maker, task, result, self._number)
 
     async def return_unmade(self, ticket: int) -> None:
-        """Have ``make`` return at once, if the batch has not begun."""
+        """Make ``make`` return at once if the batch has not started."""
         if ticket in self._waiting:
             self._waiting[ticket].cancel()
 
     async def where(self) -> str:
-        """Return the Python stacks of the threads that the user's code is in."""
+        """Return the Python stacks of the threads that run user code."""
         ours = ("aioloader-cpu", "aioloader-loop")
         frames = sys._current_frames()  # noqa: SLF001  (the only way)
         return "".join(
@@ -132,7 +132,7 @@ class RayActor:
         )
 
     async def stay(self) -> None:
-        """Never return: the loader sees by this call that the actor is gone."""
+        """Never return: this call fails when the actor is gone."""
         await asyncio.Event().wait()
 
     async def leave(self) -> None:
@@ -143,13 +143,13 @@ class RayActor:
         await self._hosts.release_async()
 
     async def _settle(self, shipped: Packed) -> bool:
-        """Become the worker; tell whether the user's init function has seeded."""
+        """Set up the worker; return whether the user's init function has seeded."""
         spec = opened_spec(shipped)
         seed = seed_worker(spec.base_seed, self._number)
         info = WorkerInfo(self._number, spec.num_workers, seed, spec.dataset)
         be_worker_process(info, tell_torch=True)
         maker = self._maker = maker_of(
-            spec, around=Seeded, seed=seed_for_sample, at=be_at_sample
+            spec, around=Seeded, seed=seed_for_sample, at=use_sample_rng
         )
         is_plain = maker.is_plain()
         self._places = asyncio.Semaphore(places(spec, maker))
@@ -182,7 +182,7 @@ class RayActor:
         return await future
 
     def _deliver(self, task: BatchTask, result: BatchResult) -> None:
-        """Hand a result to ``make``, from whatever thread."""
+        """Pass a result to ``make``, from any thread."""
         if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
             os._exit(1)  # as in a worker process: they end the worker
         future = self._futures.pop(id(task))
@@ -195,10 +195,10 @@ def places(spec: WorkerSpec, maker: BatchMaker) -> int:
 
 
 def opened_spec(shipped: Packed) -> WorkerSpec:
-    """Return the spec of a pickle.
+    """Return the spec in a pickle.
 
-    Big buffers are not copied: arrays over them are read-only. Torch has no read-only
-    tensors: a write to one would be seen by all workers of the node.
+    Big buffers are not copied, so arrays over them are read-only. Torch has no
+    read-only tensors: all workers of the node would see a write to one.
     """
     header, buffers = shipped
     mine = [one if len(one) >= _SHARED_BYTES else bytearray(one) for one in buffers]
@@ -209,11 +209,11 @@ def opened_spec(shipped: Packed) -> WorkerSpec:
 
 
 def copied(packed: Packed, lender: Lender) -> Packed:
-    """Return a pickle with its buffers in memory of our own, that can be written to.
+    """Return a pickle with its buffers copied to writable memory.
 
     Args:
-        packed: A pickle as Ray gives it: its buffers are read-only.
-        lender: Where memory for big ones comes from.
+        packed: A pickle from Ray, with read-only buffers.
+        lender: Lends memory for big buffers.
     """
     return packed[0], [_copied(buffer, lender) for buffer in packed[1]]
 
@@ -224,4 +224,4 @@ def _copied(buffer: Any, lender: Lender) -> Any:
         return bytearray(raw)
     memory = lender.lease(raw.nbytes)
     memory[:] = np.frombuffer(raw, np.uint8)
-    return memoryview(memory)  # a numpy view of it would forget who owns it
+    return memoryview(memory)  # a numpy view would not keep its owner alive

@@ -1,7 +1,7 @@
-"""Which batch is with which Ray actor: pure and synchronous.
+"""Assign batches to Ray actors: pure and synchronous.
 
-A free actor gets the oldest batch that waits. An actor that makes one batch at a time
-gets one more, so that it never waits for the next; when another actor is idle, that
+A free actor gets the oldest waiting batch. An actor that makes one batch at a time gets
+a second one in advance, so that it never waits; if another actor becomes idle, that
 batch is recalled.
 """
 
@@ -15,7 +15,7 @@ from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._workers.ray.actor import Begun
 
-# A batch with which so many actors have died is not tried again.
+# A batch with which this many actors have died is not retried.
 _MOST_DEATHS = 2
 
 
@@ -27,7 +27,7 @@ class Ticket:
         name: Its number among all requests.
         deaths: How many actors have died with this batch alone.
         losses: How often its result was lost on the way.
-        is_alone: Whether it must not share an actor: it may be the one that kills.
+        is_alone: Whether it must not share an actor, since it may kill it.
         is_recalled: Whether its actor was asked to return it.
         since: When it was sent to its actor.
     """
@@ -44,7 +44,7 @@ class Ticket:
 
 @dataclass(eq=False)
 class Seat:
-    """A worker as the loader knows it: the number stays, the actor may change.
+    """The loader's view of a worker: the number stays, the actor may change.
 
     Attributes:
         begun: The actor's report that it is ready; None before.
@@ -62,8 +62,8 @@ class RayDispatcher:
 
     Args:
         at_once: Batches that an actor makes at once.
-        is_addressed: Whether batch k is for worker k modulo their number; None: that
-            is not known before an actor is ready.
+        is_addressed: Whether batch k is for worker k modulo their number; None: not
+            known before an actor is ready.
     """
 
     def __init__(self, at_once: int, *, is_addressed: bool | None) -> None:
@@ -95,7 +95,7 @@ class RayDispatcher:
                 seat for seat in assignable if not (ticket.is_alone and seat.tickets)
             ]
             if not able:
-                # No later batch may overtake it, or it would wait for ever.
+                # No later batch may overtake it, or it might wait forever.
                 free = [seat for seat in free if seat not in assignable]
                 at += 1
                 continue
@@ -108,7 +108,7 @@ class RayDispatcher:
             yield seat, ticket
 
     def recall(self) -> Iterator[tuple[Seat, Ticket]]:
-        """Yield the batches to recall, for actors that are idle."""
+        """Yield the batches to recall for idle actors."""
         if not self._is_serial or self.is_addressed or self._waiting:
             return
         idle = sum(seat.begun is not None and not seat.tickets for seat in self.seats)
@@ -119,22 +119,22 @@ class RayDispatcher:
                 yield seat, seat.tickets[-1]
 
     def put_back(self, ticket: Ticket) -> None:
-        """Let a ticket wait again, unless it was removed meanwhile."""
+        """Queue a ticket again, unless it was removed meanwhile."""
         if ticket.name in self.tickets and ticket.name not in self._waiting:
             bisect.insort(self._waiting, ticket.name)
 
     def remove(self, ticket: Ticket) -> bool:
-        """Remove a ticket; tell whether it was still there."""
+        """Remove a ticket; return whether it was still there."""
         is_wanted = self.tickets.pop(ticket.name, None) is not None
         if is_wanted and ticket.name in self._waiting:
             self._waiting.remove(ticket.name)
         return is_wanted
 
     def recover(self, seat: Seat) -> list[Ticket]:
-        """Let the batches of a dead actor wait again; return those given up.
+        """Queue the batches of a dead actor again; return those given up.
 
-        If it made several at once, nobody knows which one it was: each has an actor to
-        itself the next time.
+        If it made several at once, the culprit is unknown: next time each has an actor
+        to itself.
         """
         held, seat.tickets = seat.tickets, []
         suspects = held[:1] if self._is_serial else held
@@ -146,7 +146,7 @@ class RayDispatcher:
         return [one for one in held if one.deaths >= _MOST_DEATHS and self.remove(one)]
 
     def forget(self, pipeline: Pipeline) -> list[Ticket]:
-        """Remove what ``pipeline`` still waits for; return it."""
+        """Remove and return the tickets of ``pipeline``."""
         found = [
             ticket for ticket in self.tickets.values() if ticket.pipeline is pipeline
         ]
@@ -155,7 +155,7 @@ class RayDispatcher:
         return found
 
     def find(self, task: BatchTask) -> tuple[Ticket | None, Seat | None]:
-        """Return the ticket of ``task``, and its seat; from any thread."""
+        """Return the ticket of ``task`` and its seat, from any thread."""
         for ticket in list(self.tickets.values()):
             if ticket.task is task:
                 seats = [seat for seat in list(self.seats) if ticket in seat.tickets]

@@ -1,4 +1,4 @@
-"""What Ray's errors mean to a loader, and the errors it raises for them."""
+"""The meaning of Ray's errors for a loader, and the errors raised for them."""
 
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ _LOSSES = ("ObjectLostError",)
 
 
 def meaning_of(error: BaseException | None) -> Literal["death", "loss", "other"]:
-    """Classify an error of Ray's: an actor died, a result was lost, or another."""
+    """Classify one of Ray's errors: an actor died, a result was lost, or another."""
     names = {cls.__name__ for cls in type(error).__mro__}
     if names.intersection(_DEATHS):
         return "death"
@@ -20,7 +20,7 @@ def meaning_of(error: BaseException | None) -> Literal["death", "loss", "other"]
 
 
 def died_with(ticket: Ticket, seat: Seat, error: BaseException) -> WorkerDiedError:
-    """Return the error for a batch that is not tried again."""
+    """Return the error for a batch that is not retried."""
     task = ticket.task
     message = (
         f"DataLoader worker {_who(seat)} exited unexpectedly with batch {task.number} "
@@ -44,7 +44,7 @@ def died_too_early(seat: Seat, error: BaseException) -> WorkerDiedError:
 
 
 def waits_for_actor(ray: Any, seats: list[Seat], options: dict[str, Any]) -> str:
-    """Say why no actor has a batch."""
+    """Return text that explains why no actor has a batch."""
     ready = sum(seat.begun is not None for seat in seats)
     if ready == len(seats):
         return f"waits for one of {ready} Ray actors to be free"

@@ -1,8 +1,8 @@
-"""The loader's side of its Ray actors: requests out, answers in, deaths handled.
+"""The loader's side of its Ray actors: requests, answers, deaths.
 
-All of it happens in one thread, to which others post: consumers that want a batch, Ray
+Everything runs in one thread, to which others post: consumers that want a batch, Ray
 when it has an answer or reports a death, and the code that ends the pool. So there are
-no locks and no polling. A batch is copied once, out of Ray's store, which is read-only.
+no locks and no polling. A batch is copied once, out of Ray's read-only store.
 """
 
 import contextlib
@@ -42,11 +42,11 @@ from aioloader._workers.rng import seed_sample
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerError
 
-# Seconds at the end: for a dataset to be left, then for actors to be gone.
+# Seconds at the end: to leave a dataset's lifespan, then for actors to end.
 _LEAVE, _GONE = 3.0, 5.0
 # How long a stack may take, in seconds.
 _STACK = 1.0
-# How often a worker may die before it is ready, and how often a result may be lost.
+# How often a worker may die before it is ready, and how often a result may get lost.
 _EARLY_DEATHS, _LOST = 3, 3
 
 Done = Future[Any]
@@ -58,10 +58,10 @@ def lease_actors(
     """Return a lease on Ray actors for one iteration.
 
     Args:
-        pools: Where actors are kept that outlive it.
+        pools: Where persistent actors are kept.
         workers: How many, and where.
         spec: What they do.
-        keep: Whether they outlive the iteration, and serve the next ones.
+        keep: Whether they outlive the iteration and serve the next ones.
     """
     ground = Ground(list(sys.path), torch.get_default_dtype())
 
@@ -76,14 +76,14 @@ class RayPool:
     """The actors of one loader; used from any thread.
 
     Args:
-        ray: The module; it is connected.
-        connection: What to hold on to until the actors have ended.
+        ray: The module ``ray``, connected.
+        connection: The connection, kept until the actors have ended.
         spec: What the actors do.
-        ground: The surroundings of code there, as here.
-        options: Of each actor, as Ray has them.
+        ground: Settings of this process for the actors.
+        options: Ray's options of each actor.
 
     Raises:
-        WorkerStartError: If what they need cannot be pickled.
+        WorkerStartError: If something they need cannot be pickled.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class RayPool:
         self._thread = CpuThread("aioloader-ray")
         self._ended = Latch()
         self._is_over = False
-        self._error: BaseException | None = None  # that ended it, if nobody has seen it
+        self._error: BaseException | None = None  # ended the pool, not yet raised
         self._early_deaths = [0] * spec.num_workers
         at_once = places(spec, maker_of(spec, seed=seed_sample))
         is_addressed = spec.is_addressed()
-        # None: that is known when the user's init function has run.
+        # None: not known before the user's init function has run.
         self._dispatcher = RayDispatcher(
             at_once, is_addressed=None if spec.worker_init_fn else is_addressed
         )
@@ -124,7 +124,7 @@ class RayPool:
             )
 
     def wait_up(self) -> None:
-        """Return at once: while actors start, the time counts as the user's."""
+        """Return at once: ``timeout`` includes the start of actors."""
 
     def descriptors(self) -> Sequence[int]:
         """Return nothing: the thread collects results."""
@@ -134,11 +134,11 @@ class RayPool:
         """Do nothing: the thread collects results."""
 
     def forget(self, pipeline: Pipeline) -> None:
-        """Drop what ``pipeline`` still waits for."""
+        """Drop the requests of ``pipeline``."""
         self._thread.post(partial(self._forget, pipeline))
 
     def explain(self, task: BatchTask) -> str:
-        """Say which actor has ``task``, since when, and where it is stuck."""
+        """Describe the actor that has ``task``, since when, and its stack."""
         ticket, seat = self._dispatcher.find(task)
         if ticket is None or seat is None or seat.begun is None:
             return waits_for_actor(self._ray, self._dispatcher.seats, self._options)
@@ -150,12 +150,12 @@ class RayPool:
         )
         try:
             stack = self._ray.get(seat.actor.where.remote(), timeout=_STACK)
-        except Exception:  # it is stuck in native code, or gone
+        except Exception:  # stuck in native code, or gone
             return f"{text}; it does not answer"
         return f"{text}, at:\n{stack}"
 
     def restart(self, task: BatchTask) -> bool:
-        """Kill the actor that has ``task``; tell whether there is one."""
+        """Kill the actor that has ``task``; return whether there is one."""
         _, seat = self._dispatcher.find(task)
         if seat is not None:
             self._ray.kill(seat.actor)
@@ -166,7 +166,7 @@ class RayPool:
         return not self._is_over
 
     def end(self) -> None:
-        """Let the actors end, in the background; from any thread, and finalizers."""
+        """End the actors in the background, from any thread or finalizer."""
         if not self._is_over:
             self._is_over = True
             self._thread.post(self._end)
@@ -175,7 +175,7 @@ class RayPool:
     close = end
 
     def join(self) -> bool:
-        """Wait until the actors are gone, bounded; tell whether they are."""
+        """Wait, bounded, until the actors have ended; return whether they have."""
         is_gone = self._ended.wait(_LEAVE + _GONE + 1.0)
         if is_gone:
             self._thread.join(_GONE)
@@ -199,7 +199,7 @@ class RayPool:
         try:
             reads = self._spec.reads
             request = pack_request(ticket.pipeline, ticket.task, reads=reads)
-        except Exception as error:  # what the user's classes raise when pickled
+        except Exception as error:  # the user's classes may raise when pickled
             seat.tickets.remove(ticket)
             self._deliver(ticket, BatchResult(error=error.with_traceback(None)))
             return
@@ -213,8 +213,8 @@ class RayPool:
                     seat.actor.return_unmade.remote(ticket.name)
 
     def _when(self, reference: Any, then: Callable[[Done], None]) -> None:
-        """Have the thread call ``then`` when Ray has an answer."""
-        # The callback comes in a thread of Ray's, and must not keep it.
+        """Call ``then`` in the thread when Ray has an answer."""
+        # The callback runs in a thread of Ray's, which it must not block.
         reference.future().add_done_callback(
             lambda done: self._thread.post(partial(then, done))
         )
@@ -241,7 +241,7 @@ class RayPool:
         self._dispatch()
 
     def _open(self, seat: Seat, ticket: Ticket, packed: Packed | None) -> None:
-        if packed is None:  # the actor has not begun it
+        if packed is None:  # the actor has not started it
             self._dispatcher.put_back(ticket)
             return
         if not self._dispatcher.remove(ticket):
@@ -272,7 +272,7 @@ class RayPool:
             self._fail(error)
 
     def _seat(self, number: int) -> Seat:
-        """Have Ray place an actor, whenever there is room for it."""
+        """Let Ray place an actor as soon as there is room for it."""
         seat = Seat(number, self._make_actor.remote(number))
         begun = seat.actor.begin.remote(self._shipped, self._ground)
         self._when(begun, partial(self._begin, seat))
@@ -303,13 +303,13 @@ class RayPool:
                 self._fail(error)
 
     def _recover(self, seat: Seat, error: BaseException) -> None:
-        """Have Ray place another actor for a dead one, and see to its batches."""
+        """Let Ray replace a dead actor, and recover its batches."""
         if self._dispatcher.seats[seat.number] is not seat:
             return
-        if not self._ray.is_initialized():  # Ray would start a cluster anew
+        if not self._ray.is_initialized():  # Ray would start a new cluster
             self._fail(error)
             return
-        self._ray.kill(seat.actor)  # it may only be out of reach
+        self._ray.kill(seat.actor)  # it may only be unreachable
         if seat.begun is None:
             self._early_deaths[seat.number] += 1
             if self._early_deaths[seat.number] >= _EARLY_DEATHS:
@@ -325,7 +325,7 @@ class RayPool:
         """End all iterations: no actor can make their batches."""
         tickets = self._dispatcher.tickets.values()
         pipelines = {ticket.pipeline for ticket in tickets}
-        self._error = None if pipelines else error  # for the next one that submits
+        self._error = None if pipelines else error  # for the next pipeline that submits
         self.end()
         for pipeline in pipelines:
             pipeline.fail(error)
@@ -333,7 +333,7 @@ class RayPool:
     # -- in the thread: the end -----------------------------------------------------
 
     def _end(self) -> None:
-        # Another cluster, or none, may be connected by now: Ray then refuses.
+        # By now another cluster or none may be connected: Ray then refuses.
         with contextlib.suppress(Exception):
             if self._ray.is_initialized():
                 self._end_actors()

@@ -1,7 +1,7 @@
 """``RayWorkers``: how many worker actors on a Ray cluster, with which resources.
 
-It only describes: actors are placed with the first request of an iteration. It also
-knows the connection to the cluster, and ends what it had to start.
+It is only a description: actors are placed with the first request of an iteration. It
+also manages the connection to the cluster, and ends a cluster that it has started.
 """
 
 import importlib
@@ -22,37 +22,37 @@ _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 class RayWorkers:
     """Worker actors on a Ray cluster, for ``DataLoader(..., workers=RayWorkers(8))``.
 
-    As worker processes do, actors read, transform and collate; samples, order, random
-    draws and errors are the same. An actor that dies, alone or with its node, is placed
-    anew, and its batches are made again; ``on_timeout="restart"`` ends the one that is
-    stuck. Iterables are read by the loader, once. (With ``rng="worker"`` draws depend
-    on which actor makes a batch, as with processes.)
+    Like worker processes, actors read, transform and collate; samples, order, random
+    draws and errors are the same. An actor that dies, alone or with its node, is
+    replaced and its batches are made again; ``on_timeout="restart"`` ends a stuck one.
+    The loader itself reads iterables, once. (With ``rng="worker"`` draws depend on
+    which actor makes a batch, as with processes.)
 
-    The dataset and the functions are put into Ray's store once. Its big arrays are one
-    copy per node, read-only (a tensor cannot be: do not write to it in place). Batches
-    come back through the store, and are copied once into memory of the loader's.
-    An actor takes a second or two to begin, for it imports torch: with
-    ``persistent_workers=True`` they are kept between epochs. Ray runs its workers at
-    nice 15: on a node that is busy with other work they wait, unless its cluster was
+    The dataset and the functions are put into Ray's store once. Its big arrays have one
+    read-only copy per node (a tensor cannot be read-only: do not write to it in place).
+    Batches come back through the store and are copied once into the loader's memory.
+    An actor takes a second or two to start, because it imports torch:
+    ``persistent_workers=True`` keeps actors between epochs. Ray runs its workers at
+    nice 15: on a node that is busy with other work they wait, unless the cluster was
     started with ``RAY_worker_niceness=0`` in the environment.
 
-    Modules that workers import must be installed on the nodes, aioloader too. Of a
-    script and a notebook, functions and classes travel along.
+    Modules that workers import must be installed on the nodes, aioloader too. Functions
+    and classes of a script or a notebook are sent along.
 
     Args:
-        num_workers: How many actors; the loader's own may be left at 0.
-        resources: What each needs, by the names of ``ray.cluster_resources()``; one
-            CPU, unless said otherwise: ``{"CPU": 2, "loader": 1}``.
+        num_workers: How many actors; the loader's ``num_workers`` may be left at 0.
+        resources: What each actor needs, by the names of ``ray.cluster_resources()``,
+            such as ``{"CPU": 2, "loader": 1}``; one CPU by default.
         address: The cluster (``"auto"``, ``"host:port"``). ``None``: the one that this
-            process is connected to, or ``RAY_ADDRESS`` names; else one is started
+            process is connected to or ``RAY_ADDRESS`` names; otherwise one is started
             here, with room for these workers (others wait until they end), and shut
-            down again with the last ``RayWorkers`` of this process. One that was there
-            is left alone.
+            down with the last ``RayWorkers`` of this process. An existing cluster is
+            left running.
 
     Raises:
         ImportError: If Ray is not installed.
         ValueError: If a number is out of range, or the address is of Ray Client.
-        ConnectionError: From the first iteration, if no cluster is at the address.
+        ConnectionError: At the first iteration, if there is no cluster at the address.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RayWorkers:
         return {**vars(self), "_connection": None}
 
     def options(self) -> dict[str, Any]:
-        """Return the options of an actor, as Ray has them."""
+        """Return Ray's options of an actor."""
         found: dict[str, Any] = {
             option: self.resources[name]
             for name, option in _OPTIONS.items()
@@ -104,12 +104,12 @@ class RayWorkers:
         return {**found, "resources": own, **spread}
 
     def connect(self) -> tuple[Any, object]:
-        """Return the module ``ray``, connected to the cluster; it may take seconds.
+        """Return the connected module ``ray``, and an object that keeps it connected.
 
-        And what to hold on to while the connection is used.
+        May take seconds.
 
         Raises:
-            ConnectionError: If no cluster is there.
+            ConnectionError: If there is no cluster.
             ValueError: If this process is connected to another one.
         """
         ray = import_ray()
@@ -119,12 +119,12 @@ class RayWorkers:
 
 
 class _Connection:
-    """A connection that this process has made: it ends with its last user."""
+    """A connection made by this process, which ends with its last user."""
 
     __slots__ = ("__weakref__",)
 
 
-# Seconds that a cluster has to answer.
+# Seconds for a cluster to answer.
 _PROBED = 5.0
 # One process has one connection to Ray.
 _LOCK = fork_safe(threading.Lock())
@@ -132,7 +132,7 @@ _ours: "weakref.ref[_Connection] | None" = None
 
 
 def _connected(ray: Any, workers: RayWorkers) -> _Connection | None:
-    """Connect, unless Ray is connected; return the connection, if it is ours."""
+    """Connect unless Ray is connected; return the connection if it is ours."""
     global _ours  # noqa: PLW0603  (so is Ray's own state)
     if ray.is_initialized():
         _check_address(ray, workers.address)
@@ -157,13 +157,13 @@ def _connected(ray: Any, workers: RayWorkers) -> _Connection | None:
 def _check_client(name: str, address: str | None) -> None:
     if address is not None and address.startswith("ray://"):
         raise ValueError(
-            f"{name}={address!r} is Ray Client's, through which batches cannot "
-            "travel: run this process on a node of the cluster, with 'auto'"
+            f"{name}={address!r} is a Ray Client address, which cannot transport "
+            "batches: run this process on a node of the cluster, with 'auto'"
         )
 
 
 def _probe(address: str) -> None:
-    """Check that somebody listens there: Ray would try for minutes."""
+    """Check that a server listens there: Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():  # "auto", "local", what only Ray knows
         return
@@ -177,19 +177,19 @@ def _probe(address: str) -> None:
 
 
 def _warn_of_no_room(ray: Any, workers: RayWorkers) -> None:
-    """Say that a cluster of ours, made for other workers, is too small for these."""
+    """Warn if a cluster that we started for other workers is too small for these."""
     free = ray.available_resources().get("CPU", 0)
     needed = workers.num_workers * workers.resources["CPU"]
     if free < needed:
         warn(
             f"the Ray cluster that was started here has {free:g} CPUs free, and "
-            f"{workers!r} needs {needed:g}: actors that find no room wait until others "
-            "end; start a larger one before, by ray.init(num_cpus=...)"
+            f"{workers!r} needs {needed:g}: actors without room wait until others end; "
+            "start a larger cluster first with ray.init(num_cpus=...)"
         )
 
 
 def _room(workers: RayWorkers) -> dict[str, Any]:
-    """Return the options of a local cluster that has room for all workers."""
+    """Return the options of a local cluster with room for all workers."""
     number, needs = workers.num_workers, workers.resources
     cpus = max(os.cpu_count() or 1, number * needs["CPU"])
     own = {name: number * n for name, n in needs.items() if name not in _OPTIONS}
@@ -197,12 +197,12 @@ def _room(workers: RayWorkers) -> dict[str, Any]:
 
 
 def _check_address(ray: Any, address: str | None) -> None:
-    """Refuse another cluster than the one that is connected."""
+    """Refuse a cluster other than the connected one."""
     found = ray.get_runtime_context().gcs_address
     if address not in {None, "auto", "local", found}:
         raise ValueError(
-            f"RayWorkers(address={address!r}): this process is connected to the Ray "
-            f"cluster at {found!r} already"
+            f"RayWorkers(address={address!r}): this process is already connected to "
+            f"the Ray cluster at {found!r}"
         )
 
 
