@@ -429,7 +429,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
             seed = epoch.base_seed
         check = None if self._IterableDataset_len_called is None else length_check(self)
         iterator: BatchIterator[Batch] = BatchIterator(
-            start, self.__len__, check, seed, prepared
+            start, self.__len__, check, seed, live.starting, prepared
         )
         live.open.add(iterator)
         if isinstance(prepared, PipelineIterator):
