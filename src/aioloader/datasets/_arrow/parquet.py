@@ -57,8 +57,8 @@ _BATCH = 1 << 20
 _KEPT = 64 << 20
 # Columns that are looked up sooner than a thread is asked.
 _FEW = 64
-# Row groups that are decoded with one hop to a thread: bytes in all, and how many, at
-# least. While less than four are left, the next ones are opened (see ``BEGUN``).
+# Row groups decoded in one thread call: least bytes in all, and least number.
+# When fewer than four are left, the next ones are opened (see ``START_DIVISOR``).
 _TOGETHER, _FEWEST = 4 << 20, 2
 _LEAST_REQUEST, _MOST_REQUEST = 1 << 16, 8 << 20
 _LEAST_BUFFER, _MOST_BUFFER = 1 << 14, 1 << 20
