@@ -45,10 +45,10 @@ class Link:
     """A connection and its thread.
 
     Args:
-        address: Where the database is.
-        like: An open one to the same database. What its driver has learned of it is
-            shared: PostgreSQL's reads all types, which takes ten times as long as to
-            connect.
+        address: The database's address.
+        like: An open connection to the same database, whose driver state is shared:
+            PostgreSQL's driver reads all types, which takes ten times as long as
+            connecting.
     """
 
     def __init__(self, address: "Address", like: "Link | None" = None) -> None:

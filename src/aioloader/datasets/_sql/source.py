@@ -136,9 +136,7 @@ def checked_names(
         ValueError: If one does not exist, or two have the same name.
     """
     if len(set(found)) < len(found):
-        raise ValueError(
-            f"columns must have distinct names, got {', '.join(found)}"
-        )
+        raise ValueError(f"columns must have distinct names, got {', '.join(found)}")
     names = tuple(found) if source.columns is None else source.columns
     missing = [name for name in (*names, source.key) if name not in (known or found)]
     if missing:

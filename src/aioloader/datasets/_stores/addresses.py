@@ -183,7 +183,7 @@ def shown_addresses(addresses: list[Address]) -> str:
 
 
 def braces(pattern: Address) -> Iterator[Address]:
-    """Expand ``{a,b}`` and ``{000..127}``, as bash does; ``\{`` is a literal brace."""
+    r"""Expand ``{a,b}`` and ``{000..127}``, as bash does; ``\{`` is a literal brace."""
     if "{" not in opened(pattern):
         return iter([pattern])
     from braceexpand import braceexpand  # noqa: PLC0415  (only where there are any)

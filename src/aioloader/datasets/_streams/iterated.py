@@ -162,6 +162,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         The state may come from another number of ranks, if ``merge_states`` made it
         from the states of all. It then sets the number of readers. The data may have
         moved, but the chain of steps must be the same.
+
         Args:
             state: The state.
             strict: Whether a state of another stream is an error. If not, the epoch is

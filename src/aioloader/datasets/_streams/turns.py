@@ -116,9 +116,7 @@ class Alone:
         """Return the state of each reader."""
         if self._lag > 0:
             return {self._name: self._known}
-        if self._given < len(
-            self._ahead
-        ):  # loading drops the samples taken
+        if self._given < len(self._ahead):  # loading drops the samples taken
             failed = unreadable(cut(self._ahead, 0, self._given))
             return {self._name: {**self._before[self._name], "failed": failed}}
         one = {"taken": self._taken, "state": self._cursor.state()}
