@@ -70,7 +70,7 @@ def test_class_folders(
     manifest = json.loads((tmp_path / "out" / "train-shards.json").read_text())
     assert manifest["metadata"]["classes"] == CLASSES
     packed(*arguments, "--shard-samples", 4)
-    assert capsys.readouterr().out.startswith("6 samples (6 were there) in 2 shards")
+    assert capsys.readouterr().out.startswith("6 samples (6 already written) in 2 shards")
     assert len(read(stream)) == 6
 
 
@@ -226,9 +226,9 @@ WRONG: list[tuple[list[str], str]] = [
     (["pack", "{tree}"], "required: DST"),
     (["pack", "nowhere", "{out}"], "and there is no 'nowhere'"),
     (["pack", "no.jsonl", "{out}"], "there is no file 'no.jsonl'"),
-    (["pack", "{tree}", "{tree}/out"], "lies where SRC is"),
-    (["pack", "{tree}/*.tar", "{tree}"], "lies where SRC is"),
-    (["pack", "s3://b/x", "s3://b/x/"], "lies where SRC is"),
+    (["pack", "{tree}", "{tree}/out"], "overlaps SRC"),
+    (["pack", "{tree}/*.tar", "{tree}"], "overlaps SRC"),
+    (["pack", "s3://b/x", "s3://b/x/"], "overlaps SRC"),
     (["pack", "http://u:KEY@h/x", "http://u:KEY@h/x/y"], "DST 'http://h/x/y' lies"),
     (["pack", "{tree}", "{out}", "--shard-size", "big"], "such as 64MB, got 'big'"),
     (["pack", "{tree}", "{out}", "--jobs", "0"], "must be at least 1, got '0'"),
@@ -238,9 +238,9 @@ WRONG: list[tuple[list[str], str]] = [
     (["pack", "{tree}", "{out}", "--name", "a/b"], "got 'a/b'"),
     (["pack", "{tree}", "s9://x"], "no object store is known"),
     (["pack", "{tree}", "{out}", "--glob", "*.png"], "no file matches '*.png'"),
-    (["pack", "{tree}/cat", "{out}", "--class-folders"], "lies in no class folder"),
+    (["pack", "{tree}/cat", "{out}", "--class-folders"], "is in no class folder"),
     (["pack", "x.jsonl", "{out}", "--class-folders"], "--class-folders is for dir"),
-    (["pack", "x.jsonl", "{out}", "--shuffle", "0"], "--shuffle is for directories"),
+    (["pack", "x.jsonl", "{out}", "--shuffle", "0"], "--shuffle applies to directories"),
     (["index", "nowhere.tar"], "there is no file 'nowhere.tar'"),
 ]
 

@@ -212,7 +212,7 @@ def _cast(array: "pa.Array", field: "pa.Field", location: str) -> "pa.Array":
     except (ValueError, TypeError, NotImplementedError) as error:
         raise DatasetError(
             f"column {field.name!r} of {location!r} is of type {array.type} and has "
-            f"values that do not fit {field.type}, the common type of all files: "
+            f"values that do not fit {field.type}, its type in all files: "
             f"{error}; set the type (schema=)",
             location=location,
         ) from error

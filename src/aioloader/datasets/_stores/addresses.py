@@ -212,8 +212,8 @@ def pattern_of(address: Address) -> tuple[Address, str] | None:
         return _sealed(root), _decoded(path)
     del root, path  # tracebacks show variables
     raise ValueError(
-        f"{shown_address(address)} has both a query and a pattern, or is not an "
-        "HTTP URL: list signed URLs one by one, as https://..., and write a ? in a "
+        f"{shown_address(address)} has a query next to a pattern, or in a URL that is "
+        "not HTTP: list signed URLs one by one, as https://..., and write a ? in a "
         "name as %3F"
     )
 

@@ -93,8 +93,7 @@ class Places:
         )
 
     def check(self, addresses: list[Address]) -> None:
-        """Check that the first address is valid, and that the store accepts its
-        options.
+        """Check that the first address is valid, and the store accepts its options.
 
         Raises:
             ImportError: If obstore is needed, and not installed.

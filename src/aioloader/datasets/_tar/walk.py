@@ -337,7 +337,7 @@ class TarParser:
         """Give up because the bytes end within an item."""
         error = TruncatedReadError(
             f"{self._url!r} ends within {what}: {received:,} of {expected:,} bytes at "
-            f"byte {begin:,} on{self._groups.loss()}",
+            f"byte {begin:,}{self._groups.loss()}",
             location=self._url,
             expected=expected,
             received=received,
