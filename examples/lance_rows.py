@@ -35,7 +35,7 @@ class LanceDataset:
         return rows
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_table": None}  # a worker opens it anew
+        return {**self.__dict__, "_table": None}  # each worker opens it itself
 
 
 def main() -> None:

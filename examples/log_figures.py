@@ -1,4 +1,4 @@
-"""A loader's figures beside a training's own: TensorBoard, Weights & Biases, a bar."""
+"""Log a loader's figures during training: TensorBoard, Weights & Biases, a bar."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ class Remote:
 
 
 def figures(stats: LoaderStats, began: float) -> dict[str, float]:
-    """Return what is worth a curve; ``stats`` has more."""
+    """Return the figures worth a curve; ``stats`` has more."""
     seconds = time.perf_counter() - began
     return {
         "loader/wait_share": stats.waited / seconds,

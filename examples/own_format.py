@@ -1,8 +1,8 @@
-"""A format of one's own, in forty lines: what a parser gives, a stream does the rest.
+"""A custom format in forty lines: write a parser, and the stream does the rest.
 
-Records are four bytes of length and a body. From the parser comes a dataset that reads
-them from disk and from any store, packed or not, that shuffles, is shared among ranks
-and workers, and is resumed at any record.
+Records are four bytes of length and a body. The parser becomes a dataset that reads
+them from disk and from any store, compressed or not, that shuffles, is shared among
+ranks and workers, and resumes at any record.
 """
 
 import struct
@@ -16,21 +16,21 @@ from aioloader.testing import check_parser
 
 
 class RecordParser:
-    """Bytes to records: ``feed`` pieces of any size, ``take`` what is whole."""
+    """Parses records: ``feed`` pieces of any size, ``take`` whole records."""
 
     def __init__(self, url: str, offset: int) -> None:
-        self.offset = offset  # where the next record begins in the shard
+        self.offset = offset  # offset of the next record in the shard
         self.is_over = False
         self._url = url
         self._rest = b""
         self._has_ended = False
 
     def feed(self, piece: Any) -> None:
-        """Add bytes; the piece is gone after the next ``take``."""
+        """Add bytes; the piece is invalid after the next ``take``."""
         self._rest += bytes(piece)
 
     def end(self) -> None:
-        """Learn that there are no more bytes."""
+        """Note that there are no more bytes."""
         self._has_ended = True
 
     def take(self, limit: int) -> list[Any]:
@@ -45,7 +45,7 @@ class RecordParser:
             at = stop
         self._rest, self.offset = self._rest[at:], self.offset + at
         if self._has_ended and self._rest and not records:
-            raise ValueError(f"{self._url!r} ends amid a record, byte {self.offset:,}")
+            raise ValueError(f"{self._url!r} ends mid-record, byte {self.offset:,}")
         return records
 
 
@@ -57,7 +57,7 @@ class RecordDataset(ByteStream[bytes]):
 
 
 def main() -> None:
-    """Check the parser, write four shards, and read them by a loader, resumed once."""
+    """Check the parser, write four shards, and load them, resuming once."""
     data = b"".join(struct.pack("<I", at) + b"x" * at for at in range(100))
     check_parser(RecordParser, data)
     with tempfile.TemporaryDirectory() as folder:

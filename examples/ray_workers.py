@@ -1,7 +1,7 @@
 """Augment scanned digits on Ray actors: the same batches as without workers.
 
-``python ray_workers.py`` starts a cluster on this machine, and ends it again; give the
-address of one (``auto``, on one of its nodes) to use that.
+``python ray_workers.py`` starts a cluster on this machine, and stops it at the end;
+pass the address of another (``auto``, on one of its nodes) to use that.
 """
 
 import sys
@@ -15,7 +15,7 @@ from aioloader import DataLoader, RayWorkers, get_worker_info
 
 
 class Digits:
-    """Scans of 8 x 8 pixels, enlarged, shifted and made noisy anew each time."""
+    """Scans of 8 x 8 pixels, enlarged, shifted and made noisy at random."""
 
     def __init__(self) -> None:
         self.images = load_digits().images.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Stream rows inside an async service, through the pool that it already has."""
+"""Stream rows inside an async service, through its existing connection pool."""
 
 import argparse
 import asyncio
@@ -11,9 +11,9 @@ from aioloader.datasets import SQLRows
 
 
 async def mean_score(pool: asyncpg.Pool, table: str = "scores") -> float:
-    """Average a column: shuffled batches of rows, one query each, on this very loop.
+    """Average a column: shuffled batches of rows, one query each, on the current loop.
 
-    Other requests of the service go on meanwhile, with connections of the same pool.
+    Other requests of the service continue meanwhile, with connections of the same pool.
     """
     rows = await SQLRows.discover(pool, table, key="id", columns=["id", "score"])
     loader: Any = DataLoader(rows, batch_size=100, shuffle=True, loop="caller")
@@ -25,7 +25,7 @@ async def mean_score(pool: asyncpg.Pool, table: str = "scores") -> float:
 
 
 async def serve(url: str) -> None:
-    """Do what a service does at a request, and go on answering meanwhile."""
+    """Act like a service: start the query, and answer requests meanwhile."""
     async with asyncpg.create_pool(url, min_size=2) as pool:
         await pool.execute(
             "CREATE TABLE IF NOT EXISTS scores (id INT PRIMARY KEY, score FLOAT8)"

@@ -1,4 +1,4 @@
-"""Chunks of a zarr array as samples: read by its own asyncio API, many at a time."""
+"""Chunks of a zarr array as samples: read by zarr's asyncio API, many at a time."""
 
 import asyncio
 import tempfile
@@ -18,7 +18,7 @@ class ZarrDataset:
     def __init__(self, path: str) -> None:
         self.path = path
         self._length = zarr.open_array(path, mode="r").shape[0]
-        self._opened: dict[Any, asyncio.Task[Any]] = {}  # of each event loop
+        self._opened: dict[Any, asyncio.Task[Any]] = {}  # per event loop
 
     def __len__(self) -> int:
         return self._length
@@ -32,7 +32,7 @@ class ZarrDataset:
         return torch.from_numpy(np.asarray(await array.getitem(index)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": {}}  # a worker opens it anew
+        return {**self.__dict__, "_opened": {}}  # each worker opens it itself
 
 
 def main() -> None:

@@ -194,9 +194,7 @@ async def test_errors_stay_the_users() -> None:
 def test_wrong_sources_are_errors() -> None:
     """When the stream is made."""
     for one in (reader(), batches()):
-        with pytest.raises(
-            TypeError, match="can be read only once; pass the function"
-        ):
+        with pytest.raises(TypeError, match="can be read only once; pass the function"):
             from_arrow(one)
     with pytest.raises(TypeError, match="needs Arrow data, got 'int'"):
         from_arrow(3)

@@ -226,7 +226,9 @@ async def test_a_key_may_not_be_null(database: Database) -> None:
 async def test_types_that_can_be_no_key(postgresql: Database, kind: str) -> None:
     """The error tells which can."""
     postgresql.run(f"CREATE TABLE t (id {kind})")
-    with pytest.raises(ValueError, match="which cannot be a key; use bpchar, bytea, date"):
+    with pytest.raises(
+        ValueError, match="which cannot be a key; use bpchar, bytea, date"
+    ):
         await rows_of(SQLFormat(postgresql.url, "t", key="id"))
 
 

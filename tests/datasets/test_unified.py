@@ -128,7 +128,8 @@ async def test_a_value_that_would_change(tmp_path: Path) -> None:
     columns = [{"n": pa.array([0.5])}, {"n": pa.array([2**53 + 1])}]
     made = ParquetFormat(written(tmp_path, *columns), Local())
     words = (
-        r"'n' of 'b.parquet' is of type int64 and has values that do not fit double.*sch"
+        r"'n' of 'b.parquet' is of type int64 and has values that do not fit "
+        r"double.*schema="
     )
     with pytest.raises(DatasetError, match=words):
         await read_all(made)

@@ -143,7 +143,7 @@ class Stream(Iterated[Sample_co]):
 
     def cache(
         self,
-        directory: "StrPath",  # noqa: ARG002  (for those that have shards)
+        directory: "StrPath",  # noqa: ARG002  (used where there are shards)
         max_bytes: int = CACHE_BYTES,  # noqa: ARG002
     ) -> "Stream[Sample_co]":
         """Return the stream with its shards' bytes cached in a directory.

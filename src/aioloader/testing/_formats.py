@@ -140,7 +140,7 @@ async def _check_closing(
 
     stages: dict[str, Callable[[ShardReader], Awaitable[None]]] = {
         "opened": nothing,
-        "begun": begin,
+        "started": begin,
         "pulled": pull,
         **{f"cancelled after {one} turns": _cancelled(one) for one in _TURNS},
     }

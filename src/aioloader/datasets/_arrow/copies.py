@@ -138,7 +138,7 @@ class Copies:
         while held > _MOST_BYTES and len(self._copies) > _LEAST_COPIES:
             _, (path, size) = self._copies.popitem(last=False)
             held -= size
-            os.unlink(path)  # noqa: PTH108  (who has it open goes on)
+            os.unlink(path)  # noqa: PTH108  (open handles stay valid)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._opener,)

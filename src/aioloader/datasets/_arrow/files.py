@@ -322,8 +322,8 @@ def _read_local(path: str, start: int, stop: int) -> Tail:
 def _checked(data: bytes, expected: int, location: str) -> bytes:
     if len(data) != expected:
         raise TruncatedReadError(
-            f"{location!r} gave {len(data):,} of {expected:,} bytes; it was written "
-            "anew meanwhile",
+            f"{location!r} gave {len(data):,} of {expected:,} bytes; it was rewritten "
+            "meanwhile",
             location=location,
             expected=expected,
             received=len(data),

@@ -148,8 +148,8 @@ class ArrowFormat(TableFormat[Layout]):
         if numbers.stop > len(layout.batches) or bool(numbers) != bool(layout.footer):
             raise DatasetError(
                 f"{place.location!r} has {len(layout.batches)} record batches, of "
-                f"which {numbers.start} to {numbers.stop} are wanted; it was written "
-                "anew meanwhile",
+                f"which {numbers.start} to {numbers.stop} are wanted; it was "
+                "rewritten meanwhile",
                 location=place.location,
             )
         ranges, path = None, self._opener.path(address)

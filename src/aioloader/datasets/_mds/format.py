@@ -13,7 +13,7 @@ from aioloader.datasets._cuts import nearest, read_whole, shares
 from aioloader.datasets._mds.encodings import decoder_of
 from aioloader.datasets._mds.parser import Column, MDSParser
 from aioloader.datasets._parsed import ParsedFormat, ParsedShard
-from aioloader.datasets._stores.addresses import Address, beside
+from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import Unpacked, unpacker_of
 from aioloader.datasets._streams.shards import (
@@ -189,7 +189,7 @@ def _shard(folder: Address, entry: dict[str, Any]) -> MDSShard:
 
 
 def _joined(folder: Address, name: str) -> Address:
-    return beside(folder, lambda path: posixpath.join(path, name))
+    return sibling(folder, lambda path: posixpath.join(path, name))
 
 
 def _no_parser(_url: str, _offset: int) -> Any:

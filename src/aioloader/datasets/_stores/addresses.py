@@ -158,7 +158,7 @@ def name_of(address: Address) -> str:
     return f"{redact_url(root)}/{unquote(path)}"
 
 
-def beside(address: Address, rename: Callable[[str], str]) -> Address:
+def sibling(address: Address, rename: Callable[[str], str]) -> Address:
     """Return the address of another file, renamed by path and with the same query."""
     url = opened(address)
     marks = "[?#]" if url[:4].lower() == "http" and _SCHEME.match(url) else r"\Z"

@@ -142,7 +142,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
 
     def evened(
         self,
-        tail: Tail,  # noqa: ARG002  (for those that know how)
+        tail: Tail,  # noqa: ARG002  (used by subclasses)
         *,
         is_skipped: bool = False,  # noqa: ARG002
     ) -> Self:

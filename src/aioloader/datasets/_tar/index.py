@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from aioloader._order.blocks import Bad
 from aioloader.datasets._cuts import CannotCutError, nearest, read_whole
-from aioloader.datasets._stores.addresses import Address, beside
+from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._tar.walk import TarParser
 from aioloader.errors import DatasetError, ObjectNotFoundError
@@ -84,7 +84,7 @@ async def at_samples(
     places: Places, address: Address, size: int, count: int
 ) -> Sequence[int]:
     """Return where samples start, as ``Cuts`` does: from the archive's index."""
-    name = beside(address, _index_of)
+    name = sibling(address, _index_of)
     try:
         data = await read_whole(places.open(name, 0, _PIECE))
     except ObjectNotFoundError:
