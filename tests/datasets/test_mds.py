@@ -121,7 +121,7 @@ async def test_shards_are_cut_for_more_readers(folder: Path) -> None:
     other.load_state_dict({**state, "readers": 2})
     with pytest.raises((StateMismatchError, KeyError)):
         await read(other)
-    with pytest.raises(ValueError, match=r"2 parts only, but .* 3 readers.*packed"):
+    with pytest.raises(ValueError, match=r"2 parts only, but .* 3 readers.*compressed"):
         await read(MDSDataset(folder / "zstd").shard(0, 3))
 
 
@@ -169,7 +169,7 @@ async def test_what_is_damaged_is_told(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("version", 3, "a shard of format 'mds', version 3"),
+        ("version", 3, "a shard has format 'mds', version 3"),
         ("samples", 2, "2 in 10,204 bytes|where the index has 2"),
         ("raw_data", None, "is not an index of MDS shards"),
     ],
