@@ -198,7 +198,7 @@ def test_wrong_sources_are_errors() -> None:
             from_arrow(one)
     with pytest.raises(TypeError, match="needs Arrow data, got 'int'"):
         from_arrow(3)
-    with pytest.raises(TypeError, match=r"shuffle of from_arrow apply to .*\.shuffle\("):
+    with pytest.raises(TypeError, match=r"of from_arrow apply to .*\.shuffle\("):
         from_arrow(batches, shuffle=True)
     with pytest.raises(DatasetError, match="has no column 'z'"):
         from_arrow(TABLE, ["z"])
