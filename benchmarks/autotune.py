@@ -1,7 +1,7 @@
-"""Autotune: how near does "auto" come to the best of a sweep by hand?
+"""Autotune: how close does "auto" come to the best of a manual sweep?
 
-Four workloads, each with a few settings by hand and with "auto", in turns in one
-process: the rate after the first 30 batches, and of those 30. Each loader is a new one.
+Four workloads, each with a few manual settings and with "auto", in turns in one
+process: the rate of the first 30 batches, and after them. Each run uses a new loader.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def compute(seconds: float) -> None:
 
 
 class Store:
-    """Samples that come 30 ms after they were asked for, from so many at a time."""
+    """Samples that arrive after 30 ms, a limited number at a time."""
 
     def __init__(self, length: int, served: int, floats: int = 1) -> None:
         self.length = length
@@ -77,7 +77,7 @@ def transformed(sample: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is loaded, and how it is tried.
+    """A workload and its settings.
 
     Attributes:
         dataset: Makes the dataset for a number of samples.
@@ -85,7 +85,7 @@ class Workload:
         batches: How many batches are read after the first 30.
         common: Arguments of all settings.
         by_hand: The sweep.
-        auto: What the loader is to choose.
+        auto: The arguments that the loader chooses.
     """
 
     dataset: Callable[[int], Any]
@@ -170,7 +170,7 @@ def measure(names: list[str], rounds: int) -> Rounds:
 
 
 def shares(found: Rounds) -> dict[str, float]:
-    """Return the rate of "auto" as a share of the best by hand, by workload."""
+    """Return the rate of "auto" as a share of the best manual setting, by workload."""
     middles = {name: medians(figures)["after"] for name, figures in found.items()}
     best: dict[str, float] = {}
     for name, rate in middles.items():
@@ -204,7 +204,7 @@ QUESTION = Question(
 
 
 def main() -> None:
-    """Measure, and keep the figures of a run that was asked to be long."""
+    """Measure, and store the figures of a long run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(WORKLOADS), help="workloads")
     parser.add_argument("--rounds", type=int, default=3, help="3 or more are kept")

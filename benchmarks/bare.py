@@ -1,7 +1,7 @@
-"""The limit for worker processes: fork, shared memory that stays, a byte per batch.
+"""The limit for worker processes: fork, persistent shared memory, a byte per batch.
 
-No loader: each worker fills its own few slots in turn, says which one by one byte
-through a pipe, and gets it back the same way. What is left is the work itself.
+No loader: each worker fills its few slots in turn, announces each by one byte through a
+pipe, and gets it back the same way. Only the work itself remains.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def bare_batches(
     workers: int = 2,
     slots: int = 3,
 ) -> Iterator[Views]:
-    """Yield what bare workers fill, in turn; a batch is gone when the next is asked."""
+    """Yield the workers' slots in turn; a batch is valid until the next request."""
     crew = []
     for number in range(workers):
         memory = [share(case.layout) for _ in range(slots)]
@@ -97,7 +97,7 @@ def bare_batches(
 
 
 class Collate:
-    """What a worker of the limit does: read samples, collate into the slot."""
+    """The work of a worker at the limit: read samples, collate into the slot."""
 
     def __init__(self, case: Case, number: int) -> None:
         self._case, self._at = case, number * case.batch
@@ -111,7 +111,7 @@ class Collate:
 
 
 class Copy:
-    """The same without collating: a batch that lies ready is copied to the slot."""
+    """The same without collating: a ready batch is copied to the slot."""
 
     def __init__(self, case: Case, number: int) -> None:
         self._ready = case.empty()

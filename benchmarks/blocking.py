@@ -1,8 +1,8 @@
-"""Blocking step: is the next batch there when a step that blocks its loop is done?
+"""Blocking step: is the next batch ready after a step that blocks its loop?
 
 The objects of ``latency.py``, 100 batches of them, and a consumer that does
-``time.sleep(0.02)`` per batch, as a training step on the CPU blocks its event loop.
-The share of wall time that the step waited counts from the first request on.
+``time.sleep(0.02)`` per batch, as a training step on the CPU blocks its event loop. The
+share of wall time that the step waited is counted from the first request.
 """
 
 from __future__ import annotations

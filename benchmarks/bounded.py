@@ -1,12 +1,11 @@
-"""Bounded: does memory stay where it was told to while 20 GB of shards pass?
+"""Bounded: does memory stay within its limit while 20 GB of shards pass?
 
-Two hundred tar shards of 100 MB, samples of 20 KB, from a server in a process of its
-own that computes the bytes as they are asked for (``tars.py``); batches of 64. The
-figure is the peak of resident memory above what it was when the first batch was asked
-for, in units of 2**20 bytes. The budget of ``max_bytes`` is 64 of them, and 100 more
-are promised to be enough for all else: batches, client and allocator. For comparison,
-what one would write without a loader: ``tarfile`` over a streamed response, one shard
-after the other.
+Two hundred tar shards of 100 MB, samples of 20 KB, from a server in a separate process
+that computes the bytes on request (``tars.py``); batches of 64. The figure is the peak
+of resident memory above the level at the first request, in units of 2**20 bytes. The
+budget of ``max_bytes`` is 64 of them, and 100 more must be enough for everything else:
+batches, client and allocator. For comparison, code without a loader: ``tarfile`` over a
+streamed response, one shard after the other.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def plain(urls: list[str]) -> Iterator[Sequence[bytes]]:
 
 
 def memory(name: str) -> float:
-    """Give a line of this process's status, in MB."""
+    """Return a line of this process's status, in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (one for one in lines if one.startswith(f"{name}:"))
     return int(line.split()[1]) / 1024
@@ -79,7 +78,7 @@ def forget_peak() -> None:
 
 
 def epoch(read: Read, urls: list[str]) -> int:
-    """Read all, and see that each sample came once; return how many."""
+    """Read all, and check that each sample came once; return the number of samples."""
     count = total = 0
     for bodies in read(urls):
         for body in bodies:
@@ -93,7 +92,7 @@ def epoch(read: Read, urls: list[str]) -> int:
 
 
 def run(read: Read, options: Options) -> Figures:
-    """Read the shards; what this imports itself counts as memory, too."""
+    """Read the shards; imports made here count as memory, too."""
     shards = QUICK_SHARDS if options.quick else SHARDS
     urls = [f"{options.url}/{name_of(one)}" for one in range(shards)]
     import torch  # noqa: F401, PLC0415  (everybody who reads batches has it)

@@ -1,7 +1,7 @@
 """The client of the service benchmark: requests on a fixed schedule, from outside.
 
 Open loop: request ``i`` is due at ``i / rate`` whether or not earlier ones have been
-answered, and its time counts from then, so a stalled service cannot hide its stall.
+answered, and its time counts from then, so a blocked service cannot hide the delay.
 Prints one JSON object with times in milliseconds.
 """
 
@@ -42,13 +42,13 @@ class Client:
         return await asyncio.open_connection("127.0.0.1", self._port)
 
     def close(self) -> None:
-        """Close the connections, all idle by now."""
+        """Close the connections, which are all idle by now."""
         for _, writer in self._idle:
             writer.close()
 
 
 async def ask_all(port: int, rate: float, seconds: float) -> list[float]:
-    """Ask for ``seconds``; return the times in order of their answers."""
+    """Send requests for ``seconds``; return the times in order of the answers."""
     client = Client(port)
     start = time.perf_counter()
     async with asyncio.timeout(2 * seconds + 10), asyncio.TaskGroup() as group:

@@ -1,8 +1,8 @@
 """CPU: how much of two cores is left for decoding pictures?
 
-JPEGs of 500 x 375, decoded, cut at random, resized to 224 and stacked, 64 per batch,
-with Pillow and with OpenCV. The limit is two processes that do just that and hand
-nothing over. Steady state, in pictures/s.
+JPEGs of 500 x 375, decoded, randomly cropped, resized to 224 and stacked, 64 per batch,
+with Pillow and with OpenCV. The limit is two processes that do just that and transfer
+nothing. Steady state, in pictures/s.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def decode_alone(case: Case, seconds: float, reply: Connection) -> None:
 
 
 def limit(case: Case, seconds: float) -> Figures:
-    """Let two processes decode side by side, with no consumer."""
+    """Let two processes decode in parallel, with no consumer."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
     crew = [

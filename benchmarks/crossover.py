@@ -1,10 +1,10 @@
-"""Crossover: from which sample size, cost and latency on is one loader the faster?
+"""Crossover: above which sample size, cost and latency is which loader faster?
 
 Samples per second at some points of three axes, the consumer with one torch thread. The
-points at which two curves meet are computed by ``results_page.py``. Bytes: samples that
-lie ready, batches of 64, every byte read by the consumer. Cost: CPU time per sample of
-the thread that reads it, batches of 16. Latency: each sample is waited for, batches of
-16, 256 at a time; torch waits in 8 or 32 workers, or gathers a batch in each of 8.
+points where two curves meet are computed by ``results_page.py``. Bytes: samples in
+memory, batches of 64, every byte read by the consumer. Cost: CPU time per sample in the
+thread that reads it, batches of 16. Latency: each sample is waited for, batches of 16,
+256 at a time; torch waits in 8 or 32 workers, or gathers a batch in each of 8.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WORKERS = 2
 
 
 class Rows(Ready):
-    """Rows of one tensor that lies in memory."""
+    """Rows of one tensor in memory."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class SpdlWorkers:
 
 
 class SpdlAwaits:
-    """SPDL's pipeline of coroutines, with all it lets one turn off."""
+    """SPDL's pipeline of coroutines, with all optional features off."""
 
     def __init__(self, seconds: float, concurrency: int = FLIGHTS) -> None:
         self._dataset, self._concurrency = Awaited(seconds), concurrency

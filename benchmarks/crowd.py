@@ -1,10 +1,10 @@
-"""Crowd: what do 200 requests at once, each with a loader, do to a service's others?
+"""Crowd: how do 200 concurrent requests, each with a loader, affect a service's others?
 
-The service of ``service.py`` answers 50 requests/s while 200 others are under way. Each
-of them makes a loader over an async dataset whose samples come after 0.4 s, takes a
-batch of 16, closes the loader, and comes again 0.1 s later: 400 requests/s in all. By
-hand, a request gathers its samples and collates them itself. That is measured first, in
-the same process; ``above`` is the difference of the two 99th percentiles. The times are
+The service of ``service.py`` answers 50 requests/s while 200 others are running. Each
+of these makes a loader over an async dataset whose samples come after 0.4 s, takes a
+batch of 16, closes the loader, and repeats 0.1 s later: 400 requests/s in all. By hand,
+a request gathers its samples and collates them itself. That is measured first, in the
+same process; ``above`` is the difference of the two 99th percentiles. The times are
 those that a client in another process sees.
 """
 
@@ -32,7 +32,7 @@ PAUSE = 0.1
 
 
 class Remote:
-    """Rows that come 0.4 s after they were asked for."""
+    """Rows that arrive after 0.4 s."""
 
     def __init__(self) -> None:
         self.rows = torch.zeros(BATCH, 16)
@@ -57,7 +57,7 @@ def unchanged(sample: object) -> object:
 
 
 def with_loader(**settings: Any) -> Callable[[Progress], Coroutine[Any, Any, None]]:
-    """Return what answers a request with a loader."""
+    """Return a handler that answers a request with a loader."""
 
     async def request(progress: Progress) -> None:
         import aioloader  # noqa: PLC0415
@@ -70,7 +70,7 @@ def with_loader(**settings: Any) -> Callable[[Progress], Coroutine[Any, Any, Non
 
 
 def crowd(request: Callable[[Progress], Coroutine[Any, Any, None]]) -> Load:
-    """Return what answers 200 requests, evenly apart, again and again."""
+    """Return a handler that sends 200 requests, evenly spaced, repeatedly."""
 
     async def come_again(number: int, progress: Progress) -> None:
         await asyncio.sleep(number * (LATENCY + PAUSE) / CROWD)

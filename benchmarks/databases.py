@@ -1,8 +1,8 @@
 """The databases of ``sql.py``: PostgreSQL on a Unix socket, and a file of SQLite.
 
 Both hold the same two kinds of tables, each in a full and in a small size: narrow rows
-(a key, three floats, an int) and blobs of 10 KB, which PostgreSQL keeps out of line and
-not compressed. They are analyzed, and lie in the caches of the machine.
+(a key, three floats, an int) and blobs of 10 KB, which PostgreSQL stores out of line
+and uncompressed. They are analyzed, and in the caches of the machine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SMALL = {
 
 
 def address(kind: str, folder: str) -> str:
-    """Give the URL of a database."""
+    """Return the URL of a database."""
     if kind == "sqlite":
         return f"sqlite:///{folder}/{_SQLITE}"
     return f"postgresql://postgres@/postgres?host={folder}/pg"
@@ -62,7 +62,7 @@ def sqlite_file(url: str) -> str:
 def serve() -> Iterator[str]:
     """Make both databases; yield the folder they are in."""
     folder = Path(tempfile.mkdtemp(prefix="aioloader-sql-"))
-    # a server that must not run as root needs a way there
+    # a server that must not run as root needs access to the folder
     folder.chmod(0o755)
     try:
         _fill_sqlite(folder / _SQLITE)
@@ -105,7 +105,7 @@ def _fill_postgres(url: str) -> None:
             connection.execute(
                 f"ALTER TABLE {table.name} ALTER data SET STORAGE EXTERNAL"
             )
-            # 16 bytes of an MD5, again and again
+            # 16 bytes of an MD5, repeated
             connection.execute(
                 f"INSERT INTO {table.name} SELECT n, "
                 f"decode(repeat(md5(n::text), {BLOB_BYTES // 16}), 'hex') "

@@ -1,8 +1,8 @@
-"""Device: how fast do batches get to the GPU, and what does a training step wait?
+"""Device: how fast do batches reach the GPU, and how long does a training step wait?
 
 Batches of 256 pictures, ``uint8[3, 224, 224]``, 38.5 MB, ready in the workers. First
 bytes per second against a bare loop of pinned copies; then a training loop against the
-same steps on a batch that lies on the device. Without CUDA it says so, and that is all.
+same steps on a batch that stays on the device. Without CUDA it only prints that.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ MANY = max(2, min(8, CORES - 2))
 SOME = max(2, min(4, CORES - 2))
 SECONDS = 2.0
 COUNT = 40  # steps that are timed
-# Batches that lie ready in slots before they are taken in one go, and how many of them
-# may have been moved already.
+# Batches ready in slots before they are taken together, and how many of them may have
+# been moved already.
 READY, AHEAD = 32, 4
 BURSTS = 5
 
@@ -65,14 +65,14 @@ class Clock:
     """Marks on the device's current stream; on the host's clock where that is the CPU.
 
     Args:
-        device: Whose time it is.
+        device: The device to time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
 
     def mark(self) -> Any:
-        """Mark the point that the stream has been told of so far."""
+        """Mark the current end of the stream's work."""
         if not self._is_cuda:
             return time.perf_counter()
         mark: Any = torch.cuda.Event(  # type: ignore[no-untyped-call]
@@ -82,7 +82,7 @@ class Clock:
         return mark
 
     def wait(self, mark: Any) -> None:
-        """Sleep until the device has come to a mark."""
+        """Sleep until the device has reached a mark."""
         if self._is_cuda:
             mark.synchronize()
 
@@ -95,11 +95,11 @@ class Clock:
 
 
 class Taker:
-    """Take batches, never more than two ahead of the device; keep what it cost.
+    """Takes batches, never more than two ahead of the device; records the cost.
 
     Attributes:
-        starts: Where each batch was there, on the device.
-        ends: Where its step ended.
+        starts: When each batch was on the device.
+        ends: When its step ended.
         asked: Seconds that the host spent in ``next``.
     """
 
@@ -109,7 +109,7 @@ class Taker:
         self.forget()
 
     def forget(self) -> None:
-        """Begin to count anew."""
+        """Reset the counts."""
         self.starts: list[Any] = []
         self.ends: list[Any] = []
         self.asked = 0.0
@@ -160,7 +160,7 @@ def flow(feed: Feed, options: Options, case: Case, device: torch.device) -> Figu
 
 
 def bursts(feed: Feed, options: Options, case: Case, device: torch.device) -> Figures:
-    """Let slots fill up, and take them in one go: the way, without the workers."""
+    """Let slots fill up, and take them together: the transfer, without the workers."""
     taker = Taker(feed(case, device), Clock(device))
     found = []
     for number in range(2 if options.quick else BURSTS + 3):
@@ -190,7 +190,8 @@ def train(feed: Feed, options: Options, case: Case, device: torch.device) -> Fig
         "compute_ms": rest["batch_ms"],
         "over": found["batch_ms"] / rest["batch_ms"],
         "exposed": found["exposed_ms"] / found["batch_ms"],
-        # what the steps themselves cost is not the loader's; a clock tick is the least
+        # the cost of the steps themselves is not the loader's; a clock tick is the
+        # least
         "loader_cpu_ms": max(0.01, found["cpu_ms"] - rest["cpu_ms"]),
     }
 
@@ -207,7 +208,7 @@ def repeat(taker: Taker, step: Step, count: int) -> Figures:
 
 @contextlib.contextmanager
 def sized_step() -> Iterator[str]:
-    """Size the step once for all, in a process of its own."""
+    """Size the step once, in a separate process."""
     script = Path(__file__).parent / "device_step.py"
     done = subprocess.run(
         [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, check=True
@@ -227,7 +228,7 @@ def contender(
 
 
 def ready(workers: int) -> Feed:
-    """Give workers so many slots that ``READY`` batches lie in them."""
+    """Give workers enough slots for ``READY`` batches."""
     ahead = -(-READY // workers)
     return partial(aioloader_feed, num_workers=workers, prefetch_factor=ahead)
 
@@ -236,7 +237,7 @@ def bytes_contenders() -> dict[str, Contender]:
     ways: dict[str, Feed] = {"bare": bare_copies}
     for count in sorted({2, MANY}):
         ways[f"aioloader {count}"] = partial(aioloader_feed, num_workers=count)
-        # what the workers deliver to a consumer in the host's memory
+        # the workers' rate for a consumer in the host's memory
         ways[f"aioloader {count} host"] = partial(
             aioloader_feed, num_workers=count, moves=False
         )
@@ -316,7 +317,7 @@ STEPS = Question(
 
 
 def asked() -> list[Question]:
-    """Return the questions that the command line is about."""
+    """Return the questions selected on the command line."""
     questions = [BYTES, STEPS]
     args = parse(BYTES)
     if args.contender:

@@ -1,4 +1,4 @@
-"""Loaders as feeds of batches on a device, each as its users would write it best.
+"""Loaders as feeds of batches on a device, each as its users would best write it.
 
 All get the same samples, ready in memory: pictures of ``uint8[3, 224, 224]`` and their
 labels. ``device`` may be the CPU, to run the same code where there is nothing else.
@@ -23,7 +23,7 @@ Batch = list[torch.Tensor]
 
 
 class Pictures(Ready):
-    """One picture and its label, again and again: a worker's cache holds it.
+    """One picture and its label, repeated: a worker's cache holds it.
 
     So a worker writes batches as fast as memory takes them.
     """
@@ -40,13 +40,13 @@ class Pictures(Ready):
 
 
 def picture_case(batch: int = 256, side: int = 224) -> Case:
-    """Return the batches that are moved; 38.5 MB each, unless told."""
+    """Return the batches to move; 38.5 MB each by default."""
     layout = [((batch, 3, side, side), torch.uint8), ((batch,), torch.int64)]
     return Case("pictures", partial(Pictures, side), batch, layout, fill_pairs)
 
 
 def bare_copies(case: Case, device: torch.device) -> Iterator[Batch]:
-    """Copy two pinned batches in turn, into memory that stays: the limit."""
+    """Copy two pinned batches in turn, into memory that is reused: the limit."""
     hosts = [case.empty() for _ in range(2)]
     if device.type != "cpu":
         hosts = [[view.pin_memory() for view in views] for views in hosts]
@@ -97,7 +97,7 @@ def torch_feed(case: Case, device: torch.device, **settings: int) -> Iterator[Ba
 def torch_prefetched(
     case: Case, device: torch.device, **settings: int
 ) -> Iterator[Batch]:
-    """Move the next batch on a stream of its own, behind the step: the known recipe."""
+    """Move the next batch on a separate stream, after the step: the known recipe."""
     batches = iter(torch_loader(case, device, **settings))
     if device.type != "cuda":
         yield from batches
@@ -126,7 +126,7 @@ def torch_prefetched(
 def spdl_feed(
     case: Case, device: torch.device, *, num_workers: int, processes: bool = False
 ) -> Iterator[Batch]:
-    """Collate in SPDL's threads, and move in one more by its own function.
+    """Collate in SPDL's threads, and move in another one by its own function.
 
     With ``processes``, two of its subprocesses collate, as in ``transport.py``.
     """

@@ -24,7 +24,7 @@ _CLASSES = 1000
 
 
 class Block(nn.Module):
-    """Two convolutions, and a way past them."""
+    """Two convolutions, and a skip connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add what the convolutions find to what there was."""
+        """Add the convolutions' output to the input."""
         found: torch.Tensor = x + self.body(x)
         return found
 
@@ -75,7 +75,7 @@ class Step:
         self._optimizer = torch.optim.SGD(self._net.parameters(), 1e-3, momentum=0.9)
 
     def __call__(self, batch: Batch) -> None:
-        """Do one forward and one backward pass, and move the weights."""
+        """Do one forward and one backward pass, and update the weights."""
         images, labels = batch
         x = images.to(torch.bfloat16, memory_format=torch.channels_last)
         scores: torch.Tensor = self._net((x - 127.5) * (1 / 58.0))
@@ -86,7 +86,7 @@ class Step:
 
 
 def step_seconds(device: torch.device, blocks: int, batch: Batch) -> float:
-    """Time one step, after some that warm up."""
+    """Time one step, after warm-up steps."""
     step = Step(device, blocks)
     seconds = []
     for _ in range(8):
@@ -98,7 +98,7 @@ def step_seconds(device: torch.device, blocks: int, batch: Batch) -> float:
 
 
 def calibrate(device: torch.device) -> int:
-    """Find how many blocks make a step take ``STEP_MS``, as near as it gets."""
+    """Find how many blocks make a step take about ``STEP_MS``."""
     batch: Any = [view.random_(0, 7).to(device) for view in picture_case().empty()]
     first, second = (step_seconds(device, blocks, batch) for blocks in (1, 3))
     per_block = max(1e-6, (second - first) / 2)

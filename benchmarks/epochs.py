@@ -1,8 +1,8 @@
-"""Epochs: what does it cost to begin and end an epoch?
+"""Epochs: what does it cost to start and end an epoch?
 
 Ten batches of one int each, so that starting and ending is most of it: whole epochs in
-a row, the median one. In process by ``for``, beside torch's loader; and by ``async
-for``, with the loader kept open between epochs, or not.
+a row, the median one. In process with ``for``, compared with torch's loader; and with
+``async for``, with the loader kept open between epochs, or not.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AsyncNumbers:
 
 @contextlib.contextmanager
 def thread_starts() -> Iterator[list[str]]:
-    """Note the names of threads as they start."""
+    """Record the names of threads as they start."""
     names: list[str] = []
     start = threading.Thread.start
 
@@ -73,7 +73,7 @@ def figures(seconds: list[float], cpu: float, started: int) -> Figures:
 
 
 def repeated(loader: Any, options: Options) -> Figures:
-    """Iterate by ``for``, again and again."""
+    """Iterate with ``for``, repeatedly."""
     seconds = []
     for _ in range(20):
         list(loader)
@@ -89,7 +89,7 @@ def repeated(loader: Any, options: Options) -> Figures:
 
 
 async def repeated_async(loader: Any, options: Options, *, kept: bool) -> Figures:
-    """Iterate by ``async for``, again and again."""
+    """Iterate with ``async for``, repeatedly."""
     seconds = []
     async with loader if kept else contextlib.nullcontext():
         for _ in range(20):

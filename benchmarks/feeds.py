@@ -1,4 +1,4 @@
-"""The contenders of the remote benchmarks, each as its users would write it best.
+"""The contenders of the remote benchmarks, each as its users would best write it.
 
 A feed is made once per process and yields uint8 batches of ``[64, 102400]``. torch's
 feeds never touch obstore in the parent process, because it does not survive a fork.
@@ -52,7 +52,7 @@ def make_store(url: str) -> Any:
 
 
 class Asynchronous:
-    """Shows only the asynchronous face of a loader."""
+    """Exposes only the asynchronous interface of a loader."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -63,7 +63,7 @@ class Asynchronous:
 
 
 class RangedObjects:
-    """An asynchronous dataset of one's own, for objects of known size."""
+    """A custom asynchronous dataset, for objects of known size."""
 
     def __init__(self, url: str) -> None:
         import obstore  # noqa: PLC0415
@@ -94,9 +94,9 @@ def aioloader_feed(
 
     Args:
         concurrency: GETs in flight.
-        asynchronous: Consume it by ``async for``; else by ``for``.
+        asynchronous: Consume it with ``async for``; else with ``for``.
         ranged: Read with the coroutine that the peers use; else ``ObjectDataset``,
-            which is not told the sizes and checks them.
+            which does not know the sizes and checks them.
         prefetch_factor: Batches in flight; None lets the loader choose.
     """
 
@@ -203,7 +203,7 @@ class AsyncRange:
 
 @dataclass(frozen=True)
 class Spdl:
-    """Settings of an SPDL pipeline; ``lean`` is everything it lets one turn off.
+    """Settings of an SPDL pipeline; ``lean`` turns all optional features off.
 
     A lean one runs on uvloop, without task hooks and queue statistics, with an
     asynchronous source and a thread queue at its end. ``whole`` makes the item a
@@ -266,7 +266,7 @@ class Spdl:
 
 
 class Ring:
-    """Stack into ten tensors in turn: more than are ever under way at once."""
+    """Stack into ten tensors in turn: more than are ever in use at once."""
 
     def __init__(self) -> None:
         self._batches = [
@@ -274,13 +274,13 @@ class Ring:
         ]
 
     def __call__(self, bodies: Sequence[Any]) -> torch.Tensor:
-        """Stack into the tensor that has rested longest."""
+        """Stack into the tensor that was used longest ago."""
         self._batches.append(self._batches.pop(0))
         return stack(bodies, self._batches[-1][: len(bodies)])
 
 
 def spdl_settings() -> dict[str, Spdl]:
-    """Name the settings that were tried, items first, then whole batches."""
+    """Return the names of the settings tried, items first, then whole batches."""
     items = {
         f"{kind}{' ordered' * ordered} {n}": Spdl(n, kind == "lean", ordered=ordered)
         for kind in ("plain", "lean")

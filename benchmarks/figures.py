@@ -1,7 +1,7 @@
-"""What the JSON files of ``results/`` say, for the page and the plots.
+"""The contents of the JSON files in ``results/``, for the page and the plots.
 
-A contender's name is ``case: label``; the label tells whose it is: a peer's, a limit
-that no loader can pass, or this package's. Standard library only.
+A contender's name is ``case: label``; the label shows whose it is: a peer's, a limit
+that no loader can exceed, or this package's. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-# the order of the page; questions that are not named come last
+# the order of the page; questions not listed here come last
 ORDER = [
     "overhead",
     "transport",
@@ -90,7 +90,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """One JSON file: a question, its contenders by case, and where it was answered."""
+    """One JSON file: a question, its contenders by case, and the environment."""
 
     kept: dict[str, Any]
     cases: dict[str, list[Row]] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Result:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The columns; the first one is that of the ratios."""
+        """The columns; ratios are taken of the first one."""
         return list(self.kept["metrics"])
 
     @property
@@ -112,12 +112,12 @@ class Result:
 
     @property
     def axis(self) -> str:
-        """What the metrics are points of, or nothing."""
+        """The axis of the metrics, if they are points of one."""
         return str(self.kept.get("axis", ""))
 
     @property
     def rounds(self) -> int:
-        """How many rounds the contender with most of them has."""
+        """The largest number of rounds of any contender."""
         return max(len(one) for one in self.kept["rounds"].values())
 
     @cached_property
@@ -129,7 +129,7 @@ class Result:
 
 
 def plain_rounds(kept: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a file of another shape in that of all: its table of runs, its numbers."""
+    """Convert a file of another shape to the common one: table of runs, numbers."""
     rounds = next(
         table
         for table in kept.values()
@@ -165,7 +165,7 @@ def read(path: Path) -> Result:
 
 
 def read_all(folder: Path) -> list[Result]:
-    """Read all files but those of rejected settings, in the order of the page."""
+    """Read all files except those of rejected settings, in the order of the page."""
     paths = [p for p in folder.glob("*.json") if not p.stem.endswith("-all")]
     found = [read(path) for path in sorted(paths)]
     places = {name: place for place, name in enumerate(ORDER)}

@@ -1,11 +1,11 @@
-"""Does a loader that forks survive beside threads?
+"""Does a loader that forks survive alongside threads?
 
 A process with 20 busy threads (they hash, log, allocate, and draw from numpy, torch and
-``random``), a uvloop whose sockets talk all the time, and an obstore client in use,
+``random``), a uvloop with constant socket traffic, and an obstore client in use,
 iterates 200 epochs of a sync dataset with two forked workers, which draw and log, too.
-After each epoch the loop must still hear its sockets. A lock that a thread holds at the
-fork stays locked in the child: torch's own loader hangs there. A watchdog beside each
-process gives it 40 seconds per epoch, shows where its children hang, and ends it.
+After each epoch the loop's sockets must still work. A lock that a thread holds at the
+fork stays locked in the child: torch's own loader hangs there. A watchdog process gives
+it 40 seconds per epoch, prints where its children hang, and kills it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LOGGER = logging.getLogger("busy")
 
 
 class Drawing:
-    """A dataset that takes in workers what threads take in the parent."""
+    """A dataset whose workers take the locks that threads take in the parent."""
 
     def __len__(self) -> int:
         return BATCHES * BATCH
@@ -93,13 +93,13 @@ ACTS = (hash_, log, draw_from_numpy, draw_from_torch, draw_from_random, allocate
 
 
 def keep_busy(act: Callable[[], None]) -> None:
-    """Do it for ever, without a pause."""
+    """Repeat it forever, without a pause."""
     while True:
         act()
 
 
 class Loop:
-    """A uvloop in a thread: sockets that talk to each other, and an obstore client."""
+    """A uvloop in a thread, with connected sockets, and an obstore client."""
 
     def __init__(self, url: str) -> None:
         self.talks = self.gets = 0
@@ -109,7 +109,7 @@ class Loop:
         self._is_up.wait()
 
     def hears(self) -> bool:
-        """Tell whether talks and reads go on."""
+        """Return whether traffic and reads continue."""
         return asyncio.run_coroutine_threadsafe(self._progress(), self.loop).result(30)
 
     def _run(self) -> None:
@@ -155,13 +155,13 @@ class Loop:
 
 
 def end_with_the_watchdog() -> None:
-    """Wait until nobody is left who would end this process, and end it."""
+    """Wait until the parent of this process has ended, and exit."""
     os.read(0, 1)
     os.killpg(0, signal.SIGKILL)
 
 
 def live(kind: str, epochs: int, url: str) -> None:
-    """Be the process: print a line per epoch, its milliseconds."""
+    """Run the process: print a line per epoch, its milliseconds."""
     threading.Thread(target=end_with_the_watchdog, daemon=True).start()
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(os.environ["DUMP_FILE"]).open("a")  # noqa: SIM115  (for life)
@@ -195,11 +195,11 @@ def make(kind: str) -> Any:
     )
 
 
-# -- the watchdog beside it ---------------------------------------------------------
+# -- the watchdog ---------------------------------------------------------------
 
 
 def watch(kind: str, epochs: int) -> Figures:
-    """Run the process; end it when an epoch takes too long, and say where it hangs."""
+    """Run the process; if an epoch takes too long, kill it and print where it hangs."""
     took: list[float] = []
     deaf = 0
     with (
@@ -241,7 +241,7 @@ def watch(kind: str, epochs: int) -> Figures:
 
 
 def report(kind: str, epochs: int, pid: int, dump: str) -> None:
-    """Print where the children of a process that hangs are."""
+    """Print where the children of a hung process are."""
     children = descendants(pid)
     for child in children:
         os.kill(child, DUMP)

@@ -1,8 +1,8 @@
-"""Growth: what do more workers, and more samples in flight, bring?
+"""Growth: how much do more workers, and more samples in flight, gain?
 
 Samples per second, batches of 16, the consumer with one torch thread. Workers: samples
 that take 1 ms of CPU, or 5 ms of waiting in a thread. Concurrency: samples that a
-coroutine waits 30 ms for; the limit is so many coroutines that only wait, and at n in
+coroutine waits 30 ms for; the limit is as many coroutines that only wait, and with n in
 flight nothing exceeds n / 30 ms. Growth in samples, 1e3 to 1e9, is measured by
 ``shuffle.py``. On two cores CPU-bound samples cannot gain from a third worker.
 """
@@ -29,13 +29,13 @@ FLIGHTS = (1, 4, 16, 64, 256, 1_024)
 
 
 class Bare:
-    """Coroutines that wait, and a list for each batch of what they waited for."""
+    """Coroutines that wait, and a list of their results for each batch."""
 
     def __init__(self, concurrency: int) -> None:
         self._concurrency = concurrency
 
     def __iter__(self) -> Any:
-        """Begin: one batch at a time, on a loop that others could not use."""
+        """Start: one batch at a time, on a loop without other work."""
         loop = uvloop.new_event_loop()
         batches = self._batches()
         try:

@@ -34,7 +34,7 @@ Rounds = dict[str, list[Figures]]
 
 @dataclass(frozen=True)
 class Options:
-    """What a contender's process is told."""
+    """Options for a contender's process."""
 
     quick: bool = False
     url: str = ""
@@ -44,8 +44,9 @@ class Options:
 class Contender:
     """One way to do the job; ``run`` returns its figures by metric name.
 
-    ``against`` names the contender its ratio is taken to. One with ``extra`` runs only
-    when asked for (``--all`` or by name): a setting that was tried and is not the best.
+    ``against`` names the contender its ratio is relative to. One with ``extra`` runs
+    only on request (``--all`` or by name): a setting that was tried and is not the
+    best.
     """
 
     run: Callable[[Options], Figures]
@@ -56,7 +57,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Metric:
-    """A column of the table; ``higher`` tells which way is better."""
+    """A column of the table; ``higher`` says which direction is better."""
 
     key: str
     title: str
@@ -104,13 +105,13 @@ class Question:
 
 
 def ratios(metric: Metric, ours: list[Figures], theirs: list[Figures]) -> list[float]:
-    """Say round by round how many times better ``ours`` is."""
+    """Return how many times better ``ours`` is, by round."""
     pairs = [(a[metric.key], b[metric.key]) for a, b in zip(ours, theirs, strict=False)]
     return [a / b if metric.higher else b / a for a, b in pairs]
 
 
 def spread(values: Sequence[float]) -> float:
-    """Give half the range between the quartiles, as a share of the median."""
+    """Return half the interquartile range, as a share of the median."""
     if len(values) < 2 or not (middle := statistics.median(values)):
         return 0.0
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -118,7 +119,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def table(question: Question, rounds: Rounds) -> str:
-    """Lay out one line per contender, medians with their spread."""
+    """Format one line per contender, medians with their spread."""
     first = question.metrics[0]
     head = [question.name, *(m.title for m in question.metrics), "ratio", "to"]
     lines = [head]
@@ -152,7 +153,7 @@ def render(lines: list[list[str]]) -> str:
 
 
 def verdicts(question: Question, rounds: Rounds) -> list[dict[str, object]]:
-    """Compare each target with what was measured, against the best rival."""
+    """Compare each target with the measurement, against the best rival."""
     found: list[dict[str, object]] = []
     for target in question.targets:
         metric = question.metrics[target.metric]
@@ -174,7 +175,7 @@ def verdicts(question: Question, rounds: Rounds) -> list[dict[str, object]]:
 
 
 def limits(question: Question, rounds: Rounds) -> list[dict[str, object]]:
-    """Compare each promised figure with what was measured."""
+    """Compare each promised figure with the measurement."""
     found: list[dict[str, object]] = []
     for limit in question.limits:
         if limit.contender in rounds:
@@ -189,7 +190,7 @@ def limits(question: Question, rounds: Rounds) -> list[dict[str, object]]:
 
 
 def run_fresh(script: Path, name: str, options: Options) -> Figures:
-    """Run one contender in a process of its own and read its figures."""
+    """Run one contender in a separate process and read its figures."""
     command = [sys.executable, str(script), "--contender", name, "--url", options.url]
     machine = MachineMeter()
     done = subprocess.run(
@@ -222,13 +223,13 @@ def measure(
 
 
 def show(progress: str) -> None:
-    """Say on a terminal what runs now."""
+    """Show the current run on a terminal."""
     if sys.stderr.isatty():
         print(f"\r{progress:<60}", end="\r", file=sys.stderr)
 
 
 def medians(figures: list[Figures]) -> Figures:
-    """Give the median of every figure that all rounds have."""
+    """Return the median of every figure that all rounds have."""
     common = set.intersection(*(set(one) for one in figures))
     return {
         key: statistics.median(one[key] for one in figures)
@@ -238,7 +239,7 @@ def medians(figures: list[Figures]) -> Figures:
 
 
 def report(question: Question, rounds: Rounds, seconds: float) -> dict[str, object]:
-    """Print the table and the targets; return what the JSON file keeps."""
+    """Print the table and the targets; return the contents of the JSON file."""
     print(f"\n{question.text}\n\n{table(question, rounds)}")
     others = [f["others"] for figures in rounds.values() for f in figures]
     print(f"other processes used {statistics.median(others):.2f} cores meanwhile")
@@ -249,7 +250,7 @@ def report(question: Question, rounds: Rounds, seconds: float) -> dict[str, obje
 
 
 def record(question: Question, rounds: Rounds, seconds: float) -> dict[str, object]:
-    """Return what the JSON file of a question keeps."""
+    """Return the contents of a question's JSON file."""
     return {
         "question": question.name,
         "text": question.text,
@@ -269,7 +270,7 @@ def write(name: str, kept: Mapping[str, object]) -> None:
 
 
 def keep(question: Question, rounds: Rounds, seconds: float, **more: object) -> None:
-    """Keep the rounds of a script that measures without ``main``."""
+    """Store the rounds of a script that measures without ``main``."""
     write(question.name, record(question, rounds, seconds) | more)
 
 
@@ -279,7 +280,7 @@ def in_one_process(
     *,
     is_quick: bool,
 ) -> None:
-    """Answer questions whose ways take turns here; keep and print what is found."""
+    """Answer questions whose contenders take turns here; store and print results."""
     for question, measure_rounds in questions.items():
         started = time.perf_counter()
         found = measure_rounds(1 if is_quick else rounds)
@@ -289,7 +290,7 @@ def in_one_process(
 
 
 def main_in_one_process(questions: Mapping[Question, Callable[[int], Rounds]]) -> None:
-    """Be the ``main`` of a script whose ways take turns in one process."""
+    """Run the ``main`` of a script whose contenders take turns in one process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round")
@@ -312,7 +313,7 @@ def parse(question: Question) -> argparse.Namespace:
 
 
 def choose(question: Question, args: argparse.Namespace) -> list[str]:
-    """Name the contenders that this run is about."""
+    """Return the names of the contenders of this run."""
     if args.only:
         patterns = args.only.split(",")
         return [
@@ -324,7 +325,7 @@ def choose(question: Question, args: argparse.Namespace) -> list[str]:
 
 
 def main(question: Question) -> None:
-    """Answer the question, or be one of its contenders."""
+    """Answer the question, or run one of its contenders."""
     args = parse(question)
     if args.contender:
         run = question.contenders[args.contender].run

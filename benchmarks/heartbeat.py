@@ -1,9 +1,9 @@
-"""Heartbeat: does ``async for`` leave its loop to others between blocking steps?
+"""Heartbeat: does ``async for`` give its loop to other tasks between blocking steps?
 
 A consumer's step blocks its loop for 4 ms for each batch; all batches are ready, or
-nearly so. A task beside it sleeps for 1 ms at a time: the figure is how late it wakes.
-The same step in a bare loop, which sleeps for 0 s after each, is measured right before,
-in the same process; ``above`` is the difference of the two 99th percentiles.
+nearly so. Another task sleeps for 1 ms at a time: the figure is how late it wakes. The
+same step in a bare loop, which sleeps for 0 s after each, is measured right before, in
+the same process; ``above`` is the difference of the two 99th percentiles.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Make = Callable[[int], AsyncIterable[object]]
 
 
 class Plain(Dataset[torch.Tensor]):
-    """Rows that lie ready."""
+    """Rows in memory."""
 
     def __init__(self, n: int) -> None:
         self.rows = torch.zeros(n, 16)
@@ -53,7 +53,7 @@ def tensors(n: int) -> TensorDataset:
 
 
 def block(seconds: float) -> None:
-    """Block as a training step does: by computing."""
+    """Block like a training step: by computing."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         pass
@@ -73,7 +73,7 @@ async def beat(lateness: list[float]) -> None:
 
 
 async def lateness_beside(batches: AsyncIterable[object]) -> list[float]:
-    """Iterate, and give how late each beat was, in ms."""
+    """Iterate, and return how late each beat was, in ms."""
     lateness: list[float] = []
     beating = asyncio.create_task(beat(lateness))
     async for _ in batches:

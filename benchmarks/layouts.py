@@ -1,7 +1,7 @@
 """The samples that go through worker processes, in a module that spawn can import.
 
-Ready in memory, so that what is measured is the way from worker to consumer. Each
-process makes its own rows when the first one is asked for: no contender ships them.
+They are in memory, so only the transfer from worker to consumer is measured. Each
+process makes its rows at the first access: no contender transfers them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Views = list[torch.Tensor]
 
 
 class Ready(Dataset[Any]):
-    """Samples that lie ready in a list or a tensor, made once per process."""
+    """Samples in a list or a tensor, made once per process."""
 
     distinct = 4096
 
@@ -45,7 +45,7 @@ class Ready(Dataset[Any]):
 
 
 class ImageRows(Ready):
-    """Rows of one resident tensor of 77 MB, ``uint8[3, 224, 224]`` each."""
+    """Rows of one tensor of 77 MB in memory, ``uint8[3, 224, 224]`` each."""
 
     distinct = 512
 
@@ -89,7 +89,7 @@ class Window(Sampler[int]):
 class Case:
     """One kind of batch: how it is made, and its layout for workers without a loader.
 
-    ``fill`` collates samples into views of memory that is used again and again.
+    ``fill`` collates samples into views of memory that is reused.
     """
 
     name: str

@@ -2,10 +2,10 @@
 
 An array of 1 GB (``float32[262144, 1024]`` with 1 GB = 2**30), the same as an
 ``np.memmap``, and a list of 2M strings; one epoch, in order. The list is also read
-shuffled, for then each worker writes reference counts into all of its pages. The figure
-is the peak PSS, in units of 2**30 bytes, of this process and all its descendants, read
-at each quarter of the epoch and at its last batch, while the workers live; a page that
-several processes map counts once.
+shuffled, because then each worker writes reference counts into all of its pages. The
+figure is the peak PSS, in units of 2**30 bytes, of this process and all its
+descendants, read at each quarter of the epoch and at its last batch, while the workers
+live; a page that several processes map counts once.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def contenders() -> dict[str, Contender]:
         **{f"torch {start}": partial(torch_loader, start=start) for start in STARTS},
         "aioloader forkserver": partial(ours, multiprocessing_context="forkserver"),
     }
-    # these pickle a copy for each worker: half a minute for what never varies
+    # these pickle a copy for each worker: half a minute for a constant result
     slow = ("torch spawn", "torch forkserver")
     datasets = {
         "array": array,

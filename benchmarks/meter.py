@@ -35,13 +35,13 @@ def descendants(pid: int) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Give the CPU time of a process and of the children it has reaped."""
+    """Return the CPU time of a process and of the children it has reaped."""
     _, fields = _stat(Path(f"/proc/{pid}/stat"))
     return sum(map(int, fields[11:15])) / _TICKS
 
 
 def thread_seconds() -> dict[str, float]:
-    """Give the CPU time of this process's living threads, added up by name."""
+    """Return the CPU time of this process's living threads, added up by name."""
     seconds: dict[str, float] = defaultdict(float)
     python = {str(one.native_id): one.name for one in threading.enumerate()}
     for task in Path("/proc/self/task").iterdir():
@@ -86,7 +86,7 @@ class Meter:
 
 
 class MachineMeter:
-    """Measure what the rest of the machine does while children of this one run."""
+    """Measure the load of the rest of the machine while children of this one run."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -94,7 +94,7 @@ class MachineMeter:
         self._reaped = self._reaped_now()
 
     def others(self) -> float:
-        """Give the cores that other processes used, object server included."""
+        """Return the cores that other processes used, including the object server."""
         busy = self._busy_now() - self._busy
         reaped = self._reaped_now() - self._reaped
         return max(0.0, busy - reaped) / (time.perf_counter() - self._start)
@@ -113,7 +113,7 @@ class MachineMeter:
 
 
 def peak_megabytes() -> dict[str, float]:
-    """Give the peak resident size of this process and of its largest worker."""
+    """Return the peak resident size of this process and of its largest worker."""
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     return {"rss_mb": own / 1024, "worker_rss_mb": largest / 1024}

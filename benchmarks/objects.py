@@ -1,12 +1,12 @@
-"""Objects: what does reading whole objects cost beside the bare client?
+"""Objects: what does reading whole objects cost compared with the bare client?
 
 Objects of 4 KB, 100 KB and 8 MB, 16 and 128 in flight, in lists of 64, from a loopback
 server that answers after 10 ms. The limit is coroutines around the same client that
 pull the next key and keep nothing: whole objects (``get``), or ranges of known length,
 which is the cheaper request (``range``); with ``--all`` also with the last 64 kept, as
-a batch keeps them (``held``), so that no memory is used again at once. The dataset is
-given keys only, or what a listing tells, sizes too (``listed``; the server itself lists
-nothing). An epoch of an eighth opens the connections; each epoch proves that every
+a batch keeps them (``held``), so memory is not reused at once. The dataset gets only
+keys, or a listing with sizes (``listed``; the server itself lists nothing). A warm-up
+epoch with an eighth of the objects opens the connections; each epoch checks that every
 object came once.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterable, Iterator
 
 LATENCY = 0.01
-# bytes of an object, and objects in the epoch that counts
+# bytes of an object, and objects in the measured epoch
 SIZES = {
     "4 KB": (4_096, 16_384),
     "100 KB": (102_400, 4_096),
@@ -49,7 +49,7 @@ def name_of(index: int) -> str:
 
 
 def number_of(body: Any, size: int) -> int:
-    """Read the number of an object, and see that it is whole."""
+    """Read the number of an object, and check that it is whole."""
     view = memoryview(body)
     assert len(view) == size
     return int.from_bytes(view[:HEADER_BYTES], "little")
@@ -188,7 +188,7 @@ def targets(label: str, flights: int) -> list[Target]:
 
 @contextlib.contextmanager
 def serve() -> Iterator[str]:
-    """Run a server for each size; give their addresses by label, as JSON."""
+    """Run a server for each size; return their addresses by label, as JSON."""
     with contextlib.ExitStack() as stack:
         servers = {
             label: stack.enter_context(ServerProcess(count, size, LATENCY))

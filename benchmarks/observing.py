@@ -1,9 +1,9 @@
 """What do statistics cost that are always on, and what does a trace cost?
 
-Statistics cannot be switched off, so the loader is run beside itself with them taken
-out of its source: clocks read nothing, and nothing is recorded or weighed. Both take
-turns in one process, an epoch each; the figures are medians of the differences between
-neighbours. So are those of a trace of batches that take 1 ms.
+Statistics cannot be switched off, so the loader is compared with a copy that has them
+removed from its source: clocks read nothing, and nothing is recorded or weighed. Both
+take turns in one process, an epoch each; the figures are medians of the differences
+between neighbours. So are those of a trace of batches that take 1 ms.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 BATCHES = 400
 _CLOCKS = {"perf_counter", "processor_time", "thread_time"}
-# What notes something of a batch, or reads a clock for that.
+# Functions that record something about a batch, or read a clock for that.
 _OBSERVING: dict[type, tuple[str, ...]] = {
     PlainIterator: ("next",),
     InlineIterator: ("next",),
@@ -48,21 +48,21 @@ _OBSERVING: dict[type, tuple[str, ...]] = {
 
 
 class Unobserved(ast.NodeTransformer):
-    """Takes clocks and records out of a function."""
+    """Removes clocks and records from a function."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Replace what reads a clock."""
+        """Replace clock reads."""
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         name = node.func.id if isinstance(node.func, ast.Name) else name
         return ast.Constant(0.0) if name in _CLOCKS else self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
-        """Drop what records."""
+        """Drop recording calls."""
         is_record = "_records" in ast.unparse(node)
         return None if is_record else self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> ast.AST | None:
-        """Drop what weighs."""
+        """Drop weighing calls."""
         is_weighing = "CLOCKED" in ast.unparse(node.test)
         if is_weighing:
             return None
@@ -71,7 +71,7 @@ class Unobserved(ast.NodeTransformer):
         return visited if visited.body else None
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        """Replace what reads a clock now and then."""
+        """Replace occasional clock reads."""
         is_clock = "CLOCKED" in ast.unparse(node.test)
         return ast.Constant(0.0) if is_clock else self.generic_visit(node)
 
@@ -92,7 +92,7 @@ CLASSES = {cls: unobserved(cls) for cls in _OBSERVING}
 
 @contextlib.contextmanager
 def without_statistics() -> Iterator[None]:
-    """Have iterations begin without them."""
+    """Start iterations without them."""
     places = [
         (module, cls)
         for module in (runtime, sources)
@@ -145,7 +145,7 @@ def epoch(loader: DataLoader[Any]) -> float:
 def compared(
     kind: str, rounds: int, other: Callable[[DataLoader[Any]], Any]
 ) -> Figures:
-    """Return what an epoch costs as it is, and within ``other``."""
+    """Return the cost of an epoch as it is, and within ``other``."""
     with loader_of(kind) as loader:
         epoch(loader)
         gc.collect()
@@ -167,7 +167,7 @@ def compared(
 
 
 def statistics_of(kind: str) -> Callable[[Options], Figures]:
-    """Return what measures what the statistics of a kind of loader cost."""
+    """Return a function that measures the cost of statistics in a kind of loader."""
 
     def run(options: Options) -> Figures:
         rounds = (4 if options.quick else 12) if "ms" in kind else 100
@@ -180,7 +180,7 @@ def statistics_of(kind: str) -> Callable[[Options], Figures]:
 
 
 def trace_of(kind: str) -> Callable[[Options], Figures]:
-    """Return what measures what a trace costs."""
+    """Return a function that measures the cost of a trace."""
 
     def run(options: Options) -> Figures:
         rounds = (4 if options.quick else 12) if "ms" in kind else 60

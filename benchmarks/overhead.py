@@ -2,7 +2,7 @@
 
 A TensorDataset of a million rows in batches of 64 and 1024, and a Python dataset of
 small tensors in batches of 64. One full shuffled epoch, its start included, in us per
-batch; the limit is what the same rows cost without any loader.
+batch; the limit is the cost of the same rows without any loader.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Make = Callable[[Any, int], Iterable[object]]
 ROWS = 1_000_000
 PYTHON_ROWS = 64_000
 WARM_ROWS = 20_000
-# torch's worker processes are timed on the first batches only, start included
+# torch's worker processes are timed only on the first batches, including start-up
 WORKER_BATCHES = 3_000
-# epochs are repeated until they fill this, and the median one counts
+# epochs are repeated for this long, and the median one counts
 SECONDS = 1.5
 
 
@@ -149,7 +149,7 @@ def torch_lists(
 def torch_tensors(
     dataset: TensorDataset, batch: int, *, workers: int = 0
 ) -> Iterable[object]:
-    """Build the fastest way through torch: index tensors, and nothing to convert."""
+    """Build the fastest path through torch: index tensors, and nothing to convert."""
     return DataLoader(
         WholeBatches(dataset.tensors),
         sampler=PermutationBatches(len(dataset), batch),
@@ -200,7 +200,7 @@ def epochs(
     counter: Callable[[Iterable[object], int], int] = count,
     limit: int = 0,
 ) -> Figures:
-    """Time whole epochs, their start included; give the median one.
+    """Time whole epochs, including their start; return the median one.
 
     A small dataset goes through a loader of the same kind first, as warm-up.
     """

@@ -4,16 +4,16 @@ Two million rows of eight numeric columns and a short string, in two files of ab
 64 MB with row groups of 100,000 rows, on disk and in its cache; batches of 1,024, in
 the order of the files. A batch is a dict of column to tensor, or to a list of strings.
 The limit is pyarrow's own ``iter_batches``, without its threads, which make batches of
-this size slower, and ``torch.from_numpy`` per column. An epoch begins with opening the
+this size slower, and ``torch.from_numpy`` per column. An epoch starts with opening the
 files.
 
 Hugging Face datasets and Ray Data run where they are installed. They are no
-dependencies of the benchmarks, for they bring many others along: install aioloader,
-``datasets`` and ``ray[data]`` into an environment apart, and run this script by its
+dependencies of the benchmarks, because they bring many others along: install aioloader,
+``datasets`` and ``ray[data]`` into a separate environment, and run this script with its
 Python.
 
-Ray cannot make a tensor of a string, and is spared that column. What takes a row at a
-time through Hugging Face's formatter gets 200,000 rows, for it takes minutes.
+Ray cannot make a tensor of a string, and skips that column. Contenders that take a row
+at a time through Hugging Face's formatter get 200,000 rows, because they take minutes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 BATCH = 1_024
 ROWS, GROUP, FILES = 2_000_000, 100_000, 2
-# rows of the full files, of those for what takes a row at a time, and to warm up
+# rows of the full files, of those for row-at-a-time contenders, and to warm up
 SIZES = {"full": ROWS, "small": 200_000, "tiny": 20_000}
 FLOATS = ("a", "b", "c", "d")
 NUMBERS = ("id", *FLOATS, "e", "f", "label")
@@ -94,7 +94,7 @@ def ours(
 def bare(
     paths: list[str], *, columns: Columns = None, threads: bool = False
 ) -> Iterator[Batch]:
-    """Give the limit: batches end where a file does."""
+    """Return the limit: batches end where a file does."""
     for path in paths:
         wanted = None if columns is None else list(columns)
         with pq.ParquetFile(path) as file:
@@ -111,7 +111,7 @@ def tensor(column: pa.Array) -> Any:
 
 def stream(paths: list[str], columns: Columns) -> Any:
     """Open the files as Hugging Face's streams do."""
-    # what is on this disk needs no hub, and progress bars no terminal
+    # files on this disk need no hub, and progress bars no terminal
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     from datasets import load_dataset  # noqa: PLC0415
 
@@ -138,7 +138,7 @@ def hugging_face(
 def hugging_face_batches(
     paths: list[str], *, columns: Columns = None
 ) -> Iterable[Batch]:
-    """Let it make the batches, which is the fastest way through it."""
+    """Let it make the batches, which is the fastest path through it."""
     made: Iterable[Batch] = stream(paths, columns).iter(BATCH)
     return made
 
@@ -160,7 +160,7 @@ def ray_data(paths: list[str], *, columns: tuple[str, ...]) -> Iterable[Batch]:
 
 
 def epoch(make: Callable[[list[str]], Iterable[Batch]], paths: list[str]) -> int:
-    """Read all, and see that each row came once."""
+    """Read all, and check that each row came once."""
     rows = keys = 0
     for batch in make(paths):
         rows += len(batch["id"])
@@ -173,7 +173,7 @@ def epoch(make: Callable[[list[str]], Iterable[Batch]], paths: list[str]) -> int
 def run(
     make: Callable[[list[str]], Iterable[Batch]], size: str, options: Options
 ) -> Figures:
-    """Read the tiny files, so that all is imported, and then those that count."""
+    """Read the tiny files, so that all is imported, and then the measured ones."""
     if options.quick:
         size = "tiny" if size == "small" else "small"
     warm, paths = (
@@ -194,7 +194,7 @@ def run(
 
 
 def makers(columns: Columns) -> dict[str, Callable[[list[str]], Iterable[Batch]]]:
-    """Give the contenders that can run here."""
+    """Return the contenders that can run here."""
     made: dict[str, Callable[[list[str]], Iterable[Batch]]] = {
         "aioloader": partial(ours, columns=columns),
         "aioloader interleave 4": partial(ours, columns=columns, interleave=4),

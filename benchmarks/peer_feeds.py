@@ -1,10 +1,11 @@
 """The loaders that ``peers.py`` compares: how each reads its own format best.
 
-A function here takes the folder of ``peer_formats.py`` and settings, and returns what
-gives one shuffled epoch per ``iter``, as uint8 batches of shape ``(64, 20_000)``. What
-a peer imports is imported first, by ``IMPORTS``: it does not count as start. Orders are
-drawn from all samples where the format has random access (packed, ArrayRecord, LitData
-within its chunks), else from shuffled shards and a window or buffer of 1,000.
+A function here takes the folder of ``peer_formats.py`` and settings, and returns an
+object that gives one shuffled epoch per ``iter``, as uint8 batches of shape ``(64,
+20_000)``. ``IMPORTS`` imports a peer's packages first, so they do not count as
+start-up. Orders are drawn from all samples where the format has random access (packed,
+ArrayRecord, LitData within its chunks), else from shuffled shards and a window or
+buffer of 1,000.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LANES = 4
 
 
 class Packed(Dataset[torch.Tensor]):
-    """Samples by number, by one read each from a file of all."""
+    """Samples by number, each one read from a file of all."""
 
     def __init__(self, folder: str) -> None:
         self._file = os.open(packed(folder), os.O_RDONLY)
@@ -50,13 +51,13 @@ class Packed(Dataset[torch.Tensor]):
 
 
 class Remade:
-    """An epoch of what a function makes anew each time."""
+    """An epoch of a function's results, called for each epoch."""
 
     def __init__(self, make: Callable[[int], Iterable[Any]]) -> None:
         self._make, self._epoch = make, -1
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch."""
+        """Start an epoch."""
         self._epoch += 1
         return iter(self._make(self._epoch))
 
@@ -84,14 +85,14 @@ def ours_stream(
 
 
 class Asynchronous:
-    """Only the asynchronous face of a loader."""
+    """Exposes only the asynchronous interface of a loader."""
 
     def __init__(self, loader: Any) -> None:
         self.close = loader.close
         self._loader = loader
 
     def __aiter__(self) -> Any:
-        """Begin an epoch."""
+        """Start an epoch."""
         return aiter(self._loader)
 
 
@@ -242,7 +243,7 @@ def grains(folder: str, workers: int = 0, threads: int = 16, buffer: int = 500) 
 def tensorflow(
     folder: str, calls: int | None = None, threads: int = 0, *, by_batch: bool = True
 ) -> Any:
-    """tf.data; ``None`` calls in parallel are AUTOTUNE, 0 threads its own choice."""
+    """tf.data; ``None`` calls in parallel are AUTOTUNE, 0 threads its default."""
     import tensorflow as tf  # noqa: PLC0415
 
     auto = tf.data.AUTOTUNE

@@ -1,8 +1,9 @@
 """The same samples in the format of each peer, for ``peers.py``.
 
-19,968 samples of 20,000 bytes, 400 MB: noise that begins with the sample's number. 24
-shards of 832 each, where the format has shards; nothing is compressed. Both numbers can
-be divided by the batch of 64 and by four workers, so that no peer drops or repeats any.
+19,968 samples of 20,000 bytes, 400 MB: noise that starts with the sample's number. 24
+shards of 832 each, where the format has shards; nothing is compressed. Both numbers are
+divisible by the batch size of 64 and by four workers, so no peer drops or repeats any
+sample.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def write_tar(folder: str) -> None:
 
 
 def mosaic(name: str) -> Any:
-    """Import a module of MosaicML Streaming, without what its packages import.
+    """Import a module of MosaicML Streaming, without its packages' other imports.
 
     They import torchvision, transformers and the clients of all clouds; local shards
     need none of them, and torchvision's wheel does not fit a CPU build of torch.

@@ -2,9 +2,10 @@
 
 19,968 samples of 20,000 bytes, in the format of each loader (``peer_formats.py``), in
 the page cache; shuffled, as uint8 batches of 64, all of which are checked. First every
+the page cache; shuffled, as uint8 batches of 64, all of which are checked. First every
 setting of ``SWEEP`` runs once; then the best one of each loader, by samples/s, runs in
-all rounds. A first epoch tells the time from making the loader to its first batch, with
-all modules imported; the epochs after it, of some seconds, tell the rate and the CPU.
+all rounds. A first epoch gives the time from making the loader to its first batch, with
+all
 
 Run by the Python of ``.venv-peers`` (``make .venv-peers/.ready``): the pins of these
 packages do not fit the project's own environment.
@@ -184,7 +185,7 @@ def run(name: str, make: Make, settings: Settings, options: Options) -> Figures:
 
 @contextlib.contextmanager
 def serve() -> Iterator[str]:
-    """Write all formats into a folder, in a process whose memory no one inherits."""
+    """Write all formats into a folder, in a process whose memory is not inherited."""
     with tempfile.TemporaryDirectory() as folder:
         script = str(Path(__file__).with_name("peer_formats.py"))
         subprocess.run([sys.executable, script, folder], check=True)
@@ -192,7 +193,7 @@ def serve() -> Iterator[str]:
 
 
 def chosen_by(rounds: Rounds) -> list[str]:
-    """Name the best setting of each loader."""
+    """Return the best setting of each loader."""
     best: dict[str, tuple[float, str]] = {}
     for name, figures in rounds.items():
         loader = name.partition(" (")[0]
@@ -226,7 +227,7 @@ ALL = Question(
 def sweep(
     question: Question, script: Path, names: list[str], args: Any
 ) -> tuple[Rounds, list[str]]:
-    """Run each setting once; return the figures, and the names of those that fail."""
+    """Run each setting once; return the figures, and the names of failed settings."""
     found: Rounds = {}
     failed = []
     for name in names:
@@ -238,7 +239,7 @@ def sweep(
 
 
 def measure_all() -> None:
-    """Sweep, choose, measure; keep both."""
+    """Sweep, choose, measure; store both."""
     args = parse(ALL)
     names, script = choose(ALL, args), Path(sys.argv[0])
     if args.quick:  # one setting of each

@@ -69,7 +69,7 @@ def with_opencv(body: bytes) -> Pixels:
 
 
 class Pictures(Dataset[torch.Tensor]):
-    """Random crops of pictures, ``uint8[224, 224, 3]``, decoded when asked for."""
+    """Random crops of pictures, ``uint8[224, 224, 3]``, decoded on access."""
 
     def __init__(self, decode: Callable[[bytes], Pixels]) -> None:
         self._jpegs, self._decode = jpegs(), decode

@@ -1,4 +1,4 @@
-"""The datasets of plants.py: samples that take what they are told to, and their cures.
+"""The datasets of plants.py: samples with a planted cost, and their cures.
 
 ``pause`` waits, as for a store; ``compute`` uses a core. A sample is a small tensor.
 """
@@ -25,7 +25,7 @@ FILE_BYTES = 4_000
 
 
 def compute(seconds: float) -> None:
-    """Use a core for a while, in Python: nobody else has the interpreter's lock."""
+    """Use a core for a while, in Python, holding the interpreter's lock."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass
@@ -35,7 +35,7 @@ class Plain:
     """Plain samples.
 
     Args:
-        length: How many there are.
+        length: Number of samples.
         pause: Seconds to wait for each.
         cpu: Seconds of a core for each.
         slow: How many times longer worker 0 waits.
@@ -59,7 +59,7 @@ class Plain:
 
 
 class Pinned:
-    """Batches of 128 MB, ready in page-locked memory: all they take is the copy."""
+    """Batches of 128 MB, ready in page-locked memory: only the copy takes time."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -76,9 +76,9 @@ class Awaited:
     """Samples that coroutines wait for.
 
     Args:
-        length: How many there are.
+        length: Number of samples.
         pause: Seconds to wait for each.
-        held: Seconds in which each holds up the event loop.
+        held: Seconds for which each blocks the event loop.
         freed: Whether a thread does that instead.
     """
 
@@ -97,7 +97,7 @@ class Awaited:
         return torch.tensor(index)
 
     async def parse_headers(self) -> None:
-        """Call something that blocks, as `requests` and many drivers do."""
+        """Make a blocking call, as `requests` and many drivers do."""
         if self.freed:
             await asyncio.to_thread(time.sleep, self.held)
         else:
@@ -117,10 +117,10 @@ class Compute:
 
 
 class FileServer:
-    """Small files and a tar of them, at a server in a process of its own.
+    """Small files and a tar of them, on a server in a separate process.
 
     Args:
-        count: How many files.
+        count: Number of files.
         latency: Seconds before each answer.
     """
 
@@ -145,7 +145,7 @@ class FileServer:
         return ObjectDataset(self._url, names)
 
     def shards(self) -> Any:
-        """Return the same samples out of tars."""
+        """Return the same samples from tars."""
         return Bodies(TarDataset([f"{self._url}/all.tar"]))
 
 
@@ -161,7 +161,7 @@ class Bodies:
 
 
 def as_numbers(bodies: list[Any]) -> torch.Tensor:
-    """Return what the bytes begin with, as a batch."""
+    """Return the first bytes, as a batch."""
     return torch.tensor([bytes(body[:4]) == b"\0\0\0\0" for body in bodies])
 
 

@@ -1,8 +1,8 @@
-"""Plants: is the verdict right on bottlenecks that were put in on purpose?
+"""Plants: is the verdict right about bottlenecks that were planted on purpose?
 
-For each of 12: a real loader and a training step run, ``loader.report()`` is asked, and
-the change that it advises is made. The second run gives the gain that the first one's
-prediction is compared with. Each run is a process of its own.
+For each of 12: a real loader and a training step run, ``loader.report()`` is called,
+and the change that it advises is made. The second run gives the gain, to compare with
+the first one's prediction. Each run is a separate process.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Plant:
         make: Makes the dataset.
         settings: Arguments of the loader.
         step: Seconds that the training step takes; it waits, as for an accelerator.
-        stage: Which one is to be named.
-        advice: Arguments of which one is to be advised; none: no advice.
-        cured: Makes the dataset where the advice is another one.
-        tries: Without an advice: a change that is to gain nothing.
-        value: The value to be advised, where only one is right.
+        stage: The stage that the verdict must name.
+        advice: The arguments of which one must be advised; none: no advice.
+        cured: Makes the dataset if the advice is to change it.
+        tries: Without an advice: a change that must gain nothing.
+        value: The value that must be advised, if only one is right.
     """
 
     make: Callable[[ExitStack], Any]
@@ -199,16 +199,16 @@ def run(plant: Plant, make: Callable[[ExitStack], Any], settings: Settings) -> A
 
 
 def is_one_of(named: str, arguments: tuple[str, ...]) -> bool:
-    """Tell whether an advice is one of those; a coroutine's has its place as well."""
+    """Return whether an advice is among those; a coroutine's includes its place."""
     return named in arguments or any(
         one in named.split(" (", maxsplit=1)[0] for one in arguments
     )
 
 
 def changed(plant: Plant, report: Report) -> tuple[Any, Settings] | None:
-    """Return the dataset and the arguments that are advised; None if they are not ours.
+    """Return the advised dataset and arguments; None if they are not ours.
 
-    Without an advice: those that are to gain nothing.
+    Without an advice: those that must gain nothing.
     """
     advice, settings = report.advice, plant.settings
     if advice is None:
@@ -224,7 +224,7 @@ def changed(plant: Plant, report: Report) -> tuple[Any, Settings] | None:
 
 
 def one_run(name: str, *, says: bool) -> Settings:
-    """Plant a bottleneck, ask, change, and compare."""
+    """Plant a bottleneck, get the report, make the change, and compare."""
     plant = PLANTS[name]
     before, report = run(plant, plant.make, plant.settings)
     advice = report.advice
@@ -313,7 +313,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run all plants in turns; print the table, keep the figures."""
+    """Run all plants in turns; print the table, store the figures."""
     args = parse()
     if args.contender:
         print(json.dumps(one_run(args.contender, says=bool(args.url))), flush=True)

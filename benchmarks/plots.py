@@ -135,7 +135,7 @@ def draw(result: Result) -> Any:
 
 
 def draw_all(results: list[Result], folder: Path) -> None:
-    """Draw a PNG of each question, and remove those of questions that are gone."""
+    """Draw a PNG for each question, and remove those of former questions."""
     mpl.use("Agg")
     plt.rcParams.update({"font.size": 7, "axes.titlesize": 8})
     folder.mkdir(exist_ok=True)

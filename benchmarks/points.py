@@ -1,4 +1,4 @@
-"""What crossover.py and growth.py share: one contender's rate at points of an axis.
+"""Common to crossover.py and growth.py: a contender's rate at points of an axis.
 
 A contender runs in one process and visits all points in turn, with a new loader for
 each, so that a curve costs one start. ``batches`` are endless, as the datasets are.
@@ -31,7 +31,7 @@ warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 ENDLESS = 1 << 30
 MAX_RATIO = 4
-# a point of the axis to the batches there
+# a point of the axis to its batches
 Make = Callable[[float], Any]
 
 
@@ -43,7 +43,7 @@ def compute(seconds: float) -> None:
 
 
 class Costly(Dataset[int]):
-    """Samples that take so much CPU time of the thread that reads them."""
+    """Samples that take CPU time of the thread that reads them."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -76,7 +76,7 @@ class Awaited(Costly):
 
 
 class Gathered(Costly):
-    """A batch of them at once, on a loop in the worker: torch's best recipe."""
+    """A batch at once, on a loop in the worker: torch's best recipe."""
 
     def __getitems__(self, indices: list[int]) -> list[int]:
         async def one(index: int) -> int:
@@ -91,7 +91,7 @@ class Gathered(Costly):
 
 
 class Clock:
-    """Count samples from the end of the warm-up until the time is over."""
+    """Counts samples from the end of the warm-up until the time is over."""
 
     def __init__(self, seconds: float, warm: int) -> None:
         self.seconds, self.warm = seconds, warm
@@ -158,7 +158,7 @@ def key(point: float) -> str:
 
 
 def metrics(points: Sequence[float]) -> list[Metric]:
-    """Make a column of each point."""
+    """Make a column for each point."""
     return [Metric(key(point), key(point)) for point in points]
 
 
@@ -181,7 +181,7 @@ def contenders(
 
 
 def main_of(questions: Sequence[Question]) -> None:
-    """Answer all questions, or be a contender of one of them."""
+    """Answer all questions, or run a contender of one of them."""
     for question in questions:
         if "--contender" not in sys.argv or set(sys.argv) & set(question.contenders):
             main(question)

@@ -1,9 +1,9 @@
-"""What the two remote benchmarks share: the objects, the clock and the check.
+"""The common part of the remote benchmarks: the objects, the clock and the check.
 
-A feed hands out the batches of an epoch over the first ``count`` objects. ``travel``
-drives one through three epochs: one object (the process is warm, one GET is done), a
-few hundred (time to the first batch; connections open) and the measured one. Every
-epoch proves that each object came exactly once.
+A feed yields the batches of an epoch over the first ``count`` objects. ``travel`` runs
+three epochs: one object (the process is warm, one GET is done), a few hundred (time to
+the first batch; connections open) and the measured one. Every epoch checks that each
+object came exactly once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Plan:
 
 @dataclass
 class Trip:
-    """One epoch: seconds to the first batch, in all, and waited for data."""
+    """One epoch: seconds to the first batch, in all, and spent waiting for data."""
 
     start: float = field(default_factory=time.perf_counter)
     first: float = 0.0
@@ -59,7 +59,7 @@ class Trip:
     keys: list[torch.Tensor] = field(default_factory=list)
 
     def arrived(self, batch: torch.Tensor, asked: float, step: float) -> float:
-        """Note a batch and do the blocking step; return when the next is asked."""
+        """Record a batch and do the blocking step; return when it ends."""
         now = time.perf_counter()
         self.first = self.first or now - self.start
         self.waited += now - asked
@@ -95,7 +95,7 @@ async def adrain(batches: AsyncIterable[torch.Tensor], count: int, step: float) 
     trip = Trip()
     asked = trip.start
     async for batch in batches:
-        # the step blocks the loop: that is the question
+        # the step blocks the loop: that is what is measured
         asked = trip.arrived(batch, asked, step)
     trip.finish(asked, count)
     return trip
@@ -115,7 +115,7 @@ def epoch(feed: Feed, count: int, step: float = 0.0) -> Trip:
 
 
 def travel(make: MakeFeed, plan: Plan, url: str) -> Figures:
-    """Drive a feed through its three epochs and give the figures of the last."""
+    """Run a feed through its three epochs; return the figures of the last."""
     with make(url) as feed:
         epoch(feed, 1)
         settle()
@@ -132,7 +132,7 @@ def travel(make: MakeFeed, plan: Plan, url: str) -> Figures:
 
 
 def rates(count: int, meter: Meter, opening: float, warm: float) -> Figures:
-    """Give what both kinds of contender report alike, threads' CPU included."""
+    """Return the figures common to both kinds of contender, including threads' CPU."""
     threads = {
         f"cpu:{name}": seconds / count * 1e6
         for name, seconds in meter.threads.items()
@@ -159,6 +159,6 @@ def stack(bodies: Sequence[Any], batch: torch.Tensor | None = None) -> torch.Ten
 
 @contextlib.contextmanager
 def serve(objects: int) -> Iterator[str]:
-    """Run the object server for as long as the rounds take."""
+    """Run the object server during the rounds."""
     with ServerProcess(objects, OBJECT_BYTES, LATENCY) as server:
         yield server.url

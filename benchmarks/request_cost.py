@@ -1,9 +1,9 @@
-"""Requests: what does a loader cost that lives for one batch?
+"""Requests: what does a loader cost that is used for one batch?
 
 A service makes a loader for a request, takes its first batch of 16 from an async
 dataset, and closes it: CPU time per request, one after the other. Then 200 such loaders
-are open at once, each at its first batch: the threads and the memory that they take.
-By hand, a request is one ``gather`` and one ``default_collate``.
+are open at once, each at its first batch: the threads and the memory that they take. By
+hand, a request is one ``gather`` and one ``default_collate``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Request = Callable[["Gathering"], Coroutine[Any, Any, None]]
 
 
 class Rows:
-    """Rows of features, read by a coroutine that gives way once."""
+    """Rows of features, read by a coroutine that yields to the loop once."""
 
     def __init__(self) -> None:
         self.rows = torch.zeros(64, 16)
@@ -46,7 +46,7 @@ class Rows:
 
 
 class Gathering:
-    """Holds requests until all have arrived; notes what they hold then."""
+    """Holds requests until all have arrived; records the resources they hold then."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -66,7 +66,7 @@ class Gathering:
 
 
 def resident() -> int:
-    """Give the resident bytes of this process."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 

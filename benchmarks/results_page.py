@@ -1,6 +1,6 @@
 """Write ``RESULTS.md`` from the JSON files of ``results/``: the end of ``make bench``.
 
-Nothing is measured here, and nothing is written by hand there: the same files give the
+Nothing is measured here, and the page is not edited by hand: the same files give the
 same page. Ratios are medians of the ratios within rounds, of the best setting of this
 package by the first metric; below 1 it is the slower one, and the page says so.
 ``--plots`` also draws the plots (``plots.py``, which needs matplotlib).
@@ -47,7 +47,7 @@ def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
 
 
 def spread(values: list[float]) -> float:
-    """Give half the range between the quartiles, as a share of the median."""
+    """Return half the interquartile range, as a share of the median."""
     if len(values) < 2 or not (middle := statistics.median(values)):
         return 0.0
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -97,7 +97,7 @@ def ratios_along(result: Result, ours: Row, theirs: Row) -> list[float]:
 
 
 def meeting(points: list[float], ratios: list[float], unit: str) -> str:
-    """Say where two curves meet."""
+    """Return where two curves meet, in words."""
     low, high = min(ratios), max(ratios)
     if places := crossings(points, ratios):
         where = ", ".join(f"{place:.2g}" for place in places)
@@ -179,7 +179,7 @@ def source_of(result: Result, newest: Result) -> str:
 
 
 def promises(result: Result) -> list[str]:
-    """Name what was promised and missed, and count the rest."""
+    """Name the promises that were missed, and count the rest."""
     targets = result.kept.get("targets", [])
     if not targets:
         return []

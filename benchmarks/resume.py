@@ -1,11 +1,11 @@
-"""Resume: what does a state cost at each step, and how soon is training back?
+"""Resume: what does a state cost at each step, and how soon does training resume?
 
 A dataset whose samples are their indices, shuffled, in batches of 64: all time is the
-loader's own. ``state_dict()`` is called behind every batch of 500. Then a new loader is
-given the state of the middle of the epoch; the time runs from making it to its first
+loader's own. ``state_dict()`` is called after every batch of 500. Then a new loader
+loads the state of the middle of the epoch; the time runs from making it to its first
 batch, and is also given as a multiple of a fresh epoch's. The middle is reached by
-iterating, but for 1e9 samples, where the state of an epoch just begun is set forward:
-it says only how many batches were delivered. torchdata's loader is not run there: its
+iterating, except for 1e9 samples, where the state of a new epoch is set forward: it
+only has the number of delivered batches. torchdata's loader is not run there: its
 sampler holds the whole permutation (8 GB), and replays it to the middle.
 """
 
@@ -61,7 +61,7 @@ def ours_with_torchs_sampler(n: int, **settings: Any) -> Any:
 
 def torchdatas(n: int, **settings: Any) -> Any:
     """Make the rival."""
-    # it uses what the installed torch has deprecated
+    # it uses features that the installed torch has deprecated
     warnings.simplefilter("ignore")
     from torchdata.stateful_dataloader import (  # noqa: PLC0415
         StatefulDataLoader,
@@ -84,7 +84,7 @@ def cost_of_states(loader: Any, steps: int) -> tuple[float, int]:
 
 
 def state_of_middle(make: Callable[[int], Any], n: int) -> dict[str, Any]:
-    """Return the state behind half of the batches."""
+    """Return the state after half of the batches."""
     loader, half = make(n), n // BATCH // 2
     iterator = iter(loader)
     if n == SIZES["1e9"]:

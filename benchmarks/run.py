@@ -2,7 +2,7 @@
 
 Each script gets its number of rounds from ``ROUNDS``, so that all take about an hour;
 other options (``--quick``, ``--all``, ``--rounds``) go to each of them. Those of
-``BESIDE`` are run by the Python that ``AIOLOADER_PEERS`` names, if it does. A script
+``BESIDE`` run with the Python that ``AIOLOADER_PEERS`` names, if it is set. A script
 that fails does not stop the others; the exit status is that of the first one.
 """
 
@@ -53,7 +53,7 @@ HERE = Path(__file__).parent
 
 
 def command_of(name: str, options: list[str]) -> list[str] | None:
-    """Return the command of a script, or None if its packages are nowhere."""
+    """Return the command of a script, or None if its packages are not installed."""
     python = os.environ.get("AIOLOADER_PEERS") if name in BESIDE else sys.executable
     if not python:
         return None

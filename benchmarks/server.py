@@ -1,9 +1,9 @@
 """The object server of the remote benchmarks: loopback HTTP with a fixed latency.
 
 Serves ``objects`` bodies of ``size`` bytes under ``/0``, ``/1``, ...: eight bytes of
-little-endian key, then one block of noise that all share. Every answer leaves
-``latency`` seconds after its request was read, in the order of the requests of its
-connection. A raw protocol on uvloop, because it must cost less than any client.
+little-endian key, then a shared block of noise. Every answer is sent ``latency``
+seconds after its request was read, in the order of the requests of its connection. A
+raw protocol on uvloop, because it must cost less than any client.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """Drop what is still due."""
+        """Drop the pending answers."""
         self._transport = None
 
     def data_received(self, data: bytes) -> None:
@@ -108,7 +108,7 @@ class Connection(asyncio.Protocol):
 
 
 class ServerProcess:
-    """A server in a process of its own; the caller stops it by leaving ``with``."""
+    """A server in a separate process; leaving the ``with`` block stops it."""
 
     def __init__(self, objects: int, size: int, latency: float) -> None:
         options = ["--objects", objects, "--size", size, "--latency", latency]

@@ -1,8 +1,8 @@
-"""Service: what does a loader in the same event loop do to a web service?
+"""Service: how does a loader in the same event loop affect a web service?
 
 A Starlette service under uvicorn answers 50 requests a second while a CPU-heavy sync
 dataset (about 2 ms a sample, batches of 16) streams in the same loop. The times are
-those that a client in another process sees, beside the times without any loader.
+those that a client in another process sees, compared with the times without any loader.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ async def torch_thread(progress: Progress) -> None:
 
 
 async def ask(port: int, seconds: float) -> Figures:
-    """Run the client in its own process and read what it measured."""
+    """Run the client in a separate process and read its measurements."""
     script = str(Path(__file__).with_name("client.py"))
     client = await asyncio.create_subprocess_exec(
         *(sys.executable, script, "--port", str(port), "--seconds", str(seconds)),
@@ -108,7 +108,7 @@ async def stop(task: asyncio.Task[None]) -> None:
 
 
 async def observe(load: Load, options: Options) -> Figures:
-    """Serve, load and be asked, all in this loop but the client."""
+    """Serve, load and answer, all in this loop except the client."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=128)
     config = uvicorn.Config(
         Starlette(routes=[Route("/", hello)]),

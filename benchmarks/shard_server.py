@@ -1,9 +1,9 @@
-"""Shards of tar files for the stream benchmarks, and the object server that has them.
+"""Shards of tar files for the stream benchmarks, and the object server for them.
 
-A sample is one member of 20,000 bytes of noise that begins with its number, eight
-bytes of little-endian: nothing can be compressed, and every epoch can be checked. The
-server is ``aioloader.testing.ObjectServer`` in a process of its own, because it costs
-as much CPU as a client; it maps the files and copies them from the page cache.
+A sample is one member of 20,000 bytes of noise that starts with its number, eight bytes
+of little-endian: nothing can be compressed, and every epoch can be checked. The server
+is ``aioloader.testing.ObjectServer`` in a separate process, because it costs as much
+CPU as a client; it maps the files and copies them from the page cache.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def sample(number: int) -> bytes:
 
 
 def number_of(body: bytes | memoryview) -> int:
-    """Read the number of a sample, and see that it is whole."""
+    """Read the number of a sample, and check that it is whole."""
     assert len(body) == SAMPLE_BYTES
     return int.from_bytes(body[:NUMBER_BYTES], "little")
 
 
 def numbers(shards: int) -> int:
-    """Say how many samples the first shards have."""
+    """Return how many samples the first shards have."""
     return shards * SAMPLES
 
 
@@ -55,7 +55,7 @@ def paths(folder: str, shards: int = SHARDS) -> list[str]:
 
 
 def urls(folder: str, which: str, shards: int = SHARDS) -> list[str]:
-    """Give the addresses of the first shards at the ``near`` or the ``far`` server."""
+    """Return addresses of the first shards on the ``near`` or the ``far`` server."""
     root = (Path(folder) / which).read_text()
     return [f"{root}/{shard}.tar" for shard in range(shards)]
 
@@ -71,7 +71,7 @@ def write(folder: str) -> None:
 
 
 class ShardServer:
-    """A server in a process of its own; the caller stops it by leaving ``with``."""
+    """A server in a separate process; leaving the ``with`` block stops it."""
 
     def __init__(self, folder: str, latency: float) -> None:
         self._command = [sys.executable, __file__, folder, str(latency)]
@@ -90,7 +90,7 @@ class ShardServer:
 
 @contextlib.contextmanager
 def serve() -> Iterator[str]:
-    """Write the shards, run both servers, and give the folder that says where."""
+    """Write the shards, run both servers, and yield their folder."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         write(folder)

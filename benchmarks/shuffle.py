@@ -1,10 +1,10 @@
-"""Shuffle: what does it cost to begin a shuffled epoch of many samples?
+"""Shuffle: what does it cost to start a shuffled epoch of many samples?
 
 A dataset whose samples are their indices, in batches of 64; from ``iter()`` to the
 first batch, the memory that the process has grown by then, and the time of each of 300
-batches more. torch draws the whole permutation, as 8 bytes a sample, and makes a list
-of it; ours is computed where it is looked at. torch's is not run at 1e9: its list alone
-would take some 36 GB. How well streams are shuffled is measured by shuffle_quality.py.
+more batches. torch draws the whole permutation, at 8 bytes a sample, and makes a list
+of it; ours is computed on lookup. torch's is not run at 1e9: its list alone would take
+some 36 GB. How well streams are shuffled is measured by shuffle_quality.py.
 """
 
 from __future__ import annotations

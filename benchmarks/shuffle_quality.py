@@ -1,12 +1,12 @@
-"""Shuffle quality: how well are samples of shards mixed, for what is held in memory?
+"""Shuffle quality: how well are samples of shards mixed, for the memory used?
 
-64 tars of 500 samples, read by one reader in batches of 64. Settings are chosen so that
-as many samples are held: our two windows of half the size, WebDataset's one buffer, and
-Mosaic's block (whose shards lie on its local disk); what is read ahead of each open
-shard comes on top (ours: ``max_bytes`` in all). Distinct shards in a batch: all random
-would be 40.6. Correlation of the places in the dataset of samples that are one sample,
-and one batch, apart in the epoch: all random would be 0. Mosaic's orders are made by
-its own functions; where it is not installed, it is left out.
+64 tars of 500 samples, read by one reader in batches of 64. All settings hold the same
+number of samples: our two windows of half the size, WebDataset's one buffer, and
+Mosaic's block (whose shards lie on its local disk); read-ahead of open shards is added
+to that (ours: ``max_bytes`` in all). Distinct shards in a batch: all random would be
+40.6. Correlation of the places in the dataset of samples that are one sample, and one
+batch, apart in the epoch: all random would be 0. Mosaic's orders are made by its own
+functions; if it is not installed, it is left out.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def of_mosaic(algorithm: str, held: int) -> list[int]:
     if root is None:
         raise ModuleNotFoundError("No module named 'streaming'")
     for name, path in (("streaming", root), ("streaming.base", root / "base")):
-        # Its package imports all it can read; the orders need numpy alone.
+        # Its package imports everything it can read; the orders need only numpy.
         package = types.ModuleType(name)
         package.__path__ = [str(path)]
         sys.modules.setdefault(name, package)
@@ -81,7 +81,7 @@ def of_mosaic(algorithm: str, held: int) -> list[int]:
 
 
 def contenders(paths: list[str]) -> Iterator[tuple[str, int, Any]]:
-    """Yield the name of each setting, what it holds, and what gives its order."""
+    """Yield the name of each setting, what it holds, and the function of its order."""
 
     def tar(**options: Any) -> TarDataset:
         return TarDataset(paths, seed=1, **options)
@@ -146,7 +146,7 @@ def measure(settings: list[tuple[str, int, Any]]) -> tuple[Rounds, list[str]]:
 
 
 def main() -> None:
-    """Measure once, for nothing is drawn by chance; keep it if no peer is missing."""
+    """Measure once, because nothing is random; store it if no peer is missing."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         found, missing = measure(list(contenders(write(Path(folder)))))

@@ -1,8 +1,8 @@
-"""Skew: what do a few dear samples cost when batches come in order?
+"""Skew: what do a few expensive samples cost when batches come in order?
 
 One sample in twenty takes ten times the CPU of the others, spread at random or all in
-one stretch. An epoch of 200 batches of 16, two workers that are already up. The figure
-is the efficiency: half of the work, measured inline, over the wall time.
+one stretch. An epoch of 200 batches of 16, two workers that are already running. The
+figure is the efficiency: half of the work, measured inline, over the wall time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WARM = 4 * BATCH
 CHEAP, DEAR = 0.001, 0.01
 KINDS = ("spread", "together")
 AHEADS = (2, 4, 8, 16)
-# how a loader is made of a dataset and a window of its indices
+# makes a loader from a dataset and a window of its indices
 Make = Callable[[Any, Window], Iterable[torch.Tensor]]
 
 
@@ -64,7 +64,7 @@ class Skewed(Dataset[int]):
 
 
 def inline_seconds(dataset: Skewed) -> float:
-    """Measure the CPU time of all samples but the first: of a few, then multiplied."""
+    """Measure the CPU time of all samples but the first: of a few, then scaled up."""
     indices = {cost: dataset.costs.index(cost, WARM) for cost in (CHEAP, DEAR)}
     counts = {DEAR: dataset.dear, CHEAP: len(dataset) - WARM - dataset.dear}
     total = 0.0
@@ -91,7 +91,7 @@ def bare_worker(dataset: Skewed, window: Window, next_up: Synchronized[int]) -> 
 class Bare:
     """The limit: two processes that take the next batch when they are free.
 
-    They are started at each ``iter`` and hand nothing over.
+    They are started at each ``iter`` and transfer nothing.
     """
 
     def __init__(self, dataset: Skewed, window: Window) -> None:
@@ -140,7 +140,7 @@ def ours(dataset: Skewed, window: Window, **settings: Any) -> Iterable[torch.Ten
 class SpdlPool:
     """SPDL's ordered stage over a process pool: the free worker takes the next batch.
 
-    ``ahead`` batches per worker are under way, as many as the stage lets overtake.
+    ``ahead`` batches per worker are in progress, as many as the stage lets overtake.
     """
 
     def __init__(

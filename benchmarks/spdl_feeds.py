@@ -1,7 +1,7 @@
 """SPDL's ways through processes and threads, each at the best setting found.
 
 Threads run whole batches into recycled memory, on uvloop, without hooks and statistics.
-Subprocesses take turns, so that batches come in order, each with an arena of its own.
+Subprocesses take turns, so batches come in order, each with a separate arena.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class SpdlShare:
                 yield case.arrays(samples) if self._arrays else default_collate(samples)
 
     def __call__(self) -> SpdlShare:
-        """Be the function that SPDL calls in its subprocess."""
+        """The function that SPDL calls in its subprocess."""
         return self
 
 
 def spdl_subprocesses(
     case: Case, arena: str = "pool", *, slots: int = 8, **share: Any
 ) -> Iterator[Any]:
-    """Take turns at two SPDL subprocesses that send through an arena each.
+    """Alternate between two SPDL subprocesses, each sending through an arena.
 
     Args:
         case: What to load.
@@ -179,7 +179,7 @@ class Ring:
         self._ring = deque(case.empty() for _ in range(size))
 
     def __call__(self, samples: list[Any]) -> Sequence[torch.Tensor]:
-        """Fill the batch that has rested longest."""
+        """Fill the batch that was used longest ago."""
         views = self._ring.popleft()
         self._ring.append(views)
         self._fill(samples, views)

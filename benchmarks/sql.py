@@ -1,12 +1,13 @@
 """SQL: how fast are the rows of a table, and is the event loop free meanwhile?
 
 A million narrow rows in batches of 1,024, and 20,000 blobs of 10 KB in batches of 64,
-in the order of the key, from PostgreSQL and from SQLite. All but the limit, the bare
-ADBC reader, hand out a dict of column to int64 or float64 tensor, or to a list of
-bytes. An epoch begins with connecting.
+in the order of the key, from PostgreSQL and from SQLite. All except the limit, the bare
+ADBC reader, yield a dict of column to int64 or float64 tensor, or to a list of bytes.
+An epoch starts with connecting.
 
-``blocked`` is the longest time that the caller could do nothing else: what a heartbeat
-in its loop was late where batches come by ``async for``, else the longest ``next()``.
+``blocked`` is the longest time in which the caller could do nothing else: the delay of
+a heartbeat in its loop where batches come by ``async for``, else the longest
+``next()``.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def ours(url: str, table: Table, *, interleave: int = 1, loop: str = "thread") -
 
 
 class Asynchronous:
-    """Shows only the asynchronous face of a loader."""
+    """Exposes only the asynchronous interface of a loader."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -88,7 +89,7 @@ async def asyncpg_cursor(url: str, table: Table) -> AsyncGenerator[Batch, None]:
         async with connection.transaction():
             cursor = await connection.cursor(query(table))
             while rows := await cursor.fetch(table.batch):
-                # whoever iterates closes it
+                # the caller that iterates closes it
                 yield tensors(list(rows[0].keys()), rows)  # noqa: ASYNC119
     finally:
         await connection.close()
@@ -104,7 +105,7 @@ def sqlite_cursor(url: str, table: Table) -> Generator[Batch, None, None]:
 
 
 class Recipe(IterableDataset[Batch]):
-    """The usual recipe: a cursor of the server, and one dict per row.
+    """The usual recipe: a server-side cursor, and one dict per row.
 
     Each worker reads a range of the keys.
     """
@@ -168,7 +169,7 @@ def connect(url: str) -> Any:
 
 
 class Tally:
-    """What came: rows, the sum of their keys, and the longest a step took."""
+    """The results: rows, the sum of their keys, and the longest a step took."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -181,7 +182,7 @@ class Tally:
         self.keys += int(batch["id"].sum())
 
     def check(self, table: Table) -> None:
-        """See that each row came, and none twice."""
+        """Check that each row came exactly once."""
         if self.rows != table.rows or self.keys != table.rows * (table.rows - 1) // 2:
             raise RuntimeError(f"{self.rows} rows seen, {table.rows} expected")
 
@@ -209,7 +210,7 @@ async def adrain(batches: AsyncIterable[Batch]) -> Tally:
 
 
 async def beat(tally: Tally) -> None:
-    """Note by how much a sleep was too long."""
+    """Record by how much a sleep was too long."""
     while True:
         start = time.perf_counter()
         await asyncio.sleep(BEAT)
@@ -230,7 +231,7 @@ def epoch(make: Callable[[str, Table], Batches], url: str, table: Table) -> Tall
 def run(
     make: Callable[[str, Table], Batches], kind: str, what: str, options: Options
 ) -> Figures:
-    """Read the small table, so that all is imported, and then the one that counts."""
+    """Read the small table, so that all is imported, and then the measured one."""
     url = address(kind, options.url)
     epoch(make, url, SMALL[what])
     table = (SMALL if options.quick else FULL)[what]

@@ -1,4 +1,4 @@
-"""Start-up: how long do workers keep one waiting?
+"""Start-up: how long does one wait for workers?
 
 Two workers that do not persist, against torch's loader as everyone writes it:
 
@@ -7,7 +7,7 @@ Two workers that do not persist, against torch's loader as everyone writes it:
 - ``three epochs`` of a script that imports PIL, scipy and scikit-learn at its top, its
   dataset in ``__main__`` (``startup_script.py``), and the ``whole script``, imports and
   all;
-- ``four ranks``: the first batch of the last of four processes that begin at once.
+- ``four ranks``: the first batch of the last of four processes started together.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def script(name: str, _: Options, *, whole: bool) -> Figures:
 
 
 def four_ranks(name: str, _: Options) -> Figures:
-    """Start four processes; when all have imported, have them begin at once."""
+    """Start four processes; when all have imported, let them continue together."""
     command = [sys.executable, __file__, "--rank", name]
     ranks = [
         subprocess.Popen(
@@ -124,7 +124,7 @@ def four_ranks(name: str, _: Options) -> Figures:
 
 
 def be_rank(name: str) -> None:
-    """Be one of the four: print when ready, and then how long the first batch took."""
+    """Run one of the four: print when ready, and then the time of the first batch."""
     importing = make(name)
     del importing
     gc.collect()

@@ -1,8 +1,8 @@
 """The script that startup.py times: three epochs over scanned digits.
 
-What it imports at its top costs every fresh worker half a second and more, its dataset
-is in ``__main__``, and nothing is guarded. The loader comes from the module that its
-argument names. It prints how long the epochs took, in ms, from the first loader on.
+The imports at its top cost every fresh worker half a second and more, its dataset is in
+``__main__``, and nothing is guarded. The loader comes from the module that its argument
+names. It prints how long the epochs took, in ms, from the first loader on.
 """
 
 import importlib

@@ -1,9 +1,9 @@
-"""Steps of streams: what do a mix and ``async for`` cost, and what holds up a loop?
+"""Steps of streams: what do a mix and ``async for`` cost, and what blocks a loop?
 
 Lines of text and numbers, in pulls of 64, by CPU time per sample and the ratio of a mix
 of two streams to one; single samples by ``async for``; and the longest time for which a
-loop is held up by the beginning of a shuffled stream of many shards, or of a window of
-as many samples. Ratios are taken in one process, in turn, and their median is shown.
+loop is blocked by the start of a shuffled stream of many shards, or of a window of as
+many samples. Ratios are taken in one process, in turn, and their median is shown.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class OneSample:
         """Do nothing."""
 
     def position(self) -> dict[str, Any]:
-        """Return nothing: nothing is resumed."""
+        """Return nothing: there is no resuming."""
         return {}
 
     def is_draining(self) -> bool:
-        """Say yes: there is no more."""
+        """Return True: there is no more."""
         return True
 
     async def aclose(self) -> None:
@@ -71,7 +71,7 @@ class OneSample:
 
 
 class ManyShards:
-    """A format of many shards, of which nothing is read."""
+    """A format of many shards, none of which is read."""
 
     async def shards(self, _stack: Any, _known: Any = None, /) -> range:
         """Return their numbers."""
@@ -91,9 +91,9 @@ class ManyShards:
 
 
 async def held_up(stream: Any) -> tuple[float, float]:
-    """Return for how many ms a loop stood still at most until the first batch came.
+    """Return the longest time, in ms, that a loop was blocked before the first batch.
 
-    And how many that took. To free a million samples is not counted.
+    And the time of that batch. Freeing a million samples is not counted.
     """
     worst, is_over, pause = 0.0, False, 0.0005
 
@@ -134,13 +134,13 @@ async def steps(folder: Path, rounds: int) -> Rounds:
 
 
 async def waiting() -> AsyncIterator[int]:
-    """Yield a sample after a while: what the machine itself holds up."""
+    """Yield a sample after a while: shows the delays of the machine itself."""
     await asyncio.sleep(0.5)
     yield 0
 
 
 async def blocking(rounds: int) -> Rounds:
-    """Measure for how long a loop is held up."""
+    """Measure for how long a loop is blocked."""
     jobs: dict[str, Callable[[], Any]] = {
         "nothing, half a second": lambda: from_async_iterable(waiting),
         f"shuffle {MANY:,} shards": lambda: ShardedStream(ManyShards(), shuffle=True),

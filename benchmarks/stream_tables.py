@@ -1,10 +1,10 @@
 """Streams of tables: what a batch of Parquet costs, and how soon the first rows of SQL.
 
-One process, contenders in turn, after a round that warms up. Parquet: numbers alone, on
-disk and in its cache, to batches of 1,024 as dicts of tensors; beside
+One process, contenders in turn, after a warm-up round. Parquet: only numbers, on disk
+and in the page cache, to batches of 1,024 as dicts of tensors; compared with
 ``pyarrow.dataset`` batches and ``torch.from_numpy`` of a copy per column, without and
-with its threads. SQL: from the making of the dataset to the first 64 rows of 100,000,
-with a driver that is imported.
+with its threads. SQL: from making the dataset to the first 64 rows of 100,000, with the
+driver already imported.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def arrows(
 
 
 def timed(make: Callable[[], Iterable[Any]]) -> tuple[float, float]:
-    """Read all; return seconds of the clock and of the processor per batch."""
+    """Read all; return seconds of wall time and of CPU per batch."""
     gc.collect()
     clock, cpu = time.perf_counter(), time.process_time()
     count = sum(1 for _ in make())
@@ -84,7 +84,7 @@ def timed(make: Callable[[], Iterable[Any]]) -> tuple[float, float]:
 
 
 def parquet(folder: Path, rounds: int) -> Rounds:
-    """Measure each kind of file and choice of columns, after a round that warms up."""
+    """Measure each kind of file and choice of columns, after a warm-up round."""
     found: Rounds = {}
     for group in (100_000, 10_000):
         paths = write(folder, group)

@@ -1,13 +1,13 @@
-"""Streams: what do samples cost beside the bytes they are made of?
+"""Streams: what do samples cost compared with the bytes they are made of?
 
-All ways of one question take turns in one process, so that a ratio is of the same
+All contenders of one question take turns in one process, so that a ratio is of the same
 machine; a row shows the median time and the median of the ratios within a round.
 
 Tar, local: four shards of 32 MB in the page cache, samples of 20 KB in lists of 64,
-beside reading the same bytes in pieces of 64 samples. Tar, HTTP: 24 shards of 5 MB from
-a server in a process of its own that answers after 20 or 50 ms, as configured by
-default, beside torch's loader with two workers, each with ``tarfile`` on a response.
-JSON lines: beside ``orjson.loads`` of each line of an open file, with lines of three
+against reading the same bytes in pieces of 64 samples. Tar, HTTP: 24 shards of 5 MB
+from a server in a separate process that answers after 20 or 50 ms, with default
+settings, against torch's loader with two workers, each with ``tarfile`` on a response.
+JSON lines: against ``orjson.loads`` of each line of an open file, with lines of three
 kinds. Steps and tables are measured by ``stream_steps.py`` and ``stream_tables.py``.
 """
 
@@ -67,7 +67,7 @@ QUESTION = Question(
 def compare(
     title: str, ways: Mapping[str, Callable[[], int]], count: int, rounds: int
 ) -> Rounds:
-    """Time all ways in turn; return the figures of all rounds."""
+    """Time all contenders in turn; return the figures of all rounds."""
     for way in ways.values():
         assert way() >= count, title  # once without a clock: threads, connections
     found: Rounds = {f"{title}: {name}": [] for name in ways}
@@ -93,7 +93,7 @@ async def adrained(loader: DataLoader[Any]) -> int:
 
 
 def batched(samples: Iterator[Any]) -> int:
-    """Put samples into lists of 64, and forget them."""
+    """Put samples into lists of 64, and drop them."""
     count, batch = 0, []
     for sample in samples:
         batch.append(sample)
@@ -150,7 +150,7 @@ def local_tar(folder: str, rounds: int) -> Rounds:
 
 
 class Responses(IterableDataset[dict[str, Any]]):
-    """What one writes by hand: a response per shard, and ``tarfile`` on it."""
+    """Code without a loader: a response per shard, and ``tarfile`` on it."""
 
     def __init__(self, urls: list[str]) -> None:
         self._urls = urls
@@ -170,7 +170,7 @@ class Responses(IterableDataset[dict[str, Any]]):
 
 
 class Server:
-    """The shards, from a process of its own."""
+    """The shards, from a separate process."""
 
     def __init__(self, folder: str, latency: float) -> None:
         self._command = [sys.executable, __file__, "--serve", folder, str(latency)]
@@ -184,7 +184,7 @@ class Server:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        # Not by the end of its stdin: torch's workers, which were forked, have it too.
+        # Not by closing its stdin: torch's forked workers hold it, too.
         self._process.terminate()
         self._process.communicate()
 

@@ -1,16 +1,16 @@
-"""Tar: how fast are samples of 20 KB that lie in tar shards?
+"""Tar: how fast are samples of 20 KB in tar shards?
 
-Bytes as they are, in lists of 64. Three cases: shards of 32 MB on disk (in the page
-cache), read in one process; eight of them over HTTP with 20 ms per request and 30 MB/s
-per connection; four, interleaved, with 100 ms. The limits read the same bytes and look
-at none: ``readinto``, and the bare client, told all sizes, with so many ranges of 8 MB
-in flight. The bytes of 16 such are the budget of a stream here, cut into smaller and
-more ranges where several shards share it. Every epoch proves that each sample came
+Raw bytes, in lists of 64. Three cases: shards of 32 MB on disk (in the page cache),
+read in one process; eight of them over HTTP with 20 ms per request and 30 MB/s per
+connection; four, interleaved, with 100 ms. The limits read the same bytes without
+parsing: ``readinto``, and the bare client, which knows all sizes, with some ranges of 8
+MB in flight. The bytes of 16 such are the budget of a stream here, cut into smaller and
+more ranges where several shards share it. Every epoch checks that each sample came
 once. The first epoch, which starts workers and opens connections, does not count.
 
 LitData reads the same samples in its own format, on disk, if ``AIOLOADER_PEERS`` names
-the Python of an environment that has it (``tar_peers.py``). The others that have
-formats of their own are in ``peers.py``.
+the Python of an environment that has it (``tar_peers.py``). Other loaders with their
+own formats are in ``peers.py``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SECONDS = 3.0  # of epochs from disk
 PIECE = 8 << 20
 PEERS = os.environ.get("AIOLOADER_PEERS", "")
 Batches = Iterable[list[Any]] | AsyncIterable[list[Any]]
-# the folder to what gives one epoch per iteration
+# maps the folder to an object that gives one epoch per iteration
 Make = Callable[[str], Batches]
 
 
@@ -80,7 +80,7 @@ def epoch(
 
 
 def timed(once: Callable[[], None], shards: int, seconds: float) -> Figures:
-    """Run one epoch, and then for so long, but at least one more."""
+    """Run one epoch, and then more until the time is over, at least one."""
     once()
     settle()
     epochs, start = 0, time.perf_counter()
@@ -121,7 +121,7 @@ def fed(  # noqa: PLR0913  (keywords, each of one thing)
 
 
 class Closing(Asynchronous):
-    """An asynchronous face that can be closed."""
+    """An asynchronous interface that can be closed."""
 
     def close(self) -> None:
         """Close the loader."""
@@ -144,7 +144,7 @@ def own(
 
 
 class OwnStream:
-    """The stream without a loader, in batches of its own."""
+    """The stream without a loader, making the batches itself."""
 
     def __init__(self, folder: str) -> None:
         from aioloader.datasets import TarDataset  # noqa: PLC0415
@@ -152,7 +152,7 @@ class OwnStream:
         self._stream = TarDataset(paths(folder, LOCAL)).batch(BATCH)
 
     def __aiter__(self) -> Any:
-        """Begin an epoch."""
+        """Start an epoch."""
         return aiter(self._stream)
 
 
@@ -160,19 +160,19 @@ class OwnStream:
 
 
 class Epochs:
-    """What a generator function gives, in lists of 64, anew for each epoch."""
+    """The results of a generator function, in lists of 64, called for each epoch."""
 
     def __init__(self, generate: Callable[[], Iterator[Any]]) -> None:
         self._generate = generate
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Begin an epoch."""
+        """Start an epoch."""
         samples = self._generate()
         return iter(lambda: list(islice(samples, BATCH)), [])
 
 
 def tarfile_loop(folder: str, mode: Any) -> Epochs:
-    """Read with the standard library as most code does it."""
+    """Read with the standard library, like most code."""
 
     def samples() -> Iterator[bytes]:
         for path in paths(folder, LOCAL):
@@ -232,7 +232,7 @@ def webdataset(
 
 
 def peer(name: str) -> Contender:
-    """Run a peer by the Python that has it; its own format is written first."""
+    """Run a peer with the Python that has it; its own format is written first."""
 
     def run(options: Options) -> Figures:
         seconds = SECONDS / (6 if options.quick else 1)
@@ -262,7 +262,7 @@ def run_readinto(options: Options) -> Figures:
 
 
 async def read_ranges(found: list[str], size: int, in_flight: int) -> None:
-    """Read pieces of all objects, in order and so many at a time; keep none."""
+    """Read pieces of all objects in order, several at a time; keep none."""
     import obstore  # noqa: PLC0415
 
     parts = [urlsplit(url) for url in found]

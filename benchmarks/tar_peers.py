@@ -1,8 +1,8 @@
 """Peers with formats of their own, for ``tar.py``: LitData.
 
-Run by the Python of an environment that has it and what the benchmarks need, but not
-the one that is measured, for it brings many packages. Writes the samples of the shards
-in the peer's format, reads it by the peer's loader without workers, in lists of 64, and
+Run with the Python of a separate environment that has it and the benchmarks'
+dependencies, because it brings many packages. Writes the samples of the shards in the
+peer's format, reads it with the peer's loader without workers, in lists of 64, and
 prints its figures as JSON.
 """
 

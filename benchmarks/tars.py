@@ -1,8 +1,8 @@
-"""The server of ``bounded.py``: tar shards that are computed as they are asked for.
+"""The server of ``bounded.py``: tar shards that are computed on request.
 
 A shard has ``SAMPLES`` members of ``BODY_BYTES``, named by their number in the whole
-set; a body begins with that number, and goes on with noise that all share. Nothing is
-stored: any part of any shard is made when a request wants it.
+set; a body starts with that number, and continues with shared noise. Nothing is stored:
+any part of any shard is made when it is requested.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def name_of(shard: int) -> str:
 
 
 def _template() -> tuple[bytes, bytes, int]:
-    """Give the header around the digits of a name, and what it sums up to.
+    """Return the header around the digits of a name, and its sum.
 
-    The sum is that of the bytes with blanks in place of the checksum, as tar has it,
-    and with no digits.
+    The sum is that of the bytes with blanks in place of the checksum, as in tar, and
+    without digits.
     """
     info = tarfile.TarInfo("0" * _NAME_BYTES + ".bin")
     info.size = BODY_BYTES
@@ -64,7 +64,7 @@ def make(name: str, start: int, stop: int) -> bytes:
 
 
 class TarProcess:
-    """The server in a process of its own; the caller stops it by leaving ``with``."""
+    """The server in a separate process; leaving the ``with`` block stops it."""
 
     def __init__(self, shards: int) -> None:
         self._command = [sys.executable, str(Path(__file__)), "--shards", str(shards)]

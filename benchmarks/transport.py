@@ -1,8 +1,9 @@
 """Transport: what does a batch cost on its way from a worker to the consumer?
 
-Samples that lie ready in memory: 38.5 MB of images per batch, with a consumer that
-reads nothing or every byte; 64 pairs of a small tensor and an int; 64 dicts of 20 small
-tensors. Steady state, two workers: batches/s and the consumer's own CPU time.
+Samples in memory: 38.5 MB of images per batch, with a consumer that reads nothing or
+every byte; 64 pairs of a small tensor and an int; 64 dicts of 20 small tensors. Steady
+state, two
+workers: batches/s and the consumer's own CPU time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ STARTS = ("spawn", "forkserver")
 
 
 def read_every_byte(batch: Any) -> int:
-    """Add up a batch of images in words of eight bytes: as fast as memory gives."""
+    """Add up a batch of images in words of eight bytes, at memory speed."""
     images = batch if isinstance(batch, torch.Tensor) else batch[0]
     return int(images.view(torch.int64).sum())
 
@@ -40,7 +41,7 @@ def limit(case: Case, *, work: type[Collate | Copy] = Collate) -> Iterator[Any]:
 
 
 def makes() -> dict[str, Make]:
-    """Name the ways to load that are shown of every case."""
+    """Return the contenders shown for every case."""
     return {
         "limit": limit,
         "aioloader": aioloader_batches,
@@ -53,7 +54,7 @@ def makes() -> dict[str, Make]:
 
 
 def special_makes(case: Case) -> tuple[dict[str, Make], dict[str, Make]]:
-    """Name what is best for big or for small batches only, and what lost there."""
+    """Return the best contenders for only big or only small batches."""
     ways: dict[str, Make] = {
         "SPDL pool recycled": partial(spdl_subprocesses, recycled=True),
         "SPDL pool": spdl_subprocesses,
@@ -71,7 +72,7 @@ def special_makes(case: Case) -> tuple[dict[str, Make], dict[str, Make]]:
 
 
 def extras() -> dict[str, Make]:
-    """Name the settings that were tried and are not the best."""
+    """Return the settings that were tried and are not the best."""
     return {
         "limit copy": partial(limit, work=Copy),
         **{f"{RIVAL} ahead {n}": partial(torch_batches, ahead=n) for n in (1, 4, 8)},
@@ -109,7 +110,7 @@ def run(
 
 
 def targets() -> list[Target]:
-    """Take torch as an unchanged program can set it: not its ``arrays`` recipe."""
+    """Run torch as an unchanged program can set it: without the ``arrays`` recipe."""
 
     def promise(case: str, ratio: float, metric: int = 0) -> Target:
         rivals = [f"{case}: {rival}" for rival in (RIVAL, SHARED)]

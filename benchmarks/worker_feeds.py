@@ -1,4 +1,4 @@
-"""Loaders with workers as feeds, and the steady state that is measured of each.
+"""Loaders with workers as feeds, and the steady state measured for each.
 
 torch, SPDL (``spdl_feeds.py``) and aioloader get the same datasets and the same
 consumer. Workers persist; every consumer has one torch thread, as each worker has.
@@ -68,7 +68,7 @@ def torch_batches(
 ) -> Iterable[Any]:
     """Build torch's loader: persistent workers, ``ahead`` batches each.
 
-    With ``arrays`` a ``collate_fn`` of the user gives numpy arrays, which the queue
+    With ``arrays`` a ``collate_fn`` of the user returns numpy arrays, which the queue
     pickles, and the consumer makes tensors of them.
     """
     torch.multiprocessing.set_sharing_strategy(sharing)
@@ -87,12 +87,12 @@ def torch_batches(
 
 
 def as_tensors(arrays: Iterable[Any]) -> list[torch.Tensor]:
-    """Give arrays that came through a queue as tensors over the same memory."""
+    """Return arrays that came through a queue as tensors over the same memory."""
     return [torch.from_numpy(array) for array in arrays]
 
 
 def aioloader_batches(case: Case, **settings: Any) -> Iterable[Any]:
-    """Build our loader: two workers, processes from the template unless told."""
+    """Build our loader: two workers, processes from the template by default."""
     import aioloader  # noqa: PLC0415
 
     settings = {"num_workers": WORKERS, "persistent_workers": True} | settings

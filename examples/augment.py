@@ -1,4 +1,4 @@
-"""Augment photographs in worker processes: the same crops however many workers.
+"""Augment photographs in worker processes: the same crops for any number of workers.
 
 Run it with ``python examples/augment.py``; it needs no ``if __name__ == "__main__"``.
 """
@@ -45,7 +45,7 @@ class Crops:
 
 
 async def epoch(num_workers: int) -> torch.Tensor:
-    """Return all crops of an epoch, made with so many workers."""
+    """Return all crops of an epoch, made with ``num_workers`` workers."""
     loader = DataLoader(
         Crops(),
         BATCH,
@@ -61,6 +61,6 @@ async def epoch(num_workers: int) -> torch.Tensor:
     return torch.cat(batches)
 
 
-warm_up()  # import torch where workers are forked from, before the clock runs
+warm_up()  # import torch in the workers' parent, before the clock starts
 one, two = asyncio.run(epoch(1)), asyncio.run(epoch(2))
 print("the same crops:", torch.equal(one, two))

@@ -41,7 +41,7 @@ def train() -> None:
         dist.all_reduce(seen)
         dist.all_reduce(total)
         if not torch.equal(seen, torch.ones_like(seen)):
-            raise SystemExit("a scan was lost, or came twice")
+            raise SystemExit("a scan was lost or repeated")
         if dist.get_rank() == 0:
             world = f"{seen.sum()} scans once, on {dist.get_world_size()} ranks"
             print(f"epoch {epoch}: {world}, loss {total / len(scans):.3f}")
@@ -52,5 +52,5 @@ if __name__ == "__main__":
     try:
         train()
     finally:
-        gc.collect()  # the model is in cycles, and would keep the group's threads
+        gc.collect()  # the model is in reference cycles, which keep the group's threads
         dist.destroy_process_group()

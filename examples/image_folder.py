@@ -31,7 +31,7 @@ def train(root: Path, epochs: int) -> float:
     torch.manual_seed(0)
     pictures = FileDataset("**/*", root=root).class_folders()
     loader: Any = DataLoader(
-        pictures,  # (bytes, label), in the order of torchvision's ImageFolder
+        pictures,  # (bytes, label), in torchvision's ImageFolder order
         batch_size=64,
         shuffle=True,
         transform=Decoder("torchl"),

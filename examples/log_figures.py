@@ -26,7 +26,7 @@ class Remote:
 
 
 def figures(stats: LoaderStats, began: float) -> dict[str, float]:
-    """Return what is worth a curve; ``stats`` has more."""
+    """Return the figures worth a curve; ``stats`` has more."""
     seconds = time.perf_counter() - began
     return {
         "loader/wait_share": stats.waited / seconds,

@@ -32,6 +32,6 @@ def bucket(name: str) -> Iterator[str]:
 
 
 def create(endpoint: str, name: str) -> None:
-    """Create a bucket: a PUT of its name, which moto takes unsigned."""
+    """Create a bucket: a PUT of its name, which moto accepts unsigned."""
     with urlopen(Request(f"{endpoint}/{name}", method="PUT")):
         pass

@@ -15,21 +15,21 @@ from aioloader.testing import check_parser
 
 
 class RecordParser:
-    """Bytes to records: ``feed`` pieces of any size, ``take`` what is whole."""
+    """Parses records: ``feed`` pieces of any size, ``take`` whole records."""
 
     def __init__(self, url: str, offset: int) -> None:
-        self.offset = offset  # where the next record begins in the shard
+        self.offset = offset  # offset of the next record in the shard
         self.is_over = False
         self._url = url
         self._rest = b""
         self._has_ended = False
 
     def feed(self, piece: Any) -> None:
-        """Add bytes; the piece is gone after the next ``take``."""
+        """Add bytes; the piece is invalid after the next ``take``."""
         self._rest += bytes(piece)
 
     def end(self) -> None:
-        """Learn that there are no more bytes."""
+        """Note that there are no more bytes."""
         self._has_ended = True
 
     def take(self, limit: int) -> list[Any]:
@@ -58,7 +58,7 @@ class RecordDataset(ByteStream[bytes]):
 
 
 def main() -> None:
-    """Check the parser, write four shards, and read them by a loader, resumed once."""
+    """Check the parser, write four shards, and load them, resuming once."""
     data = b"".join(struct.pack("<I", at) + b"x" * at for at in range(100))
     check_parser(RecordParser, data)
     with tempfile.TemporaryDirectory() as folder:

@@ -25,7 +25,7 @@ def train(path: Path) -> None:
     """Train from where ``path`` was saved; print the number of each step."""
     torch.manual_seed(0)
     scans = TensorDataset(*map(torch.from_numpy, load_digits(return_X_y=True)))
-    draws = torch.Generator()  # it is saved with the loader, so later epochs agree too
+    draws = torch.Generator()  # saved with the loader, so later epochs agree too
     loader: Any = DataLoader(
         scans, 64, shuffle=True, num_workers=2, generator=draws, transform=noisy
     )
@@ -44,7 +44,7 @@ def train(path: Path) -> None:
             losses.append(loss.item())
             states = [part.state_dict() for part in (model, adam, loader)]
             torch.save([*states, losses], path.with_suffix(".new"))
-            path.with_suffix(".new").replace(path)  # at once: a kill leaves it whole
+            path.with_suffix(".new").replace(path)  # atomic: a kill leaves a whole file
             print(len(losses), flush=True)
 
 

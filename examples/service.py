@@ -51,7 +51,7 @@ class Index:
 
 
 def make_app(pattern: str = "*.py", root: str | None = None) -> Starlette:
-    """Return the service; it begins to index when it starts."""
+    """Return the service; it starts indexing at startup."""
     index = Index(pattern, root or sysconfig.get_path("stdlib"))
 
     @contextlib.asynccontextmanager

@@ -14,7 +14,7 @@ from aioloader.datasets import SQLRows
 
 
 async def mean_score(pool: asyncpg.Pool, table: str = "scores") -> float:
-    """Average a column: shuffled batches of rows, one query each, on this very loop.
+    """Average a column: shuffled batches of rows, one query each, on the current loop.
 
     Other requests of the service continue, with connections of the same pool.
     """

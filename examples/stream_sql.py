@@ -60,7 +60,7 @@ async def train(url: str, epochs: int) -> float:
 def main() -> None:
     """Train on your own database, or on one in a temporary file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", help="of a database with the table 'digits'")
+    parser.add_argument("--url", help="URL of a database with a table 'digits'")
     parser.add_argument("--epochs", type=int, default=5)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -63,7 +63,7 @@ def train(epochs: int, access: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    """Use the bucket of an endpoint, or of a server that is started for the purpose."""
+    """Use the bucket of an endpoint, or of a server started here."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--endpoint", help="default: moto's server, on loopback")
     parser.add_argument("--epochs", type=int, default=5)

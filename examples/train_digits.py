@@ -51,7 +51,7 @@ async def make_loader(url: str, split: str, **options: Any) -> DataLoader[Any]:
 
 
 def choose_device(wanted: str) -> str:
-    """Return the device that is wanted, or say why it is the CPU."""
+    """Return the wanted device, or print why the CPU is used instead."""
     kind = torch.device(wanted).type
     if kind == "cpu" or torch.get_device_module(kind).is_available():
         return wanted

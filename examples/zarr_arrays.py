@@ -21,7 +21,7 @@ class ZarrDataset:
     def __init__(self, path: str) -> None:
         self.path = path
         self._length = zarr.open_array(path, mode="r").shape[0]
-        self._opened: dict[Any, asyncio.Task[Any]] = {}  # of each event loop
+        self._opened: dict[Any, asyncio.Task[Any]] = {}  # per event loop
 
     def __len__(self) -> int:
         return self._length

@@ -1,9 +1,9 @@
-"""Check and measure the loader on this machine's GPU: one table, and the same as JSON.
+"""Check and measure the loader on this machine's GPU: prints a table and JSON.
 
 Run: ``python tools/check_gpu.py`` (five minutes). First the tests that need a device,
 then, for batches of 1, 8 and 64 MB: how many gigabytes per second arrive, against bare
-copies of pinned memory, which are the limit; and for how long a training step waits for
-its batch. ``--dry`` runs all of it, in small, on the fake accelerator of the tests. The
+copies of pinned memory, which are the limit; and how long a training step waits for its
+batch. ``--dry`` runs all of it, in small, on the fake accelerator of the tests. The
 exit status is 0 if all went well, 1 if a test failed, 2 if there is no GPU.
 """
 
@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-SIDE = 128  # of a picture: 49 kB
-STEPS = 4  # copies that a step takes, so that they can be hidden
+SIDE = 128  # side of a picture: 49 kB
+STEPS = 4  # copies per step, so that they can be hidden
 CORES = len(os.sched_getaffinity(0))
 # `device` is a package of the tests, and a script of the benchmarks
 sys.path[:0] = [str(ROOT / name) for name in ("src", "tests", "benchmarks")]
@@ -37,13 +37,13 @@ Feed = Callable[..., Iterable[Any]]
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured.
+    """How much to measure.
 
     Attributes:
         megabytes: Sizes of batches.
-        seconds: For how long each feed is taken from.
-        steps: How many training steps are timed.
-        tests: What pytest is told beside the folder.
+        seconds: How long to read from each feed.
+        steps: Number of training steps to time.
+        tests: Arguments of pytest besides the folder.
     """
 
     megabytes: tuple[int, ...] = (1, 8, 64)
@@ -57,15 +57,16 @@ DRY = Size((1, 4), 0.2, 4, ("-k", "by_name_alone"))
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one feed.
+    """The figures of one feed.
 
     Attributes:
         feed: Its name.
-        megabytes: Of a batch.
-        gb_per_second: Batches that arrived, while nothing else was done.
+        megabytes: Size of a batch.
+        gb_per_second: Rate of batches that arrive, with no other work.
         of_limit: The same, as a share of bare copies.
-        exposed_ms: What a step takes longer than on a batch that stays on the device.
-        step_ms: What a step takes on that.
+        exposed_ms: Extra time of a step, compared with a batch that stays on the
+            device.
+        step_ms: Time of a step on such a batch.
     """
 
     feed: str
@@ -138,7 +139,7 @@ def name_of(device: torch.device) -> str:
 
 
 def run_tests(size: Size, *, is_dry: bool) -> dict[str, Any]:
-    """Run the tests that need a device; return how it ended, and pytest's last line."""
+    """Run the tests that need a device; return the result, and pytest's last line."""
     folder = ROOT / "tests" / "device"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *size.tests]
@@ -208,7 +209,7 @@ def rate(make: Callable[[], Iterable[Any]], nbytes: int, size: Size) -> float:
         while time.perf_counter() < began + size.seconds or not count:
             next(batches)
             count += 1
-            if not count % 4:  # no further ahead than that
+            if not count % 4:  # at most that far ahead
                 torch.accelerator.synchronize()
         torch.accelerator.synchronize()
         return count * nbytes / (time.perf_counter() - began)
@@ -227,14 +228,14 @@ def step_seconds(
         for _ in range(size.steps):
             batch = next(batches)
             step()
-            # The next one cannot begin before: as the loss is read in training.
+            # Wait before the next step, as if the loss were read.
             batch[1][:1].cpu()
         torch.accelerator.synchronize()
         return (time.perf_counter() - began) / size.steps
 
 
 def iterator(feed: Iterable[Any]) -> Any:
-    """Return a generator over a feed, which ends it when it is closed."""
+    """Return a generator over a feed, which ends the feed when closed."""
     batches = iter(feed)
     try:
         yield from batches
@@ -244,7 +245,7 @@ def iterator(feed: Iterable[Any]) -> Any:
 
 
 def make_step(device: torch.device, seconds: float) -> Callable[[], None]:
-    """Return what occupies the device's current stream for about so long."""
+    """Return a function that occupies the device's current stream for ``seconds``."""
     if device.type == "fake":
         module: Any = torch.get_device_module(device)
         return partial(module._sleep, round(seconds * 2e9))  # noqa: SLF001

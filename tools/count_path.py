@@ -1,8 +1,8 @@
-"""Count what the first batch passes: modules and functions, from ``iter`` to the batch.
+"""Count what the first batch enters: modules and functions, from ``iter`` to the batch.
 
 Run: ``python tools/count_path.py``. A function is a code object that was entered, in
-whatever thread; comprehensions and module bodies are not counted. Imports are done
-before. torch's loader is counted the same way, in its own package.
+any thread; comprehensions and module bodies are not counted. Imports happen before.
+torch's loader is counted the same way, in its own package.
 """
 
 import argparse
@@ -85,9 +85,9 @@ def passed(run: Callable[[], object], root: Path) -> set[CodeType]:
 
 
 def main() -> None:
-    """Print the counts; with ``--list``, what was passed."""
+    """Print the counts; with ``--list``, the functions."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--list", action="store_true", help="name what was passed")
+    parser.add_argument("--list", action="store_true", help="print the functions")
     is_listed = parser.parse_args().list
     ours, torchs = (Path(one.__file__).parent for one in (aioloader, torch_data))
     plain = aioloader.DataLoader(Plain(), batch_size=4)
@@ -102,7 +102,7 @@ def main() -> None:
         ),
     }
     for name, (run, root) in cases.items():
-        run()  # what is imported and made once
+        run()  # imports and one-time work
         codes = passed(run, root)
         modules = {code.co_filename for code in codes}
         print(f"{name}: {len(modules)} modules, {len(codes)} functions")

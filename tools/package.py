@@ -1,7 +1,7 @@
 """Build the package and check it as a user gets it: ``make package``.
 
-The sdist is unpacked, and its tests of single parts run from there with the Python that
-runs this; the wheel is built from the sdist and installed into a new environment, in
+The sdist is unpacked, and its tests of single parts run there with the Python that runs
+this script; the wheel is built from the sdist and installed into a new environment, in
 which the README's first example reads from a stand-in for S3.
 """
 
@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MAX_WHEEL = 700_000  # bytes: sources and nothing else
+MAX_WHEEL = 700_000  # bytes: sources only
 # What a contributor needs besides the sources.
 IN_SDIST = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md")
 IN_SDIST += ("constraints.txt", "noxfile.py", "pyproject.toml", "src", "tests")
@@ -35,7 +35,7 @@ with ObjectServer({f"train/{i}": b"0123" for i in range(100)}) as server:
 
 
 def run(*command: object, cwd: Path = ROOT, **environment: str) -> str:
-    """Run a command, whose output is shown if it fails."""
+    """Run a command, and print its output if it fails."""
     done = subprocess.run(
         list(map(str, command)),
         check=False,
@@ -61,7 +61,7 @@ def environment(path: Path, *arguments: object) -> Path:
 
 
 def check_wheel(wheel: Path) -> None:
-    """Check its size, and that it has types and nothing but the package."""
+    """Check its size, and that it has types and only the package."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     roots = {name.split("/")[0].split("-")[0] for name in names}
@@ -73,7 +73,7 @@ def check_wheel(wheel: Path) -> None:
 
 
 def check_sdist(sdist: Path, folder: Path) -> None:
-    """Check that it is complete, by running tests from it."""
+    """Check that it is complete, by running its tests."""
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
     (root,) = folder.iterdir()
@@ -87,7 +87,7 @@ def check_sdist(sdist: Path, folder: Path) -> None:
 
 
 def check_installed(wheel: Path, folder: Path) -> None:
-    """Install the wheel alone, and use it as the README's first example does."""
+    """Install the wheel alone, and run the README's first example with it."""
     python = environment(folder / "user", f"{wheel}[objects]")
     code = "import aioloader; print(aioloader.__version__)"
     version = run(python, "-c", code, cwd=folder)

@@ -7,7 +7,7 @@ import griffe
 
 
 class Examples(griffe.Extension):
-    """Take the sections ``Example:`` for what griffe calls ``Examples:``."""
+    """Treats ``Example:`` sections as griffe's ``Examples:``."""
 
     def on_object(self, *, obj: griffe.Object, **_others: Any) -> None:
         """Rename the section of one docstring."""

@@ -1,4 +1,4 @@
-"""A hook of MkDocs: the site has the benchmarks' pages, which lie elsewhere.
+"""A hook of MkDocs: adds the benchmarks' pages, which are outside of ``docs/``.
 
 ``<!-- plot: latency -->`` in a page becomes the plot of that benchmark, if it is there.
 """
@@ -28,7 +28,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_others: Any) -> str:
-    """Put the benchmarks' plots in the places that name them."""
+    """Insert the benchmarks' plots at their comments."""
     up = "../" * page.file.src_uri.count("/")
 
     def shown(place: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
 """Data loader classes for DLIO's ``reader.data_loader_classname``, around aioloader.
 
-``DropIn`` is what a change of the import gives: DLIO's dataset and sampler, and worker
-processes. ``Threads`` reads by threads of the rank itself.
+``DropIn`` is the result of changing only the import: DLIO's dataset and sampler, and
+worker processes. ``Threads`` reads by threads of the rank itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DropIn(TorchDataLoader):
         )
 
     def load(self, dataset: Any, **more: Any) -> None:
-        """Make a loader in DLIO's order, with as many workers as DLIO asks for."""
+        """Make a loader in DLIO's order, with DLIO's number of workers."""
         args = self._args
         sampler = dlio_sampler(
             args.my_rank,
@@ -72,7 +72,7 @@ class Threads(DropIn):
 
 
 class ThreadDataset:
-    """DLIO's samples, with a reader for each thread that asks."""
+    """DLIO's samples, with a reader for each calling thread."""
 
     def __init__(self, loader: DropIn) -> None:
         self._loader = loader

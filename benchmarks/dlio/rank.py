@@ -25,7 +25,7 @@ class SleepingRanks:
         return getattr(self._ranks, name)
 
     def barrier(self) -> None:
-        """Wait for the other ranks; look every 0.1 ms."""
+        """Wait for the other ranks, polling every 0.1 ms."""
         request = self._ranks.Ibarrier()
         while not request.Test():
             time.sleep(1e-4)

@@ -1,7 +1,7 @@
-"""DLIO's readers, without the message that hides every loader.
+"""DLIO's readers, without the log message that dominates every loader's time.
 
 DLIO 2.0.0 formats its whole map of samples into a debug message for each sample that it
-reads: milliseconds where there are thousands of samples. All contenders read by these.
+reads: milliseconds where there are thousands of samples. All contenders use these.
 """
 
 from __future__ import annotations

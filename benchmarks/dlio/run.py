@@ -1,10 +1,10 @@
-"""What does DLIO say of this loader, beside torch's?
+"""What does DLIO report for this loader, compared with torch's?
 
 DLIO, the engine of MLPerf Storage, trains on a simulated accelerator (a step sleeps)
 and reports its utilisation, AU: the share of the time after the first step in which it
 computes. Each cell is a workload, a cold or a warm page cache, and a number of ranks;
 the loaders take turns in it, with the same readers, files and order.
-``make dlio`` makes the environment that this runs in.
+``make dlio`` makes the environment for this script.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ PACKAGES = ("dlio_benchmark", "mpi4py", "mpich", "hydra-core")
 
 @dataclass(frozen=True)
 class Cell:
-    """One place of the table."""
+    """One cell of the table."""
 
     workload: str
     cache: str
@@ -106,7 +106,7 @@ class Bench:
         return reports
 
     def generate(self, workload: str) -> None:
-        """Have DLIO write the files, unless they are there."""
+        """Make DLIO write the files, unless they exist."""
         ready = self.folder / workload / f"{self.files[workload] * max(RANKS)}.ready"
         if not ready.exists():
             show(f"files of {workload}")
@@ -180,7 +180,7 @@ def waits_of(reports: Path, cell: Cell, steps: int) -> list[float]:
 
 
 def judge(rounds: Rounds, cells: list[Cell]) -> list[dict[str, object]]:
-    """Compare AU with torch's: not more than a point below, and above in most cells."""
+    """Compare AU with torch's: at most a point below, and above in most cells."""
     found: list[dict[str, object]] = []
     for ours in list(LOADERS)[1:]:
         gains = {}
@@ -209,7 +209,7 @@ def judge(rounds: Rounds, cells: list[Cell]) -> list[dict[str, object]]:
 
 
 def table(rounds: Rounds, cells: list[Cell]) -> str:
-    """Lay out one line per cell: AU, and the wait per step, of each loader."""
+    """Format one line per cell: AU, and the wait per step, of each loader."""
     head = ["dlio", *(f"{name}: AU %" for name in LOADERS)]
     lines = [head + [f"{name}: wait, ms" for name in LOADERS]]
     for cell in cells:
@@ -220,7 +220,7 @@ def table(rounds: Rounds, cells: list[Cell]) -> str:
 
 
 def report(rounds: Rounds, cells: list[Cell], seconds: float) -> dict[str, object]:
-    """Print the table and the promises; return what the JSON file keeps."""
+    """Print the table and the promises; return the contents of the JSON file."""
     text = (__doc__ or "").splitlines()[0]
     print(f"\n{text}\n\n{table(rounds, cells)}")
     others = [f["others"] for figures in rounds.values() for f in figures]
@@ -259,7 +259,7 @@ def parse() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def folder_of(args: argparse.Namespace) -> Iterator[Path]:
-    """Give the folder for files and reports: the one asked for, or one for this run."""
+    """Return the folder for files and reports: the given one, or one for this run."""
     if args.data:
         args.data.mkdir(parents=True, exist_ok=True)
         yield args.data.resolve()

@@ -274,10 +274,10 @@ async def test_damage_names_its_place(
 
 
 @pytest.mark.parametrize(("data", "message"), [
-    (b"", "is no Arrow file or stream"),
-    (b"nothing of that kind", "is no Arrow file or stream"),
-    (b"\xff\xff\xff\xff\x08\0\0\0nonsense", "is no Arrow stream, or is damaged"),
-    (b"ARROW1\0\0" + bytes(50), "begins as .* was cut short at 58 bytes"),
+    (b"", "is not an Arrow file or stream"),
+    (b"nothing of that kind", "is not an Arrow file or stream"),
+    (b"\xff\xff\xff\xff\x08\0\0\0nonsense", "is not an Arrow stream, or is damaged"),
+    (b"ARROW1\0\0" + bytes(50), "starts as .* was cut short at 58 bytes"),
     (b"ARROW1\0\0" + b"\xff\0\0\0ARROW1", "footer has 255 bytes, the whole .*18"),
     (b"ARROW1\0\0" + bytes(9) + b"\x09\0\0\0ARROW1", "footer that cannot be read"),
     (b"ARROW1", "footer has -1 bytes"),
@@ -313,7 +313,7 @@ async def test_batches_outside_of_the_file_are_an_error(
     put(path, whole[:at] + struct.pack("<q", 1 << 40) + whole[at + 8 :])
     found = await outcome(path, Local())
     assert isinstance(found, DatasetError)
-    assert "a message lies outside of the file's" in str(found)
+    assert "a message is outside the file's" in str(found)
 
 
 def _is_block(fields: tuple[bytes, ...], whole: bytes) -> bool:
@@ -354,7 +354,7 @@ async def test_another_file_under_the_same_name(
     with pytest.raises(DatasetError, match="has 3 record batches, of which 2 to 4 are"):
         await read_shard(ArrowFormat(path, Local()), (path, 2, 4))
     put(path, stream)
-    with pytest.raises(DatasetError, match="was written anew meanwhile"):
+    with pytest.raises(DatasetError, match="was rewritten meanwhile"):
         await read_shard(ArrowFormat(path, Local()), (path, 0, 1))
     with pytest.raises(ObjectNotFoundError):
         await read_shard(ArrowFormat(path, Local()), (path + "2", 0, 1))

@@ -147,9 +147,9 @@ async def test_closing_lets_a_reader_go() -> None:
         waiting = loop.run_in_executor(pool, ranges.read, 0, 10)
         await asyncio.sleep(0)
         await ranges.aclose()
-        with pytest.raises(DatasetError, match="closed while it was read"):
+        with pytest.raises(DatasetError, match="closed while being read"):
             await waiting
-        with pytest.raises(DatasetError, match="closed while it was read"):
+        with pytest.raises(DatasetError, match="closed while being read"):
             await loop.run_in_executor(pool, ranges.read, 20, 30)
 
 

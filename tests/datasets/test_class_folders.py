@@ -161,8 +161,8 @@ def test_what_would_shift_labels(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("pattern", "root", "words"),
     [
-        ("**/*", "", r"'stray.png' lies in no class folder"),
-        ("*/**/*", "cats", r"lies in no class folder of cats/"),
+        ("**/*", "", r"'stray.png' is in no class folder"),
+        ("*/**/*", "cats", r"is in no class folder of cats/"),
         ("*.md", "", "none of 1 files has an extension of bmp, jpeg"),
     ],
 )

@@ -174,7 +174,7 @@ async def test_a_type_that_is_wrong_later(
     text = "n\n" + "1\n" * 100 + "1.5\n"
     rows: list[Any] = await read_all(made(written(tmp_path, text)))
     assert len(rows) == 101
-    assert "types are guessed by the first lines, or said by column_ty" in str(
+    assert "types are guessed from the first lines, or set by column_ty" in str(
         rows[-1].error
     )
 
@@ -214,7 +214,7 @@ async def test_a_quote_that_is_missing(tmp_path: Path) -> None:
     """Not the rest of the file as one value."""
     paths = written(tmp_path, 'n,s\n1,"a"\n2,"b\n3,c\n')
     for newlines in (False, True):
-        with pytest.raises(DatasetError, match="line from byte 10 on that ends wi"):
+        with pytest.raises(DatasetError, match="line at byte 10 that ends wi"):
             await read_all(made(paths, newlines_in_values=newlines))
     # A quote amid a value is a character.
     paths = written(tmp_path, 'n,s\n1,5" pipe\n2,x\n')
@@ -294,7 +294,7 @@ async def test_a_file_that_grew_is_cut_elsewhere(tmp_path: Path) -> None:
 async def test_carriage_returns_alone(tmp_path: Path) -> None:
     """All would be in the first line, and no row would be left."""
     (path,) = written(tmp_path, "a,b\r1,2\r3,4\r")
-    with pytest.raises(DatasetError, match="carriage returns alone"):
+    with pytest.raises(DatasetError, match="carriage returns without"):
         await read(CSVDataset(path))
 
 

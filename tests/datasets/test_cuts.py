@@ -159,7 +159,7 @@ def test_no_index_of_a_damaged_archive(tmp_path: Path) -> None:
     """And nothing is left of it."""
     path = tmp_path / "a.tar"
     path.write_bytes(archive(TAR)[:50_100])
-    with pytest.raises(DatasetError, match="ends amid"):
+    with pytest.raises(DatasetError, match="ends within"):
         write_index(path)
     assert [one.name for one in tmp_path.iterdir()] == ["a.tar"]
 
@@ -175,7 +175,7 @@ async def test_what_cannot_be_cut_says_what_to_do(tmp_path: Path) -> None:
             "1.tar",
             r"2 readers .*1\.tar' has no index, .*1\.tar\.idx'.* `aioloader index",
         ),
-        ("a.txt.gz", "is packed: unpack or split it; or use fewer readers"),
+        ("a.txt.gz", "is compressed: unpack or split it; or use fewer readers"),
         ("b.txt", "cut into 1 parts only, but there are 2 readers .* too few samples"),
     ):
         dataset: Any = TarDataset if "tar" in name else TextDataset

@@ -273,9 +273,9 @@ def test_pictures_come_back(spec: str, extension: str) -> None:
     [
         (np.full((2, 2), 1.5), "png", "from 0 to 1, got 1.5 to 1.5"),
         (np.full((2, 2), np.nan), "png", "from 0 to 1, got nan"),
-        (np.zeros((2, 2), np.int64), "png", "uint8 or floats, got int64"),
-        ([1], "bin", "a list has no form for 'bin'"),
-        (np.zeros(2), "bin", "a ndarray has no form"),
+        (np.zeros((2, 2), np.int64), "png", "uint8 or float, got int64"),
+        ([1], "bin", "a list cannot be stored as 'bin'"),
+        (np.zeros(2), "bin", "a ndarray cannot be stored"),
         (1.5, "cls", "float"),
     ],
 )

@@ -225,9 +225,7 @@ def test_wrong_filters_are_errors() -> None:
 async def test_filters_that_do_not_suit(numbered: str) -> None:
     """When the first file is looked at."""
     for filters in ([("z", ">", 1)], [("text", ">", 1)]):
-        with pytest.raises(
-            ValueError, match=r"filters=.* do not suit the columns n, t"
-        ):
+        with pytest.raises(ValueError, match=r"filters=.* do not fit the columns n, t"):
             await shards(ParquetFormat(numbered, Local(), filters=filters))
 
 

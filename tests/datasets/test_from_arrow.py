@@ -185,7 +185,7 @@ async def test_errors_stay_the_users() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         await read(from_arrow(fails))
-    with pytest.raises(TypeError, match="'int' is no Arrow data"):
+    with pytest.raises(TypeError, match="'int' is not Arrow data"):
         await read(from_arrow(lambda: iter([1])))
     with pytest.raises(DatasetError, match="has no column 'z'"):
         await read(from_arrow(batches, ["z"]))
@@ -194,13 +194,11 @@ async def test_errors_stay_the_users() -> None:
 def test_wrong_sources_are_errors() -> None:
     """When the stream is made."""
     for one in (reader(), batches()):
-        with pytest.raises(
-            TypeError, match="is over after one epoch; pass the function"
-        ):
+        with pytest.raises(TypeError, match="can be read only once; pass the function"):
             from_arrow(one)
     with pytest.raises(TypeError, match="needs Arrow data, got 'int'"):
         from_arrow(3)
-    with pytest.raises(TypeError, match=r"shuffle of from_arrow are for .*\.shuffle\("):
+    with pytest.raises(TypeError, match=r"of from_arrow apply to .*\.shuffle\("):
         from_arrow(batches, shuffle=True)
     with pytest.raises(DatasetError, match="has no column 'z'"):
         from_arrow(TABLE, ["z"])
@@ -250,7 +248,7 @@ async def test_a_state_amid_an_epoch_of_ray() -> None:
         stream.set_epoch(0)
         _, state = await read(stream, count)
         stream.load_state_dict(state)
-        words = "cannot go on after row .*: Ray Data gives rows in another order"
+        words = "cannot resume after row .*: Ray Data returns rows in another order"
         with pytest.raises(StateMismatchError, match=words):
             await read(stream)
 

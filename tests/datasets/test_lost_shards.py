@@ -138,7 +138,7 @@ async def test_no_policy_skips_it(tmp_path: Path) -> None:
     hide(tmp_path, is_hidden=True)
     stream.load_state_dict(state)
     loader: Any = DataLoader(stream, 4, collate_fn=list, on_error="skip")
-    with pytest.raises(ShardChangedError, match="begin the epoch anew"):
+    with pytest.raises(ShardChangedError, match="restart the epoch"):
         await beside(lambda: list(loader))
 
 

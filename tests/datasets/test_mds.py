@@ -121,7 +121,7 @@ async def test_shards_are_cut_for_more_readers(folder: Path) -> None:
     other.load_state_dict({**state, "readers": 2})
     with pytest.raises((StateMismatchError, KeyError)):
         await read(other)
-    with pytest.raises(ValueError, match=r"2 parts only, but .* 3 readers.*packed"):
+    with pytest.raises(ValueError, match=r"2 parts only, but .* 3 readers.*compressed"):
         await read(MDSDataset(folder / "zstd").shard(0, 3))
 
 
@@ -169,9 +169,9 @@ async def test_what_is_damaged_is_told(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("version", 3, "a shard of format 'mds', version 3"),
+        ("version", 3, "a shard has format 'mds', version 3"),
         ("samples", 2, "2 in 10,204 bytes|where the index has 2"),
-        ("raw_data", None, "is no index of MDS shards"),
+        ("raw_data", None, "is not an index of MDS shards"),
     ],
 )
 async def test_an_index_that_does_not_fit(
@@ -187,7 +187,7 @@ async def test_other_packers_are_named(folder: Path) -> None:
     """And what can be read."""
     name = {"basename": "shard.00000.mds.br", "bytes": 1, "hashes": {}}
     change(folder / "raw" / "index.json", "zip_data", name)
-    with pytest.raises(DatasetError, match=r"mds\.br.* only gz and zstd are read"):
+    with pytest.raises(DatasetError, match=r"mds\.br.* only gz and zstd are supported"):
         await read(MDSDataset(folder / "raw"))
 
 

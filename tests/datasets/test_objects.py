@@ -266,8 +266,16 @@ def test_refuses_wrong_options(options: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("store", "options", "words"),
     [
-        ("https://host", {"region": "x"}, "takes client_options and retry_config only"),
-        ("memory:///", {"region": "x"}, "takes client_options and retry_config only"),
+        (
+            "https://host",
+            {"region": "x"},
+            "only the store_options client_options and retry_config",
+        ),
+        (
+            "memory:///",
+            {"region": "x"},
+            "only the store_options client_options and retry_config",
+        ),
         ("gs://b", {"regoin": "x"}, "does not know the option 'regoin'"),
         ("az://b", {"account_name": "a", "sas": "x"}, "does not know the option 'sas'"),
         ("az://b", {"use_emulator": "maybe"}, "refuses the value .* 'use_emulator'"),

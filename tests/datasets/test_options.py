@@ -40,9 +40,9 @@ ROWS = "sqlite:////no/such/file", "t"
         ({"interleaves": 2}, r"did you mean 'interleave'\?"),
         ({"store_option": {}}, r"did you mean 'store_options'\?"),
         ({"cache_size": 1}, r"did you mean 'cache_bytes'\?"),
-        ({"region": "x"}, r"store go into store_options={'region': \.\.\.}"),
-        ({"aws_region": "x"}, r"store go into store_options={'aws_region': \.\.\.}"),
-        ({"client_options": {}}, "go into store_options"),
+        ({"region": "x"}, r"store belong in store_options={'region': \.\.\.}"),
+        ({"aws_region": "x"}, r"store belong in store_options={'aws_region': \.\.\.}"),
+        ({"client_options": {}}, "belong in store_options"),
         ({"zzz": 1}, "it has cache, cache_bytes, .*deterministic, "),
     ],
 )

@@ -70,7 +70,9 @@ def test_class_folders(
     manifest = json.loads((tmp_path / "out" / "train-shards.json").read_text())
     assert manifest["metadata"]["classes"] == CLASSES
     packed(*arguments, "--shard-samples", 4)
-    assert capsys.readouterr().out.startswith("6 samples (6 were there) in 2 shards")
+    assert capsys.readouterr().out.startswith(
+        "6 samples (6 already written) in 2 shards"
+    )
     assert len(read(stream)) == 6
 
 
@@ -155,7 +157,7 @@ def test_files_that_are_there_twice(
     assert "the same member of 'cat/b': ['png', 'png']" in capsys.readouterr().err
     (tree / "cat" / "b.PNG").write_bytes(b"")
     assert main(["pack", str(tree), str(tmp_path / "out")]) == 1
-    assert "'cat/b' has two members of one name" in capsys.readouterr().err
+    assert "'cat/b' has two members of the same name" in capsys.readouterr().err
 
 
 def test_rows_become_members_and_come_back(tmp_path: Path) -> None:
@@ -226,11 +228,11 @@ WRONG: list[tuple[list[str], str]] = [
     (["pack", "{tree}"], "required: DST"),
     (["pack", "nowhere", "{out}"], "and there is no 'nowhere'"),
     (["pack", "no.jsonl", "{out}"], "there is no file 'no.jsonl'"),
-    (["pack", "{tree}", "{tree}/out"], "lies where SRC is"),
-    (["pack", "{tree}/*.tar", "{tree}"], "lies where SRC is"),
-    (["pack", "s3://b/x", "s3://b/x/"], "lies where SRC is"),
-    (["pack", "http://u:KEY@h/x", "http://u:KEY@h/x/y"], "DST 'http://h/x/y' lies"),
-    (["pack", "{tree}", "{out}", "--shard-size", "big"], "such as 64MB, got 'big'"),
+    (["pack", "{tree}", "{tree}/out"], "overlaps SRC"),
+    (["pack", "{tree}/*.tar", "{tree}"], "overlaps SRC"),
+    (["pack", "s3://b/x", "s3://b/x/"], "overlaps SRC"),
+    (["pack", "http://u:KEY@h/x", "http://u:KEY@h/x/y"], "DST 'http://h/x/y' overlaps"),
+    (["pack", "{tree}", "{out}", "--shard-size", "big"], "like 64MB, got 'big'"),
     (["pack", "{tree}", "{out}", "--jobs", "0"], "must be at least 1, got '0'"),
     (["pack", "{tree}", "{out}", "--dst-option", "x"], "must be KEY=VALUE"),
     (["pack", "{tree}", "{out}", "--dst-option", "x=y"], "takes no store_options"),
@@ -238,9 +240,12 @@ WRONG: list[tuple[list[str], str]] = [
     (["pack", "{tree}", "{out}", "--name", "a/b"], "got 'a/b'"),
     (["pack", "{tree}", "s9://x"], "no object store is known"),
     (["pack", "{tree}", "{out}", "--glob", "*.png"], "no file matches '*.png'"),
-    (["pack", "{tree}/cat", "{out}", "--class-folders"], "lies in no class folder"),
-    (["pack", "x.jsonl", "{out}", "--class-folders"], "--class-folders is for dir"),
-    (["pack", "x.jsonl", "{out}", "--shuffle", "0"], "--shuffle is for directories"),
+    (["pack", "{tree}/cat", "{out}", "--class-folders"], "is in no class folder"),
+    (["pack", "x.jsonl", "{out}", "--class-folders"], "--class-folders applies to dir"),
+    (
+        ["pack", "x.jsonl", "{out}", "--shuffle", "0"],
+        "--shuffle applies to directories",
+    ),
     (["index", "nowhere.tar"], "there is no file 'nowhere.tar'"),
 ]
 

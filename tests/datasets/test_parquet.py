@@ -187,7 +187,7 @@ async def test_missing_and_other_columns_are_named(
 async def test_wrong_columns_are_errors(numbered: str) -> None:
     """In the constructor, or when the first file is looked at."""
     for columns in ([], ["n", "n"]):
-        with pytest.raises(ValueError, match="each of them once"):
+        with pytest.raises(ValueError, match="distinct names"):
             ParquetFormat(numbered, Local(), columns=columns)
     with pytest.raises(TypeError, match="must be a list of names, got 'n'"):
         ParquetFormat(numbered, Local(), columns="n")
@@ -197,7 +197,7 @@ async def test_wrong_columns_are_errors(numbered: str) -> None:
         DatasetError, match="has no column 'x'; its columns are 'n', 't"
     ):
         await shards(ParquetFormat(numbered, Local(), nulls={"x": 0}))
-    with pytest.raises(ValueError, match=r"nulls=\{'n': 'a'\} does not suit.*int64"):
+    with pytest.raises(ValueError, match=r"nulls=\{'n': 'a'\} does not fit.*int64"):
         await shards(ParquetFormat(numbered, Local(), nulls={"n": "a"}))
 
 

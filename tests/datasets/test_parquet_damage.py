@@ -104,8 +104,8 @@ async def test_a_failed_reader_fails_again(numbered: str) -> None:
 
 
 @pytest.mark.parametrize(("data", "message"), [
-    (b"", "does not end as a Parquet file does: .* cut short at 0 bytes"),
-    (b"PAR1" + bytes(50), "does not end as a Parquet file does"),
+    (b"", "does not end like a Parquet file: .* cut short at 0 bytes"),
+    (b"PAR1" + bytes(50), "does not end like a Parquet file"),
     (b"PAR1" + bytes(50) + b"\xff\0\0\0PAR1", "footer has 263 bytes, the whole .* 62"),
     (b"PAR1" + bytes(50) + b"\x05\0\0\0PAR1", "has a footer that cannot be read"),
     (b"PARE" + bytes(50) + b"\x05\0\0\0PARE", "is an encrypted Parquet file"),

@@ -148,7 +148,7 @@ def test_a_store_that_is_gone(two: list[RankProcess], tmp_path: Path) -> None:
     store = {"store": str(tmp_path / "away" / "ranks"), "gone": str(tmp_path / "away")}
     error = two[0].do(do="open", **store, **stream)
     assert "could not compare its shards with those of the other ranks" in error
-    assert "by agree()" in error
+    assert "with agree()" in error
 
 
 async def test_a_store_that_workers_cannot_reach(tmp_path: Path) -> None:

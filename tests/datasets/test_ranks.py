@@ -234,7 +234,7 @@ async def test_steps_keep_the_readers() -> None:
         assert json.loads(json.dumps((await read(made, 1))[1]))["readers"] == 5
     mixed = numbers(9).readers(3).mix(numbers(4))
     assert (await read(mixed, 1))[1]["readers"] == 3
-    with pytest.raises(ValueError, match=r"readers\(\) is for all that is mixed"):
+    with pytest.raises(ValueError, match=r"readers\(\) applies to the mixture"):
         numbers(9).mix(numbers(4).readers(3))
     with pytest.raises(ValueError, match="count must be at least 1, got 0"):
         numbers().readers(0)

@@ -74,7 +74,7 @@ def test_woven_blocks_take_turns(*, is_in_parts: bool) -> None:
 def test_no_or_equal_names_are_an_error() -> None:
     """A dict could not hold such rows."""
     for table in (pa.table({}), pa.table([[1], [2]], names=["a", "a"])):
-        with pytest.raises(ValueError, match="names of their own"):
+        with pytest.raises(ValueError, match="distinct names"):
             Rows(table)
 
 

@@ -213,9 +213,9 @@ async def test_any_name_can_be_read(database: Database, name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"query": ""}, "'' is no table"),
-        ({"query": "a..b"}, "'a..b' is no table"),
-        ({"query": 'a"b'}, "is no table|names must"),
+        ({"query": ""}, "'' is not a table"),
+        ({"query": "a..b"}, "'a..b' is not a table"),
+        ({"query": 'a"b'}, "is not a table|names must"),
         ({"query": "a\0b"}, "without NUL"),
         ({"key": ""}, "not empty"),
         ({"columns": []}, "at least one column"),
@@ -313,7 +313,7 @@ async def test_a_restart_in_the_middle(
     assert found == [*range(4000)]
     said = [record.getMessage() for record in caplog.records]
     assert sum("the snapshot of" in line for line in said) == 1
-    assert any("trying again" in line for line in said)
+    assert any("retrying" in line for line in said)
 
 
 @pytest.mark.slow
@@ -355,7 +355,7 @@ async def test_a_reader_s_connection_is_cut(
     assert {int(row["n"]) for row in rows} == {0}
     (said,) = [record.getMessage() for record in caplog.records]
     assert "connection" in said
-    assert said.endswith("trying again")
+    assert said.endswith("retrying")
 
 
 async def test_the_leader_s_connection_is_cut(
@@ -377,4 +377,4 @@ async def test_the_leader_s_connection_is_cut(
     assert {int(row["n"]) for row in first} == {0}
     assert {int(row["n"]) for row in second} == {1}
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "reading goes on with a new one" in said
+    assert "reading continues with a new one" in said

@@ -147,7 +147,10 @@ async def test_a_file_that_is_locked(sqlite: Database) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"table": "SELECT 1"}, "table must be a table: give a query a name by a view"),
+        (
+            {"table": "SELECT 1"},
+            "table must be a table: name a query by creating a view",
+        ),
         ({"connections": 0}, "connections must be at least 1, got 0"),
         ({"url": "x.db"}, "url must be sqlite:///path"),
     ],

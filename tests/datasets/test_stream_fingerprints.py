@@ -178,7 +178,7 @@ async def test_loosely_other_shards_begin_anew(tmp_path: Path) -> None:
     with pytest.raises(StateMismatchError, match=r"saved with 8 shards, but .* has 9"):
         await read(lines)
     lines.load_state_dict(state, strict=False)
-    with pytest.warns(UserWarning, match=r"reader 0 begins the epoch anew: .* has 9"):
+    with pytest.warns(UserWarning, match=r"reader 0 restarts the epoch: .* has 9"):
         found, _ = await read(lines)
     assert len(found) == 53
 

@@ -266,16 +266,22 @@ def test_wrong_arguments() -> None:
         (lambda: numbers().take(-1), "count must be at least 0, got -1"),
         (lambda: numbers().map(abs, concurrency=0), "concurrency must be at least 1"),
         (lambda: numbers().mix(numbers(), weights=[1]), "weights must be 2 positive"),
-        (lambda: numbers().mix(numbers().shard(0, 2)), r"shard\(\) is for all that"),
-        (lambda: numbers().mix(numbers().readers(2)), r"readers\(\) is for all that"),
+        (
+            lambda: numbers().mix(numbers().shard(0, 2)),
+            r"shard\(\) applies to the mixture",
+        ),
+        (
+            lambda: numbers().mix(numbers().readers(2)),
+            r"readers\(\) applies to the mixture",
+        ),
         (lambda: numbers().mix(numbers(), weights=[1, 0]), "weights must be 2 posi"),
         (lambda: numbers().mix(until="last"), "until must be 'all' or 'first'"),
     ]:
         with pytest.raises(ValueError, match=text):
             call()  # type: ignore[no-untyped-call]
-    with pytest.raises(TypeError, match="over after one epoch"):
+    with pytest.raises(TypeError, match="read only once"):
         from_iterable(iter([1]))
-    with pytest.raises(TypeError, match="over after one epoch"):
+    with pytest.raises(TypeError, match="read only once"):
         from_async_iterable(pow3())
     with pytest.raises(TypeError, match="not iterable"):
         iter(numbers())

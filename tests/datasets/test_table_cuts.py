@@ -86,5 +86,7 @@ async def test_what_cannot_be_cut(tmp_path: Path) -> None:
         await stream.cut(await shards(stream), 2)
     put(tmp_path / "a.csv.gz", gzip.compress(b"n\n1\n2\n"))
     packed = CSVFormat(str(tmp_path / "a.csv.gz"), Local(), dialect=Dialect())
-    with pytest.raises(ValueError, match=r"'a\.csv\.gz' is packed, or .*more files"):
+    with pytest.raises(
+        ValueError, match=r"'a\.csv\.gz' is compressed, or .*more files"
+    ):
         await packed.cut(await shards(packed), 2)

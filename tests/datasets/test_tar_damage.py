@@ -59,14 +59,14 @@ def test_a_wrong_checksum_ends_the_shard() -> None:
     text = str(the_error(flipped(data, 3 * 1024 + 5)))
     assert "is damaged at byte 3,072, after member 'b.y'" in text
     assert "wrong checksum" in text
-    assert "sample 'b' from byte 1,024 on is lost" in text
+    assert "sample 'b' at byte 1,024 is lost" in text
 
 
 def test_what_is_no_tar_archive() -> None:
     """The message has a guess; a short file is one that was cut."""
     text = str(the_error(b"\x1f\x8b\x08" + b"packed" * 100))
     assert "damaged at byte 0" in text
-    assert "is it a tar archive, and not packed?" in text
+    assert "is it a tar archive, and not compressed?" in text
     assert isinstance(the_error(b"short"), TruncatedReadError)
 
 
@@ -94,7 +94,7 @@ def test_the_offset_of_damage_is_that_of_the_sample_it_cost() -> None:
     for left in (2, 1, 0):
         rest = walk(data[parser.offset : 2048] + b"\xff" * 512, offset=parser.offset)
         assert len(rest) == max(left, 1)
-        assert "sample 'b' from byte 1,024 on is lost" in str(rest[-1].error)
+        assert "sample 'b' at byte 1,024 is lost" in str(rest[-1].error)
         assert len(parser.take(1)) == min(left, 1)
     assert parser.is_over
 
@@ -128,7 +128,7 @@ def test_a_cut_is_told(data: bytes, expected: int, received: int, what: str) -> 
     error = the_error(data)
     assert isinstance(error, TruncatedReadError)
     assert (error.expected, error.received) == (expected, received)
-    assert f"ends amid {what}" in str(error)
+    assert f"ends within {what}" in str(error)
     assert isinstance(walk(data)[-1], Bad)
     assert not any(isinstance(found, dict) for found in walk(data))
 
@@ -138,7 +138,7 @@ def test_a_cut_amid_what_is_spoiled() -> None:
     data = member(b"a.x", b"1" * 2000)
     large, cut = walk(data[:1500], max_sample_bytes=1000)
     assert "has 2,000 bytes" in str(large.error)
-    assert "988 of 2,000 bytes from byte 512 on" in str(cut.error)
+    assert "988 of 2,000 bytes at byte 512" in str(cut.error)
 
 
 HUGE = header(b"././@LongLink", (1 << 20) + 1, b"L")

@@ -177,7 +177,7 @@ def test_a_large_sample_is_passed_over(sizes: list[int]) -> None:
     one, two, three, four = walk(archive(members), sizes, max_sample_bytes=1000)
     assert one == sample("a", x=b"a" * 1000)
     assert four == sample("d", x=b"d" * 600, y=b"d" * 400)
-    assert "sample 'b' from byte 1,536 on" in str(two.error)
+    assert "sample 'b' at byte 1,536" in str(two.error)
     assert "member 'b.x' has 1,001 bytes" in str(two.error)
     assert "max_sample_bytes (1,000)" in str(two.error)
     assert "sample 'c'" in str(three.error)

@@ -65,7 +65,7 @@ async def test_two_writers_in_the_same_moment(
         ended = await asyncio.gather(*jobs, return_exceptions=True)
         lost = [one for one in ended if isinstance(one, BaseException)]
         assert [type(one) for one in lost] == [StateMismatchError]
-        assert "let one write at a time, or under a name each" in str(lost[0])
+        assert "run one writer at a time, or give each a different name" in str(lost[0])
 
 
 @pytest.mark.parametrize("before", [None, b"old"])

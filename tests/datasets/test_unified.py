@@ -128,7 +128,8 @@ async def test_a_value_that_would_change(tmp_path: Path) -> None:
     columns = [{"n": pa.array([0.5])}, {"n": pa.array([2**53 + 1])}]
     made = ParquetFormat(written(tmp_path, *columns), Local())
     words = (
-        r"'n' of 'b.parquet' is of type int64 and has values that are no double.*sch"
+        r"'n' of 'b.parquet' is of type int64 and has values that do not fit "
+        r"double.*schema="
     )
     with pytest.raises(DatasetError, match=words):
         await read_all(made)
@@ -167,7 +168,7 @@ async def test_what_does_not_suit_a_schema(tmp_path: Path) -> None:
         schema = pa.schema([("n", pa.int8())])
         await shards(ParquetFormat(paths, Local(), schema=schema))
     made = ParquetFormat(paths[:1], Local(), schema=schema)
-    with pytest.raises(DatasetError, match=r"'n' of 'a.parquet' .* no int8"):
+    with pytest.raises(DatasetError, match=r"'n' of 'a.parquet' .* do not fit int8"):
         await read_all(made)
     schema = pa.schema([pa.field("m", pa.int8(), nullable=False)])
     with pytest.raises(DatasetError, match=r"'a.parquet' has no column 'm'"):

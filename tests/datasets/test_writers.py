@@ -142,9 +142,12 @@ def test_any_sample_comes_back_or_is_refused(key: str, fields: dict[str, Any]) -
         ({"__key__": 7, "x": b""}, "cannot hold the key 7"),
         ({"__key__": "a", "../x": b""}, "cannot hold .* with '../x'"),
         ({"__key__": "a"}, "sample 'a' has no members"),
-        ({"__key__": "a", "JPG": b"", "jpg": b""}, "two members of one name: .*JPG"),
-        ({"__key__": "k", "x": b""}, "key 'k', as the one before"),
-        ({"__key__": "a", "x": [1]}, "a list has no form for 'x'"),
+        (
+            {"__key__": "a", "JPG": b"", "jpg": b""},
+            "two members of the same name: .*JPG",
+        ),
+        ({"__key__": "k", "x": b""}, "key 'k', like the one before"),
+        ({"__key__": "a", "x": [1]}, "a list cannot be stored as 'x'"),
         ({"__key__": "a", "png": np.zeros(3)}, r"the shape \(3,\)"),
     ],
 )
@@ -291,7 +294,10 @@ async def test_no_secret_is_shown(unused_port: int) -> None:
             "does not name 'shard-000009.tar'",
         ),
         (lambda f: (f / "shard-shards.json").unlink(), "'shard-000000.tar', which is"),
-        (lambda f: (f / "shard-shards.json").write_text("{}"), "no list of shards"),
+        (
+            lambda f: (f / "shard-shards.json").write_text("{}"),
+            "not a writer's list of shards",
+        ),
         (
             lambda f: (f / "shard-shards.json").write_text(
                 '{"version": 9, "format": 0, "metadata": 0, "schema": 0, "shards": []}'
@@ -335,7 +341,7 @@ async def test_names_beside_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"name": "a/b"}, ValueError, "got 'a/b'; folders belong to the destination"),
+        ({"name": "a/b"}, ValueError, "got 'a/b'; folders belong in the destination"),
         ({"shard_bytes": 0}, ValueError, "shard_bytes must be at least 1, got 0"),
         ({"shard_samples": 0}, ValueError, "shard_samples must be at least 1"),
         ({"shard_size": 1}, TypeError, "did you mean 'shard_"),

@@ -142,7 +142,7 @@ INTERNAL = {
     "_workers/process/serve_async.py:": "in a worker whose loader has ended",
     "datasets/_arrow/ipc.py:_blocks": "a reason in 'has a footer that cannot be read'",
     "datasets/_arrow/ipc.py:_spans": "a reason in 'has a footer that cannot be read'",
-    "datasets/_arrow/ipc.py:_stream_batches": "a reason in 'is no Arrow stream'",
+    "datasets/_arrow/ipc.py:_stream_batches": "a reason in 'is not an Arrow stream'",
     "datasets/_batcher.py:read_file": "becomes a TruncatedReadError",
     "datasets/_json.py:": "a reason in 'the line at byte … is damaged'",
     "datasets/_mds/encodings.py:_array_decoder": "a reason in 'column …'",

@@ -33,7 +33,7 @@ class Forgetful(DataLoader[Any]):
 def test_a_wrong_position_is_named() -> None:
     """The failure tells k, the batch that differs, and both batches."""
     what = re.escape(
-        "resumed behind 3 batches: batch 3 differs: "
+        "resumed after 3 batches: batch 3 differs: "
         "expected tensor([6, 7]), found tensor([4, 5])"
     )
     with pytest.raises(AssertionError, match=what):
@@ -42,7 +42,7 @@ def test_a_wrong_position_is_named() -> None:
 
 async def test_a_wrong_position_is_named_to_tasks() -> None:
     """The async twin finds the same; what is not stopped at is not found."""
-    with pytest.raises(AssertionError, match="again behind 1 more: batch 3 differs"):
+    with pytest.raises(AssertionError, match="again after 1 more: batch 3 differs"):
         await assert_resumes_exactly_async(lambda: Forgetful(Numbers(8), 2), stops=[2])
     await assert_resumes_exactly_async(lambda: Forgetful(Numbers(8), 2), stops=[0, 4])
 
@@ -184,7 +184,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "batches": (lambda: Batches(3), r"Batches read again, in batches, gave another"),
     "generator": (Holding, "Holding cannot be sent to a worker process"),
     "length": (Wrong, r"len\(Wrong\) is 19, but it gave 20 samples"),
-    "state": (Counting, "resumed behind 1 batch: batch 1 differs: expected 1, found 0"),
+    "state": (Counting, "resumed after 1 batch: batch 1 differs: expected 1, found 0"),
 }
 
 

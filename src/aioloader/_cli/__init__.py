@@ -1,1 +1,1 @@
-"""The command line: ``aioloader pack`` and ``aioloader index``."""
+"""The command line: ``aioloader pack``, ``index`` and ``bench``."""

@@ -1,4 +1,4 @@
-"""``aioloader bench``: a loader of the user's beside torch's with the same arguments.
+"""``aioloader bench``: the user's loader against torch's with the same arguments.
 
 Both iterate in turns, round after round, in this process; figures are medians, and
 ratios are taken within a round.
@@ -28,7 +28,7 @@ _END = object()
 
 
 class Figures(NamedTuple):
-    """What one loader did in one round.
+    """The figures of one loader in one round.
 
     Attributes:
         first: Seconds from ``iter`` to the first batch.
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
 
     Raises:
         UsageError: If the arguments name no loader, or it gives no batch.
-        UserCodeError: If code of the user raises.
+        UserCodeError: If the user's code raises.
     """
     page: Path | None = options.page
     if page is not None and not page.parent.is_dir():
@@ -69,15 +69,15 @@ def run(options: argparse.Namespace) -> None:
 
 
 def find_loader(name: str) -> DataLoader[Any]:
-    """Return the loader that ``module:name`` is, or that it returns when called.
+    """Return the loader that ``module:name`` names, or returns when called.
 
     Raises:
         UsageError: If there is none.
-        UserCodeError: If code of the user raises.
+        UserCodeError: If the user's code raises.
     """
     module_name, colon, path = name.partition(":")
     if not (module_name and colon and path):
-        raise UsageError(f"a loader is named as in train:loader, got {name!r}")
+        raise UsageError(f"name the loader like train:loader, got {name!r}")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     with _users(f"importing {module_name} raised"):
@@ -85,7 +85,7 @@ def find_loader(name: str) -> DataLoader[Any]:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # it is imported by the user's module
+                raise  # the user's module imports it
             raise UsageError(
                 f"there is no module {error.name!r} in {Path.cwd()} or where Python "
                 "looks for modules"
@@ -97,7 +97,7 @@ def find_loader(name: str) -> DataLoader[Any]:
     if callable(found) and not isinstance(found, torch.utils.data.DataLoader):
         with _users(f"{name}() raised"):
             found = found()
-        name = f"what {name}() returns"
+        name = f"the result of {name}()"
     if inspect.iscoroutine(found):
         found.close()
         raise UsageError(f"{name} is a coroutine: make the loader in a plain function")
@@ -112,7 +112,7 @@ def find_loader(name: str) -> DataLoader[Any]:
 
 @contextmanager
 def _users(what: str) -> Iterator[None]:
-    """Mark errors that code of the user raises."""
+    """Mark errors raised by the user's code."""
     try:
         yield
     except (UsageError, UserCodeError):
@@ -124,7 +124,7 @@ def _users(what: str) -> Iterator[None]:
 def _measure(
     loader: DataLoader[Any], twin: Twin, options: argparse.Namespace
 ) -> tuple[list[Figures], list[Figures]]:
-    """Return the figures of our rounds, and of torch's; none if it cannot be run."""
+    """Return the figures of our rounds, and of torch's; none if torch cannot run it."""
     ours: list[Figures] = []
     theirs: list[Figures] = []
     size = loader.batch_size
@@ -135,7 +135,7 @@ def _measure(
         if twin.loader is not None:
             turns.append((theirs, twin.iterating))
         for figures, iterating in turns if number % 2 == 0 else reversed(turns):
-            gc.collect()  # a full collection would hit one of them or the other
+            gc.collect()  # else a full collection would hit only one of them
             figures.append(_one_round(iterating, size, options))
     return ours, theirs
 
@@ -143,7 +143,7 @@ def _measure(
 def _one_round(
     iterating: Callable[[], Any], size: int | None, options: argparse.Namespace
 ) -> Figures:
-    """Iterate until there are enough batches, or the time is over.
+    """Iterate until there are enough batches, or the time is up.
 
     Raises:
         UsageError: If there is no batch.
@@ -166,13 +166,13 @@ def _one_round(
             count += 1
             samples += _samples(batch, size)
     seconds = latest - first
-    if not seconds:  # one batch is all
+    if not seconds:  # only one batch
         return Figures(first - began, 0.0, 0.0, 0.0)
     return Figures(first - began, count / seconds, samples / seconds, waited / seconds)
 
 
 def _samples(batch: Any, size: int | None) -> int:
-    """Return how many samples a batch has: the length of its first part."""
+    """Return the number of samples in a batch: the length of its first part."""
     if size is None and not isinstance(batch, (torch.Tensor, Mapping, Sequence)):
         return 1
     while isinstance(batch, (Mapping, tuple, list)) and len(batch):

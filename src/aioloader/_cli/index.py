@@ -1,4 +1,4 @@
-"""``aioloader index``: where the samples of tars begin."""
+"""``aioloader index``: writes where the samples of tars start."""
 
 import argparse
 import importlib
@@ -8,10 +8,10 @@ from aioloader._cli.usage import UsageError
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write an index beside each tar.
+    """Write an index next to each tar.
 
     Raises:
-        UsageError: If a tar is not there.
+        UsageError: If a tar does not exist.
         DatasetError: If one is damaged.
     """
     for path in options.tars:

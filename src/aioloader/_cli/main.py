@@ -1,6 +1,6 @@
 """The command ``aioloader``: arguments in, an exit status out, errors in one line.
 
-0: done; 1: it failed while it worked; 2: the arguments are wrong; 130: interrupted.
+0: done; 1: failed while running; 2: wrong arguments; 130: interrupted.
 """
 
 import argparse
@@ -40,20 +40,20 @@ examples:
   aioloader pack 'logs-*.jsonl' tables/ --format parquet
 """
 _INDEX = """\
-Write an index beside each tar, X.tar.idx, so that several readers can share a shard.
+Write an index next to each tar, X.tar.idx, so that several readers can share a shard.
 
-It says where samples begin. Tars that `aioloader pack` has written have one already.
-Packed tars (.gz, .zst) cannot have one.
+It says where samples start. Tars written by `aioloader pack` have one already.
+Compressed tars (.gz, .zst) cannot have one.
 """
 _BENCH = """\
-Run a loader of yours beside torch's with the same dataset and arguments, in turns.
+Compare your loader with torch's, with the same dataset and arguments, in turns.
 
 MODULE:NAME is an aioloader.DataLoader, or a function without arguments that returns
-one, in a module of this directory or an installed one. Printed are samples and batches
+one, in a module of this directory or an installed one. It prints samples and batches
 per second, the time to the first batch, and the share of time in which training would
-wait; the ratio is above 1 where aioloader is better. Then what the loader itself says:
-what holds training back, and the one argument to change. A script guards what it does
-besides by `if __name__ == "__main__":`, as for worker processes.
+wait; the ratio is above 1 where aioloader is better. Then it prints the loader's own
+verdict: what holds training back, and the one argument to change. A script guards its
+other code with `if __name__ == "__main__":`, as for worker processes.
 """
 _BENCH_EXAMPLES = """\
 examples:
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: Those after the program's name; None: of this process.
+        arguments: Those after the program's name; None: those of this process.
 
     Returns:
         The exit status.
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="aioloader",
-        description="Make what aioloader's streams read, and measure loaders.",
+        description="Write shards for aioloader's streams, and measure loaders.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_pack(commands)
@@ -114,7 +114,7 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     command.set_defaults(run=pack.run, parser=command, resumes=True)
     add = command.add_argument
-    add("src", metavar="SRC", help="what is packed")
+    add("src", metavar="SRC", help="the samples to pack")
     add("dst", metavar="DST", help="directory or URL for the shards")
     add("--format", choices=["tar", "parquet"], default="tar", help="default: tar")
     add("--name", default="shard", help="shards are NAME-000000.tar...; default: shard")
@@ -138,13 +138,13 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         default=256 << 20,
         help="such as 64MB or 1G (powers of 1024); default: 256MB",
     )
-    add("--shard-samples", type=_count, metavar="N", help="samples of a shard at most")
+    add("--shard-samples", type=_count, metavar="N", help="most samples of a shard")
     add(
         "--jobs",
         type=_count,
         metavar="N",
         default=16,
-        help="files that are read at a time; default: 16",
+        help="files read at a time; default: 16",
     )
     for side in ("src", "dst"):
         add(
@@ -177,21 +177,21 @@ def _add_index(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
         "bench",
-        help="run a loader of yours beside torch's",
+        help="compare a loader with torch's",
         description=_BENCH,
         epilog=_BENCH_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.set_defaults(run=bench.run, parser=command, resumes=False)
     add = command.add_argument
-    add("loader", metavar="MODULE:NAME", help="a loader, or what returns one")
-    counts = {"batches": (200, "of a round at most"), "rounds": (3, "of both loaders")}
+    add("loader", metavar="MODULE:NAME", help="a loader, or a function returning one")
+    counts = {"batches": (200, "per round at most"), "rounds": (3, "of both loaders")}
     for name, (count, what) in counts.items():
         help_ = f"{name} {what}; default: {count}"
         add(f"--{name}", type=_count, metavar="N", default=count, help=help_)
     times = {
-        "seconds": ("S", 10, "seconds of a round at most, from the first batch on"),
-        "step": ("MS", 0, "milliseconds of a pretended training step per batch"),
+        "seconds": ("S", 10, "seconds per round at most, from the first batch on"),
+        "step": ("MS", 0, "milliseconds of a simulated training step per batch"),
     }
     for name, (unit, amount, what) in times.items():
         help_ = f"{what}; default: {amount}"
@@ -199,14 +199,14 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--page", type=Path, metavar="FILE.html", help="save figures and verdict")
 
 
-# -- values of options: argparse shows what is raised -----------------------------
+# -- values of options: argparse shows the error -----------------------------------
 
 
 def _size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     size = int(float(match[1]) * (1 << _UNITS[match[2].upper()])) if match else 0
     if size < 1:
-        raise argparse.ArgumentTypeError(f"a size is such as 64MB, got {text!r}")
+        raise argparse.ArgumentTypeError(f"a size must be like 64MB, got {text!r}")
     return size
 
 

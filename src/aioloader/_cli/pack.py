@@ -12,12 +12,12 @@ from aioloader.datasets.writers import ParquetWriter, ShardWriter, TarWriter
 
 
 def run(options: argparse.Namespace) -> None:
-    """Pack what the arguments say.
+    """Pack the samples that the arguments name.
 
     Raises:
-        UsageError: If they are wrong.
+        UsageError: If the arguments are wrong.
         DatasetError: If something cannot be read or written.
-        ValueError: If a sample does not fit into the format.
+        ValueError: If a sample does not fit the format.
     """
     try:
         source = find_source(options)
@@ -45,7 +45,7 @@ def _make_writer(source: Source, options: argparse.Namespace) -> ShardWriter:
 async def _pack(
     source: Source, writer: ShardWriter, options: argparse.Namespace
 ) -> int:
-    """Write what is missing; return how much was there."""
+    """Write the missing samples; return how many were there."""
     async with writer:
         first = writer.next_sample
         with Progress(first, source.count, is_quiet=options.quiet) as progress:
@@ -58,7 +58,7 @@ async def _pack(
 
 def _summary(writer: ShardWriter, first: int, options: argparse.Namespace) -> str:
     shards = writer.shards
-    there = f" ({first:,} were there)" if first else ""
+    there = f" ({first:,} already written)" if first else ""
     if not shards:
         return "0 samples\n"
     names = shards[0]

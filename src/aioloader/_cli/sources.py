@@ -1,7 +1,7 @@
-"""What can be packed: folders, lists of files, and shards of other formats.
+"""Sources to pack: folders, lists of files, and shards of other formats.
 
-Each gives samples from a number on, in an order that is the same in each run, and says
-what it is made of, so that packing goes on only with the same.
+Each yields samples from a given number on, in the same order in each run, and describes
+its contents, so that packing resumes only with the same ones.
 """
 
 import abc
@@ -38,7 +38,7 @@ _STREAMS: dict[str, Any] = {
     "tar": TarDataset,
 }
 _PACKED = (".gz", ".zst")
-# What a sample has, and its files: column or extension to index.
+# The key of a sample, and its files: column or extension to index.
 Plan: TypeAlias = tuple[dict[str, Any], dict[str, int]]
 
 
@@ -46,9 +46,9 @@ class Source(abc.ABC):
     """Samples to pack.
 
     Attributes:
-        count: How many there are, or None.
-        metadata: What they are made of, for the writer.
-        notes: What the user should know in the end.
+        count: Number of samples, or None.
+        metadata: Their origin, for the writer.
+        notes: Messages for the user at the end.
     """
 
     count: int | None = None
@@ -59,24 +59,24 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def samples(self, first: int) -> AsyncGenerator[dict[str, Any], None]:
-        """Return the samples from number ``first`` on."""
+        """Return the samples, starting at number ``first``."""
 
 
 def find_source(options: argparse.Namespace) -> Source:
-    """Return what SRC names.
+    """Return the source that SRC names.
 
     Raises:
-        UsageError: If there is no such thing, or options do not fit it.
+        UsageError: If it does not exist, or options do not fit it.
         ValueError: If it is empty, or a store's options are wrong.
     """
     src: str = options.src
     kind = _kind_of(src)
     folder = src.rpartition("/")[0] or "."
     is_inside = not kind and _lies_in(options.dst, src)
-    is_beside = _lies_in(options.dst, folder) and _lies_in(folder, options.dst)
-    if is_inside or (is_beside and kind == options.format):
+    is_same = _lies_in(options.dst, folder) and _lies_in(folder, options.dst)
+    if is_inside or (is_same and kind == options.format):
         raise UsageError(
-            f"DST {shown_address(options.dst)} lies where SRC is: another run would "
+            f"DST {shown_address(options.dst)} overlaps SRC: another run would "
             f"pack the shards"
         )
     if kind in _STREAMS:
@@ -91,7 +91,7 @@ def find_source(options: argparse.Namespace) -> Source:
 
 
 def _kind_of(src: str) -> str:
-    """Return the ending that tells how SRC is read; empty for folders."""
+    """Return the ending that decides how SRC is read; empty for folders."""
     if "://" not in src and Path(src).is_dir():
         return ""
     name = src.partition("?")[0].lower()
@@ -106,7 +106,7 @@ def _refuse(options: argparse.Namespace, *names: str) -> None:
         value = getattr(options, name)
         if value is not None and value is not False:
             raise UsageError(
-                f"--{name.replace('_', '-')} is for directories, not for "
+                f"--{name.replace('_', '-')} applies to directories, not to "
                 f"{shown_address(options.src)}"
             )
 
@@ -127,7 +127,7 @@ def _open_files(options: argparse.Namespace, kind: str) -> Named:
         _refuse(options, "glob")
         return ObjectDataset(src, store_options=dict(options.src_option))
     if options.src_option:
-        raise UsageError(f"--src-option is for stores, and {src!r} is none")
+        raise UsageError(f"--src-option is for stores, and {src!r} is not one")
     path = Path(src)
     if kind == "txt" and path.is_file():
         _refuse(options, "glob")
@@ -157,7 +157,7 @@ class _Folder(Source, Dataset[Any]):
         dataset: The files.
         count: How many samples there are.
         options: The arguments.
-        metadata: What the samples are made of, besides the names of the files.
+        metadata: The samples' origin, besides the names of the files.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class _Folder(Source, Dataset[Any]):
 
     @abc.abstractmethod
     def plan(self, number: int) -> Plan:
-        """Return what a sample is made of."""
+        """Return the plan of one sample."""
 
     async def __getitem__(self, number: int) -> dict[str, Any]:
         sample, parts = self.plan(self._order[number])
@@ -188,7 +188,7 @@ class _Folder(Source, Dataset[Any]):
         return len(self._order)
 
     def lifespan(self) -> Any:
-        """Return that of the files."""
+        """Return the lifespan of the files."""
         return self._dataset.lifespan()
 
     async def samples(self, first: int) -> AsyncGenerator[dict[str, Any], None]:
@@ -225,7 +225,7 @@ class _FileRows(_Folder):
 
 
 class _FileMembers(_Folder):
-    """Files whose names are alike up to the first dot: the members of a sample."""
+    """Files whose names are equal up to the first dot: the members of a sample."""
 
     def __init__(self, dataset: Named, options: argparse.Namespace) -> None:
         found = []
@@ -254,7 +254,7 @@ class _FileMembers(_Folder):
         if len(parts) < len(members):
             twice = [self._extensions[at] for at in members]
             raise ValueError(
-                f"two files are the same member of {self._keys[number]!r}: {twice}"
+                f"two files are for the same member of {self._keys[number]!r}: {twice}"
             )
         return {"__key__": self._keys[number]}, parts
 
@@ -301,14 +301,14 @@ class _Pictures(Named):
         return (await self._folders[index])[0]
 
     def lifespan(self) -> Any:
-        """Return that of the files."""
+        """Return the lifespan of the files."""
         return self._folders.lifespan()
 
 
 def _unlike(names: Iterable[str]) -> Iterator[str]:
-    """Yield a key for each name: without ending and dots, and no two alike.
+    """Yield a unique key for each name, without ending and dots.
 
-    Names of one folder come one after the other.
+    Names of one folder must be adjacent.
     """
     keys: set[str] = set()
     last = ""
@@ -329,12 +329,12 @@ def _unlike(names: Iterable[str]) -> Iterator[str]:
 
 
 class _Rows(Source):
-    """The samples of a stream; those before the first are read again.
+    """The samples of a stream; samples before the first one are read again.
 
     Args:
         stream: The stream.
-        src: What was given for it.
-        is_table: Whether they are to be rows, not members of a tar.
+        src: The SRC argument.
+        is_table: Whether samples become rows, not members of a tar.
     """
 
     def __init__(self, stream: Stream[Any], src: str, *, is_table: bool) -> None:
@@ -362,9 +362,9 @@ def _row(sample: Any) -> dict[str, Any]:
 
 
 def _members(sample: Any) -> dict[str, Any]:
-    """Return a row as members: bytes under their column, all else as JSON."""
+    """Return a row as members: bytes under their column, everything else as JSON."""
     if isinstance(sample, dict) and "__url__" in sample:
-        return sample  # of a tar
+        return sample  # from a tar
     members: dict[str, Any] = {}
     rest: Any = sample
     if isinstance(sample, dict):
@@ -379,9 +379,9 @@ def _members(sample: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or an array of NumPy as JSON has it."""
+    """Return a NumPy number or array in a form that JSON has."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(
-        f"a {type(value).__name__} has no form in JSON: --format parquet keeps it"
+        f"a {type(value).__name__} cannot be stored as JSON: --format parquet keeps it"
     )

@@ -1,6 +1,6 @@
 """Torch's loader with the dataset and the arguments of one of ours.
 
-What torch has not is left out, or put in by other means, and said in words.
+Features that torch lacks are left out, or replaced, and listed in notes.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from aioloader.protocols import (
     reads_async,
 )
 
-# What it means for torch's rounds that an argument is not torch's.
+# Effect on torch's rounds of each argument that torch lacks.
 _WITHOUT = {
     "workers": "its workers are processes",
     "fetch": "its workers read the samples",
@@ -51,7 +51,7 @@ class Twin:
 
     @contextmanager
     def iterating(self) -> Iterator[Iterator[Any]]:
-        """Iterate; leave no worker behind."""
+        """Iterate; leave no worker running."""
         loader = self.loader
         assert loader is not None
         iterator: Any = iter(loader)
@@ -64,7 +64,7 @@ class Twin:
 
 
 def twin_of(loader: DataLoader[Any]) -> Twin:
-    """Return torch's loader for the same batches, as far as it goes."""
+    """Return torch's loader for the same batches, as far as possible."""
     if reason := _obstacle(loader):
         return Twin(None, [f"Not compared with torch's DataLoader: {reason}."])
     arguments, left_out = _arguments(loader)
@@ -83,7 +83,7 @@ def twin_of(loader: DataLoader[Any]) -> Twin:
 
 
 def _obstacle(loader: DataLoader[Any]) -> str:
-    """Return why torch cannot run this; nothing if it can."""
+    """Return why torch cannot run this; empty if it can."""
     dataset = loader.dataset
     name = type(dataset).__name__
     if kind_of(dataset) is Kind.ASYNC_ITERABLE:
@@ -134,7 +134,7 @@ def _arguments(loader: DataLoader[Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _sampling(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return what decides about the samples of batches."""
+    """Return the arguments that select the samples of batches."""
     if kind_of(loader.dataset) is not Kind.MAP:
         return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if loader.batch_size is None and loader.batch_sampler is not None:
@@ -171,7 +171,7 @@ class Transformed:
 
 
 class TransformedBatches(Transformed):
-    """One whose samples are read a batch at a time."""
+    """Like ``Transformed``, but reads the samples of a batch together."""
 
     def __getitems__(self, indices: Any) -> list[Any]:
         return [self.transform(one) for one in self.dataset.__getitems__(indices)]

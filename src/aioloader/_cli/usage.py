@@ -1,4 +1,4 @@
-"""What commands share: wrong arguments, and progress on a terminal."""
+"""Common parts of commands: wrong arguments, and progress on a terminal."""
 
 import sys
 import time
@@ -8,20 +8,20 @@ _SECONDS = 0.2
 
 
 class UsageError(Exception):
-    """Says what is wrong with the arguments, to the command line."""
+    """The command line's arguments are wrong."""
 
 
 class UserCodeError(Exception):
-    """Says which code of the user raised; the cause is its exception."""
+    """The user's code raised an error, which is the cause."""
 
 
 class Progress:
-    """Count samples on stderr, if that is a terminal.
+    """Counts samples on stderr, if that is a terminal.
 
     Args:
-        done: Samples that were there already.
+        done: Samples already written.
         total: Samples in all, or None.
-        is_quiet: Whether nothing is to be shown.
+        is_quiet: Whether to show nothing.
     """
 
     def __init__(self, done: int, total: int | None, *, is_quiet: bool) -> None:

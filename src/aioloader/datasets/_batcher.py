@@ -1,8 +1,8 @@
 """File reads of one event loop, handed to threads in chunks.
 
-Reads asked for in the same turn of the loop travel together: one thread hop and one
-wake-up of the loop per chunk, not per file. Chunks are taken in the order of asking;
-reads of different chunks finish in any order. Nothing is kept after a read is done.
+Reads requested in the same turn of the loop travel together: one thread switch and one
+wake-up of the loop per chunk, not per file. Chunks start in order of request; reads of
+different chunks finish in any order. Nothing is kept after a read is done.
 """
 
 import asyncio
@@ -19,24 +19,25 @@ Outcome: TypeAlias = bytes | Exception
 Read: TypeAlias = tuple[str, "asyncio.Future[Outcome]"]
 
 MAX_CHUNK = 64
-# Two milliseconds of reading make a hop of 50 to 150 us cheap. Small cached files then
-# go 20 to 64 per hop, and files on slow storage one by one to every thread.
+# Two milliseconds of reading outweigh a thread switch of 50 to 150 us. Then 20 to 64
+# small cached files share one chunk, and files on slow storage go one by one to
+# threads.
 _CHUNK_SECONDS = 0.002
 _FIRST_GUESS = _CHUNK_SECONDS / 4
 
 
 def read_file(path: str) -> bytes:
-    """Read the whole of one file, in a thread.
+    """Read one whole file, in a thread.
 
     Returns:
         The contents, owned by the caller.
 
     Raises:
         OSError: If the file cannot be opened or read.
-        ShortReadError: If it ended before the size it had when it was opened.
+        ShortReadError: If it ended before the size it had when opened.
     """
-    # Four calls: `open().read()` makes twice as many, and each gives up the GIL and has
-    # to get it back (14 % more CPU for 100 KB, 60 % for 4 KB).
+    # Four calls: `open().read()` makes twice as many, and each releases the GIL and has
+    # to acquire it again (14 % more CPU for 100 KB, 60 % for 4 KB).
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:
         size = os.fstat(fd).st_size
@@ -51,7 +52,7 @@ def read_file(path: str) -> bytes:
 
 
 def _read_on(fd: int, data: bytes) -> bytes:
-    """Read to the end what one call did not: over 2 GiB, growing, or in /proc."""
+    """Read the rest that one call did not return: over 2 GiB, growing, or in /proc."""
     parts = [data]
     while data := os.read(fd, 1 << 24):
         parts.append(data)
@@ -59,13 +60,13 @@ def _read_on(fd: int, data: bytes) -> bytes:
 
 
 class ReadBatcher:
-    """Coalesce the reads of one event loop and hand them to threads.
+    """Combines the reads of one event loop into chunks for threads.
 
-    Without ``enter`` chunks run in the loop's default executor. All methods belong to
+    Without ``enter``, chunks run in the loop's default executor. All methods belong to
     the loop's thread.
 
     Args:
-        num_threads: Chunks in threads at once; at least 1.
+        num_threads: Most chunks in threads at once; at least 1.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -78,11 +79,11 @@ class ReadBatcher:
         self._users = 0
 
     def read(self, path: str) -> "asyncio.Future[Outcome]":
-        """Ask for the contents of one file.
+        """Request the contents of one file.
 
         Returns:
-            A future of the bytes or of the exception that reading raised; a value
-            either way, so that an abandoned read makes no noise.
+            A future of the bytes or of the exception raised; a value either way, so
+            that an abandoned read logs nothing.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Outcome] = loop.create_future()
@@ -93,7 +94,7 @@ class ReadBatcher:
         return future
 
     def enter(self) -> None:
-        """Have threads of its own from now on; calls nest."""
+        """Use a separate thread pool from now on; calls nest."""
         self._users += 1
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._num_threads, "aioloader-files")
@@ -125,7 +126,7 @@ class ReadBatcher:
         loop = asyncio.get_running_loop()
         try:
             work = loop.run_in_executor(self._pool, _read_all, paths)
-        except RuntimeError as exc:  # the executor is shut down: the process is ending
+        except RuntimeError as exc:  # the process is ending
             _settle(chunk, [exc] * len(chunk))
             return
         self._free -= 1
@@ -138,14 +139,14 @@ class ReadBatcher:
         outcomes, seconds = work.result()
         self._seconds_per_file = (self._seconds_per_file + seconds / len(chunk)) / 2
         _settle(chunk, outcomes)
-        # The readers that were woken now ask for more: wait for them, then flush once.
+        # The woken readers now request more: wait for them, then flush once.
         if not self._flush_is_due:
             self._flush_is_due = True
             asyncio.get_running_loop().call_soon(self._flush)
 
 
 def _read_all(paths: list[str]) -> tuple[list[Outcome], float]:
-    """Read every file of a chunk, and say how many seconds that took."""
+    """Read every file of a chunk; return how many seconds that took, too."""
     began = time.perf_counter()
     return [_read_one(path) for path in paths], time.perf_counter() - began
 

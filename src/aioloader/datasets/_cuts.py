@@ -1,7 +1,7 @@
-"""Shards cut into parts, where there are fewer shards than readers.
+"""Shards cut into parts, when there are fewer shards than readers.
 
-A part is a range of bytes that begins and ends between two samples. All parts are about
-of one size, and found by the shards' sizes alone, so that each rank finds the same.
+A part is a range of bytes that starts and ends between two samples. All parts have
+about the same size, and depend only on the shards' sizes, so each rank finds the same.
 """
 
 import re
@@ -16,9 +16,9 @@ from aioloader.datasets._stores.bytes import Bytes, NoRangesError
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import unpacker_of
 
-# Bytes to look for the end of a line in, at once.
+# Bytes to search at once for the end of a line.
 _LOOK = 1 << 16
-# What may be read whole to find as many lines as there are readers.
+# Files up to this size may be read whole, to find enough lines for all readers.
 _SMALL = 1 << 24
 
 
@@ -32,22 +32,22 @@ class Part(NamedTuple):
 
 
 class CannotCutError(Exception):
-    """Says, within this room, why a shard cannot be cut, and what to do."""
+    """Internal: why a shard cannot be cut, and what to do."""
 
 
 class Cuts(Protocol):
-    """Where the shards of one format can be cut."""
+    """Finds where the shards of one format can be cut."""
 
     async def __call__(
         self, places: Places, address: Address, size: int, count: int
     ) -> Sequence[int]:
-        """Return where parts begin, but for the first one: in order, without doubles.
+        """Return where parts start, except the first: in order, without duplicates.
 
         Args:
-            places: Where shards lie.
+            places: Opens addresses.
             address: The shard.
             size: Its length, in bytes.
-            count: How many parts of about one size are wanted.
+            count: Number of parts of about the same size.
 
         Raises:
             CannotCutError: If it cannot be cut.
@@ -57,10 +57,10 @@ class Cuts(Protocol):
 async def cut_shards(
     places: Places, shards: Sequence[Address], count: int, cuts: Cuts
 ) -> list[Part]:
-    """Return ``count`` parts of all shards, in order; shards stay whole where they can.
+    """Return ``count`` parts of all shards, in order; shards stay whole if possible.
 
     Raises:
-        ValueError: If so many cannot be cut.
+        ValueError: If not enough parts can be cut.
     """
     sizes = [await _size(places, shard) for shard in shards]
     parts: list[Part] = []
@@ -68,7 +68,7 @@ async def cut_shards(
     for shard, size, wanted in zip(shards, sizes, shares(sizes, count), strict=True):
         inner: Sequence[int] = ()
         if unpacker_of(places.name(shard)):
-            reasons.append(f"{places.label(shard)!r} is packed: unpack or split it")
+            reasons.append(f"{places.label(shard)!r} is compressed: unpack or split it")
         elif wanted > 1:
             try:
                 inner = await cuts(places, shard, size, wanted)
@@ -99,13 +99,13 @@ async def _size(places: Places, shard: Address) -> int:
 
 
 def checksum_of(parts: Sequence[Part]) -> str:
-    """Return a checksum of where shards are cut."""
+    """Return a checksum of the cuts."""
     text = ";".join(f"{part.start}-{part.stop}" for part in parts)
     return f"{zlib.crc32(text.encode()):08x}"
 
 
 def shares(sizes: Sequence[int], count: int) -> list[int]:
-    """Return how many parts each shard becomes: always one more of the largest ones."""
+    """Return the number of parts per shard; the largest parts are divided first."""
     shares = [1] * len(sizes)
     heap = [(-size, at) for at, size in enumerate(sizes)]
     heapify(heap)
@@ -119,7 +119,7 @@ def shares(sizes: Sequence[int], count: int) -> list[int]:
 async def at_line_ends(
     places: Places, address: Address, size: int, count: int
 ) -> Sequence[int]:
-    """Return where lines begin, as ``Cuts`` says: after an even share of the bytes."""
+    """Return starts of lines, as ``Cuts`` does, after even shares of the bytes."""
     found: list[int] = []
     for number in range(1, count):
         start = await _line_after(places, address, size * number // count, size)
@@ -133,7 +133,7 @@ async def at_line_ends(
 
 
 async def _line_after(places: Places, address: Address, at: int, size: int) -> int:
-    """Return where the first line begins that begins at ``at`` or later."""
+    """Return where the first line starts that starts at ``at`` or later."""
     at = max(0, at - 1)
     source = places.open(address, at, _LOOK, stop=size)
     try:
@@ -148,9 +148,9 @@ async def _line_after(places: Places, address: Address, at: int, size: int) -> i
 
 
 def nearest(starts: Sequence[int], size: int, count: int) -> Sequence[int]:
-    """Return those of ``starts``, without the first, next to even shares of ``size``.
+    """Return the ``starts`` closest to even shares of ``size``, without the first one.
 
-    There are ``count - 1``, all of them different, if there are enough.
+    There are ``count - 1``, all different, if there are enough.
     """
     last = len(starts) - count
     place, found = 0, []

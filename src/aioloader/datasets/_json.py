@@ -1,9 +1,9 @@
-"""JSON as Python's ``json`` reads it, by ``orjson`` where that gives the same.
+"""JSON as Python's ``json`` reads it, with ``orjson`` where the result is the same.
 
-They differ: of integers beyond 64 bits orjson makes floats, and it refuses ``NaN``,
+They differ: orjson turns integers beyond 64 bits into floats, and rejects ``NaN``,
 ``Infinity``, numbers too large for a float, lone surrogates, byte order marks and
-UTF-16. A line that it refuses is read by ``json``, and so is one that may hold a large
-integer. Of a key that occurs twice both keep the last.
+UTF-16. ``json`` reads the lines that it rejects, and those that may hold a large
+integer. For a duplicate key both keep the last value.
 """
 
 import functools
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from aioloader.datasets._lines import SKIP
 
-# Integers that orjson reads as such have fewer digits.
+# orjson reads integers with fewer digits exactly.
 _DIGITS = 19
 _ZEROS = bytes(ord("0") if chr(one).isdigit() else one for one in range(128)) + bytes(
     range(128, 256)
@@ -25,18 +25,18 @@ _ZEROS = bytes(ord("0") if chr(one).isdigit() else one for one in range(128)) + 
 _END = re.compile(rb"[^0]")
 _RUN, _POINT = b"0" * _DIGITS, ord(".")
 _EIGHT = np.frombuffer(b"\1" * 8, np.uint64)[0]  # flags
-# How deep values may be nested before orjson is not asked; both end near a thousand.
+# Deepest nesting passed to orjson; both libraries fail near a thousand.
 _DEPTH = 500
 
 
 class JSONDecoder:
-    """Lines of JSON to values."""
+    """Decodes lines of JSON."""
 
     def one(self, line: bytes) -> Any:
         """Return the value of a line; ``SKIP`` if it is empty.
 
         Raises:
-            ValueError: If it is no JSON.
+            ValueError: If it is not JSON.
         """
         if not line.strip():
             return SKIP
@@ -52,7 +52,7 @@ class JSONDecoder:
             raise ValueError("values are nested too deep") from None
 
     def many(self, lines: Sequence[bytes]) -> list[Any] | None:
-        """Return the values of lines, if orjson is there and they raise no question."""
+        """Return the values of lines; None without orjson, or if results may differ."""
         fast = _orjson_loads()
         if b"\n" in lines:
             lines = [line for line in lines if line != b"\n"]
@@ -67,7 +67,7 @@ class JSONDecoder:
 
 
 def _may_one_differ(lines: Sequence[bytes]) -> bool:
-    """Tell whether ``json`` may read one of many lines in another way than orjson."""
+    """Return whether ``json`` may read one of many lines differently from orjson."""
     text = np.frombuffer(b"".join(lines), np.uint8)
     if _has_one_large(text):
         return True
@@ -79,15 +79,15 @@ def _may_one_differ(lines: Sequence[bytes]) -> bool:
 
 
 def _has_one_large(text: npt.NDArray[np.uint8]) -> bool:
-    """Do as ``_has_large``, faster for the text of many lines."""
+    """Like ``_has_large``, but faster for the text of many lines."""
     is_digit = (text - ord("0")) < 10
     eights = is_digit[: len(text) & -8].view(np.uint64)
-    if not (eights == _EIGHT).any():  # each larger run has one
+    if not (eights == _EIGHT).any():  # each longer run of digits has one
         return False
     runs = is_digit
-    for shift in (1, 2, 4, 8, 3):  # where 2, 4, 8, 16, 19 digits begin
+    for shift in (1, 2, 4, 8, 3):  # starts of 2, 4, 8, 16, 19 digits
         runs = runs[:-shift] & runs[shift:]
-    # A run that begins after a point, or before here, is none.
+    # A run that starts after a point, or continues an earlier one, does not count.
     is_inner = is_digit[:-_DIGITS] | (text[:-_DIGITS] == _POINT)
     return bool(runs[:1].any() or (runs[1:] > is_inner).any())
 
@@ -97,7 +97,7 @@ def _may_differ(line: bytes) -> bool:
 
 
 def _has_large(text: bytes) -> bool:
-    """Tell whether so many digits stand together, but for those after a point."""
+    """Return whether there is a run of that many digits, except after a point."""
     digits = text.translate(_ZEROS)
     at = digits.find(_RUN)
     while at > 0 and text[at - 1] == _POINT:
@@ -112,7 +112,7 @@ def _is_deep(line: bytes) -> bool:
 
 @functools.cache
 def _orjson_loads() -> Callable[[bytes], Any] | None:
-    """Return what is faster: imported with the first line, not before."""
+    """Return orjson's ``loads``, imported with the first line; None without orjson."""
     try:
         import orjson  # noqa: PLC0415  (an optional dependency)
     except ImportError:

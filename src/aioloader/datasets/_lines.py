@@ -1,8 +1,8 @@
-"""Cutting bytes into lines, each of which becomes a sample or a failure of its own.
+"""Cuts bytes into lines, each of which becomes a sample or a failure.
 
-Lines end with a line feed, or the shard's end; a carriage return before it is dropped,
-and so is a byte order mark of UTF-8 at the beginning of a shard.
-Memory holds one piece, and a line that crosses from one piece to the next.
+Lines end with a line feed, or with the shard; a carriage return before it is dropped,
+and so is a UTF-8 byte order mark at the start of a shard. Memory holds one piece, and a
+line that crosses into the next piece.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from typing_extensions import Buffer
 from aioloader._order.blocks import Bad
 from aioloader.errors import DatasetError
 
-# Lines that are decoded at once: what is made of them on the way stays in the cache.
+# Lines decoded at once: their intermediate values stay in the cache.
 _AT_ONCE = 128
 _BOM = "\ufeff".encode()
 
 SKIP: Final = object()
-"""What ``Decoder.one`` returns for a line that is no sample."""
+"""Returned by ``Decoder.one`` for a line that is not a sample."""
 
 
 class Decoder(Protocol):
-    """Lines to samples."""
+    """Decodes lines into samples."""
 
     def one(self, line: bytes) -> Any:
         """Return the sample of a line without its end, or ``SKIP``.
@@ -33,21 +33,21 @@ class Decoder(Protocol):
         """
 
     def many(self, lines: Sequence[bytes]) -> list[Any] | None:
-        """Return what ``one`` makes of each line, faster; None if that cannot be said.
+        """Return the results of ``one`` for all lines, faster; None if undecided.
 
         Args:
-            lines: With their ends: a line feed, after a carriage return or not.
+            lines: With their ends: a line feed, with or without a carriage return.
         """
 
 
 class LineParser:
-    """Lines to samples.
+    """Parses lines into samples.
 
     Args:
         url: Address of the shard, for errors.
         decoder: Makes the samples.
-        max_sample_bytes: Longer lines fail, and are not held.
-        offset: Where in the shard the first byte that is fed lies.
+        max_sample_bytes: Longer lines fail, and are not kept.
+        offset: Offset in the shard of the first byte fed.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class LineParser:
         self._decoder = decoder
         self._limit = max_sample_bytes
         self._lines: list[bytes] = []
-        self._taken = 0  # of those
-        self._parts: list[bytes] = []  # of a line whose end has not come
-        self._length = 0  # of that line, held or not
-        self._has_long = False  # whether a line was too long to be held
+        self._taken = 0  # of those lines
+        self._parts: list[bytes] = []  # of an unfinished line
+        self._length = 0  # of that line, kept or not
+        self._has_long = False  # whether a line was too long to keep
 
     def feed(self, piece: Buffer) -> None:
         """Add bytes."""
-        # Twice as fast as `split`: ends are looked for many bytes at a time.
+        # Twice as fast as `split`: line ends are found many bytes at a time.
         lines = BytesIO(piece).readlines()
         last = b"" if not lines or lines[-1].endswith(b"\n") else lines.pop()
         if self._length and lines:
@@ -77,7 +77,7 @@ class LineParser:
             self._extend(last)
 
     def end(self) -> None:
-        """Learn that there are no more bytes."""
+        """Note that there are no more bytes."""
         if self._length:
             self._lines.append(self._completed())
 
@@ -96,15 +96,15 @@ class LineParser:
         return samples
 
     def _drop_mark(self) -> None:
-        """Drop a byte order mark, which the first line of a shard may begin with."""
+        """Drop a byte order mark at the start of a shard's first line."""
         if self._lines and self._lines[0].startswith(_BOM):
             self.offset = len(_BOM)
             self._lines[0] = self._lines[0].removeprefix(_BOM)
             if not self._lines[0]:
-                self._lines.pop(0)  # there was nothing else
+                self._lines.pop(0)  # it was the whole line
 
     def _many(self, lines: list[bytes]) -> list[Any]:
-        """Return the samples of lines: at once if all are well."""
+        """Return the samples of lines, decoded together if all are valid."""
         lengths = list(map(len, lines))
         if max(lengths) <= self._limit and not self._has_long:
             made = self._decoder.many(lines)
@@ -131,7 +131,7 @@ class LineParser:
             return Bad(failure)
 
     def _extend(self, part: bytes) -> None:
-        """Add to the line whose end has not come."""
+        """Add to the unfinished line."""
         self._length += len(part)
         if self._length > self._limit + 1:
             self._parts = [part[-1:]]
@@ -139,7 +139,7 @@ class LineParser:
             self._parts.append(part)
 
     def _completed(self) -> bytes:
-        """Return that line, or what stands for it."""
+        """Return the finished line, or its placeholder."""
         line = b"".join(self._parts)
         if self._length > self._limit + 1:
             line = _TooLong.of(self._length, has_end=line.endswith(b"\n"))
@@ -162,7 +162,7 @@ def without_end(line: bytes) -> bytes:
 
 
 class _TooLong(bytes):
-    """Stands for a line that was too long to be held."""
+    """Placeholder for a line that was too long to keep."""
 
     length: int
     has_end: bool

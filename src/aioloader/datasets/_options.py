@@ -1,7 +1,7 @@
-"""Keywords that many datasets share, and the error for those that none of them knows.
+"""Keywords that many datasets share, and the error for unknown ones.
 
-The typed dictionaries are for type checkers and editors; the constructors that take
-the keywords one by one hold the defaults. A test sees that both name the same.
+The typed dictionaries are for type checkers and editors; the constructors that take the
+keywords one by one hold the defaults. A test checks that both have the same names.
 """
 
 import difflib
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 # Arguments that are addresses.
 _ADDRESSES = {"addresses", "destination", "store"}
-# How names of store options begin, of those that people pass where they do not belong.
+# Prefixes of store options that people pass in the wrong place.
 _OF_STORES = (
     "access_key", "account_", "allow_http", "aws_", "azure_", "bucket", "client_",
     "config", "container_", "credential", "default_region", "endpoint", "gcs_",
@@ -53,7 +53,7 @@ class OrderOptions(TypedDict, total=False):
 
 
 class StoreOptions(TypedDict, total=False):
-    """Keywords of what reads from a store through a cache."""
+    """Keywords for reading from a store through a cache."""
 
     store: "str | os.PathLike[str] | ObjectStore | None"
     store_options: Mapping[str, Any] | None
@@ -63,14 +63,14 @@ class StoreOptions(TypedDict, total=False):
 
 
 class StreamOptions(StoreOptions, OrderOptions, total=False):
-    """Keywords of every stream whose shards lie in a store or on disk."""
+    """Keywords of every stream whose shards are in a store or on disk."""
 
 
 def check_at_least(value: int, least: int, name: str) -> None:
-    """See that an argument is an integer, and large enough.
+    """Check that an argument is an integer, and large enough.
 
     Raises:
-        TypeError: If it is no integer.
+        TypeError: If it is not an integer.
         ValueError: If it is less than ``least``.
     """
     check_is(value, SupportsIndex, name, "an integer")
@@ -79,7 +79,7 @@ def check_at_least(value: int, least: int, name: str) -> None:
 
 
 def check_is(value: object, kind: Any, name: str, words: str) -> None:
-    """See that an argument is of a kind.
+    """Check an argument's type.
 
     Raises:
         TypeError: If it is not; the message has ``words`` for the kind.
@@ -89,19 +89,19 @@ def check_is(value: object, kind: Any, name: str, words: str) -> None:
 
 
 def names_options(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function refuse options it does not know, and name the nearest one.
+    """Make a function reject unknown options, and suggest the nearest name.
 
-    A constructor that others pass keywords on to also names theirs, and a function that
-    passes on those of a typed dictionary names these. Addresses with secrets, URLs of
-    databases and all ``store_options`` are sealed before it is called, so that of what
-    it raises only the caller's own frames hold them.
+    If a constructor passes keywords on, those are suggested too; if a function passes
+    on a typed dictionary, its names are. Addresses with secrets, URLs of databases and
+    all ``store_options`` are sealed before the call, so only the caller's own frames
+    hold them in a traceback.
     """
 
     @functools.wraps(function)
     def checked(*args: P.args, **options: P.kwargs) -> T:
         given: Any = [*map(_sealed, places, args), *args[len(places) :]]
         named: Any = {name: _sealed(name, one) for name, one in options.items()}
-        args, options = given, named  # none of these variables holds a secret now
+        args, options = given, named  # no variable holds a secret now
         for name in options:
             if name not in known:
                 raise _unknown(function, args[0], name)
@@ -113,7 +113,7 @@ def names_options(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _sealed(name: str, value: Any) -> Any:
-    """Return an argument with its secrets hidden; it raises nothing."""
+    """Return an argument with its secrets hidden; raises nothing."""
     if name == "store_options":
         is_open = value is not None and not isinstance(value, Sealed)
         return Sealed(value, "the store options") if is_open else value
@@ -123,7 +123,7 @@ def _sealed(name: str, value: Any) -> Any:
 
 
 def _unknown(function: Callable[..., Any], first: object, name: str) -> TypeError:
-    """Return the error for an option that ``function(first, ...)`` does not know."""
+    """Return the error for an option unknown to ``function(first, ...)``."""
     label, constructors = function.__qualname__, [function]
     if function.__name__ == "__init__":
         label = type(first).__name__
@@ -134,7 +134,7 @@ def _unknown(function: Callable[..., Any], first: object, name: str) -> TypeErro
     known |= _passed_on(function)
     nearest = difflib.get_close_matches(name, sorted(known), 1)
     if "store_options" in known and name.lower().startswith(_OF_STORES):
-        hint = f"options of the store go into store_options={{{name!r}: ...}}"
+        hint = f"options of the store belong in store_options={{{name!r}: ...}}"
     elif nearest:
         hint = f"did you mean {nearest[0]!r}?"
     else:
@@ -151,7 +151,7 @@ def _passed_on(function: Callable[..., Any]) -> set[str]:
 
 
 def _keywords(function: Callable[..., Any]) -> Iterator[str]:
-    """Yield the names that may only be passed as keywords."""
+    """Yield the names of keyword-only parameters."""
     if inspect.isfunction(function):
         for name, one in inspect.signature(function).parameters.items():
             if one.kind is one.KEYWORD_ONLY:

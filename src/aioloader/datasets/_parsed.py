@@ -1,4 +1,4 @@
-"""A shard made of bytes: read, unpacked if it is packed, and cut into samples."""
+"""A shard made of bytes: read, decompressed if needed, and cut into samples."""
 
 import asyncio
 import copy
@@ -30,26 +30,26 @@ from aioloader.errors import DatasetError, ShardChangedError
 
 # A parser of one shard: its label, and the offset of the first byte it will get.
 MakeParser = Callable[[str, int], Parser]
-# Samples that are cut at once, at most: short lines would be many. Fewer that have
-# containers of their own, for the collector would look at all that are held: with more
-# of them it costs more than to parse them.
+# Most samples cut at once: short lines would be many. Fewer of those that are
+# containers, because the garbage collector scans all that are held: with more of
+# them it costs more than parsing.
 _AT_ONCE, _TRACKED_AT_ONCE = 2048, 256
 
 
 class ParsedShard(KnowsSize, CountsBytes):
     """Samples of one shard, in order.
 
-    They are cut in threads, a block at a time. A position is where a block begins, and
-    how many samples were passed on since. A failed sample counts too: it is reported
-    once. A packed shard has no place to begin at but its start; what was read before
-    is read again, and dropped.
+    They are cut in threads, a block at a time. A position is the start of a block and
+    the number of samples passed on since. A failed sample counts too: it is reported
+    once. A compressed shard can only start at its beginning; samples read before are
+    read again, and dropped.
 
     Args:
         source: The shard's unpacked bytes; owned.
-        parser: Cuts them.
+        parser: Cuts the bytes.
         skip: Samples to drop first.
         is_packed: Whether positions count from the shard's start.
-        location: What is read, for errors; redacted.
+        location: Redacted address, for errors.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class ParsedShard(KnowsSize, CountsBytes):
         self._skip = skip
         self._is_packed = is_packed
         self._byte = parser.offset
-        # Samples from there to the block; the block; how much of it was passed on.
+        # Samples before the block; the block; how much of it was passed on.
         self._before = 0
         self._block: list[Any] = []
         self._passed = 0
         self._limit = _TRACKED_AT_ONCE
         self._cutting: asyncio.Task[tuple[int, list[Any]]] | None = None
-        # Whether there is more in the last piece, and no piece after it.
+        # Whether the last piece has more, and whether it is the last of the shard.
         self._has_rest = self._has_ended = False
         self._failure: DatasetError | None = None
         self.is_draining = source.is_draining
@@ -90,48 +90,48 @@ class ParsedShard(KnowsSize, CountsBytes):
                 return self._block[start : self._passed]
         if self._skip:
             raise ShardChangedError(
-                f"{self._location!r} ends {self._skip:,} samples before the place that "
-                "the state names; it has changed since",
+                f"{self._location!r} ends {self._skip:,} samples before the position "
+                "in the state; it has changed since",
                 location=self._location,
             )
         return []
 
     @property
     def size(self) -> int | None:
-        """Length of the shard as it is stored, in bytes."""
+        """Stored length of the shard, in bytes."""
         return self._source.size
 
     def position(self) -> Position:
-        """Return where the next sample is."""
+        """Return the position of the next sample."""
         passed = self._before + self._passed + self._skip
         return {"byte": self._byte, "sample": passed}
 
     def bytes_ahead(self) -> int | None:
-        """Return what was requested of the shard and not cut yet."""
+        """Return the number of bytes requested and not yet cut."""
         return self._source.bytes_ahead()
 
     async def aclose(self) -> None:
-        """End what is under way, and wait for its end."""
+        """Stop pending work and wait for it to end."""
         if self._cutting is not None:
             self._cutting.cancel()
             await asyncio.wait([self._cutting])
             if not self._cutting.cancelled():
-                self._cutting.exception()  # seen: nobody else will ask for it
+                self._cutting.exception()  # retrieved: nobody else will
             self._cutting = None
         await self._source.aclose()
 
     async def _turn(self) -> bool:
-        """Go on to the next block; tell whether there is one."""
+        """Move to the next block; return whether there is one."""
         while self._cutting is not None or self._has_rest or not self._has_ended:
             if self._cutting is None:
                 self._cutting = asyncio.create_task(self._cut())
-            await asyncio.wait([self._cutting])  # a cancellation leaves it alone
+            await asyncio.wait([self._cutting])  # cancellation does not reach it
             cutting, self._cutting = self._cutting, None
             byte, block = cutting.result()
             if block:
                 is_tracked = gc.is_tracked(block[-1])
                 self._limit = _TRACKED_AT_ONCE if is_tracked else _AT_ONCE
-            if self._has_rest or not self._has_ended:  # the next one meanwhile
+            if self._has_rest or not self._has_ended:  # cut the next one meanwhile
                 self._cutting = asyncio.create_task(self._cut())
             if block:
                 if self._is_packed:
@@ -143,7 +143,7 @@ class ParsedShard(KnowsSize, CountsBytes):
         return False
 
     async def _cut(self) -> tuple[int, list[Any]]:
-        """Return where the next block begins, and the block."""
+        """Return where the next block starts, and the block."""
         if self._failure is not None:
             raise self._failure
         if isinstance(self._source, FileBytes):
@@ -153,7 +153,7 @@ class ParsedShard(KnowsSize, CountsBytes):
         return await in_thread(self._cut_piece, piece)
 
     def _cut_piece(self, piece: Buffer | None) -> tuple[int, list[Any]]:
-        """Cut one block from a piece, or from what is left of the last one."""
+        """Cut one block from a piece, or from the rest of the last one."""
         begin = self._parser.offset
         if piece is not None:
             self._feed(piece)
@@ -162,7 +162,7 @@ class ParsedShard(KnowsSize, CountsBytes):
     def _cut_pieces(
         self, length: int, read: Callable[[], Buffer]
     ) -> tuple[int, list[Any]]:
-        """Cut one block from what is left of the last piece, and from several more."""
+        """Cut one block from the rest of the last piece, and from several more."""
         begin, block = self._parser.offset, list[Any]()
         while len(block) < self._limit:
             if not self._has_rest:
@@ -173,7 +173,7 @@ class ParsedShard(KnowsSize, CountsBytes):
                 except DatasetError as error:
                     if not block:
                         raise
-                    self._failure = error  # told after the samples before it
+                    self._failure = error  # raised after the samples before it
                     break
                 length -= len(memoryview(piece))
                 self._feed(piece)
@@ -195,13 +195,13 @@ class ParsedShard(KnowsSize, CountsBytes):
 
 
 class ParsedFormat(CutsShards):
-    """Shards that are bytes, cut by a parser.
+    """Shards of bytes, cut by a parser.
 
     Args:
         addresses: Patterns of the shards' addresses.
-        places: Where they lie.
+        places: Opens addresses.
         make: Makes a parser.
-        cuts: Says where a shard can be cut; None: nowhere.
+        cuts: Finds where a shard can be cut; None: nowhere.
     """
 
     def __init__(
@@ -240,14 +240,14 @@ class ParsedFormat(CutsShards):
         return await cut_shards(self.places, shards, count, self._cuts)
 
     def summary(self, shards: Sequence[Any]) -> Summary:
-        """Return how many there are, which, and where they are cut."""
+        """Return the number of shards, their names, and their cuts."""
         if not isinstance(shards[0], Part):
             return summary_of(shards)
         names = summary_of(part.address for part in shards)
         return {**names, "cuts": checksum_of(shards)}
 
     def describe(self) -> dict[str, Any]:
-        """Return nothing: the kind of stream says what its parser makes."""
+        """Return nothing: the stream's kind determines what its parser makes."""
         return {}
 
     def open(self, shard: Any, position: Position, budget: int) -> ShardReader:

@@ -32,25 +32,26 @@ def from_arrow(
     """Return a stream of the rows of Arrow data; needs the extra ``arrow``.
 
     A ``pyarrow.Table`` and a ``pyarrow.dataset.Dataset`` are cut into shards. Anything
-    else is read from its beginning by each reader, which keeps every Nth row: frames of
-    Polars, relations of DuckDB and what else has ``__arrow_c_stream__``; or a function
-    that returns such or yields record batches, called for every epoch. A state counts
-    rows, so a source must give them in the same order again: a query needs ORDER BY.
+    else is read from its beginning by each reader, which keeps every Nth row: Polars
+    frames, DuckDB relations and other objects with ``__arrow_c_stream__``; or a
+    function that returns one or yields record batches, called in every epoch. A state
+    counts rows, so a source must return them in the same order again: a query needs
+    ORDER BY.
 
-    Of Ray Data, pass the list ``dataset.streaming_split(n)``: reader k of n reads the
-    k-th. Its order is not the same twice, so that a state amid an epoch is refused.
+    For Ray Data, pass the list ``dataset.streaming_split(n)``: reader k of n reads the
+    k-th. Its order changes between runs, so a state within an epoch is refused.
 
     Args:
         source: The data.
         columns: Names of the columns to read; default: all.
         filters: The rows to read, as for ``ParquetDataset``; a dataset skips files of
             other partitions, and row groups by their statistics.
-        nulls: Column to the value that is read instead of NULL.
+        nulls: Column to the value that replaces NULL.
         order: As for ``ShardedStream``; for tables and datasets.
 
     Raises:
         ImportError: If pyarrow is not installed.
-        TypeError: If ``source`` is no Arrow data, or is over after one epoch.
+        TypeError: If ``source`` is not Arrow data, or can be read only once.
         ValueError: If an argument is wrong.
     """
     try:
@@ -68,13 +69,14 @@ def from_arrow(
         return _Shards(FragmentFormat(source, wanted), **order)
     if order:
         raise TypeError(
-            f"{', '.join(order)} of from_arrow are for tables and pyarrow.dataset, not "
-            f"for {type(source).__name__!r}; use .shuffle(size) and such of the stream"
+            f"{', '.join(order)} of from_arrow apply to tables and pyarrow.dataset, "
+            f"not to {type(source).__name__!r}; use steps of the stream, such as "
+            f".shuffle(size)"
         )
     if isinstance(source, pa.RecordBatchReader) or hasattr(source, "__next__"):
         raise TypeError(
-            f"from_arrow got a {type(source).__name__!r}, which is over after one "
-            "epoch; pass the function that made it"
+            f"from_arrow got a {type(source).__name__!r}, which can be read only once; "
+            "pass the function that made it"
         )
     splits = source if isinstance(source, (list, tuple)) else [source]
     if splits and all(hasattr(one, "iter_batches") for one in splits):
@@ -82,7 +84,7 @@ def from_arrow(
     if not (callable(source) or hasattr(source, "__arrow_c_stream__")):
         raise TypeError(
             f"from_arrow needs Arrow data, got {type(source).__name__!r}: it has no "
-            "__arrow_c_stream__ and is no function that returns such"
+            "__arrow_c_stream__ and is not a function that returns such an object"
         )
     return _Streamed(source, wanted)
 
@@ -98,7 +100,7 @@ class _Shards(ShardedStream[Row]):
     """A table or a dataset."""
 
     def describe(self) -> State:
-        """Return what is read."""
+        """Return the source and how it is read."""
         return {**super().describe(), "kind": "from_arrow"}
 
     def __repr__(self) -> str:
@@ -106,7 +108,7 @@ class _Shards(ShardedStream[Row]):
 
 
 class _Streamed(Stream[Row]):
-    """A stream that is begun anew for every epoch, by each reader."""
+    """A stream that each reader restarts in every epoch."""
 
     def __init__(self, source: Any, wanted: Wanted) -> None:
         super().__init__()
@@ -125,7 +127,7 @@ class _Streamed(Stream[Row]):
         return make
 
     def describe(self) -> State:
-        """Return what is read."""
+        """Return the source and how it is read."""
         return {
             "kind": "from_arrow",
             **self._wanted.describe(),
@@ -144,7 +146,7 @@ class _Ray(_Streamed):
 
         Raises:
             ValueError: If there are not as many iterators as readers.
-            StateMismatchError: If the state is amid an epoch.
+            StateMismatchError: If the state is within an epoch.
         """
         share, count = reading.share, len(self._source)
         if count != share.readers:
@@ -153,10 +155,10 @@ class _Ray(_Streamed):
                 "readers (ranks x workers): each reads its own; pass all that "
                 f"dataset.streaming_split({share.readers}) returns"
             )
-        if "read" in state:  # also of a block that was begun
+        if "read" in state:  # also of a partly read block
             raise StateMismatchError(
-                f"{self!r} cannot go on after row {state['read']:,}, or some rows "
-                "later: Ray Data gives rows in another order each time; load a state "
+                f"{self!r} cannot resume after row {state['read']:,}, or some rows "
+                "later: Ray Data returns rows in another order each time; load a state "
                 "of the end of an epoch, or write its rows to Parquet files and stream "
                 "those",
                 expected=0,
@@ -170,7 +172,7 @@ class _Ray(_Streamed):
         return StreamCursor(make, self._wanted, alone, 0, repr(self))
 
     def describe(self) -> State:
-        """Return what is read."""
+        """Return the source and how it is read."""
         return {**super().describe(), "function": "", "splits": len(self._source)}
 
     def __repr__(self) -> str:

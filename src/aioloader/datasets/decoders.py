@@ -1,7 +1,7 @@
 """Samples to values: pictures, numbers, text and arrays, decoded by extension.
 
-A ``Decoder`` is a plain, picklable function of a sample. It is CPU work: as a step of a
-stream or of a dataset it runs in threads, as a loader's ``transform`` in its workers.
+A ``Decoder`` is a plain, picklable function of a sample. It is CPU work: a step of a
+stream or a dataset runs it in threads, a loader's ``transform`` in its workers.
 """
 
 import difflib
@@ -18,30 +18,30 @@ Spec: TypeAlias = str | ByExtension | Callable[[str, bytes], Any]
 
 
 class Decoder:
-    """Decode samples by the extensions of their members, as WebDataset does.
+    """Decodes samples by the extensions of their members, like WebDataset.
 
-    A sample is a dict of bytes by extension, as ``TarDataset`` makes it: names that
-    begin with ``__``, and values that are not bytes, are left as they are. Or it is the
-    bytes of a picture, alone or first in a tuple with its label. ``txt``, ``cls``,
-    ``id``, ``json``, ``npy``, ``npz``, ``pth`` and their synonyms are always decoded;
-    bytes that nothing here is for stay bytes, pickles too, since they run code.
+    A sample is a dict of bytes by extension, as from ``TarDataset``: names that start
+    with ``__``, and values that are not bytes, are left as they are. Or it is the bytes
+    of a picture, alone or first in a tuple with its label. ``txt``, ``cls``, ``id``,
+    ``json``, ``npy``, ``npz``, ``pth`` and their synonyms are always decoded; bytes
+    without a decoder stay bytes, pickles too, because they run code.
 
     Args:
         specs: In any order:
 
-            - what all pictures become: ``"pil"`` (``"pill"``, ``"pilrgba"``): Pillow's
+            - the type of all pictures: ``"pil"`` (``"pill"``, ``"pilrgba"``): Pillow
               images; ``"torch"`` (``"torchrgb"``, ``"torchl"``, ``"torchrgba"``):
               tensors ``(C, H, W)`` of float32 from 0 to 1; ``"rgb"`` (``"l"``,
-              ``"rgba"``): arrays ``(H, W, C)``, of ``"l"`` ``(H, W)``, of float32 from
-              0 to 1. With an 8 behind (``"torchrgb8"``, ``"rgb8"``): uint8;
+              ``"rgba"``): arrays ``(H, W, C)``, for ``"l"`` ``(H, W)``, of float32 from
+              0 to 1. With the suffix 8 (``"torchrgb8"``, ``"rgb8"``): uint8;
             - a dict: for each extension a function of bytes, or one of these words; it
-              goes before all else, and the longest that fits counts (``"mask.png"``
-              before ``"png"``);
-            - a function of ``".extension"`` and bytes, asked next, where None says that
-              it is for others: WebDataset's handlers.
+              takes precedence, and the longest match wins (``"mask.png"`` before
+              ``"png"``);
+            - a function of ``".extension"`` and bytes, tried next; it returns None for
+              extensions it does not decode, like WebDataset's handlers.
 
     Raises:
-        ValueError: If a word is not known.
+        ValueError: If a word is unknown.
         ImportError: If pictures are to be decoded, and Pillow is not installed.
 
     Example:
@@ -75,12 +75,12 @@ class Decoder:
             )
 
     def __call__(self, sample: Any) -> Any:
-        """Return the sample decoded, as another object.
+        """Return a decoded copy of the sample.
 
         Raises:
-            DecodeError: If bytes are not what their extension says. What a function of
-                the user's raises passes, with a note of the sample.
-            TypeError: If ``sample`` is none that has bytes.
+            DecodeError: If bytes do not match their extension. Errors of the user's
+                functions pass through, with a note that names the sample.
+            TypeError: If ``sample`` is not of a form that has bytes.
         """
         if isinstance(sample, Mapping):
             where = str(sample.get("__key__", "")), str(sample.get("__url__", ""))
@@ -96,7 +96,7 @@ class Decoder:
             return (self._decode_picture(sample[0]), *sample[1:])
         raise TypeError(
             f"a Decoder takes dicts of bytes by extension, the bytes of a picture, or "
-            f"a tuple that begins with them, got {type(sample).__name__}"
+            f"a tuple that starts with them, got {type(sample).__name__}"
         )
 
     def _decode_picture(self, data: Any) -> Any:
@@ -104,18 +104,18 @@ class Decoder:
             raise TypeError(
                 f"bytes without an extension are decoded as a picture, and {self!r} "
                 f"has no word for pictures, such as 'torch'; or decode them where they "
-                f"have names, by the dataset's own `decode`"
+                f"have names, with the dataset's `decode`"
             )
         return self.decode(data, "")
 
     def decode(self, data: Any, extension: str, key: str = "", url: str = "") -> Any:
-        """Return what the bytes of one member stand for.
+        """Return the decoded bytes of one member.
 
         Args:
             data: The bytes.
-            extension: Such as ``"jpg"`` or ``"mask.png"``; empty: those of a picture.
+            extension: Such as ``"jpg"`` or ``"mask.png"``; empty: a picture.
             key: Name of the sample, for errors.
-            url: Address that it was read from, for errors.
+            url: Address it was read from, for errors.
         """
         data = bytes(data)
         extension = extension.lower()
@@ -152,7 +152,7 @@ class Decoder:
         return DECODERS.get(last)
 
     def describe(self) -> dict[str, Any]:
-        """Return what is decoded to what, and the names of the user's functions."""
+        """Return the decoders, and the names of the user's functions."""
         named = self._named.items()
         functions = {
             ext: name_of(one) for ext, one in named if not isinstance(one, Picture)
@@ -175,12 +175,12 @@ class Decoder:
 
 
 def extension_of(path: str) -> str:
-    """Return what follows the first dot of a path's base name, as in a tar."""
+    """Return the part after the first dot of a path's base name, as in a tar."""
     return path.rpartition("/")[2].partition(".")[2]
 
 
 def _place(extension: str, size: int, key: str, url: str) -> str:
-    """Say which bytes are meant."""
+    """Return a description of the bytes for errors."""
     what = f"{extension!r}" if extension else "a picture"
     owner = f" of sample {key!r}" if key else ""
     where = f" in {url!r}" if url else ""
@@ -193,5 +193,5 @@ def _picture(spec: str) -> Picture:
     near = difflib.get_close_matches(spec, SPECS, 1)
     hint = f": did you mean {near[0]!r}?" if near else ""
     raise ValueError(
-        f"{spec!r} is no format of pictures{hint or '.'} There are {', '.join(SPECS)}"
+        f"{spec!r} is not a picture format{hint or '.'} There are {', '.join(SPECS)}"
     )

@@ -2,8 +2,9 @@
 
 Order is the order of the given paths, or sorted for a pattern. Memory holds the names
 (two buffers) and the reads in flight, no contents. Reads awaited together go to threads
-in chunks: a cached file of 100 KB, 64 in flight, takes 11 us of the event loop, against
-24 by a thread hop per file and 44 by aiofiles (4 KB: 5, 19, 44); wall 57, 84, 125 us.
+in
+chunks: a cached file of 100 KB, 64 in flight, takes 11 us of the event loop, against 24
+with a thread per file and 44 with aiofiles (4 KB: 5, 19, 44); wall 57, 84, 125 us.
 """
 
 import asyncio
@@ -34,20 +35,21 @@ StrPath: TypeAlias = str | os.PathLike[str]
 
 
 class FileDataset(Dataset[Coroutine[Any, Any, bytes]], Named):
-    """Read whole files, many at a time, by ``async def __getitem__``.
+    """Reads whole files, many at a time, by ``async def __getitem__``.
 
     Several event loops may read one dataset at once; it may be pickled. As an async
     context manager it owns ``num_threads`` threads for the loop that entered, and joins
-    them at the last exit; a loader sees to that. Outside of one, reads use the loop's
+    them at the last exit; a loader does this. Outside the context, reads use the loop's
     default executor.
 
     Args:
-        paths: A pattern (``"train/**/*.png"``; sorted, without directories), looked up
-            now, which blocks: on an event loop use ``await FileDataset.discover(...)``.
-            Or an iterable of paths, kept as they are and in their order.
+        paths: A pattern (``"train/**/*.png"``; sorted, without directories), expanded
+            at once, which blocks: on an event loop use ``await
+            FileDataset.discover(...)``. Or an iterable of paths, kept as they are and
+            in their order.
         root: Directory that relative paths and patterns start from; ``paths`` stay
             relative to it. Default: the working directory at each read.
-        num_threads: Threads that read at once; raise it for slow or remote disks.
+        num_threads: Threads that read at once; more help slow or remote disks.
 
     Raises:
         ValueError: If nothing matches the pattern, or ``num_threads`` is below 1.
@@ -106,13 +108,13 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], Named):
 
     @property
     def names(self) -> NameTable:
-        """The same, under the name that all datasets of named bytes have."""
+        """The paths, under the name that all datasets of named bytes have."""
         return self._paths
 
     def folders(self, root: str) -> list[str]:
-        """Return the folders in ``root`` that the pattern goes through; this blocks.
+        """Return the folders in ``root`` that the pattern goes through. Blocks.
 
-        Of a list of paths there are none.
+        A list of paths has none.
         """
         start = f"{root.rstrip('/')}/" if root else ""
         below = self._pattern.removeprefix(start).partition("/")[0]
@@ -137,8 +139,8 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], Named):
             IndexError: If ``index`` is out of range.
             ObjectNotFoundError: If the file does not exist.
             ObjectPermissionError: If it may not be read.
-            TruncatedReadError: If it shrank while it was read.
-            DatasetError: If reading failed otherwise; a directory, for one.
+            TruncatedReadError: If it shrank during the read.
+            DatasetError: If reading failed otherwise, for example on a directory.
         """
         path = self._locate(self._paths[index])
         outcome = await self._batchers.here().read(path)
@@ -147,7 +149,7 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], Named):
         return outcome
 
     def lifespan(self) -> Self:
-        """Return itself: what a loader enters on each loop that reads the dataset."""
+        """Return itself, the context that a loader enters on each reading loop."""
         return self
 
     async def __aenter__(self) -> Self:
@@ -182,10 +184,10 @@ def _expand(pattern: str, root: str | None) -> list[str]:
     Raises:
         ValueError: If there are none.
     """
-    # Two segments ** find the same ones twice.
+    # Two segments ** find the same files twice.
     found = {*glob.glob(pattern, root_dir=root, recursive=True)}  # noqa: PTH207
     base = root or ""
-    # A dangling link stays, and fails when it is read: dropping it would hide it.
+    # A dangling link stays, and fails on reading: dropping it would hide it.
     files = [p for p in found if not os.path.isdir(os.path.join(base, p))]  # noqa: PTH112, PTH118
     if not files:
         where = f" in {root!r}" if root is not None else ""
@@ -203,7 +205,7 @@ def _expand(pattern: str, root: str | None) -> list[str]:
 
 
 def _failure(path: str, cause: Exception) -> DatasetError:
-    """Return the house error for a read of ``path`` that raised ``cause``."""
+    """Return the DatasetError for a failed read of ``path``."""
     match cause:
         case FileNotFoundError():
             return ObjectNotFoundError(f"no such file: {path!r}", location=path)

@@ -1,8 +1,8 @@
-"""Any iterable as a stream: generators, own file formats, other libraries' readers.
+"""Any iterable as a stream: generators, custom file formats, other libraries' readers.
 
 Each of N readers reads the iterable from its beginning and keeps every Nth sample. The
-saved position is a count: the samples before it are read again and dropped. A sample
-that fails without ending the iterable counts as a sample.
+saved position is a count: earlier samples are read again and dropped. A sample that
+fails without ending the iterable counts as a sample.
 """
 
 import asyncio
@@ -37,28 +37,28 @@ AsyncSource: TypeAlias = AsyncIterable[Any] | Callable[[], AsyncIterable[Any]]
 
 
 def from_iterable(source: Source) -> Stream[Any]:
-    """Return a stream of what ``source`` yields, read in a thread of its own.
+    """Return a stream of the samples of ``source``, read in a separate thread.
 
     Args:
-        source: An iterable that can be iterated again for every epoch, or a function
-            that returns an iterable: a generator function, say. Each reader does so.
+        source: An iterable that can be iterated again in every epoch, or a function
+            that returns one, such as a generator function. Each reader iterates it.
 
     Raises:
-        TypeError: If it is an iterator, which is over after one epoch.
+        TypeError: If it is an iterator, which can be read only once.
     """
     _check_is_no_iterator(source, "from_iterable", Iterator)
     return _Iterable(source, _SyncCursor)
 
 
 def from_async_iterable(source: AsyncSource) -> Stream[Any]:
-    """Return a stream of what ``source`` yields, read on the loop.
+    """Return a stream of the samples of ``source``, read on the loop.
 
     Args:
-        source: An async iterable, or a function that returns one: an async generator
-            function, say.
+        source: An async iterable, or a function that returns one, such as an async
+            generator function.
 
     Raises:
-        TypeError: If it is an async iterator, which is over after one epoch.
+        TypeError: If it is an async iterator, which can be read only once.
     """
     _check_is_no_iterator(source, "from_async_iterable", AsyncIterator)
     return _Iterable(source, _AsyncCursor)
@@ -67,13 +67,13 @@ def from_async_iterable(source: AsyncSource) -> Stream[Any]:
 def _check_is_no_iterator(source: object, name: str, kind: type) -> None:
     if isinstance(source, kind):
         raise TypeError(
-            f"{name} got the iterator {type(source).__name__!r}, which is over after "
-            "one epoch; pass the function that made it, or an iterable"
+            f"{name} got the iterator {type(source).__name__!r}, which can be read "
+            "only once; pass the function that made it, or an iterable"
         )
 
 
 class _Iterable(Stream[Any]):
-    """A stream of what an iterable of either colour yields."""
+    """A stream of the samples of a plain or async iterable."""
 
     def __init__(self, source: Any, cursor: Any) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class _Iterable(Stream[Any]):
         return Ahead.FREE if isinstance(self._source, Sequence) else Ahead.QUICK
 
     def describe(self) -> State:
-        """Return the name of what is iterated."""
+        """Return the name of the source."""
         return {"kind": "iterable", "function": name_of(self._source)}
 
     def __repr__(self) -> str:
@@ -99,12 +99,12 @@ class _Iterable(Stream[Any]):
 
 
 class _Cursor:
-    """Which samples are this reader's, and how many were read.
+    """Selects this reader's samples, and counts the samples read.
 
     Args:
-        source: What was passed as the source.
-        share: Which reader this is, of how many.
-        start: Samples before the position where it begins.
+        source: The user's source.
+        share: This reader's number, and the number of readers.
+        start: Samples before the starting position.
     """
 
     def __init__(self, source: Any, share: Share, start: int) -> None:
@@ -114,11 +114,11 @@ class _Cursor:
         self._read = 0
         self._iterator: Any = None
         self._has_ended = False
-        self._error: Exception | None = None  # that ended it, until it is raised
+        self._error: Exception | None = None  # error at the end, until it is raised
         self._same_errors = SameErrors()
 
     def state(self) -> State:
-        """Return how many samples were read; it is the same for all readers."""
+        """Return the number of samples read; it is the same for all readers."""
         return {"read": max(self._read, self._start)}
 
     def _made(self) -> Any:
@@ -136,21 +136,21 @@ class _Cursor:
         raise error
 
     def _mine(self, block: list[Any], *, has_ended: bool) -> list[Any]:
-        """Count samples; return those to be passed on."""
+        """Count samples; return those of this reader."""
         self._has_ended = has_ended or self._same_errors.is_stuck(block)
         before, self._read = self._read, self._read + len(block)
         reader, readers = self._share.reader, self._share.readers
         first = max(before, self._start)
         mine = block[first - before + (reader - first) % readers :: readers]
         if self._has_ended and block and type(block[-1]) is Bad:
-            # The error that ended it is every reader's, and no sample.
+            # The error that ended it goes to every reader, and is not a sample.
             self._error = block[-1].error
             return mine if (self._read - 1 - reader) % readers else mine[:-1]
         return mine
 
 
 class _SyncCursor(_Cursor):
-    """Samples of a plain iterable, all read in one thread: some iterables need that."""
+    """Reads a plain iterable in one thread, because some iterables need that."""
 
     _thread: ThreadPoolExecutor | None = None
 
@@ -195,7 +195,7 @@ class _SyncCursor(_Cursor):
 
 
 class _AsyncCursor(_Cursor):
-    """Samples of an async iterable."""
+    """Reads an async iterable."""
 
     async def pull(self, limit: int) -> list[Any]:
         """Return the next samples."""

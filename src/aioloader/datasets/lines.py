@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class JSONLinesDataset(ByteStream[Any]):
-    """Stream samples from files with one JSON value per line.
+    """Streams samples from files with one JSON value per line.
 
-    Empty lines are left out, and so is a byte order mark. A line that is no JSON is one
-    failed sample; the error names the shard and the byte offset. Values are those that
-    Python's ``json`` gives, with ``NaN`` and integers of any size; ``orjson``, if it is
-    installed, is faster and used for lines of which it makes the same.
+    Empty lines are skipped, and so is a byte order mark. A line that is not JSON is one
+    failed sample; the error names the shard and the byte offset. Values are those of
+    Python's ``json``, with ``NaN`` and integers of any size; ``orjson``, if installed,
+    is faster and used for lines where it gives the same result.
 
     Args:
         addresses: Paths or URLs, such as ``"https://host/{0..9}.jsonl.zst"``.
@@ -45,13 +45,13 @@ class JSONLinesDataset(ByteStream[Any]):
 
 
 class TextDataset(ByteStream[str]):
-    """Stream lines of text, without their ends.
+    """Streams lines of text, without their ends.
 
     Args:
         addresses: Paths or URLs.
-        encoding: Of the text, in which a line feed is one byte. A line that is not in
-            it is one failed sample. A byte order mark of UTF-8 at the beginning of a
-            file is dropped.
+        encoding: Encoding of the text; its line feed must be one byte. A line that it
+            cannot decode is one failed sample. A UTF-8 byte order mark at the beginning
+            of a file is dropped.
         max_sample_bytes: As for ``TarDataset``.
         options: As for ``TarDataset``.
     """
@@ -80,12 +80,12 @@ class TextDataset(ByteStream[str]):
         super().__init__(addresses, make, **options)
 
     def describe(self) -> dict[str, Any]:
-        """Return what a state is bound to; the encoding too."""
+        """Return what a state depends on, including the encoding."""
         return {**super().describe(), "encoding": self._encoding}
 
 
 class _TextDecoder:
-    """Lines of text to strings."""
+    """Decodes lines of text."""
 
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding

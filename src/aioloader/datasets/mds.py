@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 class MDSDataset(StoredStream[dict[str, Any]]):
-    """Stream samples from MDS shards.
+    """Streams samples from MDS shards.
 
-    A sample is a dict of its columns, decoded as MosaicML Streaming does it: numbers,
-    text, bytes, JSON, arrays (copied), and pictures by Pillow. Plain, gzip and
-    zstandard; a plain shard is resumed at any sample without a look at what was
-    before, and cut where there are fewer shards than readers.
+    A sample is a dict of its columns, decoded like MosaicML Streaming: numbers, text,
+    bytes, JSON, arrays (copied), and pictures by Pillow. Plain, gzip and zstandard; a
+    plain shard can resume at any sample without reading earlier ones, and is cut if
+    there are fewer shards than readers.
 
     Args:
-        addresses: Directories that have an ``index.json``, paths or URLs.
+        addresses: Directories with an ``index.json``, as paths or URLs.
         allow_unsafe_types: Whether columns of pickles are loaded, which runs code of
-            whoever wrote them.
+            their author.
         options: As for ``TarDataset``.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Map-style datasets of bytes that have names: decoded, and labelled by folder.
+"""Map-style datasets of named bytes: decoded, and labelled by folder.
 
-Both are views of another dataset: they read through it, several event loops may do so,
-and they may be pickled if it may be.
+Both are views of another dataset: they read through it, from several event loops too,
+and can be pickled if it can be.
 """
 
 import abc
@@ -37,14 +37,14 @@ class Named(HasLifespan):
     def decode(self, *specs: Spec) -> "Named":
         """Return the dataset with its bytes decoded by the extension of their names.
 
-        That is done in threads, as many at a time as the loader reads samples. In
-        worker processes ``transform=Decoder("torch")`` of a loader does the same.
+        Decoding runs in threads, for as many samples as the loader reads at a time. For
+        worker processes, use the loader's ``transform=Decoder("torch")``.
 
         Args:
             specs: As for ``Decoder``: ``"pil"``, ``"torch"``...
 
         Raises:
-            ValueError: If a word is not known.
+            ValueError: If a word is unknown.
             ImportError: If pictures are to be decoded, and Pillow is not installed.
         """
         return DecodedDataset(self, Decoder(*specs))
@@ -56,25 +56,25 @@ class Named(HasLifespan):
         classes: Sequence[str] | None = None,
         extensions: Iterable[str] = FOLDER_EXTENSIONS,
     ) -> "ClassFolders":
-        """Return the dataset with labels by folder, as torchvision's ``ImageFolder``.
+        """Return the dataset with labels by folder, like torchvision's ``ImageFolder``.
 
         Looks up the folders of a ``FileDataset``, which blocks.
 
         Args:
-            root: Folder that has one folder for each class; names begin with it.
+            root: Folder with one folder for each class; names start with it.
             classes: The classes, in the order of their labels. Default: the folders,
-                sorted; give those of the training set to the others.
-            extensions: What counts; other files are passed over. Default: torchvision's
+                sorted; pass those of the training set for the other sets.
+            extensions: Files to include; others are skipped. Default: torchvision's
                 (not ``gif``). Empty: all files.
 
         Raises:
-            ValueError: If a file lies in no class folder or in that of no class, or
-                without ``classes`` if a folder has no file that counts.
+            ValueError: If a file is in no class folder or in that of an unknown class,
+                or without ``classes`` if a folder has no included file.
         """
         return ClassFolders(self, root, classes=classes, extensions=extensions)
 
     def folders(self, root: str) -> list[str]:  # noqa: ARG002  (stores have none)
-        """Return the folders in ``root`` that are there although they may be empty."""
+        """Return the folders in ``root`` that exist, even if empty."""
         return []
 
 
@@ -82,8 +82,8 @@ class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):
     """The samples of a dataset of bytes, decoded in threads.
 
     Args:
-        dataset: Where the bytes come from.
-        decoder: What they become.
+        dataset: The dataset of bytes.
+        decoder: Decodes them.
     """
 
     __iter__: ClassVar[None] = None
@@ -101,7 +101,7 @@ class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):
         """Read and decode one sample.
 
         Raises:
-            DecodeError: If the bytes are not what the name says.
+            DecodeError: If the bytes do not match the name's extension.
             DatasetError: If they cannot be read.
         """
         data = await self.dataset[index]
@@ -110,7 +110,7 @@ class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):
         return await asyncio.to_thread(self.decoder.decode, data, extension, name)
 
     def lifespan(self) -> AbstractAsyncContextManager[Any]:
-        """Return that of the dataset."""
+        """Return the lifespan of the dataset."""
         return self.dataset.lifespan()
 
     def folders(self, root: str) -> list[str]:
@@ -124,14 +124,14 @@ class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):
 class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
     """Samples with the number of the folder they are in: ``(bytes, label)``.
 
-    The order is torchvision's: by class, folder and name. Memory holds the names once
-    more, and 16 bytes for each.
+    The order is torchvision's: by class, folder and name. Memory holds the names a
+    second time, and 16 bytes for each.
 
     Args:
         dataset: The files or objects.
         root: As for ``Named.class_folders``, as are the others.
         classes: The classes, by label.
-        extensions: What counts.
+        extensions: Extensions to include.
 
     Attributes:
         classes: Names of the classes, by label.
@@ -189,7 +189,7 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
         """Read one sample.
 
         Returns:
-            What the dataset gives, and the label.
+            The dataset's sample, and the label.
 
         Raises:
             IndexError: If ``index`` is out of range.
@@ -206,7 +206,7 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
         return clone
 
     def lifespan(self) -> AbstractAsyncContextManager[Any]:
-        """Return that of the dataset."""
+        """Return the lifespan of the dataset."""
         return self.dataset.lifespan()
 
     def __repr__(self) -> str:
@@ -217,10 +217,10 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
 def _labelled(
     names: NameTable, start: str, wanted: Collection[str]
 ) -> list[tuple[str, str, str, int]]:
-    """Return class, folder, base name and index of what counts, in order.
+    """Return class, folder, base name and index of included files, in order.
 
     Raises:
-        ValueError: If nothing counts, or something lies in no class folder.
+        ValueError: If no file is included, or one is in no class folder.
     """
     found: list[tuple[str, str, str, int]] = []
     for at, name in enumerate(names):
@@ -230,8 +230,8 @@ def _labelled(
         label, slash, _ = name.removeprefix(start).partition("/")
         if not name.startswith(start) or not slash or not label:
             raise ValueError(
-                f"{name!r} lies in no class folder of {start or 'the dataset'}: move "
-                f"it, list what is in folders only ('*/**/*'), or give the folder that "
+                f"{name!r} is in no class folder of {start or 'the dataset'}: move it, "
+                f"list only files in folders ('*/**/*'), or pass the folder that "
                 f"has the class folders as root"
             )
         found.append((label, folder, base, at))
@@ -247,7 +247,7 @@ def _check_full(empty: Sequence[str], wanted: Collection[str]) -> None:
         raise ValueError(
             f"no file with an extension of {', '.join(sorted(wanted))} in the class "
             f"folders {', '.join(map(repr, empty))}: without them other classes would "
-            f"have other labels; remove the folders, or give classes"
+            f"have other labels; remove the folders, or pass classes"
         )
 
 
@@ -255,6 +255,6 @@ def _check_known(folders: Collection[str], known: Collection[str]) -> None:
     unknown = sorted(folder for folder in folders if folder not in known)
     if unknown:
         raise ValueError(
-            f"files lie in folders of no class: {', '.join(map(repr, unknown))}; there "
+            f"files are in folders of no class: {', '.join(map(repr, unknown))}; there "
             f"are {len(known)} classes: {', '.join(map(repr, known))}"
         )

@@ -2,8 +2,8 @@
 
 Order is the order of the given keys, or sorted for a listing. Memory holds the keys
 (two buffers), their sizes if listed, and the reads in flight. With a size known from a
-listing, one ranged request does what else takes two steps: for 100 KB over loopback
-HTTP that saves a quarter to a third of the CPU (119 to 90 us; 20 to 15 on the loop).
+listing, one ranged request replaces two steps: for 100 KB over loopback HTTP that saves
+a quarter to a third of the CPU (119 to 90 us; 20 to 15 on the loop).
 """
 
 import asyncio
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 
 class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
-    """Read whole objects of a store, many at a time, by ``async def __getitem__``.
+    """Reads whole objects of a store, many at a time, by ``async def __getitem__``.
 
     Several event loops may read one dataset at once. It may be pickled if no option is
-    a secret: credentials belong in the environment or a ``credential_provider``. The
-    store of a URL is made in each process, at its first read. As an async context
-    manager it ends with ``aclose``; a loader sees to that.
+    a secret: credentials belong in the environment or a ``credential_provider``. Each
+    process makes the store of a URL at its first read. As an async context manager it
+    ends with ``aclose``; a loader does this.
 
     Args:
         store: ``s3://bucket/train``, ``gs://``, ``az://``, ``https://`` or ``file://``
@@ -55,10 +55,9 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
             event loop use ``await ObjectDataset.discover(...)``.
         prefix: Whole path segments that listed keys start with.
         store_options: Options of the store that a URL names, such as ``{"region":
-            "eu-west-1"}``: those that ``obstore.store.from_url`` takes.
-        requests: How reads that failed are tried again. The first try is the store's
-            own, with its retries and its timeout (of 30 s); so is it with ``hedge``
-            off.
+            "eu-west-1"}``: those of ``obstore.store.from_url``.
+        requests: How failed reads are retried. The first attempt is the store's own,
+            with its retries and its timeout (of 30 s), unless ``hedge`` is on.
 
     Raises:
         ImportError: If obstore is not installed.
@@ -99,7 +98,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
         self._requests = policy_of(requests)
         self._readers = PerLoop(partial(ObjectReader, self._requests))
         self._sizes: npt.NDArray[np.int64] | None = None
-        self._keys = NameTable(())  # for a repr, if listing fails
+        self._keys = NameTable(())  # for the repr, if listing fails
         if keys is None:
             keys = list_blocking(self._source, prefix, self._requests)
         if isinstance(keys, Listing):
@@ -146,7 +145,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
 
     @property
     def names(self) -> NameTable:
-        """The same, under the name that all datasets of named bytes have."""
+        """The keys, under the name that all datasets of named bytes have."""
         return self._keys
 
     def __len__(self) -> int:
@@ -160,14 +159,14 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
 
         Returns:
             A read-only buffer of the contents, owned by the caller; ``memoryview``,
-            ``np.frombuffer`` and ``io.BytesIO`` take it as it is.
+            ``np.frombuffer`` and ``io.BytesIO`` accept it directly.
 
         Raises:
             IndexError: If ``index`` is out of range.
             ObjectNotFoundError: If the store has no such object.
             ObjectPermissionError: If the store refuses access.
-            TruncatedReadError: If the body has another length than was announced.
-            DatasetError: If reading failed otherwise, whatever was tried.
+            TruncatedReadError: If the body differs in length from the announcement.
+            DatasetError: If reading failed otherwise, after all retries.
         """
         position = self._keys.position(index)
         key = self._keys[position]
@@ -176,7 +175,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
         attempt = partial(self._read, reader, key, size)
         failed: DatasetError | None = None
         if not self._requests.hedge:
-            # Without a second timeout beside the store's own: it costs 5 us.
+            # Without a second timeout in addition to the store's, which costs 5 us.
             try:
                 return await attempt()
             except RefusedError as refused:
@@ -189,8 +188,8 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
         """Read one object, once.
 
         Raises:
-            DatasetError: If another try may help.
-            RefusedError: If it will not.
+            DatasetError: If a retry may help.
+            RefusedError: If not.
         """
         store = await self._source.opened()
         failure: Exception
@@ -200,12 +199,12 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
             failure = truncated(self._source.locate(key), exc)
         except reader.errors as exc:
             failure = read_failure(self._source.locate(key), exc, reason_of(exc))
-        # So a traceback shows neither obstore's text (context) nor the store (local).
+        # A traceback then shows neither obstore's text (context) nor the store (local).
         del store
         raise failure
 
     def lifespan(self) -> Self:
-        """Return itself: what a loader enters on each loop that reads the dataset."""
+        """Return itself, the context that a loader enters on each reading loop."""
         return self
 
     async def __aenter__(self) -> Self:
@@ -226,8 +225,8 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
     async def aclose(self, seconds: float = 5.0) -> None:
         """Wait for this loop's requests in flight, and drop idle connections.
 
-        A process that ends with requests in flight, cancelled ones too, may crash in
-        obstore. The dataset stays usable.
+        A process that ends with requests in flight, including cancelled ones, may crash
+        in obstore. The dataset stays usable.
 
         Args:
             seconds: How long requests may take before they are cancelled.

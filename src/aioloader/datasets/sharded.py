@@ -1,4 +1,4 @@
-"""Streams of shards: order, lanes and shares, for every format alike."""
+"""Streams of shards: order, lanes and shares, common to all formats."""
 
 import asyncio
 import re
@@ -73,29 +73,29 @@ Sample_co = TypeVar("Sample_co", covariant=True)
 MAX_BYTES = 128 << 20
 MAX_SAMPLE_BYTES = 1 << 28
 _MANY = 1 << 10
-# Orders of passes that are kept for all readers here.
+# Orders of passes that are cached for all readers here.
 _ORDERS = 2
 
 
 class ShardedStream(Stream[Sample_co]):
-    """A stream that is made of shards.
+    """A stream of shards.
 
-    Its samples come from ``interleave`` lanes that take turns. The shards, permuted
-    anew in each epoch if ``shuffle`` is set, are spread over the lanes; each lane reads
-    its shards one after the other. Readers (one for each rank and worker, if
-    ``readers`` does not say otherwise) take whole lanes: nothing is read twice and
-    nothing left out, whatever the counts; so there must be a shard for each. A state
-    can be loaded where the shards have the same names in the same order, in whichever
-    directory, bucket or host they all are.
+    Its samples come from ``interleave`` lanes that take turns. The shards, permuted in
+    each epoch if ``shuffle`` is set, are spread over the lanes; each lane reads its
+    shards one after the other. Readers (one for each rank and worker, unless
+    ``readers`` sets their number) take whole lanes: nothing is read twice and nothing
+    left out, whatever the numbers, so there must be a shard for each. A state can be
+    loaded where the shards have the same names in the same order, whatever their common
+    directory, bucket or host.
 
     Args:
-        made_by: How shards are listed and opened.
+        made_by: The format, which lists and opens shards.
         shuffle: Whether the shards are permuted.
         seed: Key of the permutation.
-        interleave: How many shards are open at once; at least as many as readers.
-        deterministic: Whether lanes take turns strictly; else samples come from
-            whichever lane has some, and the order differs from run to run, so that
-            another number of ranks cannot go on with it.
+        interleave: Number of shards open at once; at least the number of readers.
+        deterministic: Whether lanes take turns strictly; otherwise samples come from
+            whichever lane has some, and the order differs from run to run, so another
+            number of ranks cannot resume it.
         max_bytes: Bytes that one rank, or worker, reads ahead in all: its lanes have
             equal parts, and each takes what one read needs even if that is more.
 
@@ -103,7 +103,7 @@ class ShardedStream(Stream[Sample_co]):
         ValueError: If ``interleave`` or ``max_bytes`` is below 1.
     """
 
-    # What tells streams of one description apart, on all ranks alike.
+    # Distinguishes streams of equal description, alike on all ranks.
     _place = ""
 
     @names_options
@@ -133,8 +133,8 @@ class ShardedStream(Stream[Sample_co]):
 
         Raises:
             StateMismatchError: If the state is of other shards.
-            ValueError: If there are too few, or if ranks or readers are to take turns
-                at lanes that do not.
+            ValueError: If there are too few, or if ranks or readers must take turns
+                with lanes that do not.
         """
         share = reading.share
         if share.in_turns and not self._deterministic:
@@ -164,12 +164,12 @@ class ShardedStream(Stream[Sample_co]):
         return _Sharded(kind(opened, state), summary)
 
     def ahead(self) -> Ahead:
-        """Return how far it may be read ahead: not if it may be others later."""
+        """Return how far it may be read ahead: not if its order may change."""
         changes = getattr(self.made_by, "changes", False)
         return Ahead.FREE if self._deterministic and not changes else Ahead.NEVER
 
     def describe(self) -> State:
-        """Return what the format says, and the order of shards and lanes."""
+        """Return the format's description, and the order of shards and lanes."""
         order = {"shuffle": self._shuffle, "seed": self._seed if self._shuffle else 0}
         return {
             "kind": type(self).__name__,
@@ -185,7 +185,7 @@ class ShardedStream(Stream[Sample_co]):
         """Return the shards that all ranks have, and their summary.
 
         Raises:
-            DatasetError: If other ranks have found others.
+            DatasetError: If other ranks have found other shards.
         """
         if reading.agreement is None:
             return await self._list(reading.stack, known, reading.share.readers)
@@ -201,18 +201,18 @@ class ShardedStream(Stream[Sample_co]):
                     reading.stack.push_async_callback(stack.pop_all().aclose)
                     return shards, summary
             if theirs is not None:
-                break  # a format that can take over the others' cuts has done so
+                break  # a format that can adopt the others' cuts has done so
         raise question.refuse(summary)
 
     async def _list(
         self, stack: AsyncExitStack, known: Summary | None, readers: int
     ) -> tuple[Sequence[Shard], Summary]:
-        """Return all shards, cut if too few, and what a state holds of them."""
+        """Return all shards, cut if too few, and their summary for a state."""
         shards = await self.made_by.shards(stack, known)
         made_by = self.made_by
         if isinstance(made_by, CutsShards) and made_by.count(shards) < readers:
             shards = await made_by.cut(shards, readers)
-        # For many shards it takes a while, beside the loop then.
+        # In a thread, because many shards take a while.
         summarise = self.made_by.summary
         is_long = len(shards) > _MANY
         summary = (
@@ -224,7 +224,7 @@ class ShardedStream(Stream[Sample_co]):
         """Return the order of the shards; the same object for all readers here."""
         if not self._shuffle:
             return range(count)
-        # Of each pass of ``repeat``; readers here may be in different ones.
+        # For each pass of ``repeat``; readers here may be in different ones.
         orders = reading.listed.setdefault((id(self), "orders"), {})
         found: Sequence[int] | None = orders.get(reading.epoch)
         if found is None:
@@ -264,7 +264,7 @@ def _whole(order: ShuffledIndices) -> list[int]:
 
 
 class _Dealt(Sequence[Shard]):
-    """The shards of one lane, looked up as they come: there may be millions."""
+    """The shards of one lane, looked up on access: there may be millions."""
 
     def __init__(
         self, shards: Sequence[Shard], order: Sequence[int], lane: int, lanes: int
@@ -280,7 +280,7 @@ class _Dealt(Sequence[Shard]):
 
 
 class _Sharded:
-    """Lanes, and what is to be known of the shards when their state is loaded."""
+    """Lanes, with the summary of the shards that their state needs."""
 
     def __init__(self, lanes: Interleaved, summary: Summary) -> None:
         self._lanes = lanes
@@ -290,32 +290,32 @@ class _Sharded:
         self.aclose = lanes.aclose
 
     def state(self) -> State:
-        """Return where the lanes are."""
+        """Return the state of the lanes."""
         return {"shards": self._summary, **self._lanes.state()}
 
 
 class StoredFormat(ShardFormat, Protocol):
-    """A format of shards that lie in a store."""
+    """A format of shards in a store."""
 
     def cached(self, cache: CacheDir) -> Self:
         """Return the same format, with shards read through a cache."""
 
 
 class StoredStream(ShardedStream[Sample_co]):
-    """A stream of shards that lie on disk, in a store or on the web.
+    """A stream of shards on disk, in a store or on the web.
 
     Args:
-        addresses: Paths or URLs, one or many: with ``{000..127}`` and ``{a,b}`` spelled
-            out, and ``*`` looked up.
-        made_by: Makes the format of the shards from their addresses and where they lie.
+        addresses: Paths or URLs, one or many; ``{000..127}`` and ``{a,b}`` are
+            expanded, ``*`` is looked up.
+        made_by: Makes the format of the shards from their addresses and ``Places``.
         store: What ``addresses`` are relative to: a URL, a directory or a store of
             obstore.
         store_options: Options of the store that a URL names, such as
-            ``{"region": "eu-west-1", "client_options": {"timeout": "60s"}}``; those
-            that ``obstore.store.from_url`` takes.
+            ``{"region": "eu-west-1", "client_options": {"timeout": "60s"}}``; those of
+            ``obstore.store.from_url``.
         requests: How requests that fail or stall are treated.
-        cache: A directory where what is read from a store is kept.
-        cache_bytes: Bound of that, in bytes; the least recently used goes first.
+        cache: A directory that keeps the bytes read from a store.
+        cache_bytes: Its size limit; the least recently used entries are evicted first.
         order: As for ``ShardedStream``.
     """
 
@@ -345,7 +345,7 @@ class StoredStream(ShardedStream[Sample_co]):
     def cache(
         self, directory: "str | os.PathLike[str]", max_bytes: int = CACHE_BYTES
     ) -> Self:
-        """Return the stream with what it reads from a store kept in a directory."""
+        """Return the stream with its reads from a store cached in a directory."""
         clone = self._clone()
         clone.made_by = self.made_by.cached(CacheDir(directory, max_bytes))
         return clone
@@ -365,7 +365,7 @@ def _cache_of(
 
 
 def _place_of(addresses: "list[Address]", store: Any) -> str:
-    """Return where shards lie, as far as it is the same if some come or go."""
+    """Return the place of shards, as far as it is stable when some come or go."""
     root = str(store) if isinstance(store, (str, PurePath)) else type(store).__name__
     root = shown_address(store if isinstance(store, Sealed) else root)
     first = min(map(shown_address, addresses), default="")
@@ -374,16 +374,16 @@ def _place_of(addresses: "list[Address]", store: Any) -> str:
 
 
 class ByteStream(StoredStream[Sample_co]):
-    """A stream of shards that are cut by a parser.
+    """A stream of shards cut by a parser.
 
     Args:
         addresses: As for ``StoredStream``. Names ending in ``.gz`` or ``.zst`` are
-            unpacked.
+            decompressed.
         make: Makes a parser from a shard's address and its first byte.
         options: As for ``StoredStream``.
 
     Attributes:
-        cuts: Says where a shard can be cut, for more readers; None: nowhere.
+        cuts: Finds where a shard can be cut, for more readers; None: nowhere.
     """
 
     cuts: ClassVar[Cuts | None] = None

@@ -1,9 +1,9 @@
 """Tables of databases: their rows by key, many at a time.
 
-Order is the order of the keys, sorted. Memory holds the keys (8 bytes each if they are
-integers) and the rows that were asked for. Rows of one batch are read by one query: of
-PostgreSQL, 1,024 narrow ones take 8 us each, and 185 by queries of their own; 64 of 100
-KB 71 us, and 238.
+Order is the order of the keys, sorted. Memory holds the keys (8 bytes each if integers)
+and the requested rows. One query reads the rows of a batch: from PostgreSQL, 1,024
+narrow ones take 8 us each, against 185 with one query each; 64 of 100 KB take 71 us,
+against 238.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ Row: TypeAlias = dict[str, Any]
 
 
 class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
-    """Read rows of a table by key, by ``async def __getitem__``, a batch in one query.
+    """Reads rows of a table by key, by ``async def __getitem__``, one query per batch.
 
     A row is a dict of column name to Python value. Several event loops may read one
     dataset at once, each with its own connections; a loader closes them (``aclose``).
@@ -62,7 +62,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         keys: The rows of the dataset, in order. Default: list them now, sorted, which
             blocks; on an event loop use ``await SQLRows.discover(...)``.
         connections: How many queries run at once.
-        deadline: Seconds that a lost connection may take to come back.
+        deadline: Seconds in which a lost connection must be restored.
         numeric: As for ``SQLDataset``: ``"decimal"`` or ``"float"``.
         infinity: As for ``SQLDataset``: ``"error"`` or ``"null"``.
 
@@ -95,7 +95,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         wanted = None if columns is None else tuple(columns)
         self._source = Source(table, key, wanted)
         if self._source.is_query:
-            raise ValueError("table must be a table: give a query a name by a view")
+            raise ValueError("table must be a table: name a query by creating a view")
         is_url = isinstance(url, (str, Sealed))
         self._pool: asyncpg.Pool | None = None if is_url else url
         if self._pool is not None and not hasattr(url, "acquire"):
@@ -185,7 +185,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         """Read rows by one query.
 
         Args:
-            indices: Positions in ``keys``; one may come twice.
+            indices: Positions in ``keys``; duplicates are allowed.
 
         Returns:
             The rows, in the order of ``indices``.
@@ -208,7 +208,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         )
 
     def lifespan(self) -> Self:
-        """Return itself: what a loader enters on each loop that reads the dataset."""
+        """Return itself, the context that a loader enters on each reading loop."""
         return self
 
     async def __aenter__(self) -> Self:
@@ -248,7 +248,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         return int(key) if isinstance(key, np.integer) else key
 
     def _list(self) -> Keys:
-        """List in a thread of its own: the caller's may have a loop that runs."""
+        """List in a separate thread: the caller's may have a running loop."""
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(asyncio.run, self._list_here()).result()
 
@@ -265,7 +265,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         raise failure
 
     async def _find(self, keys: list[Any]) -> dict[Any, Any]:
-        """Return the rows that exist, by key, in spite of lost connections."""
+        """Return the rows that exist, by key, across lost connections."""
         self._check_loop()
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._deadline
@@ -310,7 +310,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         )
 
     def _check_loop(self) -> None:
-        """See that a pool is used on its own loop only.
+        """Check that a pool is used only on its own loop.
 
         Raises:
             RuntimeError: If it is not.
@@ -321,11 +321,11 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         if theirs not in {None, asyncio.get_running_loop()}:
             raise RuntimeError(
                 "the asyncpg pool belongs to another event loop; pass loop='caller' to "
-                "the loader, or a URL instead of the pool; list keys by discover()"
+                "the loader, or a URL instead of the pool; list keys with discover()"
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle may hold.
+        """Return the pickled state.
 
         Raises:
             pickle.PicklingError: If there is a pool, or a password in the URL.
@@ -347,7 +347,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
 
 
 class _Here:
-    """What one event loop asks with.
+    """The connections of one event loop.
 
     Attributes:
         lookup: The connections.

@@ -1,10 +1,9 @@
-"""Streams: datasets that are read from the front, shard by shard, and made of steps.
+"""Streams: datasets read from the front, shard by shard, and composed of steps.
 
 A stream is a description; iterating opens a cursor over it. Its methods return new
 streams. The order is a function of the seed, the epoch and the numbers of lanes and of
-readers; its state is a position, small and independent of what was read ahead. Memory
-holds what is read ahead (``max_bytes``) and, per reader, two windows of each
-``shuffle``.
+readers; its state is a position, small and independent of read-ahead. Memory holds the
+read-ahead (``max_bytes``) and, per reader, two windows of each ``shuffle``.
 """
 
 import operator
@@ -62,8 +61,8 @@ class Stream(Iterated[Sample_co]):
         """Return the stream of ``function(sample)``.
 
         A coroutine function runs on the loop, ``concurrency`` samples at a time and in
-        order; a plain one in a thread. What should run in worker processes is the
-        loader's ``transform``.
+        order; a plain one in a thread. For worker processes, use the loader's
+        ``transform``.
         """
         check_at_least(concurrency, 1, "concurrency")
         is_async = is_async_function(function)
@@ -76,29 +75,29 @@ class Stream(Iterated[Sample_co]):
     def decode(self, *specs: Spec) -> "Stream[Any]":
         """Return the stream with bytes decoded by extension, in threads.
 
-        ``decode("torch")`` makes tensors of pictures, and what it says of ``cls``,
-        ``json``, ``txt``... Samples that cannot be decoded fail, as in ``map``.
+        ``decode("torch")`` makes tensors of pictures, and values of ``cls``, ``json``,
+        ``txt``... Samples that cannot be decoded fail, as in ``map``.
 
         Args:
             specs: As for ``Decoder``.
 
         Raises:
-            ValueError: If a word is not known.
+            ValueError: If a word is unknown.
             ImportError: If pictures are to be decoded, and Pillow is not installed.
         """
         decoder = Decoder(*specs)
         return _Step(self, _Making(Decoded, decoder), "decode", **decoder.describe())
 
     def filter(self, function: Callable[[Any], Any]) -> "Stream[Sample_co]":
-        """Return the stream of those samples for which ``function`` says yes."""
+        """Return the stream of the samples for which ``function`` returns true."""
         making = _Making(Filtered, function, is_async=is_async_function(function))
         return _Step(self, making, "filter", function=name_of(function))
 
     def shuffle(self, size: int, *, seed: int = 0) -> "Stream[Sample_co]":
         """Return the stream with each window of ``size`` samples permuted.
 
-        Another permutation for each window and epoch. Shards that are interleaved
-        bring samples of many places into one window.
+        The permutation differs for each window and epoch. Interleaved shards bring
+        samples of many places into one window.
         """
         check_at_least(size, 1, "size")
         return _Shuffle(self, size, operator.index(seed))
@@ -114,9 +113,9 @@ class Stream(Iterated[Sample_co]):
         return _Step(self, _Making(Skipped, count), "skip", count=count)
 
     def repeat(self, times: int | None = None) -> "Stream[Sample_co]":
-        """Return the stream that begins again at its end, ``times`` times in all.
+        """Return the stream repeated ``times`` times.
 
-        Each pass is shuffled differently. Without ``times`` it has no end.
+        Each pass is shuffled differently. Without ``times`` it is endless.
         """
         if times is not None:
             check_at_least(times, 1, "times")
@@ -125,13 +124,13 @@ class Stream(Iterated[Sample_co]):
     def epoch_length(self, count: int) -> "Stream[Sample_co]":
         """Return the stream with epochs of ``count`` samples, of all ranks together.
 
-        It begins again as often as is needed, so that ranks whose shards are uneven
-        have equal numbers of batches, and no one waits for another at the end. For that
-        it is the last step: with ``on_error="skip"`` the next samples then take the
-        places of those that failed, but not with ``readers``. Where ranks do not divide
-        ``count``, the loader's ``tail`` says what becomes of the last samples. Each
-        epoch begins at the beginning: with ``shuffle`` it has other samples, without it
-        the same.
+        It repeats as often as needed, so ranks with uneven shards have equal numbers of
+        batches, and none waits for another at the end. For that it must be the last
+        step: with ``on_error="skip"`` later samples then replace failed ones, but not
+            with
+        ``readers``. If the number of ranks does not divide ``count``, the loader's
+        ``tail`` decides about the last samples. Each epoch starts at the beginning:
+        with ``shuffle`` it has other samples, without it the same.
         """
         check_at_least(count, 1, "count")
         return _EpochLength(self, count)
@@ -144,15 +143,15 @@ class Stream(Iterated[Sample_co]):
 
     def cache(
         self,
-        directory: "StrPath",  # noqa: ARG002  (for those that have shards)
+        directory: "StrPath",  # noqa: ARG002  (used where there are shards)
         max_bytes: int = CACHE_BYTES,  # noqa: ARG002
     ) -> "Stream[Sample_co]":
-        """Return the stream with what its shards are read from kept in a directory.
+        """Return the stream with its shards' bytes cached in a directory.
 
-        Workers and other processes share it; the least recently used goes first.
+        Workers and other processes share it; the least recently used entries go first.
 
         Raises:
-            TypeError: If it is read from no store.
+            TypeError: If it does not read from a store.
         """
         raise TypeError(f"{self!r} has no shards that could be cached")
 
@@ -165,25 +164,25 @@ class Stream(Iterated[Sample_co]):
     ) -> "Stream[Any]":
         """Return a stream that draws each sample from this or another stream.
 
-        Its ranks and readers are those of this one.
+        The ranks and readers of this stream apply.
 
         Args:
             others: The other streams.
             weights: Probability of each stream, this one first; default: equal.
             seed: Key of the draws, which also depend on the epoch.
-            until: ``"all"``: those that are left go on when one ends; ``"first"``:
-                the end of one is the end.
+            until: ``"all"``: when one stream ends, the others continue; ``"first"``:
+                the mixture ends with the first.
 
         Raises:
             ValueError: If there is not one positive weight for each stream, or if
-                another one has ranks or readers of its own.
+                another one has separate ranks or readers.
         """
         streams = (self, *others)
         for other in others:
             if other.ranks not in {None, self.ranks}:
-                raise ValueError(f"shard() is for all that is mixed, not {other!r}")
+                raise ValueError(f"shard() applies to the mixture, not {other!r}")
             if other.num_readers not in {None, self.num_readers}:
-                raise ValueError(f"readers() is for all that is mixed, not {other!r}")
+                raise ValueError(f"readers() applies to the mixture, not {other!r}")
         weights = [float(one) for one in weights or [1.0] * len(streams)]
         if len(weights) != len(streams) or min(weights) <= 0:
             raise ValueError(
@@ -202,7 +201,7 @@ _ONE_TO_ONE = {"decode", "map"}
 
 
 class _Making:
-    """A step to be: its cursor and that one's arguments; it can be pickled."""
+    """Makes a step's cursor from its arguments; can be pickled."""
 
     def __init__(self, cursor: Any, *args: Any, **options: Any) -> None:
         self._cursor, self._args, self._options = cursor, args, options
@@ -236,7 +235,7 @@ class _Over(Stream[Any]):
         return self.upstream.ahead()
 
     def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:  # noqa: ARG002
-        """Return the stream whose source is so; this step may fail after it."""
+        """Return the stream with its source evened; this step may fail after it."""
         clone = self._clone()
         clone.upstream = self.upstream.evened(tail)
         return clone
@@ -249,7 +248,7 @@ class _Step(_Over):
         upstream: The other one.
         making: Makes the cursor.
         kind: Name of the step.
-        parameters: Those of ``describe``.
+        parameters: The step's part of ``describe``.
     """
 
     def __init__(
@@ -261,7 +260,7 @@ class _Step(_Over):
         self._parameters = parameters
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return the step's cursor over that of the stream before it."""
+        """Return the step's cursor over that of the previous step."""
         upstream = await self.upstream.open(reading, state.get("up", {}))
         return self._making.make(upstream, state)
 
@@ -269,11 +268,11 @@ class _Step(_Over):
         return f"{self.upstream!r}.{self._kind}(...)"
 
     def total(self) -> int | None:
-        """Return the length of an epoch, if it is known."""
+        """Return the length of an epoch, if known."""
         return self.upstream.total() if self._kind in _ONE_TO_ONE else None
 
     def describe(self) -> State:
-        """Return the step's parameters, and the stream before it."""
+        """Return the step's parameters, and the previous stream."""
         upstream = self.upstream.describe()
         return {"kind": self._kind, **self._parameters, "of": upstream}
 
@@ -287,7 +286,7 @@ class _Shuffle(_Over):
         self._seed = seed
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor that permutes windows of the stream before it."""
+        """Return a cursor that permutes windows of the previous stream."""
         upstream = await self.upstream.open(reading, state.get("up", {}))
 
         def order(number: int, length: int) -> ShuffledIndices:
@@ -298,11 +297,11 @@ class _Shuffle(_Over):
         return Shuffled(upstream, self._size, order, state)
 
     def total(self) -> int | None:
-        """Return the length of an epoch, if it is known."""
+        """Return the length of an epoch, if known."""
         return self.upstream.total()
 
     def describe(self) -> State:
-        """Return size and seed, and the stream before it."""
+        """Return size and seed, and the previous stream."""
         of = self.upstream.describe()
         return {"kind": "shuffle", "size": self._size, "seed": self._seed, "of": of}
 
@@ -311,7 +310,7 @@ class _Shuffle(_Over):
 
 
 class _Repeat(_Over):
-    """A stream that begins again."""
+    """A repeated stream."""
 
     def __init__(self, upstream: Stream[Any], times: int | None) -> None:
         super().__init__(upstream)
@@ -328,7 +327,7 @@ class _Repeat(_Over):
         return Repeated(cursor, open_pass, self._times, state)
 
     def describe(self) -> State:
-        """Return how often, and what is repeated."""
+        """Return the number of passes, and the repeated stream."""
         of = self.upstream.describe()
         return {"kind": "repeat", "times": self._times, "of": of}
 
@@ -369,7 +368,7 @@ class _EpochLength(_Over):
         return made
 
     def describe(self) -> State:
-        """Return the length, and what the epochs are made of."""
+        """Return the length, and the source of the samples."""
         of = self.upstream.describe()
         return {"kind": "epoch_length", "count": self._count, "of": of}
 
@@ -408,7 +407,7 @@ class _Mix(Stream[Any]):
         )
 
     def describe(self) -> State:
-        """Return how the streams are mixed, and what each is."""
+        """Return how the streams are mixed, and their descriptions."""
         return {
             "kind": "mix",
             "streams": [stream.describe() for stream in self.streams],

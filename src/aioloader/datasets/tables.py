@@ -1,7 +1,8 @@
 """Streams of tables: Parquet files, Arrow files and databases, in columns.
 
 A row is a dict of column to value. A loader with the default collate function never
-makes rows: each batch is cut out of the columns, and becomes one tensor per column.
+makes
+rows: each batch is cut from the columns, and becomes one tensor per column.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ Row = dict[str, Any]
 
 
 class _TableFiles(StoredStream[Row]):
-    """What both kinds of files share."""
+    """The part that both kinds of files share."""
 
     _format: ClassVar[type[TableFormat[Any]]]
 
@@ -53,26 +54,25 @@ class _TableFiles(StoredStream[Row]):
 
 
 class ParquetDataset(_TableFiles):
-    """Stream rows from Parquet files; needs the extra ``arrow``.
+    """Streams rows from Parquet files; needs the extra ``arrow``.
 
-    Its shards are row groups. Of an object, only the bytes of the wanted columns are
-    requested. The files are one table, as ``pyarrow.unify_schemas`` makes it of theirs:
-    they may differ in the order of columns, in the width of strings, lists and numbers,
-    and where all of a column is NULL. A column that is missing, a type that has nothing
-    in common with the others' and a value that would change are errors that name the
-    files.
+    Its shards are row groups. Only the bytes of the wanted columns are requested from
+    an object. The files are unified into one table like ``pyarrow.unify_schemas``: they
+    may differ in the order of columns, in the width of strings, lists and numbers, and
+    in columns that are all NULL. A missing column, a type incompatible with the others'
+    and a value that would change are errors that name the files.
 
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/{000..127}.parquet"``.
         columns: Names of the columns to read; default: those of ``schema``, or of the
             first file.
-        nulls: Column to the value that is read instead of NULL; elsewhere a NULL is
+        nulls: Column to the value that replaces NULL; in other columns a NULL is
             ``None``, which cannot be collated.
-        schema: A ``pyarrow.Schema``, what columns are to be in all files; those that a
-            file lacks are NULL.
-        filters: The rows to read, as ``pyarrow.parquet`` has it: an expression or a
-            list such as ``[("year", ">", 2020)]``. Row groups are skipped by their
-            statistics; what remains is exact. ``nulls`` come later.
+        schema: A ``pyarrow.Schema`` with the columns and types for all files; columns
+            that a file lacks are NULL.
+        filters: The rows to read, as in ``pyarrow.parquet``: an expression or a list
+            such as ``[("year", ">", 2020)]``. Row groups are skipped by their
+            statistics, then rows are tested exactly. ``nulls`` apply afterwards.
         options: ``store``, ``store_options``, ``shuffle``, ``interleave``, ``cache``
             and all others of ``StoredStream``.
 
@@ -85,7 +85,7 @@ class ParquetDataset(_TableFiles):
 
 
 class ArrowDataset(_TableFiles):
-    """Stream rows from Arrow IPC files and streams; needs the extra ``arrow``.
+    """Streams rows from Arrow IPC files and streams; needs the extra ``arrow``.
 
     Its shards are record batches (of files) or whole files (of streams).
 
@@ -106,27 +106,28 @@ class ArrowDataset(_TableFiles):
 
 
 class CSVDataset(StoredStream[Row]):
-    """Stream rows from CSV files; needs the extra ``arrow``.
+    """Streams rows from CSV files; needs the extra ``arrow``.
 
-    Its shards are ranges of lines, or whole files that are packed or may have newlines
-    in values. A type that is not given is that of the first lines of all files; a line
-    that cannot be read is one failed sample, which names its offset.
+    Its shards are ranges of lines, or whole files that are compressed or may have
+    newlines in values. Types not given are inferred from the first lines of all files;
+    a line that cannot be read is one failed sample, which names its offset.
 
     Args:
         addresses: Paths or URLs. Names that end in ``.gz``, ``.zst``, ``.bz2`` or
-            ``.lz4`` are unpacked.
+            ``.lz4`` are decompressed.
         columns: As for ``ParquetDataset``.
         column_names: Names of the columns, for files whose first line has none.
         column_types: Column to type: ``pyarrow.int8()``, or ``"int8"``.
         schema: As for ``ParquetDataset``.
         nulls: As for ``ParquetDataset``.
         filters: As for ``ParquetDataset``, but nothing is skipped.
-        delimiter: What is between values; also for these see ``pyarrow.csv``.
-        quote_char: What is around values, or ``False``.
-        escape_char: What is before a character that is meant, or ``False``.
+        delimiter: Separates values; for this and the following see ``pyarrow.csv``.
+        quote_char: Encloses values, or ``False``.
+        escape_char: Precedes a literal character, or ``False``.
         newlines_in_values: Whether quoted values may have newlines.
-        null_values: What is NULL; default: the empty value, ``NULL``, ``NaN`` and such.
-        strings_can_be_null: Whether that holds for text too.
+        null_values: Spellings of NULL; default: the empty value, ``NULL``, ``NaN`` and
+            such.
+        strings_can_be_null: Whether they apply to text columns too.
         options: As for ``ParquetDataset``.
 
     Raises:
@@ -175,11 +176,11 @@ class CSVDataset(StoredStream[Row]):
 
 
 class SQLDataset(ShardedStream[Row]):
-    """Stream rows of a table or a query by ranges of a key; needs the extra ``sql``.
+    """Streams rows of a table or query by ranges of a key; needs the extra ``sql``.
 
-    Its shards are ranges of the key, read side by side inside one snapshot of the
-    database. A state holds the last key, for a snapshot does not outlive its session: a
-    run that is resumed sees the database as it is then.
+    Its shards are ranges of the key, read in parallel in one snapshot of the database.
+    A state holds the last key, because a snapshot does not outlive its session: a
+    resumed run sees the database as it is then.
 
     Args:
         url: ``sqlite:///path`` or ``postgresql://user@host/name``; for a Unix socket
@@ -189,13 +190,13 @@ class SQLDataset(ShardedStream[Row]):
         columns: The columns to read, in order; default: all.
         parameters: Values for the placeholders of a query, ``$1`` for PostgreSQL and
             ``?`` for SQLite.
-        partitions: Into how many ranges the key is cut; or the keys to cut at, so that
-            ranks and later runs have the same ranges whatever is written meanwhile.
-        deadline: Seconds that a lost connection may take to come back.
-        numeric: What PostgreSQL's ``numeric`` and ``money`` are: ``"decimal"``, with
+        partitions: Number of ranges of the key; or the keys to cut at, so that ranks
+            and later runs have the same ranges whatever is written meanwhile.
+        deadline: Seconds in which a lost connection must be restored.
+        numeric: Type for PostgreSQL's ``numeric`` and ``money``: ``"decimal"``, with
             all digits, which has no tensor form; or ``"float"``, the nearest one.
-        infinity: What its infinite dates are: ``"error"``, a failed sample that names
-            the row's key, or ``"null"``.
+        infinity: Treatment of its infinite dates: ``"error"``, a failed sample that
+            names the row's key, or ``"null"``.
         order: ``shuffle``, ``seed``, ``interleave``, ``deterministic`` and
             ``max_bytes`` of ``ShardedStream``.
 

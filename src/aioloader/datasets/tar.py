@@ -1,4 +1,4 @@
-"""Tar shards, read as WebDataset reads them: members of one key make a sample."""
+"""Tar shards, read like WebDataset: members with the same key make a sample."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class TarDataset(ByteStream[dict[str, Any]]):
-    """Stream samples from tar files.
+    """Streams samples from tar files.
 
     Consecutive members with the same key (the path up to the first dot of the name)
     make one sample: ``{"__key__": ..., "__url__": ..., "jpg": b"...", "cls": b"7"}``,
-    with bytes owned by the caller. Plain, gzip and zstandard; a plain tar can be
-    resumed at any sample, and reads at most 8 MB of what was before again. Where there
-    are fewer shards than readers, ``a.tar`` is cut by its index ``a.tar.idx``.
+    with bytes owned by the caller. Plain, gzip and zstandard; a plain tar can resume
+    at any sample, reading at most 8 MB of earlier data again. If there are fewer shards
+    than readers, ``a.tar`` is cut by its index ``a.tar.idx``.
 
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/train-{000..127}.tar"``.

@@ -1,8 +1,9 @@
-"""Writers of shards: what is read here, made: tar and Parquet, on disk and in stores.
+"""Writers of shards that the datasets read: tar and Parquet, on disk and in stores.
 
-Samples come one by one and leave in shards of about one size, which readers see when
-they are whole. A writer that is opened again, after a crash too, goes on after the last
-whole shard. Memory holds some megabytes, and the parts of an upload in flight.
+Samples come one by one and are written to shards of about equal size, which readers see
+when they are complete. A writer that is opened again, also after a crash, resumes after
+the last complete shard. Memory holds some megabytes, and the parts of an upload in
+flight.
 """
 
 import abc
@@ -48,7 +49,7 @@ Rows: TypeAlias = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
 SHARD_BYTES = 256 << 20
 ROW_GROUP_BYTES = 16 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-# Rows that are taken of a plain iterable before others get their turn.
+# Rows taken from a plain iterable before other tasks get their turn.
 _TURN = 64
 
 
@@ -70,28 +71,28 @@ class ParquetOptions(WriterOptions, total=False):
 
 
 class ShardWriter(abc.ABC):
-    """Write samples to shards ``NAME-000000``, ``NAME-000001``...; a context manager.
+    """Writes samples to shards ``NAME-000000``, ``NAME-000001``...; a context manager.
 
-    Beside them lies ``NAME-shards.json``, which names them, with their sizes. A writer
-    that is opened where one was before goes on from there: with sample ``next_sample``
-    of the same samples, in the same order. One writer at a time; several machines write
-    to one place under a name each. A shard ends with the sample that reaches its size.
+    Next to them is ``NAME-shards.json``, with their names and sizes. A writer opened
+    where there was one before resumes: pass it the same samples in the same order, from
+    number ``next_sample`` on. One writer at a time; for several machines in one place,
+    use a different name each. A shard ends with the sample that reaches its size.
 
     Args:
         destination: A directory, a URL (``s3://bucket/train``), or a store of obstore.
-        name: What the names of the shards begin with.
+        name: Prefix of the names of the shards.
         shard_bytes: Size of a shard.
-        shard_samples: Samples of a shard, or None.
-        metadata: What the samples are made of, ready for JSON: it is kept, and writing
-            goes on only with the same.
+        shard_samples: Most samples of a shard, or None.
+        metadata: The samples' origin, JSON-serialisable: it is stored, and writing
+            resumes only with the same.
         store_options: Options of the store that a URL names.
 
     Attributes:
-        next_sample: Number of the next sample, from 0 on; known once it is open.
+        next_sample: Number of the next sample, from 0; known once the writer is open.
 
     Raises:
         ImportError: If a store is written to, and obstore is not installed.
-        TypeError: If ``metadata`` has no form in JSON.
+        TypeError: If ``metadata`` cannot be stored as JSON.
         ValueError: If an argument is wrong.
     """
 
@@ -114,9 +115,9 @@ class ShardWriter(abc.ABC):
         if not _NAME.fullmatch(name):
             raise ValueError(
                 f"name must be made of letters, digits, dots, dashes and underscores, "
-                f"got {name!r}; folders belong to the destination"
+                f"got {name!r}; folders belong in the destination"
             )
-        json.dumps(metadata)  # raises what is wrong with it
+        json.dumps(metadata)  # raises if it is not JSON
         self.next_sample: int = 0
         self._shard_bytes = shard_bytes
         self._shard_samples = shard_samples
@@ -131,25 +132,25 @@ class ShardWriter(abc.ABC):
 
     @property
     def shards(self) -> list[str]:
-        """The names of the shards that are finished."""
+        """The names of the finished shards."""
         return [entry.file for entry in self._manifest.shards]
 
     async def write(self, sample: Mapping[str, Any]) -> None:
-        """Write one sample; calls wait for each other, and the first comes first.
+        """Write one sample; concurrent calls are served in order.
 
         Raises:
-            TypeError: If the sample, or a value in it, is of no fitting type. It is not
-                written, and the writer goes on, as after a ValueError.
-            ValueError: If it would not come back as it is.
-            DatasetError: If the store refuses. The writer is over then, as after any
+            TypeError: If the sample, or a value in it, has an unsuitable type. It is
+                not written, and the writer can continue, as after a ValueError.
+            ValueError: If it could not be read back unchanged.
+            DatasetError: If the store refuses. The writer is closed then, as after any
                 other error: open another one, which resumes after the last shard.
             RuntimeError: If the writer is not open.
         """
         async with self._turns:
             if not self._is_open:
                 raise RuntimeError(
-                    f"{self!r} is not open: it is written to in 'async with', and not "
-                    f"after an error; open another one, which resumes"
+                    f"{self!r} is not open: use it in 'async with', and not after an "
+                    f"error; open another one, which resumes"
                 )
             body = self._body
             if body is None:
@@ -158,7 +159,7 @@ class ShardWriter(abc.ABC):
                 encoded = body.encode(sample, self.next_sample)
             else:
                 encoded = await in_thread(body.encode, sample, self.next_sample)
-            self._is_open = False  # until all went well
+            self._is_open = False  # until this succeeds
             body.append(encoded)
             self.next_sample += 1
             count = self.next_sample - self._manifest.num_samples
@@ -177,7 +178,7 @@ class ShardWriter(abc.ABC):
         return ""
 
     def _take_schema(self, text: str) -> None:  # noqa: B027  (tar has none)
-        """Learn the schema of the shards that are there."""
+        """Take the schema of the existing shards."""
 
     # -- shards -------------------------------------------------------------------
 
@@ -191,13 +192,13 @@ class ShardWriter(abc.ABC):
         return self._upload
 
     async def _finish(self, body: Body) -> None:
-        """Name the shard in the manifest, then let readers see it."""
+        """Name the shard in the manifest, then make it visible to readers."""
         upload = await self._send(body, is_end=True)
         count = self.next_sample - self._manifest.num_samples
         manifest = self._manifest.and_then(count, self._sent, self._schema())
         await self._save(manifest)
         index = body.index()
-        if index is not None:  # not before it is clear that nobody else writes
+        if index is not None:  # only once no other writer is possible
             await self._sink.put(f"{manifest.shards[-1].file}.idx", index)
         await upload.complete()
         self._manifest = manifest
@@ -209,18 +210,18 @@ class ShardWriter(abc.ABC):
         if not await self._sink.swap(manifest.file, self._saved, data):
             raise StateMismatchError(
                 f"another writer has written to {self._sink.label!r} ({manifest.file}) "
-                f"meanwhile; let one write at a time, or under a name each"
+                f"meanwhile; run one writer at a time, or give each a different name"
             )
         self._saved = data
 
     # -- as a context manager -----------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        """Find out what is written already.
+        """Find the shards already written.
 
         Raises:
-            StateMismatchError: If what is there was made of something else, or not by
-                a writer.
+            StateMismatchError: If the existing shards were made of something else, or
+                not by a writer.
             DatasetError: If the store refuses.
         """
         try:
@@ -245,7 +246,7 @@ class ShardWriter(abc.ABC):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Finish the last shard; after an error, give it up."""
+        """Finish the last shard; after an error, discard it."""
         try:
             if exc is None and self._is_open and self._body is not None:
                 self._is_open = False
@@ -266,14 +267,14 @@ class ShardWriter(abc.ABC):
 
 
 class TarWriter(ShardWriter):
-    """Write tar shards that ``TarDataset`` and WebDataset read.
+    """Writes tar shards that ``TarDataset`` and WebDataset read.
 
     A sample is a dict: ``__key__`` names it (default: its number), other names are the
-    extensions of its members. Bytes and text are written as they are; what ``Decoder``
-    makes of an extension is encoded: ``cls`` numbers, ``json``, ``npy``, ``pth``,
-    ``jpg`` and ``png`` pictures of Pillow, NumPy and torch. The same samples give the
-    same bytes. Beside each shard lies its index (``.tar.idx``), by which several
-    readers can share it. All else is as for ``ShardWriter``.
+    extensions of its members. Bytes and text are written as they are; values that
+    ``Decoder`` makes are encoded by extension: ``cls`` numbers, ``json``, ``npy``,
+    ``pth``, ``jpg`` and ``png`` pictures of Pillow, NumPy and torch. The same samples
+    give the same bytes. Next to each shard is its index (``.tar.idx``), with which
+    several readers can share it. Otherwise like ``ShardWriter``.
 
     Example:
         >>> import asyncio, tempfile
@@ -294,17 +295,17 @@ class TarWriter(ShardWriter):
 
 
 class ParquetWriter(ShardWriter):
-    """Write Parquet shards that ``ParquetDataset`` and all others read.
+    """Writes Parquet shards that ``ParquetDataset`` and other libraries read.
 
     A sample is a row: a dict of values by column. The schema of all shards is that of
     the first row group, if none is given.
 
     Args:
-        destination: As for ``ShardWriter``, as are those that are not named here.
-        name: What the names of the shards begin with.
-        schema: The schema, of pyarrow.
-        compression: As for pyarrow.
-        row_group_bytes: Rows of about so many bytes make a row group.
+        destination: As for ``ShardWriter``, like all arguments not listed here.
+        name: Prefix of the names of the shards.
+        schema: A pyarrow schema.
+        compression: As in pyarrow.
+        row_group_bytes: Approximate size of a row group.
         options: Those of ``ShardWriter``.
 
     Raises:
@@ -360,21 +361,21 @@ async def write_parquet(
     name: str = "part",
     **options: Unpack[ParquetOptions],
 ) -> list[str]:
-    """Write rows to Parquet shards, and return the names of these.
+    """Write rows to Parquet shards, and return the shards' names.
 
-    Called again after a crash, with the same rows, it goes on after the last shard.
+    Called again after a crash, with the same rows, it resumes after the last shard.
 
     Args:
-        rows: Dicts of values by column: an iterable, an async one, a stream, of which
-            those that are written already are passed over; or a function that returns
-            one that begins with a given number of row.
+        rows: Dicts of values by column: an iterable, an async one, or a stream, whose
+            rows already written are skipped; or a function that returns one, starting
+            at a given row number.
         destination: As for ``ShardWriter``.
         name: As for ``ShardWriter``.
         options: Those of ``ParquetWriter``.
 
     Raises:
-        ValueError: If there are fewer rows than are written already.
-        StateMismatchError: If something else is there.
+        ValueError: If there are fewer rows than already written.
+        StateMismatchError: If the place has other data.
         DatasetError: If the store refuses.
     """
     async with ParquetWriter(destination, name, **options) as writer:

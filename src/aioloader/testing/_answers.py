@@ -1,7 +1,7 @@
-"""What the object server answers: objects, ranges, listings; no socket and no loop.
+"""The answers of the object server: objects, ranges, listings; no socket and no loop.
 
-An answer holds a way to read its body, not the body, so that objects which are made on
-demand cost no memory. Listings are in the order of names, by code point, as in S3.
+An answer holds a way to read its body, not the body, so objects made on demand cost no
+memory. Listings are in the order of names, by code point, as in S3.
 """
 
 import re
@@ -25,7 +25,7 @@ Make: TypeAlias = Callable[[str, int, int], Buffer]
 Read: TypeAlias = Callable[[int, int], Buffer]
 
 BUCKET = "bucket"
-MAX_KEYS = 1000  # of one page of a listing, as in S3
+MAX_KEYS = 1000  # per page of a listing, as in S3
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 _LISTED = (
     "<Contents><Key>{}</Key><LastModified>{}</LastModified><ETag>{}</ETag>"
@@ -35,7 +35,7 @@ _LISTED = (
 
 @dataclass(frozen=True)
 class Stored:
-    """One version of one object; it stays whole when the object is replaced."""
+    """One version of one object; it stays intact when the object is replaced."""
 
     size: int
     etag: str
@@ -44,7 +44,7 @@ class Stored:
 
 
 class Shelf:
-    """Hold the objects by name; any thread may change them."""
+    """Holds the objects by name; any thread may change them."""
 
     def __init__(
         self, objects: Mapping[str, Buffer], make: Make | None, sizes: Mapping[str, int]
@@ -62,7 +62,7 @@ class Shelf:
             self.replace(name, data)
 
     def get(self, name: str) -> Stored | None:
-        """Return what ``name`` stands for now."""
+        """Return the current version of ``name``."""
         found = self._stored.get(name)
         if found is not None or self._make is None or name not in self._sizes:
             return found
@@ -71,7 +71,7 @@ class Shelf:
         return Stored(size, etag, self._began, partial(self._made, name))
 
     def replace(self, name: str, data: Buffer) -> None:
-        """Let ``name`` stand for ``data`` from now on, with an ETag of its own."""
+        """Replace ``name`` by ``data``, with a new ETag."""
         whole = bytes(data)
         view = memoryview(whole)
         with self._lock:
@@ -83,14 +83,14 @@ class Shelf:
             self._sorted = None
 
     def remove(self, name: str) -> None:
-        """Forget ``name``."""
+        """Remove ``name``."""
         with self._lock:
             self._stored.pop(name, None)
             self._sizes.pop(name, None)
             self._sorted = None
 
     def names(self) -> list[str]:
-        """Return all names, sorted; not to be changed."""
+        """Return all names, sorted; do not modify the list."""
         with self._lock:
             if self._sorted is None:
                 self._sorted = sorted(self._stored.keys() | self._sizes.keys())
@@ -118,10 +118,10 @@ class Request:
 
     @classmethod
     def parse(cls, head: bytes) -> Self:
-        """Read a head, up to and with its empty line.
+        """Parse a head, including its empty line.
 
         Raises:
-            ValueError: If it is none.
+            ValueError: If it is not a request.
         """
         first, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
         method, target, _ = first.split(" ")
@@ -132,7 +132,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        """The object that is meant; empty for the bucket itself."""
+        """Name of the requested object; empty for the bucket itself."""
         return self.path.removeprefix(BUCKET).lstrip("/") if self._is_s3 else self.path
 
     @property
@@ -141,12 +141,12 @@ class Request:
 
     @property
     def is_listing(self) -> bool:
-        """Whether it asks for the names in the bucket."""
+        """Whether it is a request to list the bucket."""
         return self._is_s3 and not self.name and "list-type=2" in self.query
 
     @property
     def is_last(self) -> bool:
-        """Whether the connection ends with it: asked for, or a body may follow."""
+        """Whether it ends the connection: by request, or because a body may follow."""
         closes = self.fields.get("connection", "").lower() == "close"
         return closes or self.method not in {"GET", "HEAD"}
 
@@ -171,7 +171,7 @@ class Answer:
 
 
 def answer(request: Request, shelf: Shelf, max_keys: int) -> Answer:
-    """Return what an honest server would say."""
+    """Return the answer of a server without faults."""
     has_body = request.method != "HEAD"
     if request.method not in {"GET", "HEAD"}:
         return failure(405, "MethodNotAllowed", {"Allow": "GET, HEAD"})
@@ -192,7 +192,7 @@ def failure(
     *,
     has_body: bool = True,
 ) -> Answer:
-    """Return an answer that says no, in S3's form."""
+    """Return an error answer, in S3's form."""
     body = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
     return _of_bytes(status, body, fields or {}, has_body=has_body)
 
@@ -226,7 +226,7 @@ def _object(request: Request, stored: Stored) -> Answer:
 
 
 def _span(asked: str, size: int) -> tuple[int, int] | None:
-    """Return the half-open range asked for; None if none is, or not a single one."""
+    """Return the half-open range requested; None if none, or not a single one."""
     found = _RANGE.fullmatch(asked)
     first, last = found.groups() if found else ("", "")
     if not first:
@@ -260,7 +260,7 @@ def _page(query: Mapping[str, str], shelf: Shelf, max_keys: int) -> bytes:
     """Return one page of a listing.
 
     Raises:
-        ValueError: If the query's token or number is none.
+        ValueError: If the query's token or number is invalid.
     """
     limit = max(1, min(int(query.get("max-keys", MAX_KEYS)), max_keys))
     token = bytes.fromhex(query.get("continuation-token", "")).decode()

@@ -1,7 +1,7 @@
-"""The laws of a dataset: what a loader, and its workers, take for granted of it.
+"""The laws of a dataset: what a loader and its workers rely on.
 
-It is read by loaders, as it will be: one sample at a time and in batches, many at once
-where it is async, and in a worker process.
+The dataset is read by loaders, as in use: one sample at a time and in batches, many at
+once if it is async, and in a worker process.
 """
 
 import contextlib
@@ -22,25 +22,25 @@ _BATCH = 4
 
 
 def check_dataset(dataset: Any, *, samples: int = 32) -> None:
-    """Check that ``dataset`` is what a loader needs.
+    """Check that a loader can use ``dataset``.
 
-    Of any dataset: it can be sent to a worker process, also after it was read, and
-    gives equal samples there. Of a map-style one: it has a length; the samples at both
-    ends and evenly between are equal when they are read again, in batches (by
-    ``__getitems__``, where that counts), and many at once if it is async. Of an
-    iterable: it begins anew for each epoch; a copy gives equal samples; its length, if
-    it has one, is right; it resumes exactly, by its state if it has one.
+    Any dataset: it can be sent to a worker process, also after it was read, and gives
+    equal samples there. A map-style one: it has a length; the samples at both ends and
+    evenly between are equal when read again, in batches (by ``__getitems__``, if
+    defined), and many at once if it is async. An iterable: it starts again in each
+    epoch; a copy gives equal samples; its length, if it has one, is right; it resumes
+    exactly, from its state if it has one.
 
     A plain dataset may draw at random from the global generators (torch, ``random``,
-    numpy): they are seeded alike for the same sample. Anything else that makes samples
-    differ from one reading to the next fails.
+    numpy): they are seeded alike for the same sample. Any other difference between two
+    readings fails.
 
     Args:
         dataset: Of any kind; it is read.
-        samples: How many samples are looked at.
+        samples: Number of samples to check.
 
     Raises:
-        AssertionError: If it is not; says what differs. What reading raises is raised.
+        AssertionError: If not; says what differs. Errors of reading pass through.
     """
     with torch.random.fork_rng(devices=[]), _without_replay_warnings():
         if kind_of(dataset) is Kind.MAP:
@@ -51,7 +51,7 @@ def check_dataset(dataset: Any, *, samples: int = 32) -> None:
 
 @contextlib.contextmanager
 def _without_replay_warnings() -> Iterator[None]:
-    """Keep quiet about streams that are resumed by reading them again."""
+    """Ignore warnings about streams that are resumed by reading them again."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*has no state_dict", UserWarning)
         yield
@@ -86,7 +86,7 @@ def _check_iterable(dataset: Any, samples: int) -> None:
     if len(second) != len(first) and (is_whole or not second):
         raise AssertionError(
             f"{name} gave {len(first)} samples in one epoch and {len(second)} in the "
-            "next; an iterable must begin anew whenever it is iterated, which an "
+            "next; an iterable must start again whenever it is iterated, which an "
             "iterator or a generator does not"
         )
     if is_whole:
@@ -113,7 +113,7 @@ def _check_length(name: str, dataset: Any, found: int) -> None:
 
 
 class _Copies:
-    """Copies of a dataset as it was at first, made as for a worker."""
+    """Copies of a dataset in its initial state, made as for a worker."""
 
     def __init__(self, dataset: Any) -> None:
         try:
@@ -125,12 +125,12 @@ class _Copies:
             ) from error
 
     def one(self) -> Any:
-        """Return another one."""
+        """Return another copy."""
         return cloudpickle.loads(self._data)
 
 
 def _loader(dataset: Any, **options: Any) -> DataLoader[Any]:
-    # Draws are keyed by a sample's place, so that they do not depend on batches.
+    # Draws are keyed by a sample's position, so they do not depend on batches.
     return DataLoader(dataset, collate_fn=_as_it_is, rng="sample", **options)
 
 
@@ -150,7 +150,7 @@ def _read(dataset: Any, *, limit: int | None = None, **options: Any) -> list[Any
 
 
 def _some(loader: DataLoader[Any], limit: int | None) -> list[Any]:
-    """Return what comes first of the same epoch."""
+    """Return the first samples of an epoch, always the same one."""
     torch.manual_seed(0)
     loader.set_epoch(0)
     found: list[Any] = []
@@ -170,8 +170,8 @@ def _compare(how: str, labels: list[str], first: list[Any], found: list[Any]) ->
         if frozen(one) != frozen(other):
             raise AssertionError(
                 f"{how} gave another {label}: {shown(other)}, and {shown(one)} before; "
-                "what draws at random must draw from the global generators, or from "
-                "the state that is saved"
+                "random draws must use the global generators, or those in the "
+                "saved state"
             )
 
 

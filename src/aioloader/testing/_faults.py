@@ -1,4 +1,4 @@
-"""Which requests a server answers badly, and how: drawn by seed and running number."""
+"""Which requests a server answers with a fault, drawn by seed and request number."""
 
 import random
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ _KINDS = ("errors", "resets", "truncated", "lying", "hangs", "slow")
 
 
 class Fault(NamedTuple):
-    """What is done to one request: a field of ``Faults``, and where, from 0 to 1."""
+    """The fault of one request: a field of ``Faults``, and where, from 0 to 1."""
 
     kind: str
     where: float
@@ -16,22 +16,22 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Faults:
-    """The share of requests, from 0 to 1, that each fault is done to.
+    """The share of requests, from 0 to 1, for each fault.
 
-    Request number n, counted over the server's life, meets the same fate for the same
-    seed, so a retry, having another number, gets through.
+    Request number n, counted over the server's life, has the same fault for the same
+    seed, so a retry, which has another number, succeeds.
 
     Attributes:
         errors: Answered with status 500 or 503.
-        resets: Connection reset, before the answer or amid the body.
+        resets: Connection reset, before the answer or within the body.
         truncated: Body cut short, and the connection closed.
         lying: Body cut short, with a Content-Length to match: only a client that knows
-            the size can tell.
+            the size can detect it.
         hangs: Not answered until the client gives up, or the server stops.
-        slow: Body sent with ``slow_bytes_per_second``.
-        seed: Of the drawing.
+        slow: Body sent at ``slow_bytes_per_second``.
+        seed: Seed of the draws.
         retry_after: Seconds for the Retry-After of a 503, if any.
-        slow_bytes_per_second: How slow a slow body is.
+        slow_bytes_per_second: Speed of a slow body.
     """
 
     errors: float = 0.0
@@ -52,7 +52,7 @@ class Faults:
             )
 
     def draw(self, number: int) -> Fault | None:
-        """Return what happens to request ``number``; None if it is answered well."""
+        """Return the fault of request ``number``, or None."""
         shares = self._shares()
         if not any(shares):
             return None

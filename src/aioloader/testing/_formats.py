@@ -1,7 +1,7 @@
-"""The laws of a format and of a parser: what streams of shards take for granted.
+"""The laws of a format and of a parser: what streams of shards rely on.
 
-Readers are opened as a stream does it: side by side, from every position, with little
-to read ahead, and closed amid everything.
+Readers are opened as in a stream: in parallel, from every position, with a small
+budget, and closed at any stage.
 """
 
 import asyncio
@@ -33,21 +33,21 @@ MakeParser = Callable[[str, int], Parser]
 
 
 async def check_shard_format(made_by: ShardFormat, *, samples: int = 64) -> None:
-    """Check that ``made_by`` is what a ``ShardedStream`` needs.
+    """Check that a ``ShardedStream`` can use ``made_by``.
 
-    Shards are listed alike each time, also by a copy sent to another process; what a
-    state holds of them is JSON. A reader gives from 1 to ``limit`` samples, an empty
-    block at its end and ever after, the same ones whatever the limits and the budget,
-    and beside other readers. From the position after each sample, which is JSON, a new
-    reader gives the rest. It can be closed at any time, also twice, before it has
-    begun, and after a pull was cancelled, and leaves no task.
+    Shards are listed alike each time, also by a copy sent to another process; their
+    summary is JSON. A reader gives from 1 to ``limit`` samples, and an empty block at
+    its end and ever after; the samples do not depend on the limits, the budget or other
+    readers. From the position after each sample, which is JSON, a new reader gives the
+    rest. It can be closed at any time, also twice, before it has started, and after a
+    pull was cancelled, and leaves no task.
 
     Args:
         made_by: The format, over a few small shards; not all of them empty.
-        samples: Of each shard, from so many positions it is read again.
+        samples: Number of positions per shard from which it is read again.
 
     Raises:
-        AssertionError: If it is not; says what differs. What reading raises is raised.
+        AssertionError: If not; says what differs. Errors of reading pass through.
     """
     before = asyncio.all_tasks()
     async with AsyncExitStack() as stack:
@@ -63,7 +63,7 @@ async def check_shard_format(made_by: ShardFormat, *, samples: int = 64) -> None
                     _compare(what, expected, found)
             await _check_positions(made_by, shard, expected, where, samples)
             await _check_closing(made_by, shard, expected, where)
-        await _check_beside(made_by, shards, whole)
+        await _check_alongside(made_by, shards, whole)
     left = asyncio.all_tasks() - before
     assert not left, f"tasks are left after all was closed: {left}"
 
@@ -82,7 +82,7 @@ async def _check_listing(made_by: ShardFormat, stack: AsyncExitStack) -> list[Sh
     for how, found in (("again", again), ("by a copy from a pickle", copied)):
         said = made_by.summary(found)
         assert said == summary, f"shards listed {how} are {said}, they were {summary}"
-    assert copy.describe() == made_by.describe(), "a copy describes itself otherwise"
+    assert copy.describe() == made_by.describe(), "a copy has another description"
     return shards
 
 
@@ -140,7 +140,7 @@ async def _check_closing(
 
     stages: dict[str, Callable[[ShardReader], Awaitable[None]]] = {
         "opened": nothing,
-        "begun": begin,
+        "started": begin,
         "pulled": pull,
         **{f"cancelled after {one} turns": _cancelled(one) for one in _TURNS},
     }
@@ -171,7 +171,7 @@ def _cancelled(turns: int) -> Callable[[ShardReader], Awaitable[None]]:
     return act
 
 
-async def _check_beside(
+async def _check_alongside(
     made_by: ShardFormat, shards: Sequence[Shard], whole: list[list[Any]]
 ) -> None:
     """Read all shards at once, and each while the others are half read."""
@@ -191,7 +191,7 @@ async def _check_beside(
         for reader in readers:
             await reader.aclose()
     for number, (expected, got) in enumerate(zip(whole, found, strict=True)):
-        _compare(f"shard {number}, read beside the others", expected, got)
+        _compare(f"shard {number}, read alongside the others", expected, got)
 
 
 async def _read(
@@ -202,7 +202,7 @@ async def _read(
     limit: int = 1000,
     budget: int = _BUDGETS[-1],
 ) -> list[Any]:
-    """Return all samples from a position on."""
+    """Return all samples after a position."""
     reader = made_by.open(shard, position or {}, budget)
     found: list[Any] = []
     try:
@@ -222,19 +222,19 @@ async def _pulled(reader: ShardReader, limit: int) -> Block:
 
 
 def check_parser(make: MakeParser, data: bytes) -> None:
-    """Check that ``make`` makes what a ``ByteStream`` needs.
+    """Check that a ``ByteStream`` can use the parsers of ``make``.
 
-    Samples are the same whatever pieces the bytes come in and however many are taken;
-    they do not change when the buffer of a piece is used again. ``take`` gives less
-    than its limit only if there are no more. From ``offset``, before each sample, a new
-    parser gives the rest. After the end, and once ``is_over``, there is nothing more.
+    Samples do not depend on the pieces or on how many are taken; they do not change
+    when the buffer of a piece is reused. ``take`` returns less than its limit only if
+    there are no more. From ``offset``, before each sample, a new parser gives the rest.
+    After the end, and once ``is_over``, there is nothing more.
 
     Args:
-        make: Makes a parser of an address and the offset of its first byte.
+        make: Makes a parser from an address and the offset of its first byte.
         data: A small shard, of a few samples.
 
     Raises:
-        AssertionError: If it does not; says what differs.
+        AssertionError: If not; says what differs.
     """
     expected = _parsed(make, data, len(data) or 1, 1 << 30)
     assert expected, "there is not one sample in the data"
@@ -253,7 +253,7 @@ def _check_offsets(make: MakeParser, data: bytes, expected: list[Any]) -> None:
     is_ended = False
     for count in range(len(expected) + 1):
         offset = parser.offset
-        assert 0 <= offset <= len(data), f"offset {offset} is outside of the data"
+        assert 0 <= offset <= len(data), f"offset {offset} is outside the data"
         rest = _parsed(make, data, len(data) or 1, 1000, offset)
         what = f"from offset {offset}, before sample {count}"
         _compare(what, expected[count:], rest)
@@ -269,7 +269,7 @@ def _check_offsets(make: MakeParser, data: bytes, expected: list[Any]) -> None:
 def _parsed(
     make: MakeParser, data: bytes, size: int, limit: int, offset: int = 0
 ) -> list[Any]:
-    """Return all samples of ``data`` from an offset on, fed in pieces of ``size``."""
+    """Return all samples of ``data`` after an offset, fed in pieces of ``size``."""
     parser = make("shard", offset)
     taken: list[Any] = []
     buffer = bytearray(min(size, max(1, len(data))))
@@ -280,7 +280,7 @@ def _parsed(
         buffer[: len(piece)] = piece
         parser.feed(memoryview(buffer)[: len(piece)])
         _take_all(parser, limit, taken)
-        buffer[:] = b"\xff" * len(buffer)  # the piece is not valid any more
+        buffer[:] = b"\xff" * len(buffer)  # the piece is no longer valid
     if not parser.is_over:
         parser.end()
         _take_all(parser, limit, taken)

@@ -1,6 +1,7 @@
 """Samples and batches as values that can be compared, bit for bit, and counted.
 
-``==`` does not do for them: of tensors it gives a tensor, and NaN is not equal to NaN.
+``==`` does not work for them: on tensors it gives a tensor, and NaN is not equal to
+NaN.
 """
 
 import pickle
@@ -15,10 +16,10 @@ _MOST = 200  # characters of a batch that a message shows
 
 
 def frozen(value: Any) -> Hashable:
-    """Return something that is equal for two values if they are, in every bit.
+    """Return a value that is equal for two values if they are, in every bit.
 
     Tensors and arrays are compared by dtype, shape and bytes; containers and plain
-    objects by their parts; whatever else there is as it is pickled.
+    objects by their parts; anything else by its pickle.
     """
     kind = type(value)
     if kind in _ATOMS:

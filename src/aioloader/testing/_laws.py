@@ -1,7 +1,7 @@
-"""The law of resuming: what is left of an epoch does not depend on who delivers it.
+"""The law of resuming: the rest of an epoch does not depend on who delivers it.
 
-It is written once, as a generator that says which loader is to be iterated next, and
-driven by ``for`` or by ``async for``.
+It is written once, as a generator that yields the loader to iterate next, and driven by
+``for`` or by ``async for``.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from aioloader._loader.loader import DataLoader
 from aioloader.testing._frozen import frozen, shown
 
 Make: TypeAlias = Callable[[], "DataLoader[Any]"]
-# Seeds of torch's default generator, by epoch; of those resumed in the middle.
+# Seeds of torch's default generator, by epoch; then those for resuming in mid-epoch.
 _FIRST, _SECOND, _ANEW = 0, 1, 2
 
 
@@ -30,26 +30,25 @@ def assert_resumes_exactly(
 ) -> None:
     """Check that loaders resume exactly, wherever an epoch is left.
 
-    For every k: the state behind k batches, loaded into a new loader, gives the batches
+    For every k: the state after k batches, loaded into a new loader, gives the batches
     that the first one went on to deliver, equal in every bit; so does the state of the
-    new one, left half-way in its turn; and so does the epoch that follows. Behind the
-    last batch nothing is left of the epoch; once it was seen to end, the next one
-    begins. With ``in_order=False`` the batches are
-    compared as a multiset.
+    new one, left half-way in its turn; and so does the next epoch. After the last batch
+    nothing is left of the epoch; once its end was seen, the next one starts. With
+    ``in_order=False`` the batches are compared as a multiset.
 
-    States go through JSON where that brings back an equal one, else through ``pickle``.
-    Torch's default generator is seeded for each epoch (alike for the same one, but anew
-    where one is resumed in its middle), and put back afterwards.
+    States go through JSON if that restores an equal one, else through ``pickle``.
+    Torch's default generator is seeded for each epoch (the same for the same epoch, but
+    with another seed when one is resumed in its middle), and restored afterwards.
 
     Args:
         make_loader: Returns a new loader, over a new dataset if that has a state.
-        stops: Which k; all of them if None.
-        resume_in: Returns the loaders that resume, if they are to be others: with other
-            workers, for example.
-        limit: Batches of an epoch that are looked at; for long and endless ones.
+        stops: The values of k; all if None.
+        resume_in: Returns the loaders that resume, if they are to differ, for example
+            in their workers.
+        limit: Batches of an epoch to check; for long and endless ones.
 
     Raises:
-        AssertionError: If one does not; names k, the first batch that differs, both.
+        AssertionError: If one does not; names k and the first two batches that differ.
     """
     with torch.random.fork_rng(devices=[]):
         for life in _law(make_loader, resume_in or make_loader, stops, limit):
@@ -78,19 +77,19 @@ async def assert_resumes_exactly_async(
 
 
 class _Life:
-    """What one loader is to do, and what came of it.
+    """The iterations of one loader, and their results.
 
     Args:
         loader: Gives the batches.
-        seeds: Of torch's default generator, one for each epoch to iterate.
+        seeds: Seeds of torch's default generator, one for each epoch to iterate.
         limit: Batches to take of an epoch, if not all.
-        stops: Behind how many batches of the first epoch the state is saved, where it
-            is not everywhere.
+        stops: After how many batches of the first epoch the state is saved; default:
+            after each.
 
     Attributes:
-        batches: Of each epoch.
-        states: Of the first, by the number of batches before.
-        end: The state behind the first.
+        batches: Batches of each epoch.
+        states: States of the first epoch, by the number of batches before.
+        end: The state after the first epoch.
         is_whole: Whether epochs came to their ends.
     """
 
@@ -111,7 +110,7 @@ class _Life:
         self._stops = stops
 
     def epochs(self) -> Iterator[None]:
-        """Begin one epoch after the other."""
+        """Start one epoch after the other."""
         for seed in self._seeds:
             torch.manual_seed(seed)
             self.batches.append([])
@@ -121,7 +120,7 @@ class _Life:
                 self.end = self._state()
 
     def note(self, batch: Any) -> bool:
-        """Note a batch; return whether it is to be the last one."""
+        """Record a batch; return whether it is the last one to take."""
         self.batches[-1].append(batch)
         self._save()
         self.is_whole = len(self.batches[-1]) != self._limit
@@ -134,7 +133,7 @@ class _Life:
             self.states[k] = self._state()
 
     def _state(self) -> Any:
-        """Return the state as a file brings it back."""
+        """Return the state as restored from a file."""
         state = self.loader.state_dict()
         with contextlib.suppress(TypeError, ValueError):
             copy = json.loads(json.dumps(state))
@@ -146,7 +145,7 @@ class _Life:
 def _law(
     make: Make, make_other: Make, stops: Iterable[int] | None, limit: int | None
 ) -> Iterator[_Life]:
-    """Yield what is to be iterated, and check what came of it."""
+    """Yield the loaders to iterate, and check their results."""
     seeds = (_FIRST, _SECOND) if limit is None else (_FIRST,)
     first = _Life(make(), seeds, limit, None if stops is None else frozenset(stops))
     yield first
@@ -161,7 +160,7 @@ def _law(
         return _Life(loader, (seed if place else _FIRST, _SECOND), None, {stop})
 
     for k, state in first.states.items():
-        rest, where = epoch[k:], f"resumed behind {_counted(k)}"
+        rest, where = epoch[k:], f"resumed after {_counted(k)}"
         if limit is not None and not rest:
             continue
         half = (len(rest) + 1) // 2
@@ -171,7 +170,7 @@ def _law(
         _check(where, k, (rest, *following), once.batches, in_order=in_order)
         rest = once.batches[0][half:]
         if half and (rest or limit is None):
-            where += f", and again behind {half} more"
+            where += f", and again after {half} more"
             twice = resumed(once.states[half], k + half, rest)
             yield twice
             _check(
@@ -181,7 +180,7 @@ def _law(
         last = resumed(first.end, len(epoch), [])
         yield last
         in_order = first.loader.in_order and last.loader.in_order
-        where = "resumed behind the end of the epoch"
+        where = "resumed after the end of the epoch"
         _check(where, 0, following, last.batches[:1], in_order=in_order)
 
 
@@ -193,9 +192,9 @@ def _check(
     *,
     in_order: bool,
 ) -> None:
-    """Compare what is left of an epoch, and the next one.
+    """Compare the rest of an epoch, and the next one.
 
-    Behind the last batch, nothing is left.
+    After the last batch, nothing is left.
     """
     rest, *following = expected
     _compare(where, place, rest, found[0], in_order=in_order)
@@ -206,7 +205,7 @@ def _check(
 def _compare(
     where: str, place: int, expected: list[Any], found: list[Any], *, in_order: bool
 ) -> None:
-    """Compare the batches of (what is left of) one epoch."""
+    """Compare the batches of (the rest of) one epoch."""
     wanted, given = list(map(frozen, expected)), list(map(frozen, found))
     if not in_order:
         missing, foreign = Counter(wanted), Counter(given)

@@ -1,4 +1,4 @@
-"""What a server has seen, in all and by name; any thread may look, or wait for it."""
+"""Counters of a server, in all and by name; any thread may read or wait for them."""
 
 import contextlib
 import threading
@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 @dataclass
 class Counts:
-    """What a server has seen.
+    """Counters of a server.
 
     Attributes:
         requests: Requests read.
         bytes: Bytes of bodies sent.
-        in_flight: Requests that are being answered now.
-        peak: The most that ever were at once.
+        in_flight: Requests being answered now.
+        peak: The highest number at once.
     """
 
     requests: int = 0
@@ -31,7 +31,7 @@ class Counts:
 
 
 class Tally:
-    """Count requests, bytes and faults."""
+    """Counts requests, bytes and faults."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -40,12 +40,12 @@ class Tally:
         self._faults: Counter[str] = Counter()
 
     def counts(self, name: str | None) -> Counts:
-        """Return a copy of what was counted for one name, or for all."""
+        """Return a copy of the counts for one name, or for all."""
         with self._changed:
             return replace(self._total if name is None else self._by_name[name])
 
     def faults(self) -> Counter[str]:
-        """Return a copy of how often each fault was done."""
+        """Return a copy of how often each fault was injected."""
         with self._changed:
             return self._faults.copy()
 

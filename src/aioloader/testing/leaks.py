@@ -1,9 +1,9 @@
-"""See that code leaves nothing behind: threads, descriptors, processes, memory, tasks.
+"""Checks that code leaks nothing: threads, descriptors, processes, memory, tasks.
 
-A release that goes on in the background (a ``break`` drops an iterator; its threads and
-worker processes end a little later) is waited for, bounded, before anything is called a
-leak. What serves the whole process is none: the fork server of worker processes,
-and ``multiprocessing``'s own servers.
+A release that continues in the background (a ``break`` drops an iterator; its threads
+and worker processes end a little later) is waited for, for a limited time, before
+anything is called a leak. Helpers of the whole process are no leaks: the fork server of
+worker processes, and ``multiprocessing``'s own servers.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from pathlib import Path
 from aioloader._workers.process.fork_server import fork_server_in_use
 
 _PATIENCE, _PAUSE = 10.0, 0.002
-# What a finalizer releases may have a finalizer itself.
+# A finalizer may release objects that have finalizers.
 _COLLECTIONS = 4
 _PROCESSES = Path("/proc")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (it is looked at, not written to)
@@ -30,7 +30,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (it is looked at, not written t
 
 @dataclass(frozen=True)
 class Resources:
-    """What the process holds; of processes and memory, where the system tells.
+    """The resources of the process; processes and memory only if the system shows them.
 
     Attributes:
         threads: Threads that are alive.
@@ -46,7 +46,7 @@ class Resources:
 
     @classmethod
     def now(cls) -> "Resources":
-        """Return what the process holds now."""
+        """Return the resources held now."""
         return cls(
             frozenset(threading.enumerate()),
             frozenset(_descriptors()),
@@ -58,7 +58,7 @@ class Resources:
         """Fail if the process holds more than at the time of this snapshot.
 
         Raises:
-            AssertionError: With what is left over.
+            AssertionError: Lists the leaks.
         """
         for _ in range(_COLLECTIONS):
             gc.collect()
@@ -87,10 +87,10 @@ class Resources:
 
 @contextlib.contextmanager
 def no_leaks() -> Iterator[None]:
-    """Fail if the block leaves anything behind: what ``Resources`` lists, or tasks.
+    """Fail if the block leaks anything in ``Resources``, or tasks.
 
     Raises:
-        AssertionError: With what is left over.
+        AssertionError: Lists the leaks.
     """
     before, tasks = Resources.now(), _tasks()
     yield
@@ -104,7 +104,7 @@ def _tasks() -> set["asyncio.Task[object]"]:
     try:
         return asyncio.all_tasks()
     except RuntimeError:
-        return set()  # no loop runs here
+        return set()  # no running loop
 
 
 def _descriptors() -> Iterator[tuple[int, str]]:
@@ -128,8 +128,8 @@ def _descriptors() -> Iterator[tuple[int, str]]:
 
 
 def _children() -> Iterator[int]:
-    """Yield all processes below this one, but those that serve all of it."""
-    multiprocessing.active_children()  # reaps those that have ended
+    """Yield all processes below this one, except those that serve all of it."""
+    multiprocessing.active_children()  # reaps ended ones
     below: dict[int, list[int]] = {}
     for pid in _processes():
         state = _state(pid)
@@ -156,7 +156,7 @@ def _processes() -> Iterator[int]:
 
 
 def _await_end(known: frozenset[int]) -> None:
-    """Wait, bounded, until there are no processes below this one but ``known``."""
+    """Wait, for a limited time, until only ``known`` processes are below this one."""
     until = time.monotonic() + _PATIENCE
     while (left := until - time.monotonic()) > 0:
         new = [pid for pid in _children() if pid not in known and not _is_dead(pid)]
@@ -170,7 +170,7 @@ def _await_end(known: frozenset[int]) -> None:
                     stack.callback(os.close, ended)
                     poll.register(ended, select.POLLIN)
                     continue
-                left = 0  # it has gone meanwhile: look again
+                left = 0  # it has ended meanwhile: look again
             poll.poll(left * 1000)
 
 
@@ -186,7 +186,7 @@ def _state(pid: int) -> tuple[str, int] | None:
 
 
 def _is_dead(pid: int) -> bool:
-    """Tell whether a process has ended, reaped or not."""
+    """Return whether a process has ended, reaped or not."""
     state = _state(pid)
     return state is None or state[0] in {"Z", "X"}
 
@@ -209,14 +209,14 @@ def _segments() -> Iterator[str]:
     if _SHARED_MEMORY.is_dir():
         for entry in _SHARED_MEMORY.iterdir():
             with contextlib.suppress(OSError):
-                # Semaphores, and what torch's own loaders beside this process share.
+                # Semaphores, and the files that torch's own loaders share.
                 is_memory = not entry.name.startswith(("sem.", "torch_"))
                 if is_memory and entry.stat().st_uid == os.getuid():
                     yield entry.name
 
 
 def _unheld(names: frozenset[str]) -> Iterator[str]:
-    """Yield those of ``names`` that no stranger has mapped: they are ours."""
+    """Yield the ``names`` that no other process has mapped: they are ours."""
     if not names:
         return
     ours = {os.getpid(), *_children()}

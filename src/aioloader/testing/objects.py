@@ -1,9 +1,8 @@
 """An object server on loopback whose faults can be planned, for tests and benchmarks.
 
-Real sockets, served by one thread with an event loop of its own. The answers of one
-connection leave in the order of its requests; connections are independent. Memory holds
-the objects that were given as bytes and, of those made on demand, one piece for each
-answer under way.
+Real sockets, served by one thread with a separate event loop. Answers on a connection
+are sent in the order of its requests; connections are independent. Memory holds the
+objects given as bytes and, for those made on demand, one piece per answer in progress.
 """
 
 import asyncio
@@ -52,8 +51,8 @@ class _Talk:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     is_busy: bool = False
-    is_over: bool = False  # hung up on, while it was idle
-    free_at: float = 0.0  # when a paced line has carried what it was given
+    is_over: bool = False  # closed by the server while idle
+    free_at: float = 0.0  # when a paced line has sent everything
 
     @classmethod
     async def begin(cls, raw: socket.socket, context: ssl.SSLContext | None) -> Self:
@@ -70,7 +69,7 @@ class _Talk:
         return cls(task, reader, writer)
 
     def reset(self) -> None:
-        """Close the connection the hard way."""
+        """Close the connection with a reset."""
         if not self.writer.is_closing():
             raw = self.writer.get_extra_info("socket")
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
@@ -80,15 +79,15 @@ class _Talk:
         """Return the head of the next request.
 
         Raises:
-            ConnectionAbortedError: If the server has hung up meanwhile.
+            ConnectionAbortedError: If the server has closed the connection.
         """
         head = await self.reader.readuntil(b"\r\n\r\n")
         if self.is_over:
             raise ConnectionAbortedError("the server has hung up")
         return head
 
-    def let_go(self) -> bool:
-        """Hang up on an idle client; tell whether it is left to see that."""
+    def hang_up(self) -> bool:
+        """Close an idle connection; return whether the client has yet to see that."""
         if self.is_busy:
             self.reset()
         elif not self.writer.is_closing():
@@ -100,13 +99,13 @@ class _Talk:
         return not self.is_busy
 
     async def close(self) -> None:
-        """Send what is still to be sent, and hang up."""
+        """Send the remaining bytes, and close the connection."""
         self.writer.close()
         with contextlib.suppress(OSError):
             await self.writer.wait_closed()
 
     async def pace(self, amount: int, bytes_per_second: float | None) -> None:
-        """Wait until a line of that speed would have carried ``amount`` more."""
+        """Wait until a line of that speed would have sent ``amount`` more."""
         if bytes_per_second:
             now = asyncio.get_running_loop().time()
             self.free_at = max(now, self.free_at) + amount / bytes_per_second
@@ -114,28 +113,29 @@ class _Talk:
 
 
 class ObjectServer:
-    """Serve objects over HTTP or HTTPS on loopback, while a ``with`` block runs.
+    """Serves objects over HTTP or HTTPS on loopback, while a ``with`` block runs.
 
     GET and HEAD of ``{url}/{name}``, and as an S3 bucket, path style and unsigned, of
     ``{url}/bucket/{name}``, with ListObjectsV2. Ranges, ETag, If-Match, If-Range, keep-
-    alive, pipelining. Leaving the block waits, up to a second, for clients to hang up,
-    and raises what ``make`` raised, if it did; both block the calling thread.
+    alive, pipelining. Leaving the block waits, up to a second, for clients to
+    disconnect, and raises an error of ``make``, if there was one; both block the
+    calling thread.
 
     Args:
         objects: Contents by name.
         make: ``make(name, start, stop)`` returns a part of an object in ``sizes``.
         sizes: Sizes in bytes, by name, of the objects that ``make`` makes.
-        faults: What goes wrong.
+        faults: Shares of requests that fail.
         latency: Seconds before each answer.
-        bytes_per_second: Speed of the bodies of one connection; None for all there is.
-        ssl_context: Serves HTTPS with it.
+        bytes_per_second: Speed of the bodies of one connection; None: unlimited.
+        ssl_context: If given, the server uses HTTPS.
 
     Attributes:
-        faults: As above; may be changed at any time, as the next two.
+        faults: As above; may be changed at any time, like the next two.
         latency: As above.
         bytes_per_second: As above.
         max_keys: Most names on one page of a listing.
-        url: Where it listens, without a slash at the end.
+        url: The server's URL, without a trailing slash.
         bucket: Name of the bucket.
 
     Example:
@@ -177,15 +177,15 @@ class ObjectServer:
     # -- for the test -----------------------------------------------------------------
 
     def replace(self, name: str, data: Buffer) -> None:
-        """Let ``name`` stand for ``data`` from now on; answers under way go on."""
+        """Replace ``name`` by ``data``; answers in progress continue."""
         self._shelf.replace(name, data)
 
     def remove(self, name: str) -> None:
-        """Forget ``name``: it is answered with status 404 from now on."""
+        """Remove ``name``: it is answered with status 404 from now on."""
         self._shelf.remove(name)
 
     def counts(self, name: str | None = None) -> Counts:
-        """Return a copy of what was counted for one name, or for all.
+        """Return a copy of the counts for one name, or for all.
 
         Args:
             name: An object; the empty name counts listings.
@@ -193,11 +193,11 @@ class ObjectServer:
         return self._tally.counts(name)
 
     def injected(self) -> Counter[str]:
-        """Return how often each fault was done, by the names of ``Faults``."""
+        """Return how often each fault was injected, by the names of ``Faults``."""
         return self._tally.faults()
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
-        """Wait until ``condition``, about the counts, holds; this blocks the thread.
+        """Block the thread until ``condition``, about the counts, holds.
 
         Raises:
             TimeoutError: If it did not within ``seconds``.
@@ -249,10 +249,10 @@ class ObjectServer:
         await self._hang_up()
 
     def _accept(self, listener: socket.socket) -> None:
-        """Begin a task for a client; not the loop's own server.
+        """Start a task for a client, without the loop's own server.
 
-        uvloop does not close while a client of a TLS server of its own has yet to say a
-        word. Here that is a task which can be cancelled.
+        uvloop's server with TLS does not close while a client has not sent anything. A
+        task can be cancelled then.
         """
         with contextlib.suppress(BlockingIOError, ConnectionError):
             raw, _ = listener.accept()
@@ -262,12 +262,12 @@ class ObjectServer:
             task.add_done_callback(self._forget)
 
     def _forget(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.pop(task).close()  # a task cancelled before it began does not
+        self._tasks.pop(task).close()  # a task cancelled before it started does not
 
     async def _hang_up(self) -> None:
-        """End all connections; idle clients get the time to see it."""
+        """End all connections; idle clients get time to notice."""
         tasks = list(self._tasks)
-        idle = {talk.task for talk in self._talks if talk.let_go()}
+        idle = {talk.task for talk in self._talks if talk.hang_up()}
         for task in tasks:
             if task not in idle:
                 task.cancel()
@@ -283,25 +283,25 @@ class ObjectServer:
         try:
             talk = await _Talk.begin(raw, self._ssl)
         except OSError:
-            return  # it speaks no TLS, or is gone
+            return  # it does not use TLS, or has disconnected
         self._talks.add(talk)
         await self._converse(talk)
         self._talks.discard(talk)
 
     async def _converse(self, talk: _Talk) -> None:
-        """Answer the requests of one connection, and hang up."""
+        """Answer the requests of one connection, and close it."""
         try:
             while await self._exchange(talk, await talk.request_head()):
                 pass
         except (EOFError, OSError, asyncio.LimitOverrunError):
-            pass  # the client is gone, or is none
+            pass  # the client has disconnected, or is not HTTP
         except Exception as exc:  # noqa: BLE001  (raised where the server is left)
             self._failure = self._failure or exc
         finally:
             await talk.close()
 
     async def _exchange(self, talk: _Talk, head: bytes) -> bool:
-        """Answer one request; tell whether the connection goes on."""
+        """Answer one request; return whether the connection continues."""
         try:
             request = Request.parse(head)
         except ValueError:
@@ -370,7 +370,7 @@ class ObjectServer:
         stop: int | None = None,
         bytes_per_second: float | None = None,
     ) -> None:
-        """Send the head of ``reply``, and of its body what is before ``stop``."""
+        """Send the head of ``reply``, and its body up to ``stop``."""
         speed = bytes_per_second or self.bytes_per_second
         talk.writer.write(reply.head())
         piece = max(1, min(_PIECE, int(speed / _STEPS))) if speed else _PIECE

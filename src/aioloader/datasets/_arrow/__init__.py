@@ -1,1 +1,1 @@
-"""Tables in Arrow's memory: Parquet and IPC files, and blocks of their rows."""
+"""Tables in Arrow memory: Parquet and IPC files, and blocks of their rows."""

@@ -1,7 +1,8 @@
-"""Files of a server that gives them only whole: copied to disk, and read there.
+"""Local copies of files whose server has no ranges.
 
 Tables are read from their ends, so they need ranges. A copy is a temporary file; the
-least recently used go when there are many, and all when no iteration is left.
+least recently used ones are removed when there are many, and all after the last
+iteration.
 """
 
 import contextlib
@@ -18,19 +19,19 @@ from aioloader.datasets._stores.bytes import Bytes, NoRangesError
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.outlast import in_thread
 
-# Bytes on disk, and copies that stay even if they are more.
+# Most bytes on disk, and copies that are kept even beyond that.
 _MOST_BYTES, _LEAST_COPIES = 1 << 30, 16
 _BUDGET = 16 << 20
 
 
 class Opener(Protocol):
-    """Where files lie."""
+    """Opens addresses."""
 
     async def expand(self, patterns: str | Iterable[str]) -> list[str]:
-        """Return the addresses that ``patterns`` name, in order."""
+        """Return the addresses that ``patterns`` match, in order."""
 
     def label(self, address: str) -> str:
-        """Return what may be shown of an address."""
+        """Return an address as it may be shown."""
 
     def path(self, address: str) -> str | None:
         """Return the path of a local file, or None."""
@@ -42,7 +43,7 @@ class Opener(Protocol):
         """Return the length of a file that is not local, in bytes."""
 
     async def read(self, address: str, start: int, stop: int) -> Buffer:
-        """Return bytes of such a file, as it was when its size was asked for."""
+        """Return bytes of such a file, at the version seen by ``size``."""
 
     def cached(self, cache: CacheDir) -> Self:
         """Return the same, read through a cache."""
@@ -52,10 +53,10 @@ class Opener(Protocol):
 
 
 class Copies:
-    """Where files lie, and copies of those that cannot be read by ranges.
+    """Opens addresses, with copies of files that cannot be read by ranges.
 
     Args:
-        opener: Where they lie.
+        opener: Opens the original addresses.
     """
 
     def __init__(self, opener: Opener) -> None:
@@ -63,12 +64,12 @@ class Copies:
         self._users = 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._copies: OrderedDict[str, tuple[str, int]] = OrderedDict()
-        self._lock = threading.Lock()  # copies begin in threads
+        self._lock = threading.Lock()  # copies start in threads
         self.expand = opener.expand
         self.label = opener.label
 
     def enter(self) -> None:
-        """Keep copies until there was an ``aclose`` for each call of this."""
+        """Keep copies until ``aclose`` was called once for each call of this."""
         self._users += 1
 
     def path(self, address: str) -> str | None:
@@ -79,7 +80,7 @@ class Copies:
         return self._opener.path(address)
 
     async def size(self, address: str) -> int:
-        """Return the length of a file, in bytes; it is copied if need be."""
+        """Return the length of a file, in bytes; copies it if needed."""
         try:
             return await self._opener.size(address)
         except NoRangesError:
@@ -93,7 +94,7 @@ class Copies:
                     return await self._opener.read(address, start, stop)
                 except NoRangesError:
                     await self._copy(address)
-            # Another file's copy may take its place at any moment.
+            # The copy may be replaced by another file's at any moment.
             if copy := self._copies.get(address):
                 with contextlib.suppress(FileNotFoundError):
                     return await in_thread(_read, copy[0], start, stop)
@@ -103,7 +104,7 @@ class Copies:
         return type(self)(self._opener.cached(cache))
 
     async def aclose(self) -> None:
-        """End what is under way; remove the copies if no iteration is left."""
+        """Stop pending work; remove the copies after the last iteration."""
         self._users -= 1
         folder = self._folder
         if self._users <= 0 and folder is not None:
@@ -137,7 +138,7 @@ class Copies:
         while held > _MOST_BYTES and len(self._copies) > _LEAST_COPIES:
             _, (path, size) = self._copies.popitem(last=False)
             held -= size
-            os.unlink(path)  # noqa: PTH108  (who has it open goes on)
+            os.unlink(path)  # noqa: PTH108  (open handles stay valid)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._opener,)

@@ -1,9 +1,9 @@
 """CSV files in columns: ranges of lines as shards, parsed by pyarrow block by block.
 
-Names are those of the first line, types those of the first lines, unified over all
-files, if the user does not say what they are. A plain file is cut into ranges; one that
-is packed, or may have newlines in values, is one shard. To resume within a shard is to
-read it again from its beginning.
+Column names come from the first line, types from the first lines, unified over all
+files, unless the user gives them. A plain file is cut into ranges; a compressed one, or
+one with newlines in values, is one shard. Resuming within a shard reads it again from
+its beginning.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from aioloader._order.blocks import Bad
     from aioloader.datasets._streams.shards import Position, Summary
 
-# An address, the first byte, and one past the last (0: that of the file).
+# An address, the first byte, and one past the last (0: the end of the file).
 Lines: TypeAlias = tuple[str, int, int]
 
 _RANGE = 32 << 20
 _LEAST_HEAD, _MOST_HEAD = 1 << 16, 1 << 26
 _LEAST_REQUEST, _MOST_REQUEST = 1 << 18, 8 << 20
-# More than that must be asked for to have as much unpacked: bzip2 packs 900 KB at once.
+# Packed bytes needed to unpack that many: bzip2 packs 900 KB at once.
 _PACKED_HEAD = 1 << 20
 _PACKED = {
     "gz": "gzip", "bz2": "bz2", "zst": "zstd", "zstd": "zstd", "lz4": "lz4",
@@ -45,13 +45,13 @@ _PACKED = {
 
 
 class Head(NamedTuple):
-    """What is known of a file before it is read.
+    """Facts about a file, known before it is read.
 
     Attributes:
         schema: Its columns.
-        size: Length, in bytes, as it is stored.
-        start: Where the first line after the names begins, unpacked.
-        is_whole: Whether it cannot be read but from its beginning.
+        size: Stored length, in bytes.
+        start: Where the first line after the names starts, unpacked.
+        is_whole: Whether it can only be read from its beginning.
     """
 
     schema: "pa.Schema"
@@ -65,10 +65,10 @@ class CSVFormat(TableFormat[Head]):
 
     Args:
         addresses: Patterns of the files' addresses.
-        opener: Where they lie.
+        opener: Opens them.
         dialect: How lines are written.
-        column_names: Names of the columns, of files whose first line has none.
-        column_types: Column to type, or its name in Arrow.
+        column_names: Names of the columns, for files whose first line has none.
+        column_types: Column to type, or to the type's name in Arrow.
         wanted: As for ``TableFormat``.
 
     Raises:
@@ -99,7 +99,7 @@ class CSVFormat(TableFormat[Head]):
             self._types |= {one.name: one.type for one in given}
 
     def describe(self) -> dict[str, Any]:
-        """Return how lines are read, and what of them is."""
+        """Return how lines are parsed, and which parts are read."""
         types = {name: str(one) for name, one in sorted(self._types.items())}
         return {
             **super().describe(),
@@ -109,7 +109,7 @@ class CSVFormat(TableFormat[Head]):
         }
 
     def summary(self, shards: "Sequence[Part]") -> "Summary":
-        """Return how many there are, checksums of their names and of the ranges.
+        """Return the number of shards, and checksums of their names and ranges.
 
         Where a file is cut depends on its length, which may grow.
         """
@@ -131,8 +131,8 @@ class CSVFormat(TableFormat[Head]):
         head = self._kept.get(address)
         if head is None or head.is_whole:
             raise ValueError(
-                f"{self._opener.label(address)!r} is packed, or may have newlines in "
-                "values, so that it is one shard and cannot be cut for more readers; "
+                f"{self._opener.label(address)!r} is compressed, or may have newlines "
+                "in values, so it is one shard and cannot be cut for more readers; "
                 "write more files, or plain ones"
             )
         end = stop or head.size
@@ -169,7 +169,7 @@ class CSVFormat(TableFormat[Head]):
     def _head_of(
         self, data: bytes, packing: str | None, location: str, *, is_all: bool
     ) -> "tuple[pa.Schema, int] | None":
-        """Return columns, and where lines begin; None: more is needed. In a thread."""
+        """Return columns and start of the lines; None: needs more. In a thread."""
         import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
         dialect = self._dialect
@@ -203,12 +203,12 @@ class CSVFormat(TableFormat[Head]):
         text = f"{location!r} has no first line with the names of columns"
         if not line.strip():
             raise DatasetError(
-                f"{text}: it is empty; pass column_names= for files without",
+                f"{text}: it is empty; pass column_names= for files without one",
                 location=location,
             )
         sign = self._dialect.delimiter.encode()
         try:
-            # As many columns as there may be; the dialect decides.
+            # More columns than any file has; the dialect decides.
             many = [str(at) for at in range(line.count(sign) + 1)]
             while many:
                 with contextlib.suppress(ValueError):
@@ -222,8 +222,8 @@ class CSVFormat(TableFormat[Head]):
             raise DatasetError(text, location=location)
         if table.num_rows > 1:
             raise DatasetError(
-                f"{text}: it has carriage returns alone, without newlines after them, "
-                "and lines end with newlines; convert the file",
+                f"{text}: it has carriage returns without newlines, and lines must end "
+                "with newlines; convert the file",
                 location=location,
             )
         return [str(column[0].as_py() or "") for column in table.columns]
@@ -244,7 +244,7 @@ class CSVFormat(TableFormat[Head]):
             None,
             _packing(place.location),
         )
-        # A cut may be within the first line, or within empty ones before it.
+        # A cut may be within the first line, or within empty lines before it.
         first = max(start, head.start)
         span = Range(first, stop or None, is_first=start <= head.start)
         if path is None:
@@ -281,10 +281,10 @@ class CSVFormat(TableFormat[Head]):
 
 
 def _check_unchanged(path: str, size: int, location: str) -> None:
-    """See that a file is as long as when it was looked at.
+    """Check that a file has the same length as when its head was read.
 
     Raises:
-        DatasetError: If it is not.
+        DatasetError: If it does not.
     """
     try:
         found = os.stat(path).st_size  # noqa: PTH116
@@ -292,8 +292,8 @@ def _check_unchanged(path: str, size: int, location: str) -> None:
         raise file_failure(path, error) from error
     if found != size:
         raise DatasetError(
-            f"{location!r} has changed while it was read: it had {size:,} bytes and "
-            f"has {found:,}; write files under another name and rename them",
+            f"{location!r} changed while being read: it had {size:,} bytes and has "
+            f"{found:,}; write files under another name and rename them",
             location=location,
         )
 
@@ -308,7 +308,7 @@ class _Lines(NamedTuple):
 
     @contextlib.contextmanager
     def opened(self) -> "Iterator[Any]":
-        """Open the file where the range begins; yield its ``read``."""
+        """Open the file at the start of the range; yield its ``read``."""
         import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
         with contextlib.ExitStack() as stack:
@@ -337,7 +337,7 @@ def _packing(location: str) -> str | None:
 def _unpacked(
     data: bytes, packing: str, location: str, *, is_all: bool
 ) -> tuple[bytes, bool]:
-    """Return the beginning of what is packed, and whether that is all."""
+    """Return the beginning of the unpacked data, and whether that is all."""
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
     parts: list[bytes] = []
@@ -364,5 +364,5 @@ def _type(name: str, given: Any) -> "pa.DataType":
         return pa.type_for_alias(given)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"column_types={{{name!r}: {given!r}}} is no type of Arrow: {error}"
+            f"column_types={{{name!r}: {given!r}}} is not an Arrow type: {error}"
         ) from error

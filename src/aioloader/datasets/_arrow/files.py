@@ -1,4 +1,4 @@
-"""What Parquet and Arrow files have in common: where they lie, and what their ends say.
+"""The common part of Parquet and Arrow files: addresses, and metadata at the end.
 
 Shards are in the order of the files. Ends of files are read many at a time.
 """
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from aioloader.datasets._streams.shards import Position, ShardReader, Summary
 
 T = TypeVar("T")
-# The address of a file, and which part of it.
+# The address of a file, and a part of it.
 Part: TypeAlias = tuple[Any, ...]
 
 # Files whose ends are read at once.
 _AT_ONCE = 32
 # Most footers are shorter, so that one request gets them.
 _TAIL = 1 << 16
-# Schemas that are compared with that of another file, to keep one for all.
+# Recent schemas to compare with, so that equal ones share an object.
 _SCHEMAS = 8
-# What ends the name of a shard in which no row is wanted.
+# Suffix of the name of a shard in which no row is wanted.
 SKIPPED = "skipped"
 
 
@@ -64,7 +64,7 @@ class Tail(NamedTuple):
 
 
 class End(Protocol):
-    """What the end of a file says of it."""
+    """The metadata at the end of a file."""
 
     @property
     def schema(self) -> "pa.Schema":
@@ -75,11 +75,11 @@ SomeEnd = TypeVar("SomeEnd", bound=End)
 
 
 class TableFormat(CutsShards, Generic[SomeEnd]):
-    """Tables in files, of which each has several shards.
+    """Tables in files, each with one or more shards.
 
     Args:
         addresses: Patterns of the files' addresses.
-        opener: Where they lie.
+        opener: Opens them.
         wanted: As for ``Wanted``: ``columns``, ``nulls``, ``schema``, ``filters``.
 
     Raises:
@@ -87,7 +87,7 @@ class TableFormat(CutsShards, Generic[SomeEnd]):
         ValueError: If ``wanted`` is wrong.
     """
 
-    # What is needed of pyarrow; to import it takes a while.
+    # The pyarrow modules needed; importing them is slow.
     modules: ClassVar[tuple[str, ...]] = ("pyarrow.compute",)
 
     def __init__(
@@ -122,14 +122,14 @@ class TableFormat(CutsShards, Generic[SomeEnd]):
         stack.push_async_callback(self._opener.aclose)
         addresses = await self._opener.expand(self._addresses)
         self._kept.clear()
-        # The first file says which columns are read; then all say their types.
+        # The first file decides which columns are read; all decide their types.
         found = [await self._look(addresses[0])]
         await asyncio.to_thread(self._wanted.begin, found[0].schema, found[0].location)
         found += await each(self._look, addresses[1:])
         return await asyncio.to_thread(self._unified, found)
 
     def _unified(self, files: "Sequence[_File]") -> list[Part]:
-        """Make one table of files, and return their shards; in a thread."""
+        """Unify the files into one table, and return their shards; in a thread."""
         table, filters = self._wanted.table, self._wanted.filters
         for file in files:
             table.add(file.schema, file.location)
@@ -138,26 +138,26 @@ class TableFormat(CutsShards, Generic[SomeEnd]):
         skipped: list[Part] = []
         about = [] if filters is None else filters.names(table.schema)
         for file in files:
-            # Statistics say nothing of values that are cast before they are compared.
+            # Statistics do not apply to values that are cast before the comparison.
             is_plain = table.has(file.schema, about)
             for number, part in enumerate(file.parts):
                 is_skipped = is_plain and number in file.skipped
                 one = (file.address, *part)
                 (skipped.append((*one, SKIPPED)) if is_skipped else shards.append(one))
-        # Those with nothing in them come last, so that lanes have equal shares of the
-        # others; where these are fewer than readers, they are cut.
+        # Empty shards come last, so that lanes have equal shares of the others; where
+        # these are fewer than readers, they are cut.
         return shards + skipped
 
     def summary(self, shards: Sequence[Part]) -> "Summary":
-        """Return how many there are, and a checksum of their files' names."""
+        """Return the number of shards, and a checksum of their files' names."""
         return summary_of(address for address, *_ in shards)
 
     def describe(self) -> dict[str, Any]:
-        """Return which columns are read, and what replaces NULLs in them."""
+        """Return which columns are read, and the replacements of NULLs in them."""
         return self._wanted.describe()
 
     def count(self, shards: Sequence[Part]) -> int:
-        """Return how many shards may have rows that are wanted."""
+        """Return how many shards may have wanted rows."""
         return sum(shard[-1] != SKIPPED for shard in shards)
 
     async def cut(self, shards: Sequence[Part], count: int) -> list[Part]:
@@ -170,32 +170,32 @@ class TableFormat(CutsShards, Generic[SomeEnd]):
         void = [shard for shard in shards if shard[-1] == SKIPPED]
         if not whole:
             return void if len(void) >= count else (void * count)[:count]
-        # Those with nothing in them are left out, so that each reader has some.
+        # Empty shards are left out, so that each reader has rows.
         found: list[Part] = []
         for shard, parts in zip(whole, shares(count, len(whole)), strict=True):
             found += self._cut(shard, parts) if parts > 1 else [shard]
         return found
 
     def _cut(self, shard: Part, count: int) -> list[Part]:
-        """Return a shard in parts: the reader of each decodes what is before it too."""
+        """Return a shard in parts; a part's reader also decodes the rows before it."""
         return [(*shard, number, count) for number in range(count)]
 
     async def _look(self, address: str) -> "_File":
-        """Return what is to be known of a file before it is read."""
+        """Return the facts about a file needed before it is read."""
         end = await self._known_end(address)
         schema = self._shared(end.schema)
         parts, skipped = [*self._parts_of(end)], self._skipped_of(end)
         return _File(address, self._opener.label(address), schema, parts, skipped)
 
     def _shared(self, schema: "pa.Schema") -> "pa.Schema":
-        """Return one object for schemas that are equal: there may be many files."""
+        """Return one object for equal schemas: there may be many files."""
         found = next((one for one in self._schemas if one.equals(schema)), schema)
         if found is schema:
             self._schemas.append(schema)
         return found
 
     async def _end(self, address: str) -> SomeEnd:
-        """Return the end of a file that has the wanted columns."""
+        """Return the end of a file, checked for the wanted columns."""
         end = await self._known_end(address)
         self._wanted.check(end.schema, self._opener.label(address))
         return end
@@ -217,7 +217,7 @@ class TableFormat(CutsShards, Generic[SomeEnd]):
         return TableReader(opening, place, 0, 0)
 
     def _skipped_of(self, end: SomeEnd) -> Collection[int]:  # noqa: ARG002
-        """Return the parts of a file in which no row is wanted, by their places."""
+        """Return the parts of a file in which no row is wanted, by number."""
         return ()
 
     @abstractmethod
@@ -230,11 +230,11 @@ class TableFormat(CutsShards, Generic[SomeEnd]):
 
     @abstractmethod
     def _drop_ends(self) -> None:
-        """Keep fewer ends of files, if there are too many; the last one stays."""
+        """Drop ends of files if there are too many; the last one stays."""
 
     @abstractmethod
     def _parts_of(self, end: SomeEnd) -> Iterable[Part]:
-        """Return what tells the shards of a file apart."""
+        """Return what distinguishes the shards of a file."""
 
     def __getstate__(self) -> dict[str, Any]:
         schemas: deque[pa.Schema] = deque(maxlen=_SCHEMAS)
@@ -245,14 +245,14 @@ class TableFormat(CutsShards, Generic[SomeEnd]):
 
 
 class _File(NamedTuple):
-    """What is known of a file before it is read.
+    """Facts about a file, known before it is read.
 
     Attributes:
-        address: Where it is.
-        location: What may be shown of that.
+        address: The file's address.
+        location: The address as it may be shown.
         schema: All its columns.
-        parts: What tells its shards apart.
-        skipped: Places of those in which no row is wanted.
+        parts: What distinguishes its shards.
+        skipped: Numbers of the shards in which no row is wanted.
     """
 
     address: str
@@ -294,7 +294,7 @@ async def read_tail(opener: Copies, address: str, least: int = _TAIL) -> Tail:
 
 
 async def read_head(opener: Copies, address: str, stop: int) -> bytes:
-    """Return the first ``stop`` bytes of a file, which has as many.
+    """Return the first ``stop`` bytes of a file that has that many.
 
     Raises:
         DatasetError: If it cannot be read.
@@ -307,7 +307,7 @@ async def read_head(opener: Copies, address: str, stop: int) -> bytes:
 
 
 def _read_local(path: str, start: int, stop: int) -> Tail:
-    """Return bytes of a local file; a negative start counts from the end, as 0 does."""
+    """Return bytes of a local file; a start of 0 or less counts from the end."""
     try:
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123  (thousands of them)
             size = os.fstat(file.fileno()).st_size
@@ -322,8 +322,8 @@ def _read_local(path: str, start: int, stop: int) -> Tail:
 def _checked(data: bytes, expected: int, location: str) -> bytes:
     if len(data) != expected:
         raise TruncatedReadError(
-            f"{location!r} gave {len(data):,} of {expected:,} bytes; it was written "
-            "anew meanwhile",
+            f"{location!r} gave {len(data):,} of {expected:,} bytes; it was rewritten "
+            "meanwhile",
             location=location,
             expected=expected,
             received=len(data),

@@ -1,6 +1,6 @@
-"""Rows that are wanted: row groups are skipped by statistics, what remains is exact.
+"""Filters on rows: row groups are skipped by statistics, then rows are tested exactly.
 
-A condition is pyarrow's: an expression, or a list of tuples as ``pyarrow.parquet`` has.
+A condition is pyarrow's: an expression, or a list of tuples as in ``pyarrow.parquet``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ class Filters:
 
     Args:
         filters: An expression of pyarrow, or ``[[(column, op, value), ...], ...]``:
-            any of the lists, all of a list's tuples.
+            any of the lists, all tuples of a list.
 
     Raises:
         ValueError: If it is neither.
@@ -39,9 +39,9 @@ class Filters:
         self.expression = filters
 
     def describe(self) -> str:
-        """Return the condition as text; long lists, of which pyarrow shows some, too.
+        """Return the condition as text, with a digest if pyarrow shortens a long list.
 
-        What is shown is the same in all versions of pyarrow, a digest may not be.
+        The text is the same in all versions of pyarrow; the digest may not be.
         """
         text = str(self.expression)
         if "..." not in text:
@@ -50,19 +50,19 @@ class Filters:
         return f"{text} {blake2b(data, digest_size=8).hexdigest()}"
 
     def names(self, schema: "pa.Schema") -> list[str]:
-        """Return the columns that the condition is about.
+        """Return the columns that the condition uses.
 
-        pyarrow does not tell: they are those without which it cannot be applied.
+        pyarrow does not report them: they are those without which it cannot be applied.
 
         Raises:
-            ValueError: If it does not suit the columns.
+            ValueError: If it does not fit the columns.
         """
         table = schema.empty_table()
         try:
             table.filter(self.expression)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ValueError(
-                f"filters={self.expression} do not suit the columns "
+                f"filters={self.expression} do not fit the columns "
                 f"{', '.join(schema.names[:20])}: {error}"
             ) from error
         return self._needed(table, schema.names)
@@ -87,12 +87,12 @@ class Filters:
     def row_groups(
         self, size: int, tail: bytes, metadata: "pq.FileMetaData"
     ) -> Iterable[int]:
-        """Return the row groups of a Parquet file that may have such rows.
+        """Return the row groups of a Parquet file that may have matching rows.
 
         Args:
             size: Length of the file, in bytes.
             tail: Its end, with the footer in it.
-            metadata: What the footer says.
+            metadata: Metadata in the footer.
         """
         import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
         from pyarrow import dataset  # noqa: PLC0415  (an optional dependency)
@@ -102,7 +102,7 @@ class Filters:
         try:
             return [group.id for group in made.subset(self.expression).row_groups]
         except (ValueError, TypeError, NotImplementedError, OSError):
-            # A column is of another type here, or missing: rows will tell.
+            # A column is of another type here, or missing: rows will be tested.
             return range(metadata.num_row_groups)
 
     def __repr__(self) -> str:
@@ -110,7 +110,7 @@ class Filters:
 
 
 def _ordered(filters: Any) -> Any:
-    """Return filters with their sets in order, for that differs by process."""
+    """Return filters with their sets sorted: their order differs by process."""
     if isinstance(filters, list):
         return [*map(_ordered, filters)]
     if isinstance(filters, tuple):

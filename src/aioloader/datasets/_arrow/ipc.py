@@ -1,9 +1,9 @@
-"""Arrow IPC files, a few record batches as a shard, and IPC streams, one each.
+"""Arrow IPC files, a few record batches per shard, and IPC streams, one shard each.
 
-The order is the files', then the batches', then the rows'. Of an object, a shard's
-batches are requested and no others. Record batches are decoded one at a time; memory
-holds at least one of them, however large it was written. Arrow has no checksums: damage
-is recognised by the structure alone.
+The order is that of files, batches, rows. Only a shard's batches are requested from an
+object. Record batches are decoded one at a time; memory holds at least one of them,
+however large it was written. Arrow has no checksums: damage is detected only by the
+structure.
 """
 
 import asyncio
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
 
     from aioloader.datasets._streams.shards import Position
 
-# An address, and which of its record batches: from the first to before the last. Of a
-# stream it is not known how many there are: (0, 0).
-# Then perhaps which part of its one record batch, of how many.
+# An address, and the first of its record batches and one past the last. For a stream
+# their number is not known: (0, 0).
+# Then, optionally, a part of its only record batch, and the number of parts.
 Batches: TypeAlias = tuple[Any, ...]
 
 _MAGIC = b"ARROW1"
 # Length of the footer, and the magic number after it.
 _END = 4 + len(_MAGIC)
 _CONTINUED = 0xFFFFFFFF
-# Small batches are read together, up to so many bytes.
+# Small batches are read together, up to this many bytes.
 _SHARD = 4 << 20
 _LEAST_REQUEST, _MOST_REQUEST = 1 << 18, 8 << 20
 
 
 class Layout(NamedTuple):
-    """Where things lie in a file.
+    """Positions in a file.
 
     Attributes:
         schema: Its columns.
         size: Length, in bytes.
-        footer: The end of it, from the footer on; empty for a stream.
-        dictionaries: Where the dictionaries lie.
-        batches: Where the record batches lie.
+        footer: The end of the file, from the footer on; empty for a stream.
+        dictionaries: Positions of the dictionaries.
+        batches: Positions of the record batches.
     """
 
     schema: "pa.Schema"
@@ -122,17 +122,17 @@ class ArrowFormat(TableFormat[Layout]):
         head = await read_head(self._opener, address, min(size, 8))
         if head.startswith(_MAGIC):
             raise DatasetError(
-                f"{location!r} begins as an Arrow file and does not end as one: it was "
+                f"{location!r} starts as an Arrow file and does not end as one: it was "
                 f"cut short at {size:,} bytes",
                 location=location,
             )
         if len(head) == 8:
             first, length = struct.unpack("<Ii", head)
-            # Streams of before Arrow 0.15 begin with the length.
+            # Streams from before Arrow 0.15 start with the length.
             stop = 8 + length if first == _CONTINUED else 4 + first
             if 8 < stop <= size:
                 return await read_head(self._opener, address, stop)
-        text = f"{location!r} is no Arrow file or stream"
+        text = f"{location!r} is not an Arrow file or stream"
         raise DatasetError(text, location=location)
 
     async def _open(
@@ -148,8 +148,8 @@ class ArrowFormat(TableFormat[Layout]):
         if numbers.stop > len(layout.batches) or bool(numbers) != bool(layout.footer):
             raise DatasetError(
                 f"{place.location!r} has {len(layout.batches)} record batches, of "
-                f"which {numbers.start} to {numbers.stop} are wanted; it was written "
-                "anew meanwhile",
+                f"which {numbers.start} to {numbers.stop} are wanted; it was "
+                "rewritten meanwhile",
                 location=place.location,
             )
         ranges, path = None, self._opener.path(address)
@@ -177,7 +177,7 @@ class ArrowFormat(TableFormat[Layout]):
 
 
 def _grouped(batches: list[Span]) -> list[tuple[int, int]]:
-    """Put small batches together: from which number to before which."""
+    """Group small batches: the first number of each group, and one past its last."""
     groups: list[tuple[int, int]] = []
     nbytes = _SHARD
     for number, (start, stop) in enumerate(batches):
@@ -189,11 +189,11 @@ def _grouped(batches: list[Span]) -> list[tuple[int, int]]:
     return groups
 
 
-# -- where things lie --------------------------------------------------------------
+# -- positions ---------------------------------------------------------------------
 
 
 def _footer_length(data: bytes, size: int, location: str) -> int:
-    """Return how many bytes at the end of a file are its footer, all included."""
+    """Return how many bytes at a file's end are its footer, with length and magic."""
     length = -1
     if len(data) >= _END:
         length = struct.unpack("<i", data[-_END : -len(_MAGIC)])[0]
@@ -212,15 +212,15 @@ def _schema_of(head: bytes, location: str) -> "pa.Schema":
     try:
         return checked(pa.ipc.read_schema(pa.BufferReader(head)))
     except Exception as error:
-        text = f"{location!r} is no Arrow stream, or is damaged: {error}"
+        text = f"{location!r} is not an Arrow stream, or is damaged: {error}"
         raise DatasetError(text, location=location) from error
 
 
 def _file_layout(footer: bytes, size: int, location: str) -> Layout:
-    """Read a footer; in a thread, for wide tables take long."""
+    """Read a footer; in a thread, because wide tables take long."""
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
-    # The beginning of a file and its end are enough for what the footer tells.
+    # The start and the end of the file are enough for the metadata.
     ends = pa.BufferReader(_MAGIC + b"\0\0" + footer)
     try:
         with pa.ipc.open_file(ends) as reader:
@@ -233,14 +233,14 @@ def _file_layout(footer: bytes, size: int, location: str) -> Layout:
 
 
 def _blocks(footer: bytes, size: int, count: int) -> tuple[list[Span], list[Span]]:
-    """Return where a footer says that dictionaries and record batches lie.
+    """Return the positions of dictionaries and record batches in a footer.
 
-    pyarrow does not tell. The footer is a FlatBuffer: a table whose third and fourth
-    fields are vectors of (offset, length of metadata, length of body).
+    pyarrow does not expose them. The footer is a FlatBuffer: a table whose third and
+    fourth fields are vectors of (offset, length of metadata, length of body).
     Source: Arrow's ``format/File.fbs``, and the FlatBuffers internals.
 
     Raises:
-        ValueError: If they do not lie within ``size`` bytes, or there are not ``count``
+        ValueError: If they are not within ``size`` bytes, or there are not ``count``
             record batches.
         struct.error: If the footer is damaged.
     """
@@ -272,7 +272,7 @@ def _spans(footer: bytes, vector: int, size: int) -> list[Span]:
             "<qi4xq", footer, vector + 4 + 24 * number
         )
         if min(start, metadata, body) < 0 or start + metadata + body > size:
-            raise ValueError(f"a message lies outside of the file's {size:,} bytes")
+            raise ValueError(f"a message is outside the file's {size:,} bytes")
         spans.append((start, start + metadata + body))
     return spans
 

@@ -1,7 +1,7 @@
-"""Lines of CSV files: where they end, and columns of them.
+"""Lines of CSV files: finding their ends, and parsing them into columns.
 
-A newline within quotes ends no line. A line that cannot be read is a failed sample, and
-those around it are read.
+A newline within quotes ends no line. An unreadable line is a failed sample; the lines
+around it are read.
 """
 
 import re
@@ -16,11 +16,11 @@ from aioloader.errors import DatasetError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Bytes that are parsed at once: the search for quotes holds the interpreter.
+# Bytes parsed at once: the search for quotes holds the interpreter lock.
 BLOCK = 1 << 18
 # The longest line.
 _LONGEST = 1 << 28
-# The mark of the byte order, at the beginning of a file.
+# The byte order mark at the start of a file.
 BOM = "\ufeff".encode()
 
 
@@ -29,15 +29,15 @@ class Dialect:
     """How values are written.
 
     Attributes:
-        delimiter: What is between values.
-        quote_char: What is around values; ``False``: nothing is.
-        escape_char: What is before a character that is meant; ``False``: none is.
+        delimiter: Separates values.
+        quote_char: Encloses values; ``False``: none.
+        escape_char: Precedes a literal character; ``False``: none.
         newlines_in_values: Whether quoted values may have newlines.
-        null_values: What is NULL; None: as pyarrow has it.
-        strings_can_be_null: Whether that holds for text too.
+        null_values: Spellings of NULL; None: pyarrow's.
+        strings_can_be_null: Whether they apply to text columns too.
 
     Raises:
-        ValueError: If one is no single character.
+        ValueError: If a character is not a single one.
     """
 
     delimiter: str = ","
@@ -59,7 +59,7 @@ class Dialect:
         object.__setattr__(self, "_quoted", self._pattern())
 
     def describe(self) -> dict[str, Any]:
-        """Return all of it, ready for JSON."""
+        """Return all settings, JSON-serialisable."""
         nulls = None if self.null_values is None else list(self.null_values)
         return {
             "delimiter": self.delimiter,
@@ -81,10 +81,10 @@ class Dialect:
         return end
 
     def last_end(self, data: bytes) -> int:
-        """Return where the last whole line ends, after its newline; 0: there is none.
+        """Return where the last whole line ends, after its newline; 0: none.
 
         Args:
-            data: Begins with a line.
+            data: Starts with a line.
         """
         end = data.rfind(b"\n") + 1
         for start, stop, is_open in reversed(self._spans(data)):
@@ -95,7 +95,7 @@ class Dialect:
         return end
 
     def is_open(self, data: bytes) -> bool:
-        """Tell whether ``data`` ends within quotes."""
+        """Return whether ``data`` ends within quotes."""
         spans = self._spans(data)
         return bool(spans) and spans[-1][2]
 
@@ -110,14 +110,14 @@ class Dialect:
 
         Args:
             data: The lines.
-            names: All columns that they have.
-            types: Of columns; None: they are guessed, and wrong lines left out.
-            include: The columns to return; none: all.
+            names: All their columns.
+            types: Types of columns; None: they are guessed, and wrong lines left out.
+            include: The columns to return; empty: all.
         """
         import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
         from pyarrow import csv  # noqa: PLC0415  (an optional dependency)
 
-        if data.startswith(BOM):  # pyarrow would drop what is a character here
+        if data.startswith(BOM):  # here it is text, but pyarrow would drop it
             data = b"\n" + data
         nulls = {} if self.null_values is None else {"null_values": self.null_values}
         return csv.read_csv(
@@ -141,7 +141,7 @@ class Dialect:
         )
 
     def _spans(self, data: bytes) -> list[tuple[int, int, bool]]:
-        """Return where quoted values are, and whether there is no end to one."""
+        """Return the positions of quoted values, and whether one is not closed."""
         if self._quoted is None or self.quote_bytes not in data:
             return []
         found = self._quoted.finditer(data)
@@ -149,11 +149,11 @@ class Dialect:
 
     @property
     def quote_bytes(self) -> bytes:
-        """The sign around values."""
+        """The quote character."""
         return str(self.quote_char).encode()
 
     def _pattern(self) -> "re.Pattern[bytes] | None":
-        """Return what finds a quoted value: it begins where a value does."""
+        """Return a pattern for a quoted value, which starts where a value does."""
         if self.quote_char is False:
             return None
         quote, between = re.escape(self.quote_bytes), re.escape(self.delimiter.encode())
@@ -175,13 +175,13 @@ def _skip(_row: Any) -> str:
 
 
 class Range(NamedTuple):
-    """A range of a file: the lines that begin in it.
+    """A range of a file: the lines that start in it.
 
     Attributes:
         start: First byte.
-        stop: One past the last byte; None: there is no end.
-        is_first: Whether a line begins at the first byte; else one may have begun
-            before, and so the range is read from the byte before it.
+        stop: One past the last byte; None: no end.
+        is_first: Whether a line starts at the first byte; if not, the range is read
+            from the byte before it, because a line may have started earlier.
     """
 
     start: int
@@ -190,26 +190,26 @@ class Range(NamedTuple):
 
     @property
     def begin(self) -> int:
-        """The first byte that is read."""
+        """The first byte to read."""
         return self.start if self.is_first else self.start - 1
 
 
 def blocks(
     read: Callable[[int], bytes], span: Range, dialect: Dialect, location: str
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that begin in a range of a file, and where they do.
+    """Yield the lines that start in a range of a file, and their positions.
 
     Args:
-        read: Returns the next bytes, from where the range begins; none at the end.
+        read: Returns the next bytes of the range; none at the end.
         span: The range.
         dialect: How lines are written.
-        location: What is read, for errors.
+        location: Redacted address, for errors.
 
     Raises:
         DatasetError: If the range or the file ends within quotes.
     """
     at, data, is_last, stop = span.begin, b"", False, span.stop
-    is_inside = not span.is_first  # a line, up to its end
+    is_inside = not span.is_first  # within a line
     while not is_last:
         piece = read(max(BLOCK, len(data)))
         data, is_last = data + piece, not piece
@@ -233,16 +233,16 @@ def blocks(
 
 
 def _check_end(dialect: Dialect, line: bytes, at: int, location: str) -> None:
-    """See that what is left at an end is a line.
+    """Check that the rest of a range or file is a whole line.
 
     Raises:
-        DatasetError: If not.
+        DatasetError: If it is not.
     """
     if line and not dialect.is_open(line):
         return
     what = "within quotes" if line else f"after more than {_LONGEST:,} bytes"
     raise DatasetError(
-        f"{location!r} has a line from byte {at:,} on that ends {what}: a quote is "
+        f"{location!r} has a line at byte {at:,} that ends {what}: a quote is "
         "missing, or there is a newline in a value (pass newlines_in_values=True)",
         location=location,
     )
@@ -255,14 +255,14 @@ def batches(
     dialect: Dialect,
     location: str,
 ) -> "Iterator[pa.RecordBatch | Bad]":
-    """Yield lines as record batches, and those that cannot be read one by one.
+    """Yield lines as record batches, and unreadable lines one by one.
 
     Args:
         data: Whole lines.
-        at: Where they begin in the file.
+        at: Their position in the file.
         parse: Makes a table of lines.
         dialect: How lines are written.
-        location: What is read, for errors.
+        location: Redacted address, for errors.
     """
     if not data.strip(b"\r\n"):
         return
@@ -282,8 +282,8 @@ def batches(
 def _unread(line: bytes, at: int, error: Exception, location: str) -> Bad:
     shown = line[:60].decode("utf-8", "backslashreplace").rstrip("\r\n")
     failure = DatasetError(
-        f"the line at byte {at:,} of {location!r} cannot be read: {error}; it begins "
-        f"{shown!r}; types are guessed by the first lines, or said by column_types= "
+        f"the line at byte {at:,} of {location!r} cannot be read: {error}; it starts "
+        f"{shown!r}; types are guessed from the first lines, or set by column_types= "
         "and schema=",
         location=location,
     )

@@ -1,10 +1,9 @@
 """Tables in memory, ``pyarrow.dataset`` and streams of Arrow, as shards or as a whole.
 
 The order is the source's. A table is cut into ranges of rows, a dataset into its
-fragments (row groups, where it has Parquet), and these where they are fewer than
-readers: each then decodes what is before its part too. A position counts rows, so that
-to resume is to read a range or fragment again from its beginning; where the source is a
-stream, all of it.
+fragments (row groups, for Parquet), and these are cut if there are fewer of them than
+readers: each reader then decodes the rows before its part too. A position counts rows,
+so resuming reads a range or fragment again from its beginning; for a stream, all of it.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 _SHARD, _ROWS = 1 << 16, 1 << 14
 _BUDGET = 16 << 20
 Range: TypeAlias = tuple[int, int]
-# A fragment, and which part of it.
+# A fragment, and a part of it.
 Piece: TypeAlias = "tuple[ds.Fragment, Slice]"
 
 
@@ -46,7 +45,7 @@ class MemoryFormat(CutsShards):
 
     Args:
         table: The table.
-        wanted: Which columns and rows of it are read.
+        wanted: The columns and rows to read.
     """
 
     def __init__(self, table: "pa.Table", wanted: Wanted) -> None:
@@ -67,11 +66,11 @@ class MemoryFormat(CutsShards):
         return [Slice(n, count).bounds(self._table.num_rows) for n in range(count)]
 
     def summary(self, shards: Sequence[Range]) -> "Summary":
-        """Return how many there are, and how many rows."""
+        """Return the number of ranges and of rows."""
         return {"count": len(shards), "rows": self._table.num_rows}
 
     def describe(self) -> dict[str, Any]:
-        """Return what is read of the table."""
+        """Return which parts of the table are read."""
         return self._wanted.describe()
 
     def open(self, shard: Range, position: "Position", budget: int) -> TableReader:
@@ -89,11 +88,11 @@ class MemoryFormat(CutsShards):
 
 
 class FragmentFormat(CutsShards):
-    """Fragments of a dataset of pyarrow, or parts of them; Parquet by row groups.
+    """Fragments of a pyarrow dataset, or parts of them; Parquet by row groups.
 
     Args:
         dataset: The dataset.
-        wanted: Which columns and rows of it are read; it skips what it can.
+        wanted: The columns and rows to read; pyarrow skips what it can.
     """
 
     def __init__(self, dataset: "ds.Dataset", wanted: Wanted) -> None:
@@ -104,7 +103,7 @@ class FragmentFormat(CutsShards):
     async def shards(
         self, _stack: AsyncExitStack, _known: "Summary | None" = None
     ) -> "list[Piece]":
-        """Return the fragments that may have rows that are wanted."""
+        """Return the fragments that may have wanted rows."""
         return [(one, Slice()) for one in await asyncio.to_thread(self._fragments)]
 
     async def cut(self, shards: "Sequence[Piece]", count: int) -> "list[Piece]":
@@ -127,11 +126,11 @@ class FragmentFormat(CutsShards):
         return found or list(self._dataset.get_fragments())[:1]
 
     def summary(self, shards: "Sequence[Piece]") -> "Summary":
-        """Return how many there are, and a checksum of their files' names."""
+        """Return the number of fragments, and a checksum of their files' names."""
         return summary_of(_name(fragment) for fragment, _ in shards)
 
     def describe(self) -> dict[str, Any]:
-        """Return what is read of the dataset."""
+        """Return which parts of the dataset are read."""
         return self._wanted.describe()
 
     def open(self, shard: "Piece", position: "Position", budget: int) -> TableReader:
@@ -150,7 +149,7 @@ class FragmentFormat(CutsShards):
         """Return the batches of a fragment, or those of a part of its rows."""
         if part.parts == 1:
             return self._batches(fragment)
-        # Not `count_rows`, which counts those of other row groups too (pyarrow 26).
+        # Not `count_rows`, which also counts rows of other row groups (pyarrow 26).
         rows = sum(one.num_rows for one in self._batches(fragment, []))
         return between(self._batches(fragment), *part.bounds(rows))
 
@@ -159,7 +158,7 @@ class FragmentFormat(CutsShards):
     ) -> "Generator[pa.RecordBatch, None, None]":
         names = list(self._wanted.table.names) if columns is None else columns
         scanner = fragment.scanner(
-            schema=self._dataset.schema,  # with the columns of its partitions
+            schema=self._dataset.schema,  # includes the partition columns
             columns=names,
             filter=self._condition,
             batch_size=_ROWS,
@@ -183,11 +182,11 @@ class StreamCursor:
     """A stream of record batches; each of N readers keeps every Nth row of it.
 
     Args:
-        make: Begins the stream; called in a thread.
-        wanted: Which columns and rows of it are read.
-        share: Which reader this is, of how many.
-        start: Rows before the position where it begins.
-        label: What is read, for errors.
+        make: Starts the stream; called in a thread.
+        wanted: The columns and rows to read.
+        share: This reader's number, and the number of readers.
+        start: Rows before the starting position.
+        label: The source, for errors.
     """
 
     def __init__(
@@ -219,7 +218,7 @@ class StreamCursor:
                 return mine
 
     def state(self) -> State:
-        """Return how many rows were read, of all readers."""
+        """Return the number of rows read for all readers."""
         return {"read": self._at}
 
     async def _opening(self, _window: int) -> Source:
@@ -233,7 +232,7 @@ class StreamCursor:
 
 
 def batches_of(source: Any) -> "Iterator[pa.RecordBatch]":
-    """Yield record batches of whatever has Arrow's data.
+    """Yield record batches of any object with Arrow data.
 
     Raises:
         TypeError: If it has none.
@@ -249,6 +248,6 @@ def batches_of(source: Any) -> "Iterator[pa.RecordBatch]":
             yield from batches_of(part)
     else:
         raise TypeError(
-            f"{type(source).__name__!r} is no Arrow data: it has no __arrow_c_stream__ "
-            "and is no iterable of such"
+            f"{type(source).__name__!r} is not Arrow data: it has no "
+            "__arrow_c_stream__ and is not an iterable of such objects"
         )

@@ -1,8 +1,8 @@
-"""Columns of numbers as numpy sees them: views of Arrow's memory, and tensors of them.
+"""Columns of numbers: numpy views of Arrow memory, and tensors.
 
-A column has one dtype and one shape for all its rows: numbers, truth values, lists of a
-fixed size, tensors of a fixed shape. Whether a batch has NULLs does not change what
-kind of column that is. Batches and the values of rows own their memory.
+A column has one dtype and one shape for all rows: numbers, booleans, lists of a fixed
+size, tensors of a fixed shape. NULLs in a batch do not change the kind of its column.
+Batches and the values of rows own their memory.
 """
 
 import functools
@@ -24,14 +24,14 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 
 
 class Fixed(NamedTuple):
-    """What all rows of a column are: arrays of this dtype and shape."""
+    """The dtype and shape of every row of a column."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
 
 def fixed_of(kind: "pa.DataType") -> Fixed | None:
-    """Return what rows of an Arrow type are, or None if not numbers of one shape."""
+    """Return dtype and shape for an Arrow type; None if not numbers of one shape."""
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
     types = pa.types
@@ -66,7 +66,7 @@ def _is_primitive(kind: "pa.DataType") -> bool:
 
 
 def flags(array: "pa.Array") -> Flags | None:
-    """Return which values are not NULL, or None if none is."""
+    """Return which values are not NULL; None if there is no NULL."""
     if not array.null_count:
         return None
     valid: Flags = array.is_valid().to_numpy(zero_copy_only=False)
@@ -77,9 +77,9 @@ class Numbers:
     """A column of numbers.
 
     Attributes:
-        values: Shape ``(rows, *shape)``; undefined where there is NULL.
+        values: Shape ``(rows, *shape)``; undefined at NULLs.
         valid: Which rows are not NULL, shape ``(rows,)``; None: all.
-        cells: Which numbers in rows are not NULL, as ``values``; None: all.
+        cells: Which numbers in rows are not NULL, shaped like ``values``; None: all.
     """
 
     __slots__ = ("cells", "valid", "values")
@@ -104,13 +104,13 @@ class Numbers:
         cells = None
         if inner is not None:
             cells = _shaped(inner, array)
-            if valid is not None:  # numbers of a NULL row do not count
+            if valid is not None:  # ignore the numbers of NULL rows
                 cells = cells | ~valid.reshape(-1, *[1] * len(fixed.shape))
         return cls(values, valid, _holes(cells))
 
     @property
     def kind(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        """What all rows are."""
+        """Dtype and shape of each row."""
         return self.values.dtype, self.values.shape[1:]
 
     @property
@@ -131,9 +131,9 @@ class Numbers:
         return self._each(lambda array: array.take(indices, axis=0))
 
     def rows(self) -> list[Any]:
-        """Return each row's value: a numpy scalar, an array of its own, or None.
+        """Return the value of each row: a numpy scalar, a separate array, or None.
 
-        An array that has a NULL in it comes as nested lists.
+        An array with a NULL is returned as nested lists.
         """
         rows: list[Any] = list(self.values)
         if self.values.ndim > 1:
@@ -153,7 +153,7 @@ class Numbers:
         return self.rows() if holes else self.values.copy()
 
     def _each(self, change: Any) -> "Numbers":
-        """Return a column of which each array is what ``change`` makes of it."""
+        """Apply ``change`` to each of the column's arrays."""
         valid, cells = (
             None if array is None else change(array)
             for array in (self.valid, self.cells)
@@ -165,7 +165,7 @@ class Numbers:
 
 
 def _flat(array: "pa.Array", dtype: np.dtype[Any]) -> Values:
-    """Return the numbers of a primitive array, without a copy (but for booleans)."""
+    """Return the numbers of a primitive array, without a copy (except booleans)."""
     size, offset, buffer = len(array), array.offset, array.buffers()[1]
     if not size or buffer is None:
         return np.zeros(size, dtype)
@@ -187,13 +187,13 @@ def _shaped(flat: Values, array: "pa.Array") -> Values:
 
 
 def _with_none(values: Values, cells: Flags) -> Any:
-    """Return an array as nested lists with None for what is not in ``cells``."""
+    """Return an array as nested lists, with None where ``cells`` is false."""
     nothing: Any = None
     return np.where(cells, values.astype(object), nothing).tolist()
 
 
 def merged(columns: Sequence[Numbers]) -> Numbers:
-    """Return columns of one kind as one."""
+    """Return the concatenation of columns of one kind."""
     values = np.concatenate([column.values for column in columns])
     if not [True for c in columns if c.valid is not None or c.cells is not None]:
         return Numbers(values)
@@ -203,7 +203,7 @@ def merged(columns: Sequence[Numbers]) -> Numbers:
 
 
 def woven(columns: Sequence[Numbers]) -> Numbers:
-    """Return columns of one kind and length as one, taking turns row by row."""
+    """Interleave columns of one kind and length, row by row."""
     if any(one.valid is not None or one.cells is not None for one in columns):
         return merged(columns).take(turns(len(columns), len(columns[0].values)))
     values = np.stack([column.values for column in columns], axis=1)
@@ -212,7 +212,7 @@ def woven(columns: Sequence[Numbers]) -> Numbers:
 
 @functools.lru_cache(maxsize=4)
 def turns(count: int, rows: int) -> npt.NDArray[np.int64]:
-    """Return the places of rows that take turns in ``count`` columns joined."""
+    """Return the order that interleaves ``count`` concatenated columns."""
     return np.arange(count * rows).reshape(count, rows).T.ravel()
 
 
@@ -226,7 +226,7 @@ def _filled(found: Flags | None, shape: tuple[int, ...]) -> Flags:
 
 
 def collate_numbers(columns: Sequence[Numbers], where: str) -> torch.Tensor:
-    """Return columns of one kind as one tensor, in memory of its own.
+    """Return columns of one kind as one tensor that owns its memory.
 
     Raises:
         TypeError: If there is a NULL; it names the column and the row.
@@ -248,19 +248,19 @@ def _refuse_nulls(column: Numbers, where: str) -> None:
 
 
 def null_error(where: str, row: int, rows: int) -> TypeError:
-    """Return the error for a NULL that would have to be in a tensor."""
+    """Return the error for a NULL in a tensor column."""
     return TypeError(
         f"column {where!r} has a NULL in row {row} of this batch of {rows}, and a "
-        "tensor has no place for it: filter such rows, replace NULLs where they are "
-        "read (nulls= of the dataset), or pass a collate_fn"
+        "tensor cannot hold it: filter such rows, replace NULLs on reading (nulls= of "
+        "the dataset), or pass a collate_fn"
     )
 
 
 def copied(values: Values) -> torch.Tensor:
-    """Return an array as a tensor, in memory of its own, as ``tensor_of`` does.
+    """Return an array as a tensor that owns its memory, like ``tensor_of``.
 
-    A small one is copied without numpy, which gives up the GIL for each array: a switch
-    to a thread that waits for it takes longer than the copy.
+    A small one is copied without numpy, which releases the GIL for each array:
+    switching to a waiting thread takes longer than the copy.
     """
     if not 0 < values.nbytes < MIN_BYTES:
         return tensor_of([values])
@@ -271,7 +271,7 @@ def copied(values: Values) -> torch.Tensor:
 def tensor_of(arrays: Sequence[Values]) -> torch.Tensor:
     """Return arrays of one dtype as one tensor, joined along the first dimension.
 
-    Its memory is its own; if it is large and there is a pool, then the pool's.
+    It owns its memory; if it is large and there is a pool, the pool does.
     """
     shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
     out = borrowed(shape, torch_dtype(arrays[0].dtype))

@@ -1,9 +1,8 @@
 """Parquet files: row groups as shards, and only the columns that are wanted.
 
-The order is the files', then the row groups', then the rows'. A row group is decoded a
-few thousand rows at a time, so that memory does not depend on how large it is. Of an
-object, no bytes but those of the wanted columns are requested. Checksums of pages are
-verified where they were written.
+The order is that of files, row groups, rows. A row group is decoded a few thousand rows
+at a time, so memory does not depend on its size. Only the bytes of the wanted columns
+are requested from an object. Checksums of pages, where present, are verified.
 """
 
 import asyncio
@@ -42,23 +41,23 @@ if TYPE_CHECKING:
 
     from aioloader.datasets._streams.shards import Position, ShardReader
 
-# An address and a number; and a word if no row of it is wanted, or which part of it is
-# meant, of how many.
+# An address and a number; then a word if no row of it is wanted, or a part and the
+# number of parts.
 RowGroup: TypeAlias = tuple[Any, ...]
 
 # Length of the footer and the magic number after it.
 _END = 8
 _MAGIC = b"PAR1"
-# Rows of a batch, at most: enough to make its cost small.
+# Most rows of a batch: enough to make its fixed cost small.
 _ROWS = 16_384
-# Bytes of a batch as written; those of a step are counted as decoded.
+# Encoded bytes of a batch; those of a step count as decoded.
 _BATCH = 1 << 20
 # Footers kept, in bytes: row groups of one file are mostly read one after the other.
 _KEPT = 64 << 20
-# Columns that are looked up sooner than a thread is asked.
+# Most columns that are looked up without a thread, which would cost more.
 _FEW = 64
-# Row groups that are decoded with one hop to a thread: bytes in all, and how many, at
-# least. While less than four are left, the next ones are opened (see ``BEGUN``).
+# Row groups decoded in one thread call: least bytes in all, and least number.
+# When fewer than four are left, the next ones are opened (see ``START_DIVISOR``).
 _TOGETHER, _FEWEST = 4 << 20, 2
 _LEAST_REQUEST, _MOST_REQUEST = 1 << 16, 8 << 20
 _LEAST_BUFFER, _MOST_BUFFER = 1 << 14, 1 << 20
@@ -66,16 +65,16 @@ _LEAST_BUFFER, _MOST_BUFFER = 1 << 14, 1 << 20
 
 @dataclass
 class Footer:
-    """What the end of a file says of it.
+    """The metadata at the end of a file.
 
     Attributes:
-        metadata: All of it.
+        metadata: The parsed footer.
         schema: The columns.
         size: Length of the file, in bytes.
         skipped: Row groups in which no row is wanted, by their statistics.
-        leaves: Numbers of the wanted columns in each row group, when they were looked
-            up; of a nested column there are several.
-        is_sound: Whether the wanted columns of all row groups were seen to be sound.
+        leaves: Numbers of the wanted leaf columns in each row group, once looked up; a
+            nested column has several.
+        is_sound: Whether the wanted columns of all row groups were checked.
     """
 
     metadata: "pq.FileMetaData"
@@ -90,7 +89,7 @@ class Group(NamedTuple):
     """The wanted part of a row group.
 
     Attributes:
-        spans: Where its columns lie in the file.
+        spans: Positions of its columns in the file.
         rows: Number of rows.
         batch_rows: Rows to decode at once.
     """
@@ -136,7 +135,7 @@ class ParquetFormat(TableFormat[Footer], OpensTogether):
         return [*readers]
 
     def _small(self, shard: RowGroup) -> int | None:
-        """Return about how many bytes a row group has; None if to open it is a wait."""
+        """Return about how many bytes a row group has; None: opening it waits."""
         address, number, *more = shard
         footer = self._kept.get(address)
         if more or footer is None or not footer.is_sound or not footer.leaves:
@@ -186,7 +185,7 @@ class ParquetFormat(TableFormat[Footer], OpensTogether):
         if number >= footer.metadata.num_row_groups:
             text = f"{place.location!r} has {footer.metadata.num_row_groups} row groups"
             raise DatasetError(
-                f"{text}, number {number} is wanted; it was written anew meanwhile",
+                f"{text}, number {number} is wanted; it was rewritten meanwhile",
                 location=place.location,
             )
         names = self._wanted.table.present(footer.schema)
@@ -218,15 +217,15 @@ def _within(least: int, value: int, most: int) -> int:
 
 
 def _footer_length(tail: Tail, location: str) -> int:
-    """Return how many bytes at the end of a file are its footer, all included."""
+    """Return how many bytes at a file's end are its footer, with length and magic."""
     end = tail.data[-_END:]
     if end[4:] == b"PARE":
         text = f"{location!r} is an encrypted Parquet file, which cannot be read"
         raise DatasetError(text, location=location)
     if len(end) < _END or end[4:] != _MAGIC:
         raise DatasetError(
-            f"{location!r} does not end as a Parquet file does: it is no such file, "
-            f"or was cut short at {tail.size:,} bytes",
+            f"{location!r} does not end like a Parquet file: it is not one, or was cut "
+            f"short at {tail.size:,} bytes",
             location=location,
         )
     length: int = struct.unpack("<I", end[:4])[0] + _END
@@ -240,7 +239,7 @@ def _footer_length(tail: Tail, location: str) -> int:
 
 
 def _parsed(tail: Tail, length: int, location: str, filters: Filters | None) -> Footer:
-    """Read a footer; in a thread, for wide tables take long."""
+    """Read a footer; in a thread, because wide tables take long."""
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
     from pyarrow import parquet as pq  # noqa: PLC0415  (an optional dependency)
 
@@ -260,7 +259,7 @@ def _parsed(tail: Tail, length: int, location: str, filters: Filters | None) -> 
 def _group_of(footer: Footer, number: int, names: list[str], place: Place) -> Group:
     """Find the columns ``names`` of a row group; in a thread, as above."""
     if footer.leaves is None:
-        # The first time; later row groups of a file need no look at other columns.
+        # Only once: later row groups of the file need no further check of columns.
         footer.is_sound = _why_unsound(footer, None, names) is None
         footer.leaves = _leaves(footer, names)
     if not footer.is_sound and (error := _why_unsound(footer, number, names)):
@@ -287,11 +286,11 @@ def _group_of(footer: Footer, number: int, names: list[str], place: Place) -> Gr
 def _why_unsound(
     footer: Footer, number: int | None, names: list[str]
 ) -> Exception | None:
-    """Begin to read columns of a row group, or of all, up to the first byte.
+    """Start reading columns of one or all row groups, up to the first byte.
 
-    Where a footer is damaged, this fails. What looks at its columns one by one does
-    not: there pyarrow lets an exception of C++ pass, which ends the process. The byte
-    is missing, which pyarrow says itself: it would keep an exception of ours, for ever.
+    With a damaged footer this fails. Inspecting its columns one by one does not:
+    pyarrow lets a C++ exception escape there, which ends the process. The missing byte
+    makes pyarrow raise its own error; it would keep an exception of ours forever.
     """
     from pyarrow import parquet as pq  # noqa: PLC0415  (an optional dependency)
 
@@ -312,7 +311,7 @@ def _why_unsound(
 
 
 def _leaves(footer: Footer, names: list[str]) -> list[int]:
-    """Return the numbers of the columns ``names``, and of what is nested in them."""
+    """Return the numbers of the columns ``names``, including nested ones."""
     schema = footer.metadata.schema
     prefixes = tuple(f"{name}." for name in names)
     return [
@@ -323,14 +322,14 @@ def _leaves(footer: Footer, names: list[str]) -> list[int]:
 
 
 def _request_for(group: Group, window: int) -> int:
-    """Return the bytes of a request, at most."""
-    # Of a large row group, each column has one in use and the next one on its way.
+    """Return the most bytes of a request."""
+    # In a large row group, each column has one request in use and the next in flight.
     parts = 4 if _is_small(group, window) else 2 * max(2, len(group.spans))
     return _within(_LEAST_REQUEST, window // parts, _MOST_REQUEST)
 
 
 def _is_small(group: Group, window: int) -> bool:
-    """Tell whether the whole row group may be in memory as it was written."""
+    """Return whether the whole encoded row group may be in memory."""
     return sum(stop - start for start, stop in group.spans) <= window // 2
 
 
@@ -353,11 +352,11 @@ def _file_of(path: str | None, ranges: Ranges | None) -> Any:
 def _between(
     first: int, stop: int, make_file: Callable[[], Any], *args: Any
 ) -> "Iterator[pa.RecordBatch]":
-    """Decode some rows of a row group, and those before them."""
+    """Decode some rows of a row group, and the rows before them."""
     group: Group = args[2]
     batches = _batches(make_file, *args)
     if (first, stop) == (0, group.rows):
-        return batches  # all: what comes beyond is an error
+        return batches  # all: rows beyond are an error
     return between(batches, first, stop)
 
 

@@ -1,9 +1,9 @@
-"""A file for pyarrow whose bytes come by ranged requests, many of them ahead of time.
+"""A file for pyarrow whose bytes come by ranged requests, many of them in advance.
 
-What will be read is known before: a plan of ranges, in their order of use. Requests run
+The reads are known in advance: a plan of ranges, in their order of use. Requests run
 ahead within a budget, on the event loop; pyarrow reads in a thread, which waits for
-bytes that are not there yet. A range is released when all of it was read. A read
-outside the plan makes its own request: the plan changes time and memory, not results.
+missing bytes. A range is released when all of it was read. A read outside the plan
+makes its own request: the plan changes time and memory, not results.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ class Range:
     Attributes:
         start: First byte.
         stop: One past the last byte.
-        wanted: How many of its bytes will be read; it is released after so many.
-        body: The bytes, now or later.
+        wanted: How many of its bytes will be read; then it is released.
+        body: Future of the bytes.
         is_asked: Whether they were requested.
         is_passed: Whether all was read once.
     """
@@ -55,13 +55,13 @@ class Range:
 def plan(spans: Iterable[Span], most: int) -> list[Range]:
     """Return the requests for ``spans`` of a file, in their order of use.
 
-    The spans are read side by side, each from its beginning to its end, as columns are:
-    long ones are cut, and the n-th parts of all come before the next parts. Short
-    ones that lie together are joined.
+    The spans are read in parallel, each from start to end, like columns: long ones are
+    cut, and the n-th parts of all come before the next parts. Adjacent short spans are
+    joined.
 
     Args:
         spans: Starts and stops, in any order; empty ones are left out.
-        most: Bytes of a request, at most.
+        most: Most bytes of a request.
     """
     ranges: list[tuple[float, Range]] = []
     for start, stop, wanted in _grouped(spans, most):
@@ -81,7 +81,7 @@ def plan(spans: Iterable[Span], most: int) -> list[Range]:
 
 
 def _grouped(spans: Iterable[Span], most: int) -> list[tuple[int, int, int]]:
-    """Join short spans that lie together; each with its number of wanted bytes."""
+    """Join adjacent short spans; return each with its number of wanted bytes."""
     groups: list[tuple[int, int, int]] = []
     for start, stop in sorted(span for span in spans if span[0] < span[1]):
         if groups:
@@ -101,11 +101,10 @@ class Ranges:
     Args:
         read: Requests the bytes from a start to a stop.
         size: Length of the file.
-        plan: What will be read, in the order of use; no two overlap.
-        budget: Bytes to hold at most; one range may exceed it.
-        location: What is read, for errors; redacted.
-        in_order: Whether reads only go forward; then ranges that are left out are
-            released too.
+        plan: The ranges to read, in the order of use; no two overlap.
+        budget: Most bytes to hold; one range may exceed it.
+        location: Redacted address, for errors.
+        in_order: Whether reads only move forward; then skipped ranges are released too.
     """
 
     def __init__(
@@ -137,16 +136,16 @@ class Ranges:
     # -- on the loop ----------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin to request what is planned."""
+        """Start requesting the plan."""
         self._loop = asyncio.get_running_loop()
         self._ask_ahead()
 
     def is_draining(self) -> bool:
-        """Tell whether all that is planned was requested."""
+        """Return whether the whole plan was requested."""
         return self._next >= len(self._plan)
 
     async def aclose(self) -> None:
-        """End the requests, and let a thread that waits for bytes fail."""
+        """Cancel the requests; a thread that waits for bytes fails."""
         self._is_closed = True
         self._next = len(self._plan)
         tasks = list(self._tasks)
@@ -200,27 +199,27 @@ class Ranges:
         else:
             body.set_result(memoryview(task.result()).cast("B"))
 
-    def _let_go(self, nbytes: int) -> None:
+    def _release(self, nbytes: int) -> None:
         self._held -= nbytes
         if not self._is_closed:
             self._ask_ahead()
 
     def _closed(self) -> DatasetError:
-        text = f"{self._location!r} was closed while it was read"
+        text = f"{self._location!r} was closed while being read"
         return DatasetError(text, location=self._location)
 
     # -- in the thread --------------------------------------------------------------
 
     def read(self, start: int, stop: int) -> Buffer:
-        """Return bytes of the file; waits for those that are on their way.
+        """Return bytes of the file; waits for those in flight.
 
         Raises:
-            Exception: What a request raised.
+            Exception: Raised by a request.
             DatasetError: If it is closed meanwhile.
         """
         parts: list[memoryview] = []
         if self._in_order:
-            self._leave_behind(start)
+            self._release_before(start)
         while start < stop:
             found = self._find(start, stop)
             if not found.is_asked:
@@ -233,7 +232,7 @@ class Ranges:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _find(self, start: int, stop: int) -> Range:
-        """Return the range that ``start`` is in, or one that nobody planned."""
+        """Return the range that contains ``start``, or a new one outside the plan."""
         place = bisect.bisect_right(self._starts, start)
         if place and start < self._by_start[place - 1].stop:
             return self._by_start[place - 1]
@@ -242,13 +241,13 @@ class Ranges:
         return Range(start, stop, stop - start)
 
     def _count(self, found: Range, nbytes: int) -> None:
-        """Let a range go when it was read; it could be asked for once more."""
+        """Release a range that was read; it could be requested once more."""
         found.left -= nbytes
         if found.left <= 0:
             self._pass(found)
 
-    def _leave_behind(self, start: int) -> None:
-        """Let go what lies before ``start``, and was not read to its end."""
+    def _release_before(self, start: int) -> None:
+        """Release skipped ranges before ``start``."""
         while self._behind < len(self._by_start):
             found = self._by_start[self._behind]
             if found.stop > start:
@@ -261,7 +260,7 @@ class Ranges:
     def _pass(self, found: Range) -> None:
         found.is_passed = True
         found.body, found.is_asked, found.left = Future(), False, found.wanted
-        self._post(self._let_go, found.stop - found.start)
+        self._post(self._release, found.stop - found.start)
 
     def _post(self, function: Callable[..., None], argument: object) -> None:
         if self._loop is None or self._loop.is_closed():
@@ -270,12 +269,12 @@ class Ranges:
 
 
 class RangeFile:
-    """What pyarrow takes for a file.
+    """A file object for pyarrow.
 
     Args:
         size: Its length.
         read: Returns the bytes from a start to a stop.
-        known: Parts of the file that were read before: start to bytes.
+        known: Parts of the file that are known: start to bytes.
     """
 
     closed = False
@@ -302,26 +301,26 @@ class RangeFile:
         return self._read(start, stop)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place."""
+        """Move to a position."""
         base = {io.SEEK_CUR: self._at, io.SEEK_END: self._size}
         self._at = base.get(whence, 0) + offset
         return self._at
 
     def tell(self) -> int:
-        """Return the place."""
+        """Return the position."""
         return self._at
 
     def close(self) -> None:
-        """Do nothing: who opened the ranges closes them."""
+        """Do nothing: the owner of the ranges closes them."""
 
     def readable(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def writable(self) -> bool:
-        """Say no."""
+        """Return False."""
         return False

@@ -1,9 +1,9 @@
 """One shard of a table: record batches, decoded in a thread, one step ahead.
 
-The order is the file's. A step is as many batches as ``budget`` allows for; one is
-passed on while the next is decoded, and the bytes for the steps after that are on their
-way. What was decoded is checked before it is passed on; a row that is damaged alone is
-a ``Bad``, and what is damaged otherwise ends the shard with an error.
+The order is the file's. A step is as many batches as ``budget`` allows; one is passed
+on while the next is decoded, and bytes for later steps are in flight. Decoded batches
+are checked before they are passed on; a single damaged row is a ``Bad``, and any other
+damage ends the shard with an error.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from aioloader.datasets._arrow.ranges import Ranges
     from aioloader.datasets._streams.shards import Position
 
-# More than that leaves the caches of the processor.
+# Larger steps do not fit into the processor's caches.
 _LEAST_STEP, _MOST_STEP = 1 << 16, 2 << 20
 
-# What pyarrow says of text in a column that is otherwise as it should be.
+# pyarrow's message for invalid text in an otherwise valid column.
 _BAD_TEXT = "Invalid UTF8"
 
 
@@ -38,8 +38,8 @@ class Budget(NamedTuple):
     """Shares of the bytes that a reader may hold.
 
     Attributes:
-        step: For the batches of one step, decoded; two of them are held.
-        window: For bytes that are still to be decoded.
+        step: For the decoded batches of one step; two of them are held.
+        window: For bytes not yet decoded.
     """
 
     step: int
@@ -47,16 +47,16 @@ class Budget(NamedTuple):
 
     @classmethod
     def of(cls, nbytes: int) -> "Budget":
-        """Share ``nbytes`` out."""
+        """Divide ``nbytes``."""
         step = max(_LEAST_STEP, min(_MOST_STEP, nbytes // 4))
         return cls(step, max(0, nbytes - 2 * step))
 
 
 class Slice(NamedTuple):
-    """One of several parts of equal numbers of rows, in order.
+    """One of several parts with equal numbers of rows, in order.
 
     Attributes:
-        number: Which.
+        number: Which part.
         parts: How many there are.
     """
 
@@ -64,7 +64,7 @@ class Slice(NamedTuple):
     parts: int = 1
 
     def bounds(self, rows: int) -> tuple[int, int]:
-        """Return the first of its rows, and one past the last, of so many."""
+        """Return the first of its rows and one past the last, given their number."""
         return rows * self.number // self.parts, rows * (self.number + 1) // self.parts
 
 
@@ -73,12 +73,12 @@ _WHOLE = Slice()
 
 @dataclass(frozen=True)
 class Place:
-    """What is read, also for errors.
+    """Names the data being read, for errors.
 
     Attributes:
         location: The file, redacted.
-        unit: Which part of it, such as ``"row group 3"``; empty: all.
-        part: Which rows of that.
+        unit: Part of the file, such as ``"row group 3"``; empty: all.
+        part: Part of its rows.
     """
 
     location: str
@@ -91,16 +91,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Source:
-    """A shard that is open.
+    """An open shard.
 
     Attributes:
-        batches: Begins to decode; called, and iterated, in threads. What cannot be read
-            alone is a ``Bad``.
-        rows_of: Makes the rows to deliver of a batch that was checked.
-        rows: How many rows must come, if that is known.
-        ranges: Where the bytes come from, if they are requested.
+        batches: Starts decoding; called, and iterated, in threads. An item that alone
+            cannot be read is a ``Bad``.
+        rows_of: Makes the rows to deliver from a checked batch.
+        rows: Expected number of rows, if known.
+        ranges: The requests for bytes, if any.
         size: Length of the file, in bytes.
-        has_thread: Whether it has a thread of its own, for it may wait.
+        has_thread: Whether it has a separate thread, because it may wait.
         is_users: Whether errors are the user's, who made the source.
     """
 
@@ -116,7 +116,7 @@ class Source:
 def between(
     batches: "Generator[pa.RecordBatch, None, None]", first: int, stop: int
 ) -> "Iterator[pa.RecordBatch]":
-    """Yield the rows from one to before another; those after are not decoded."""
+    """Yield the rows from ``first`` to before ``stop``; later ones are not decoded."""
     row = 0
     with contextlib.closing(batches):
         for batch in batches:
@@ -129,17 +129,17 @@ def between(
 
 
 def shares(count: int, among: int) -> list[int]:
-    """Return how many of ``count`` each of ``among`` gets: nearly the same."""
+    """Divide ``count`` into ``among`` nearly equal numbers."""
     return [count * (at + 1) // among - count * at // among for at in range(among)]
 
 
 class Steps:
-    """Batches to blocks, several at a time; in threads, one after the other.
+    """Turns batches into blocks, several at a time, in threads, one after the other.
 
     Args:
-        source: What is read.
+        source: The open shard.
         place: Its name.
-        skip: Rows to leave out at the beginning.
+        skip: Rows to skip at the beginning.
     """
 
     def __init__(self, source: Source, place: Place, skip: int) -> None:
@@ -148,19 +148,19 @@ class Steps:
         self._source = source
         self._place = place
         self._skip = skip
-        # Rows that were read, and rows that were made of them, for there are filters.
+        # Rows read, and rows made of them: filters make them differ.
         self._read = self._row = 0
         self._is_warm = False
         self._batches: Iterator[pa.RecordBatch | Bad] | None = None
 
     def step(self, nbytes: int) -> tuple[list[Block], int]:
-        """Decode the next blocks; ``is_over`` or ``failure`` tell if there are more.
+        """Decode the next blocks; ``is_over`` or ``failure`` show whether more follow.
 
         Args:
-            nbytes: About as much is decoded.
+            nbytes: Approximate bytes to decode.
 
         Returns:
-            The blocks, and what is left of ``nbytes``.
+            The blocks, and the rest of ``nbytes``.
         """
         blocks: list[Block] = []
         try:
@@ -172,7 +172,7 @@ class Steps:
                     self._end()
                 elif len(block := self._block(batch)):
                     blocks.append(block)
-                    # Of a damaged batch, pyarrow may crash when asked for its size.
+                    # pyarrow may crash when asked for the size of a damaged batch.
                     if type(block) is Rows and not isinstance(batch, Bad):
                         nbytes -= batch.nbytes
         except Exception as error:  # noqa: BLE001  (a decoder may raise anything)
@@ -180,7 +180,7 @@ class Steps:
         return blocks, nbytes
 
     def close(self) -> None:
-        """Close the file; not while a step runs."""
+        """Close the file; not during a step."""
         batches, self._batches = self._batches, iter(())
         close = getattr(batches, "close", None)
         if close is not None:
@@ -198,7 +198,7 @@ class Steps:
         return cut(block, drop) if drop else block
 
     def _checked(self, batch: "pa.RecordBatch") -> Block:
-        """Return the rows of a batch that is sound; in a damaged one, some are not."""
+        """Return the rows of a valid batch, or its valid rows and failures."""
         try:
             batch.validate(full=True)
         except ValueError as error:
@@ -213,7 +213,7 @@ class Steps:
         return rows
 
     def _singly(self, batch: "pa.RecordBatch") -> list[Any]:
-        """Return the rows of a batch in which some text is none, as ``Bad``."""
+        """Return the rows of a batch; those with invalid text as ``Bad``."""
         samples: list[Any] = []
         for at in range(batch.num_rows):
             row = batch.slice(at, 1)
@@ -239,7 +239,7 @@ class Steps:
             )
 
     def _fail(self, error: Exception) -> None:
-        """Keep the house error for what reading raised."""
+        """Keep the DatasetError for a failed read."""
         self.is_over = True
         if self._source.is_users:
             self.failure = error
@@ -259,13 +259,13 @@ class Steps:
         text = str(cause).strip() or type(cause).__name__
         return DatasetError(
             f"{self._place} cannot be read, {where}: {text}; it is damaged, or was "
-            "written anew meanwhile",
+            "rewritten meanwhile",
             location=self._place.location,
         )
 
 
 def _step_all(shards: "Sequence[Steps]", nbytes: int) -> list[list[Block]]:
-    """Return a step of each shard; of the last ones nothing, if it is enough before."""
+    """Return a step of each shard; nothing for the last ones once there is enough."""
     found: list[list[Block]] = []
     for steps in shards:
         blocks, nbytes = steps.step(nbytes)
@@ -274,9 +274,9 @@ def _step_all(shards: "Sequence[Steps]", nbytes: int) -> list[list[Block]]:
 
 
 def _warm(rows: Rows) -> None:
-    """Make one row, so that what this looks up (time zones) is looked up in a thread.
+    """Make one row, so that lookups (time zones) happen in a thread.
 
-    What fails here fails again where the error can be reported.
+    A failure here repeats where it can be reported.
     """
     with contextlib.suppress(Exception):
         rows[0]
@@ -290,10 +290,10 @@ class TableReader(KnowsSize, CountsBytes):
     """A shard's rows, in order.
 
     Args:
-        opening: Opens the shard, with the bytes that may be requested ahead.
+        opening: Opens the shard, given the bytes that may be requested ahead.
         place: Its name.
-        row: Rows to leave out at the beginning.
-        budget: Bytes to hold at most.
+        row: Rows to skip at the beginning.
+        budget: Most bytes to hold.
     """
 
     def __init__(
@@ -319,7 +319,7 @@ class TableReader(KnowsSize, CountsBytes):
         self._is_small = False
 
     def begin(self) -> None:
-        """Begin to read."""
+        """Start reading."""
         is_over = self._steps is not None and self._steps.is_over
         if self._next is None and not is_over and not self._is_closed:
             self.join(asyncio.create_task(_advance([self])))
@@ -328,7 +328,7 @@ class TableReader(KnowsSize, CountsBytes):
         """Get the next blocks from ``step``.
 
         Args:
-            step: What reads them, perhaps for other readers too.
+            step: Task that reads them, perhaps for other readers too.
             is_small: Whether the shard is far smaller than its budget.
         """
         self._next, self._is_small = step, is_small
@@ -343,7 +343,7 @@ class TableReader(KnowsSize, CountsBytes):
             self.begin()
             if self._next is None:
                 return self._end()
-            await asyncio.wait([self._next])  # a cancellation leaves it alone
+            await asyncio.wait([self._next])  # cancellation does not reach it
             step, self._next = self._next, None
             self._blocks.extend(step.result().pop(self, ()))
             self.begin()
@@ -366,17 +366,17 @@ class TableReader(KnowsSize, CountsBytes):
         return {"row": self._row}
 
     def bytes_ahead(self) -> int | None:
-        """Return all that it may hold; None of a small shard, for it is far less."""
+        """Return all that it may hold; None for a small shard, which needs far less."""
         return None if self._is_small else sum(self._budget)
 
     def is_draining(self) -> bool:
-        """Tell whether all was requested."""
+        """Return whether all was requested."""
         if self._ranges is not None and self._ranges.is_draining():
             return True
         return self._is_closed or (self._steps is not None and self._steps.is_over)
 
     async def aclose(self) -> None:
-        """End requests and decoding, and wait for their end."""
+        """Cancel requests and decoding, and wait for them to end."""
         self._is_closed = True
         self._blocks.clear()
         step, self._next = self._next, None
@@ -399,7 +399,7 @@ class TableReader(KnowsSize, CountsBytes):
         return []
 
     async def open(self) -> Steps:
-        """Open the shard before the first step; return what decodes it."""
+        """Open the shard before the first step; return its decoder."""
         if self._steps is None:
             source = await self._opening(self._budget.window)
             self._steps = Steps(source, self._place, self._row)
@@ -414,21 +414,21 @@ class TableReader(KnowsSize, CountsBytes):
     def decode(
         self, shards: Sequence[Steps], nbytes: int | None
     ) -> "asyncio.Future[list[list[Block]]]":
-        """Begin a step of each of ``shards`` in a thread, of so many bytes in all."""
+        """Start a step of all ``shards`` in one thread, with ``nbytes`` in all."""
         job = partial(_step_all, shards, nbytes or self._budget.step)
         return asyncio.get_running_loop().run_in_executor(self._pool, job)
 
     def await_at_close(self, work: "asyncio.Future[Any] | None") -> None:
-        """Have ``aclose`` wait for a thread."""
+        """Make ``aclose`` wait for a thread."""
         self._work = work
 
 
 def begin_together(readers: Sequence[TableReader], nbytes: int) -> None:
-    """Begin to read small local shards with one hop to a thread, which costs as much.
+    """Start reading small local shards in one thread call, which costs the same as one.
 
     Args:
-        readers: Of shards that are less than a step each.
-        nbytes: How much is decoded of all of them, about.
+        readers: Readers of shards that are less than a step each.
+        nbytes: Approximate bytes to decode for all of them.
     """
     step = asyncio.create_task(_advance(readers, nbytes))
     for one in readers:
@@ -446,11 +446,11 @@ async def _advance(
         except Exception:
             if len(readers) == 1:
                 raise
-            break  # when that one is pulled, it is opened again, alone
+            break  # it is opened again, alone, when pulled
     work = readers[0].decode([*shards.values()], nbytes)
     for one in readers:
         one.await_at_close(work)
-    await asyncio.wait([work])  # a thread goes on when it is cancelled
+    await asyncio.wait([work])  # a thread continues when its task is cancelled
     for one in readers:
         one.await_at_close(None)
     return dict(zip(shards, work.result(), strict=True))

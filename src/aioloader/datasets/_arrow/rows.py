@@ -1,8 +1,8 @@
-"""Rows of a table, as one block: columns until somebody asks for a row.
+"""Rows of a table as one block, in columns until a row is requested.
 
-The order is the table's. Cutting and joining copy nothing and keep the memory of what
-was cut alive; ``pick`` and ``collate`` copy, and keep nothing. A pickle carries only
-the rows that are meant.
+The order is the table's. Slicing and joining copy nothing and keep the original memory
+alive; ``pick`` and ``collate`` copy, and keep nothing. A pickle contains only the
+selected rows.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from aioloader.datasets._arrow.values import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Rows whose values are made at once when all are asked for.
+# Rows converted at once when all are iterated.
 _AT_ONCE = 1024
 # Bytes and columns that are copied to tensors in a tenth of a millisecond.
 _QUICK, _FEW = 1 << 18, 64
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
     Attributes:
         columns: The columns, which may have more rows.
-        kinds: What the rows of each column are.
+        kinds: Kind of each column.
         start: The first row.
         stop: One past the last row.
     """
@@ -50,20 +50,20 @@ class Part(NamedTuple):
 class Rows(Sequence[dict[str, Any]]):
     """A sequence of rows, each a dict of column name to value.
 
-    A value is a numpy scalar of the column's width for a number or a truth value, an
-    array of its own for a list of numbers, a dict for a struct, ``str``, ``bytes``, a
-    ``datetime`` object, a ``Decimal``, a ``UUID``, a list of such, or None for NULL.
-    Times in nanoseconds are numpy's, for Python has none so fine.
+    A value is a numpy scalar of the column's width for a number or a boolean, a
+    separate array for a list of numbers, a dict for a struct, ``str``, ``bytes``, a
+    ``datetime`` object, a ``Decimal``, a ``UUID``, a list of such values, or None for
+    NULL. Times in nanoseconds are numpy's, because Python has no type that precise.
 
     Attributes:
         names: The names of the columns, in order.
-        parts: The pieces of memory that the rows are in.
+        parts: The pieces of memory that hold the rows.
 
     Args:
         table: A ``RecordBatch`` or ``Table`` of pyarrow.
 
     Raises:
-        ValueError: If it has no columns, or two of one name.
+        ValueError: If it has no columns, or two of the same name.
     """
 
     __slots__ = ("_length", "names", "parts")
@@ -71,7 +71,7 @@ class Rows(Sequence[dict[str, Any]]):
     def __init__(self, table: "pa.RecordBatch | pa.Table") -> None:
         names = tuple(table.schema.names)
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"columns must have names of their own, got {[*names]}")
+            raise ValueError(f"columns must have distinct names, got {[*names]}")
         whole = hasattr(table, "to_batches")
         batches = (table.to_batches() or [_empty(table)]) if whole else [table]
         parts = [_part(map(column_of, one.columns), one.num_rows) for one in batches]
@@ -128,7 +128,7 @@ class Rows(Sequence[dict[str, Any]]):
         try:
             part = _part((one.take(chosen) for one in self._whole()), len(chosen))
         except (ValueError, NotImplementedError):
-            # More than 2 GiB of strings, or a type that Arrow cannot take from.
+            # More than 2 GiB of strings, or a type without `take` in Arrow.
             singles = (self._at(at).parts for at in chosen.tolist())
             return _rows(self.names, [part for (part,) in singles])
         return _rows(self.names, [part])
@@ -143,10 +143,10 @@ class Rows(Sequence[dict[str, Any]]):
         return _rows(self.names, parts)
 
     def woven(self, others: Sequence[Any]) -> "Rows | None":
-        """Return the first row of these and each of ``others``, the second of each.
+        """Return the rows interleaved with ``others``: all first rows, all second ones.
 
         Args:
-            others: As many rows each.
+            others: Blocks of the same length.
 
         Returns:
             The rows, copied; None if their columns differ.
@@ -160,23 +160,23 @@ class Rows(Sequence[dict[str, Any]]):
                 [column.cut(start, stop) for column in columns]
                 for columns, _, start, stop in joined.parts
             ]
-            with contextlib.suppress(ValueError, NotImplementedError):  # as for a pick
+            with contextlib.suppress(ValueError, NotImplementedError):  # as in pick
                 part = _part(map(weave_columns, zip(*parts, strict=True)), len(joined))
                 return _rows(self.names, [part])
         return joined.pick(turns(lanes, len(self)).tolist())
 
     def collate(self) -> dict[str, Any]:
-        """Return the batch of all rows: what ``default_collate`` makes of them.
+        """Return the batch of all rows, as ``default_collate`` would.
 
         Numbers become tensors of the column's width, lists of numbers too if their
         lengths agree, and lists of tensors if not; structs become dicts of batches.
-        Strings, bytes, and what has no tensor form stay lists of values.
+        Strings, bytes, and values without a tensor form stay lists.
 
         Returns:
             Column name to batch, in memory that the caller owns.
 
         Raises:
-            TypeError: If there is a NULL where a tensor is made.
+            TypeError: If there is a NULL in a tensor column.
         """
         if len(self.parts) > 1:
             return {
@@ -185,7 +185,7 @@ class Rows(Sequence[dict[str, Any]]):
             }
         ((columns, _, start, stop),) = self.parts
         return {
-            # Most batches are that, and this takes half the time.
+            # The usual case, in half the time.
             name: copied(column.values[start:stop])
             if type(column) is Numbers and column.is_whole
             else collate_columns([column.cut(start, stop)], name)
@@ -199,7 +199,7 @@ class Rows(Sequence[dict[str, Any]]):
 
     @property
     def is_quick(self) -> bool:
-        """Whether ``collate`` takes a fraction of a millisecond: few numbers, whole."""
+        """Whether ``collate`` takes under a millisecond: few numbers, no NULLs."""
         if len(self.names) * len(self.parts) > _FEW:
             return False
         nbytes = 0

@@ -1,8 +1,8 @@
-"""One table of files that were not written quite alike, as Arrow unifies them.
+"""One table of files that differ slightly, unified as in Arrow.
 
-Files may differ in the order of columns, in what may be NULL, in the width of strings,
-lists and numbers, and where all of a column is NULL. No value is changed on the way:
-what does not fit is an error, and so are types that have no common one.
+Files may differ in the order of columns, in nullability, in the width of strings, lists
+and numbers, and in columns that are all NULL. No value changes: a value that does not
+fit is an error, and so are types without a common one.
 """
 
 from collections import deque
@@ -14,16 +14,16 @@ from aioloader.errors import DatasetError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Schemas of the last files, which others mostly equal.
+# Recent schemas; most files have one of them.
 _SEEN = 8
 
 
 class Table:
-    """The columns that are read of all files, and their types.
+    """The columns to read from all files, and their types.
 
     Args:
         names: The columns.
-        given: Types that the user has chosen; what a file lacks of these is NULL.
+        given: Types that the user has chosen; missing columns of these are NULL.
     """
 
     def __init__(self, names: Sequence[str], given: "pa.Schema | None") -> None:
@@ -32,13 +32,13 @@ class Table:
         if given is not None:
             self._given = {field.name: field for field in given if field.name in names}
         self._types = {name: field.type for name, field in self._given.items()}
-        self._origins: dict[str, str] = {}  # of types that were found
+        self._origins: dict[str, str] = {}  # file in which each type was found
         self._seen: deque[pa.Schema] = deque(maxlen=_SEEN)
         self._schema: pa.Schema | None = None
 
     @property
     def schema(self) -> "pa.Schema":
-        """The columns as they are read; known once a file was added."""
+        """The columns as read; known after the first ``add``."""
         if self._schema is None:
             import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
@@ -46,16 +46,16 @@ class Table:
         return self._schema
 
     def add(self, schema: "pa.Schema", location: str, *, is_late: bool = False) -> None:
-        """Unify the columns of a file with those of the files before.
+        """Unify the columns of a file with those of the previous files.
 
         Args:
             schema: All columns of the file.
             location: The file, for errors.
-            is_late: Whether the types are settled, for there are readers.
+            is_late: Whether the types are final, because there are readers.
 
         Raises:
-            DatasetError: If a column is missing, or its type has nothing in common with
-                what it was before.
+            DatasetError: If a column is missing, or its type has no common type with
+                that of the previous files.
         """
         if any(schema is one or schema.equals(one) for one in self._seen):
             return
@@ -74,12 +74,12 @@ class Table:
         return list(self.names)
 
     def has(self, schema: "pa.Schema", names: Iterable[str]) -> bool:
-        """Tell whether a file has columns as they are in the table."""
+        """Return whether a file's columns have the table's types."""
         types = {field.name: field.type for field in schema}
         return all(types.get(name) == self._types[name] for name in names)
 
     def unified(self, batch: "pa.RecordBatch", location: str) -> "pa.RecordBatch":
-        """Return a batch of a file that was added as a batch of the table.
+        """Return a batch of an added file as a batch of the table.
 
         Raises:
             DatasetError: If a value does not fit the type.
@@ -117,7 +117,7 @@ class Table:
         if common == known:
             return
         if is_late:
-            changed = f"all files were found to have {known}; it was written anew"
+            changed = f"all files were found to have {known}; it was rewritten"
             raise _conflict(field, location, changed)
         self._types[name], self._origins[name] = common, location
 
@@ -131,7 +131,7 @@ class Table:
 
 
 def without_view(kind: "pa.DataType") -> "pa.DataType":
-    """Return the type that views are read as: Arrow can do too little with them."""
+    """Return the type that replaces views, which Arrow hardly supports yet."""
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
     if pa.types.is_string_view(kind):
@@ -140,7 +140,7 @@ def without_view(kind: "pa.DataType") -> "pa.DataType":
 
 
 def promoted(one: "pa.DataType", other: "pa.DataType") -> "pa.DataType | None":
-    """Return the type that holds all values of both, as Arrow finds it; None: none."""
+    """Return Arrow's type for all values of both; None if there is none."""
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
     schemas = [pa.schema([("", kind)]) for kind in (one, other)]
@@ -148,12 +148,12 @@ def promoted(one: "pa.DataType", other: "pa.DataType") -> "pa.DataType | None":
         common = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except (ValueError, TypeError):
         return None
-    # Arrow takes text for bytes, and exact numbers for floats: other values.
+    # Arrow casts text to bytes, and exact numbers to floats: other values.
     return common if {_group(one), _group(other)} - {_group(common)} <= {0} else None
 
 
 def _group(kind: "pa.DataType") -> int:
-    """Return a number that types have in common whose values are of one class."""
+    """Return a number shared by all types of one class of values."""
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
     types = pa.types
@@ -188,8 +188,8 @@ def field_of(schema: "pa.Schema", name: str, location: str) -> "pa.Field":
 def _conflict(field: "pa.Field", location: str, before: str) -> DatasetError:
     return DatasetError(
         f"column {field.name!r} of {location!r} is of type {field.type}, and {before}; "
-        "write the files alike, leave the column out (columns=), or say what it is to "
-        "be (schema=)",
+        "write the files alike, leave the column out (columns=), or set its type "
+        "(schema=)",
         location=location,
     )
 
@@ -212,23 +212,23 @@ def _cast(array: "pa.Array", field: "pa.Field", location: str) -> "pa.Array":
     except (ValueError, TypeError, NotImplementedError) as error:
         raise DatasetError(
             f"column {field.name!r} of {location!r} is of type {array.type} and has "
-            f"values that are no {field.type}, which it is in all files together: "
-            f"{error}; say what it is to be (schema=)",
+            f"values that do not fit {field.type}, its type in all files: "
+            f"{error}; set the type (schema=)",
             location=location,
         ) from error
 
 
 def described(schema: Any) -> list[list[str]] | None:
-    """Return names and types, ready for JSON."""
+    """Return names and types, JSON-serialisable."""
     return None if schema is None else [[one.name, str(one.type)] for one in schema]
 
 
 def check_schema(schema: Any, names: Iterable[str] | None) -> None:
-    """See that ``schema=`` is one, and has the columns wanted.
+    """Check that ``schema=`` is a schema and has the wanted columns.
 
     Raises:
-        TypeError: If it is no schema.
-        ValueError: If it lacks a column, or names one twice.
+        TypeError: If it is not a schema.
+        ValueError: If it lacks a column, or has one twice.
     """
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
@@ -238,4 +238,4 @@ def check_schema(schema: Any, names: Iterable[str] | None) -> None:
     if missing:
         raise ValueError(f"columns= names {missing}, not in schema= {schema.names}")
     if not schema.names or len(set(schema.names)) < len(schema.names):
-        raise ValueError(f"schema must name columns once each, got {schema.names}")
+        raise ValueError(f"schema must not repeat columns, got {schema.names}")

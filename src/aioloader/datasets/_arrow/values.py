@@ -1,9 +1,9 @@
 """Values of Arrow columns of any type: in a row, and in a batch.
 
-One rule serves both, so that rows and columns collate alike. Lists of numbers are
-arrays, and tensors if their lengths agree; structs are dicts; strings and bytes are
-lists. What has no tensor form is kept: dates, times, decimals, UUIDs, lists of strings,
-maps. Times that Python has no value for (nanoseconds, the year 10000) are numpy's.
+One rule serves both, so rows and columns collate alike. Lists of numbers are arrays,
+and tensors if their lengths agree; structs are dicts; strings and bytes are lists.
+Types without a tensor form are kept: dates, times, decimals, UUIDs, lists of strings,
+maps. Times that Python cannot represent (nanoseconds, the year 10000) are numpy's.
 """
 
 import decimal
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Boxed:
-    """A column that stays Arrow's until its values are wanted."""
+    """A column that stays Arrow's until its values are needed."""
 
     __slots__ = ("array",)
 
@@ -42,7 +42,7 @@ class Boxed:
 
     @property
     def kind(self) -> "pa.DataType":
-        """What all rows are."""
+        """The Arrow type of the rows."""
         return self.array.type
 
     def cut(self, start: int, stop: int) -> "Boxed":
@@ -58,7 +58,7 @@ class Boxed:
         return values_of(self.array)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # Arrow's own pickles carry the whole buffers of what a slice is cut from.
+        # Arrow's own pickles include the whole buffers behind a slice.
         buffer = _to_stream(self.array)
         if protocol < 5:
             return _from_stream, (buffer.to_pybytes(),)
@@ -95,7 +95,7 @@ def column_of(array: "pa.Array") -> Column:
 def plain(array: "pa.Array") -> "pa.Array":
     """Undo encodings that only save space, and extension types that add no meaning.
 
-    Dictionaries of anything but numbers stay: they do save space.
+    Dictionaries of anything but numbers stay, because they do save space.
     """
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
@@ -111,13 +111,13 @@ def plain(array: "pa.Array") -> "pa.Array":
             return array.storage.cast(pa.bool_())
         is_kept = kind.extension_name in {"arrow.uuid", "arrow.fixed_shape_tensor"}
         return array if is_kept or is_exact(kind) else plain(array.storage)
-    if pa.types.is_string_view(kind):  # Arrow can do too little with views as yet
+    if pa.types.is_string_view(kind):  # Arrow hardly supports views yet
         return array.cast(pa.large_string())
     return array.cast(pa.large_binary()) if pa.types.is_binary_view(kind) else array
 
 
 def join_columns(columns: Sequence[Any]) -> Column:
-    """Return columns of one kind as one, copied if there are several."""
+    """Return the concatenation of columns of one kind; several are copied."""
     if len(columns) == 1:
         column: Column = columns[0]
         return column
@@ -129,14 +129,14 @@ def join_columns(columns: Sequence[Any]) -> Column:
 
 
 def weave_columns(columns: Sequence[Any]) -> Column:
-    """Return columns of one kind and length as one, taking turns row by row."""
+    """Interleave columns of one kind and length, row by row."""
     if type(columns[0]) is Numbers:
         return woven(columns)
     return join_columns(columns).take(turns(len(columns), len(columns[0].array)))
 
 
 def collate_columns(columns: Sequence[Any], where: str) -> Any:
-    """Return what a batch holds of a column that came in parts."""
+    """Return the batch of a column given in parts."""
     if type(columns[0]) is Numbers:
         return collate_numbers(columns, where)
     boxed = join_columns(columns)
@@ -182,7 +182,7 @@ def _collate_lists(array: "pa.Array", where: str) -> Any:
 
 
 def _unfold(array: "pa.Array") -> "tuple[pa.Array, list[int | None]]":
-    """Return the numbers in nested lists, and the one length of each level, if any."""
+    """Return the numbers in nested lists, and each level's length if it is constant."""
     widths: list[int | None] = []
     while fixed_of(array.type) is None:
         lengths, array = _unlisted(array)
@@ -237,9 +237,9 @@ def _rule_for(kind: "pa.DataType") -> "Callable[[pa.Array], list[Any]]":
 
 
 def is_exact(kind: "pa.DataType") -> bool:
-    """Tell whether a column is text that stands for exact numbers.
+    """Return whether a column has numbers as text, to keep them exact.
 
-    Arrow's decimals have digits of a fixed number, and no NaN.
+    Arrow's decimals have a fixed number of digits, and no NaN.
     """
     is_opaque = getattr(kind, "extension_name", "") == "arrow.opaque"
     return is_opaque and kind.type_name == "numeric"
@@ -269,7 +269,7 @@ def _names(kind: "pa.StructType") -> list[str]:
 
 
 def _objects(array: "pa.Array") -> list[Any]:
-    # Several times as fast as `to_pylist`; for some types (intervals) it crashes.
+    # Several times as fast as `to_pylist`, which crashes for some types (intervals).
     objects: list[Any] = array.to_numpy(zero_copy_only=False).tolist()
     return objects
 
@@ -288,7 +288,7 @@ def _times(array: "pa.Array") -> list[Any]:
         return _numpy_times(array)
     try:
         values: list[Any] = array.to_pylist()
-    except (OverflowError, ValueError, LookupError):  # pytz knows no such zone
+    except (OverflowError, ValueError, LookupError):  # a time zone unknown to pytz
         exact = _numpy_times(array)
         values = [_python_time(*pair) for pair in zip(array, exact, strict=True)]
     return values
@@ -297,7 +297,7 @@ def _times(array: "pa.Array") -> list[Any]:
 def _python_time(scalar: "pa.Scalar", exact: Any) -> Any:
     try:
         return scalar.as_py()
-    except (OverflowError, ValueError, LookupError):  # pytz knows no such zone
+    except (OverflowError, ValueError, LookupError):  # a time zone unknown to pytz
         return exact
 
 
@@ -343,7 +343,7 @@ def _lists(array: "pa.Array") -> list[Any]:
 
 
 def _spans(array: "pa.Array") -> "tuple[Iterable[tuple[int, int]], pa.Array]":
-    """Return where each list begins and ends in all that is in them, and that."""
+    """Return start and end of each list in the flattened values, and those values."""
     lengths, child = _unlisted(array)
     stops = np.cumsum(lengths).tolist()
     return zip([0, *stops], stops, strict=False), child
@@ -358,7 +358,7 @@ def _set_nulls(array: "pa.Array", rows: list[Any]) -> list[Any]:
 
 
 def _unlisted(array: "pa.Array") -> "tuple[npt.NDArray[np.int64], pa.Array]":
-    """Return the lengths of lists, and all that is in them; of NULL, something."""
+    """Return the lengths of lists, and their flattened values; NULLs are arbitrary."""
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
     from pyarrow import compute  # noqa: PLC0415  (an optional dependency)
 
@@ -371,7 +371,7 @@ def _unlisted(array: "pa.Array") -> "tuple[npt.NDArray[np.int64], pa.Array]":
 
 
 def _leaf_of(kind: "pa.DataType") -> "Fixed | None":
-    """Return what is in nested lists of numbers, its rank that of a row; else None."""
+    """Return dtype and row shape of numbers in nested lists; None: no numbers."""
     levels = 0
     while _is_list(kind) and fixed_of(kind) is None:
         kind = kind.value_type
@@ -383,7 +383,7 @@ def _leaf_of(kind: "pa.DataType") -> "Fixed | None":
 
 
 def _stacked(rows: list[Any], leaf: "Fixed") -> Any:
-    """Return arrays of one shape as one array, others as they are."""
+    """Return arrays of one shape as one array, others unchanged."""
     if not rows:
         return np.zeros((0, *leaf.shape), leaf.dtype)
     first = rows[0]

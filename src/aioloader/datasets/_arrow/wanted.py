@@ -1,7 +1,7 @@
-"""What is read of files of tables: which columns and rows, and what NULL becomes.
+"""The part of a table to read: which columns and rows, and the values for NULL.
 
 The files of one listing are unified into one table before any is read; a file that is
-looked at again later must still fit it.
+inspected again later must still fit it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 class Wanted:
-    """The columns and rows that are read, and what stands for NULL in them.
+    """The columns and rows to read, and the replacements of NULLs.
 
     Args:
         columns: Names, in the order of the rows' keys; None: those of ``schema``, or of
             the first file.
-        nulls: Column to the value that is read instead of NULL.
-        schema: Names and types of columns; None: what all files have in common.
-        filters: The rows to read, as ``pyarrow.parquet`` has it; None: all.
+        nulls: Column to the value that replaces NULL.
+        schema: Names and types of columns; None: those common to all files.
+        filters: The rows to read, as in ``pyarrow.parquet``; None: all.
 
     Raises:
-        ValueError: If there are no names, or one twice, or arguments contradict.
+        ValueError: If there are no names, or duplicates, or arguments contradict.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Wanted:
             kind = type(nulls).__name__
             raise TypeError(f"nulls must be a dict of column to value, got {kind}")
         if names is not None and (not names or len(set(names)) < len(names)):
-            raise ValueError(f"columns must be names, each of them once, got {names}")
+            raise ValueError(f"columns must be distinct names, got {names}")
         if schema is not None:
             check_schema(schema, names)
             names = names or schema.names
@@ -68,12 +68,12 @@ class Wanted:
 
     @property
     def table(self) -> Table:
-        """The one table that all files are; known once a file was looked at."""
+        """The unified table of all files; known after the first file."""
         assert self._table is not None
         return self._table
 
     def describe(self) -> dict[str, Any]:
-        """Return what was asked for, ready for JSON."""
+        """Return the arguments, JSON-serialisable."""
         nulls = {name: repr(value) for name, value in sorted(self._nulls.items())}
         return {
             "columns": self._names,
@@ -83,7 +83,7 @@ class Wanted:
         }
 
     def begin(self, first: "pa.Schema", location: str) -> None:
-        """Begin a table with the first file of a listing.
+        """Start a table with the first file of a listing.
 
         Raises:
             DatasetError: If it lacks a column.
@@ -100,10 +100,10 @@ class Wanted:
         self._delivered, self._table = list(names), table
 
     def settle(self) -> None:
-        """End a listing: see that the columns are what other arguments need.
+        """End a listing: check that the columns fit the other arguments.
 
         Raises:
-            ValueError: If a value of ``nulls`` or the filter does not suit its column.
+            ValueError: If a value of ``nulls`` or the filter does not fit its column.
         """
         import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
@@ -114,7 +114,7 @@ class Wanted:
             self.filters.names(schema)
 
     def check(self, schema: "pa.Schema", location: str) -> None:
-        """See that a file fits what the listing found; without one, begin here.
+        """Check that a file fits the listing's table; without one, start here.
 
         Raises:
             DatasetError: If it does not.
@@ -125,14 +125,14 @@ class Wanted:
         self.table.add(schema, location, is_late=True)
 
     def of(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
-        """Return the columns to read, of a batch of a file that was checked."""
+        """Return the wanted columns of a batch of a checked file."""
         return batch.select(self.table.present(batch.schema))
 
     def rows_of(self, batch: "pa.RecordBatch", location: str) -> "pa.RecordBatch":
-        """Return the rows to deliver, of a batch that ``of`` has cut.
+        """Return the rows to deliver, from a batch returned by ``of``.
 
         Raises:
-            DatasetError: If a value does not fit the type that its column has.
+            DatasetError: If a value does not fit its column's type.
         """
         batch = self.table.unified(batch, location)
         if self.filters is not None:
@@ -145,10 +145,10 @@ class Wanted:
 
 
 def checked(schema: "pa.Schema") -> "pa.Schema":
-    """Return a schema whose names are text all through.
+    """Return a schema, after checking that its names are valid text.
 
     Raises:
-        UnicodeDecodeError: If a name is none.
+        UnicodeDecodeError: If a name is not.
     """
     for field in schema:
         str(field.name)
@@ -164,7 +164,7 @@ def _check_names(kind: "pa.DataType") -> None:
 
 
 def _with_given(first: "pa.Schema", given: "pa.Schema | None") -> "pa.Schema":
-    """Return the columns of a file, with those that ``schema=`` has in its types."""
+    """Return a file's columns, with the types in ``schema=`` where it has them."""
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
     known = [*given] if given is not None else []
@@ -184,6 +184,6 @@ def _fill(column: "pa.Array", name: str, value: Any) -> "pa.Array":
         return column.fill_null(pa.scalar(value, column.type))
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ValueError(
-            f"nulls={{{name!r}: {value!r}}} does not suit a column of type "
+            f"nulls={{{name!r}: {value!r}}} does not fit a column of type "
             f"{column.type}: {error}"
         ) from error

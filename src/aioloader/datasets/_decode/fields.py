@@ -1,6 +1,6 @@
-"""Members of samples that are no pictures: numbers, text, JSON, arrays and tensors.
+"""Members of samples other than pictures: numbers, text, JSON, arrays and tensors.
 
-The extensions are WebDataset's. Pickles are left as they are, since they run code.
+The extensions are WebDataset's. Pickles are left as they are, because they run code.
 """
 
 import io
@@ -47,23 +47,23 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 
 def is_light(value: Any) -> bool:
-    """Tell whether encoding ``value`` takes next to no time."""
+    """Return whether encoding ``value`` is quick."""
     return isinstance(value, (bytes, str, int, bytearray, memoryview))
 
 
 def is_buffer(value: Any) -> bool:
-    """Tell whether ``value`` holds bytes, and is no array of numbers."""
+    """Return whether ``value`` holds bytes, and is not an array of numbers."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return True
     return type(value).__module__.partition(".")[0] == "obstore"
 
 
 def encode(value: Any, extension: str) -> bytes:
-    """Return ``value`` as the bytes of a member; bytes and text are taken as they are.
+    """Return ``value`` as the bytes of a member; bytes and text are kept as they are.
 
     Raises:
-        TypeError: If values of its type have no form for this extension.
-        ValueError: If its value has none.
+        TypeError: If the extension cannot hold its type.
+        ValueError: If the extension cannot hold its value.
     """
     if isinstance(value, str):
         return value.encode()
@@ -79,8 +79,8 @@ def encode(value: Any, extension: str) -> bytes:
     if last in EXTENSIONS:
         return encode_picture(value, last)
     raise TypeError(
-        f"a {type(value).__name__} has no form for {extension!r}: give bytes, or use "
-        f"an extension that stands for it, such as 'json', 'npy', 'pth' or 'png'"
+        f"a {type(value).__name__} cannot be stored as {extension!r}: give bytes, or "
+        f"use an extension for its type, such as 'json', 'npy', 'pth' or 'png'"
     )
 
 

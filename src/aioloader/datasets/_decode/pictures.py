@@ -1,7 +1,7 @@
 """Pictures: bytes to Pillow images, arrays and tensors, and back.
 
-The formats have WebDataset's names. Tensors are decoded by torchvision if it is
-installed, else by Pillow, which does all the rest.
+The formats have WebDataset's names. torchvision decodes tensors if it is installed,
+Pillow everything else.
 """
 
 import functools
@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-# What torchvision's ImageFolder takes for pictures, and with what else Pillow reads.
+# The extensions of torchvision's ImageFolder, and others that Pillow reads.
 FOLDER_EXTENSIONS = frozenset({
     "bmp", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp",
 })  # fmt: skip
 EXTENSIONS = FOLDER_EXTENSIONS | {"gif", "jfif", "jpe", "pbm", "pnm"}
-# Name: what is made, whether its values are floats from 0 to 1, and the colours.
+# Name: the type, whether its values are floats from 0 to 1, and the colours.
 SPECS = {
     "l": ("numpy", True, "L"),
     "l8": ("numpy", False, "L"),
@@ -38,12 +38,12 @@ SPECS = {
     "torchrgba8": ("torch", False, "RGBA"),
 }
 _JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
-# Where a PNG says how many bits a value has.
+# Offset of the bit depth in a PNG.
 _PNG_DEPTH = 24
 
 
 class Picture:
-    """Decode pictures to one format.
+    """Decodes pictures to one format.
 
     Args:
         spec: One of ``SPECS``.
@@ -65,7 +65,7 @@ class Picture:
 
         Raises:
             ValueError: If it has values of more than 8 bits, which would be cut.
-            OSError: If it is damaged, or no picture.
+            OSError: If it is damaged, or not a picture.
         """
         if self._kind == "torch" and self._mode == "RGB" and _is_plain(data):
             reader = _torchvision()
@@ -97,7 +97,7 @@ class Picture:
 
 
 def pillow() -> Any:
-    """Return Pillow's module of images, or say how to install it.
+    """Return Pillow's Image module, or raise an error that says how to install it.
 
     Raises:
         ImportError: If it is not installed.
@@ -122,7 +122,7 @@ def _torchvision() -> types.ModuleType | None:
 
 
 def _is_plain(data: bytes) -> bool:
-    """Tell whether torchvision decodes ``data`` as Pillow does: 8 bits per value."""
+    """Return whether torchvision decodes ``data`` like Pillow: 8 bits per value."""
     if data.startswith(_PNG):
         return data[_PNG_DEPTH : _PNG_DEPTH + 1] == b"\x08"
     return data.startswith(_JPEG)
@@ -145,7 +145,7 @@ def encode_picture(value: Any, extension: str) -> bytes:
         extension: One of ``EXTENSIONS``; JPEGs have quality 95.
 
     Raises:
-        ValueError: If it is no picture.
+        ValueError: If it is not a picture.
     """
     data = io.BytesIO()
     name = _FORMATS.get(extension, extension.upper())
@@ -164,7 +164,7 @@ def _image_of(value: Any) -> Any:
         value = value[:, :, 0]
     if not (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in {3, 4})):
         raise ValueError(
-            f"pictures have 1, 3 or 4 colours, got the shape {value.shape} (H, W, C)"
+            f"pictures have 1, 3 or 4 channels, got the shape {value.shape} (H, W, C)"
         )
     if value.dtype.kind == "f":
         low, high = float(value.min()), float(value.max())
@@ -174,5 +174,5 @@ def _image_of(value: Any) -> Any:
             )
         value = np.rint(value * 255).astype(np.uint8)
     if value.dtype != np.uint8:
-        raise ValueError(f"pictures have values of uint8 or floats, got {value.dtype}")
+        raise ValueError(f"pictures must be uint8 or float, got {value.dtype}")
     return pillow().fromarray(value)

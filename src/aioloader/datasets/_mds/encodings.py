@@ -1,6 +1,6 @@
 """The encodings of MDS columns, as MosaicML Streaming publishes them.
 
-All numbers are little-endian. Pillow is imported where there are pictures.
+All numbers are little-endian. Pillow is imported only for pictures.
 """
 
 import json
@@ -29,10 +29,10 @@ _SIDES = ("<u1", "<u2", "<u4", "<u8")
 
 
 def decoder_of(encoding: str, *, allow_unsafe_types: bool) -> Decode:
-    """Return what decodes a column.
+    """Return the decoder of a column.
 
     Raises:
-        ValueError: If the encoding is not known, or is unsafe and not allowed.
+        ValueError: If the encoding is unknown, or unsafe and not allowed.
         ImportError: If it has pictures and Pillow is not installed.
     """
     name, _, config = encoding.partition(":")
@@ -70,7 +70,7 @@ def _int(data: bytes) -> int:
 
 
 def _array_decoder(config: str) -> Decode:
-    """Return what decodes arrays of ``dtype:shape``, both of which may be left out."""
+    """Return a decoder of arrays; both parts of ``dtype:shape`` are optional."""
     dtype, _, shape = config.partition(":")
     if dtype and dtype not in _SCALARS:
         raise ValueError(f"unknown dtype {dtype!r} of an ndarray")
@@ -87,13 +87,13 @@ def _array(dtype: str | None, shape: tuple[int, ...] | None, data: bytes) -> Any
         sides = np.frombuffer(data, _SIDES[kind], number, at + 1)
         shape = tuple(sides.tolist())
         at += 1 + sides.nbytes
-    # A copy: tensors share memory with arrays, and bytes must not be written to.
+    # A copy, because tensors share memory with arrays, and bytes are read-only.
     values = np.frombuffer(data, np.dtype(dtype).newbyteorder("<"), offset=at)
     return values.reshape(shape).astype(dtype)
 
 
 def _list(decode: Decode, start: int, data: bytes) -> list[Any]:
-    """Decode a number of parts, their lengths and the parts, from ``start`` on."""
+    """Decode a count, the lengths and the parts, starting at ``start``."""
     (count,) = struct.unpack_from("<I", data, start)
     lengths = struct.unpack_from(f"<{count}I", data, start + 4)
     at = start + 4 + 4 * count
@@ -128,7 +128,7 @@ def _raw_picture(image: ModuleType, data: bytes) -> Any:
     return image.frombytes(mode, (width, height), data[12 + length :])
 
 
-# The kind of a picture, and where the number of them is if there is a list.
+# Picture encodings, and the offset of the count for lists.
 _PICTURES: dict[str, tuple[str, int | None]] = {
     **{name: (name, None) for name in ("pil", "jpeg", "png")},
     **{f"list[{name}]": (name, 4) for name in ("pil", "jpeg", "png")},

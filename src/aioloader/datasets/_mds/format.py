@@ -1,4 +1,4 @@
-"""The shards of MDS datasets: what ``index.json`` lists, opened and cut."""
+"""The shards of MDS datasets, as listed in ``index.json``, opened and cut."""
 
 import functools
 import itertools
@@ -13,7 +13,7 @@ from aioloader.datasets._cuts import nearest, read_whole, shares
 from aioloader.datasets._mds.encodings import decoder_of
 from aioloader.datasets._mds.parser import Column, MDSParser
 from aioloader.datasets._parsed import ParsedFormat, ParsedShard
-from aioloader.datasets._stores.addresses import Address, beside
+from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import Unpacked, unpacker_of
 from aioloader.datasets._streams.shards import (
@@ -31,11 +31,11 @@ class MDSShard(NamedTuple):
     """A shard, or a part of one.
 
     Attributes:
-        address: Where the file is.
-        samples: How many the whole shard has.
-        size: Its length, unpacked, in bytes.
+        address: The file's address.
+        samples: Number of samples in the whole shard.
+        size: Its length, decompressed, in bytes.
         columns: Name, encoding and size of each column.
-        start: Where the part begins; 0 for a whole shard.
+        start: Where the part starts; 0 for a whole shard.
         stop: Where it ends.
     """
 
@@ -51,8 +51,8 @@ class MDSFormat(ParsedFormat):
     """Shards that an ``index.json`` lists.
 
     Args:
-        addresses: Of the directories that have it.
-        places: Where they lie.
+        addresses: Those of the directories with an index.
+        places: Opens addresses.
         allow_unsafe_types: Whether pickles are loaded.
     """
 
@@ -76,14 +76,14 @@ class MDSFormat(ParsedFormat):
                 entries = json.loads(data)["shards"]
                 found += [_shard(folder, entry) for entry in entries]
             except (ValueError, KeyError, TypeError) as error:
-                text = f"{label!r} is no index of MDS shards: {error!r}"
+                text = f"{label!r} is not an index of MDS shards: {error!r}"
                 raise DatasetError(text, location=label) from error
         if not found:
             raise ValueError(
                 f"no shards: the index of {self.places.label(folders[0])!r} lists none"
             )
         for columns in {shard.columns for shard in found}:
-            self._columns(columns)  # an unknown encoding is told now
+            self._columns(columns)  # an unknown encoding fails now
         return found
 
     async def cut(self, shards: Sequence[Any], count: int) -> Sequence[Any]:
@@ -103,18 +103,18 @@ class MDSFormat(ParsedFormat):
             raise ValueError(
                 f"{len(shards)} shards can be cut into {len(found)} parts only, but "
                 f"there are {count} readers (ranks x workers, or as `readers` says): "
-                "packed shards cannot be cut; use fewer readers, or smaller shards"
+                "compressed shards cannot be cut; use fewer readers, or smaller shards"
             )
         return found
 
     async def _offsets(self, shard: MDSShard) -> Sequence[int]:
-        """Read where the samples of a shard begin."""
+        """Read where the samples of a shard start."""
         stop = 4 + 4 * shard.samples
         head = await read_whole(self.places.open(shard.address, 0, _PIECE, stop=stop))
         return struct.unpack_from(f"<{shard.samples}I", head, 4)
 
     def summary(self, shards: Sequence[Any]) -> Summary:
-        """Return how many there are, which, and how many samples they have."""
+        """Return the number of shards, their names, and their number of samples."""
         edges = [[shard.start, shard.stop, shard.samples] for shard in shards]
         names = summary_of(shard.address for shard in shards)
         whole = summary_of([json.dumps(edges)])
@@ -173,12 +173,13 @@ def _shard(folder: Address, entry: dict[str, Any]) -> MDSShard:
     """
     if entry["format"] != "mds" or entry["version"] != 2:
         found = f"format {entry['format']!r}, version {entry['version']!r}"
-        raise ValueError(f"a shard of {found}, where 'mds', 2 is read")
+        raise ValueError(f"a shard has {found}; only 'mds', version 2, is supported")
     packed, raw = entry["zip_data"], entry["raw_data"]
     name = (packed or raw)["basename"]
     if packed and unpacker_of(name) is None:
         raise ValueError(
-            f"{name!r} is packed by {entry['compression']!r}; only gz and zstd are read"
+            f"{name!r} is compressed with {entry['compression']!r}; only gz and zstd "
+            "are supported"
         )
     fields = ("column_names", "column_encodings", "column_sizes")
     columns = tuple(zip(*(entry[field] for field in fields), strict=True))
@@ -188,7 +189,7 @@ def _shard(folder: Address, entry: dict[str, Any]) -> MDSShard:
 
 
 def _joined(folder: Address, name: str) -> Address:
-    return beside(folder, lambda path: posixpath.join(path, name))
+    return sibling(folder, lambda path: posixpath.join(path, name))
 
 
 def _no_parser(_url: str, _offset: int) -> Any:

@@ -1,7 +1,7 @@
-"""The walk through one MDS shard: bytes in any pieces to samples, without I/O.
+"""Parses one MDS shard: bytes in any pieces to samples, without I/O.
 
-A shard begins with the number of samples, their offsets and the writer's options. A
-sample tells its own length: so one can begin at any of them, without a look at those.
+A shard starts with the number of samples, their offsets and the writer's options. A
+sample has its own length, so parsing can start at any sample without the offsets.
 """
 
 import struct
@@ -16,7 +16,7 @@ from aioloader.errors import DatasetError, TruncatedReadError
 
 
 class Column(NamedTuple):
-    """A column: its name, what decodes it, its size in bytes if that is fixed."""
+    """A column: its name, its decoder, and its size in bytes if that is fixed."""
 
     name: str
     decode: Decode
@@ -24,17 +24,16 @@ class Column(NamedTuple):
 
 
 class MDSParser:
-    """Make samples of the bytes of one shard.
+    """Makes samples from the bytes of one shard.
 
-    A sample that cannot be decoded is one failed sample; damage of lengths ends the
-    shard.
+    A sample that cannot be decoded is one failed sample; damaged lengths end the shard.
 
     Args:
         url: Address of the shard, for errors.
-        columns: Of its samples.
-        samples: How many there are.
-        stop: Where they end: for a whole shard, its length.
-        offset: Where the first byte that is fed lies: 0, or where a sample begins.
+        columns: Columns of its samples.
+        samples: Number of samples.
+        stop: End of the samples: for a whole shard, its length.
+        offset: Offset of the first byte fed: 0, or the start of a sample.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class MDSParser:
         self._is_begun = offset > 0
         self._is_ended = False
         self._data = bytearray()
-        self._at = 0  # in there
+        self._at = 0  # read position in the data
         self._need = 4
         self._head = struct.Struct(f"<{sum(not one.size for one in columns)}I")
         self._fixed = sum(one.size or 0 for one in columns)
@@ -67,7 +66,7 @@ class MDSParser:
         self._data += piece
 
     def end(self) -> None:
-        """Learn that there are no more bytes."""
+        """Note that there are no more bytes."""
         self._is_ended = True
 
     def take(self, limit: int) -> list[Any]:
@@ -91,13 +90,13 @@ class MDSParser:
         return samples
 
     def _take(self, length: int) -> memoryview | None:
-        """Return the next bytes without taking them; None if they are not there yet."""
+        """Return the next bytes without taking them; None if they are not all there."""
         if len(self._data) - self._at < length:
             return None
         return memoryview(self._data)[self._at : self._at + length]
 
     def _begin(self) -> None:
-        """Read number and offsets of the samples, and go to the first one."""
+        """Read number and offsets of the samples, and move to the first one."""
         view = self._take(8)
         if view is None:
             return

@@ -1,1 +1,1 @@
-"""Rows of databases: addresses, snapshots, key ranges and the reading of them."""
+"""Rows of databases: addresses, snapshots, key ranges and readers."""

@@ -1,7 +1,7 @@
-"""The address of a database: what may be shown of it, and what drivers get.
+"""Database addresses: a label that may be shown, and connection strings for drivers.
 
-A password is in no repr, error or pickle: a pickle of a URL that has one is refused.
-The parts of a URL are taken apart here, for libpq shows what it cannot parse.
+A password is in no repr, error or pickle: pickling a URL with one fails. URLs are
+parsed here, because libpq shows what it cannot parse.
 """
 
 import os
@@ -13,12 +13,12 @@ from urllib.parse import quote, unquote
 from aioloader.datasets._sql.password import find_password
 from aioloader.datasets._stores.redact import Sealed
 
-# Parameters that are secrets themselves, of libpq and of encrypted files of SQLite.
+# Parameters of libpq, and of encrypted SQLite files, that are secrets themselves.
 _SECRETS = frozenset({
     "password", "sslpassword", "scram_client_key", "scram_server_key",
     "oauth_client_secret", "key", "hexkey", "textkey",
 })  # fmt: skip
-# A connection that is dead for a minute is noticed, though nothing is sent on it.
+# An idle connection that is dead is noticed within a minute.
 _DEFAULTS = {
     "fallback_application_name": "aioloader",
     "connect_timeout": "10",
@@ -26,8 +26,8 @@ _DEFAULTS = {
     "keepalives_interval": "10",
     "keepalives_count": "3",
 }
-# What asyncpg would pass on to the server, which does not know it; the password comes
-# by another way.
+# asyncpg would pass these on to the server, which does not know them; the password
+# is passed separately.
 _NOT_ASYNCPG = frozenset({
     *_DEFAULTS, "keepalives", "tcp_user_timeout", "gssencmode", "password",
     "dbname",
@@ -35,11 +35,11 @@ _NOT_ASYNCPG = frozenset({
 
 
 def address_of(url: Any) -> "Address":
-    """Return the address that a URL is, which may be sealed.
+    """Return the parsed address of a URL, which may be sealed.
 
     Raises:
-        ValueError: If it is no URL of a database. No frame of its traceback has it.
-        TypeError: If it is no string.
+        ValueError: If it is not a database URL. No frame of its traceback has it.
+        TypeError: If it is not a string.
     """
     found = _parsed(url.value if isinstance(url, Sealed) else url)
     del url
@@ -57,7 +57,7 @@ def _parsed(url: Any) -> "Address | Exception":
 
 
 class Address:
-    """Where a database is.
+    """The address of a database.
 
     Args:
         url: ``sqlite:///relative``, ``sqlite:////absolute`` or
@@ -65,7 +65,7 @@ class Address:
             ``postgresql:///name?host=/directory``. Parameters are libpq's or SQLite's.
 
     Attributes:
-        label: What may be shown.
+        label: The address as it may be shown.
         is_sqlite: Whether it is a file.
 
     Raises:
@@ -114,14 +114,14 @@ class Address:
         return " ".join(f"{name}={_quoted(value)}" for name, value in values.items())
 
     def for_asyncpg(self) -> str:
-        """Return a URL without a password."""
+        """Return a URL without the password."""
         values = self._parameters.items()
         kept = {k: quote(v, "") for k, v in values if v and k not in _NOT_ASYNCPG}
         query = "&".join(f"{name}={value}" for name, value in kept.items())
         return f"postgresql:///{quote(self._parameters.get('dbname', ''), '')}?{query}"
 
     async def password(self) -> str | None:
-        """Return the password, wherever it is."""
+        """Return the password from the URL, the environment or the password file."""
         known = self._parameters.get("password")
         return known or await find_password(self._parameters)
 
@@ -129,7 +129,7 @@ class Address:
         """Return a URI that opens the file for reading.
 
         Raises:
-            FileNotFoundError: If it does not exist; drivers say less clearly so.
+            FileNotFoundError: If it does not exist; drivers are less clear.
         """
         if not os.path.exists(self.path):  # noqa: PTH110  (a string it stays)
             raise FileNotFoundError("no such file")
@@ -148,10 +148,10 @@ class Address:
         return text
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle may hold.
+        """Return the pickled state.
 
         Raises:
-            pickle.PicklingError: If that would hold a password.
+            pickle.PicklingError: If it would hold a password.
         """
         if self._secrets:
             raise pickle.PicklingError(
@@ -187,7 +187,7 @@ def _server_label(shown: Mapping[str, str]) -> str:
 
 
 def _server(text: str) -> dict[str, str]:
-    """Return libpq's parameters for what stands before the question mark."""
+    """Return libpq's parameters for the part before the question mark."""
     where, _, name = text.partition("/")
     account, _, hosts = where.rpartition("@")
     user, _, password = account.partition(":")

@@ -1,7 +1,7 @@
-"""House errors for what database drivers raise, and whether waiting may mend them.
+"""Errors for the exceptions of database drivers, and whether a retry may help.
 
-The original is not chained: it is printed with the traceback, whose frames know the
-password. Of its text the first line is shown, without the statement.
+The original is not chained: tracebacks print it, and its frames know the password. The
+first line of its text is shown, without the statement.
 """
 
 import random
@@ -38,14 +38,14 @@ _BUSY = re.compile(
 
 @dataclass(frozen=True)
 class Reason:
-    """What may be said of an exception of a driver.
+    """The parts of a driver's exception that may be shown.
 
     Attributes:
         text: The reason in words.
-        sqlstate: PostgreSQL's code; empty if it is not known.
+        sqlstate: PostgreSQL's code; empty if not known.
         is_refusal: Whether credentials or rights are missing.
         is_missing: Whether there is no such database or table.
-        may_pass: Whether the same may work later.
+        may_pass: Whether a retry may work later.
     """
 
     text: str
@@ -56,7 +56,7 @@ class Reason:
 
 
 def reason_of(address: "Address", exc: Exception) -> Reason:
-    """Read from ``exc`` what may be said of it."""
+    """Extract from ``exc`` the parts that may be shown."""
     whole = address.scrub(str(exc))
     said = _SERVER_SAYS.search(whole)
     text = said[1] if said else _STATUS.sub("", whole.partition("\n")[0])
@@ -75,7 +75,7 @@ def reason_of(address: "Address", exc: Exception) -> Reason:
 
 
 def _is_lost(exc: Exception, sqlstate: str) -> bool:
-    """Tell whether the connection is to blame, not the statement."""
+    """Return whether the connection is to blame, not the statement."""
     if sqlstate:
         return bool(_PASSING.match(sqlstate))
     status = getattr(exc, "status_code", None)
@@ -83,7 +83,7 @@ def _is_lost(exc: Exception, sqlstate: str) -> bool:
 
 
 def pauses() -> Iterator[float]:
-    """Yield the seconds to wait before each further try: up to 5, with full jitter."""
+    """Yield the seconds to wait before each retry: up to 5, with full jitter."""
     rng = random.Random()  # noqa: S311  (jitter, not a secret)
     bound = 0.1
     while True:
@@ -94,13 +94,13 @@ def pauses() -> Iterator[float]:
 def failure_of(
     verb: str, what: str, address: "Address", exc: Exception
 ) -> DatasetError:
-    """Return the house error for ``exc``, which a driver raised.
+    """Return the DatasetError for a driver's exception.
 
     Args:
-        verb: What was tried, as in ``"read"``.
-        what: On what, as in ``"table 'rows'"``.
-        address: Of which database.
-        exc: What was raised; the error returned does not refer to it.
+        verb: What was attempted, as in ``"read"``.
+        what: The object, as in ``"table 'rows'"``.
+        address: The database.
+        exc: The exception; the error returned does not refer to it.
     """
     if isinstance(exc, DatasetError):
         return exc
@@ -117,7 +117,7 @@ def failure_of(
 
 
 def given_up(error: DatasetError, attempts: int) -> DatasetError:
-    """Return the error of the last of several tries, which then tells of all."""
+    """Return the last attempt's error, with the number of attempts added."""
     if attempts > 1:
         error.args = (f"{error}; given up after {attempts} tries",)
         error.attempts = attempts

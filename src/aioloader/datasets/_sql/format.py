@@ -1,9 +1,8 @@
 """Tables and queries of databases as shards: ranges of a key, in one snapshot.
 
-Order is that of the key. Memory holds what is read ahead, bounded by the budget. ADBC
-brings a copy of SQLite of its own, and two copies in one process do not see each
-other's locks: who writes a file with ``sqlite3`` while it is read here should do so in
-another process.
+The order is that of the key. Memory holds the read-ahead, bounded by the budget. ADBC
+has a separate copy of SQLite, and two copies in one process do not see each other's
+locks: to write a file with ``sqlite3`` while it is read here, use another process.
 """
 
 import dataclasses
@@ -34,7 +33,7 @@ class SQLShard:
 
     Attributes:
         span: The range.
-        session: The iteration that it belongs to.
+        session: Its iteration.
     """
 
     span: Span
@@ -44,26 +43,26 @@ class SQLShard:
 class SQLFormat:
     """Read a table or query in ranges of a key, in the order of the key.
 
-    All ranges of an iteration show one snapshot. The key must be unique and not NULL,
-    and should have an index. A state holds the keys where it was cut, and the last one
-    that was read of each range: rows after that key are read as they are by then.
-    What reads ahead (windows of ``shuffle``, an async ``map``, ``readers`` in turns)
-    goes back some rows and counts: exact if nothing was written among those.
+    All ranges of an iteration read one snapshot. The key must be unique and not NULL,
+    and should have an index. A state holds the keys where it was cut, and the last key
+    read of each range: later rows are read from the snapshot of the resumed iteration.
+    Steps that read ahead (windows of ``shuffle``, an async ``map``, ``readers`` in
+    turns) go back some rows and count: exact if nothing was written among those.
 
     Args:
         url: ``sqlite:///path`` or ``postgresql://user@host/name``; for a Unix socket
-            ``postgresql:///name?host=/directory``. Or that, sealed.
+            ``postgresql:///name?host=/directory``. May be sealed.
         query: A table, ``name`` or ``schema.name``, or a SELECT.
         key: A column of integers, text, UUIDs, dates, times or bytes.
         columns: The columns to read, in order; default: all.
         parameters: Values for the placeholders of a query, ``$1`` for PostgreSQL and
             ``?`` for SQLite.
-        partitions: Into how many ranges the key is cut; or the keys to cut at: what
-            ``plan`` returned to one rank, so that all have the same ranges whatever is
-            written before they begin.
-        deadline: Seconds that a lost connection may take to come back.
-        numeric: What PostgreSQL's ``numeric`` is: ``"decimal"`` or ``"float"``.
-        infinity: What its infinite dates are: ``"error"`` or ``"null"``.
+        partitions: Number of ranges of the key; or the keys to cut at: the result of
+            ``plan`` on one rank gives all ranks the same ranges, whatever is written
+            before they start.
+        deadline: Seconds in which a lost connection must be restored.
+        numeric: Type for PostgreSQL's ``numeric``: ``"decimal"`` or ``"float"``.
+        infinity: Treatment of its infinite dates: ``"error"`` or ``"null"``.
 
     Raises:
         ImportError: If the driver is not installed.
@@ -108,11 +107,11 @@ class SQLFormat:
 
         Args:
             stack: Closes the connections.
-            known: The ``summary`` of an earlier run's, which are then taken over.
+            known: The ``summary`` of an earlier run, whose ranges are reused.
 
         Raises:
             DatasetError: If the database cannot be reached, or read.
-            ValueError: If the key cannot be one, or a column does not exist.
+            ValueError: If the key is unsuitable, or a column does not exist.
         """
         known = known or {}
         partitions = known.get("cuts", self._partitions)
@@ -130,13 +129,13 @@ class SQLFormat:
         raise failure
 
     def summary(self, shards: Sequence[SQLShard]) -> "Summary":
-        """Return how many ranges there are, and the keys they are cut at."""
+        """Return the number of ranges, and the keys they are cut at."""
         starts = [shard.span.start for shard in shards]
         cuts = [start for start in starts if start is not None]
         return {"count": len(shards), "cuts": cuts}
 
     def describe(self) -> dict[str, Any]:
-        """Return what is selected; of values and of long queries a digest."""
+        """Return what is selected; a digest of values and of long queries."""
         return {**self._source.describe(), **dataclasses.asdict(self._values)}
 
     async def plan(self) -> list[Key]:
@@ -152,7 +151,7 @@ class SQLFormat:
 
     @property
     def label(self) -> str:
-        """What is read, without what is secret."""
+        """The table or query and the database, without secrets."""
         return f"{self._source.label} of {self._address.label!r}"
 
     def _new_session(self) -> SQLite | Postgres:
@@ -162,7 +161,7 @@ class SQLFormat:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        driver_of(self._address)  # not on an event loop, for an import reads files
+        driver_of(self._address)  # an import reads files, so not on an event loop
 
     def __repr__(self) -> str:
         return f"SQLFormat({self._address.label!r}, {self._source.label})"
@@ -172,7 +171,7 @@ def _checked(partitions: Any) -> int | list[Key]:
     """Return a number of ranges, or the keys to cut at.
 
     Raises:
-        ValueError: If there is to be no range.
+        ValueError: If there would be no range.
     """
     if not hasattr(partitions, "__index__"):
         if isinstance(partitions, (str, bytes)) or not isinstance(partitions, Iterable):

@@ -1,7 +1,7 @@
-"""Keys: how they are written in a state, and the check that each comes once, in order.
+"""Keys: their encoding in a state, and the check that they are unique and in order.
 
-A key is a number, or its text as the database reads it; bytes are in hexadecimals. The
-check looks at whole columns: a nanosecond or so for each row.
+A key is a number, or its text as the database reads it; bytes are hexadecimal. The
+check works on whole columns: about a nanosecond per row.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class Span:
     """A half-open range of keys.
 
     Attributes:
-        start: The first key that may be in it; None: there is no bound.
-        stop: The first key after it; None: there is no bound.
-        is_void: Whether nothing is in it, whatever the bounds.
+        start: The first key that may be in it; None: no bound.
+        stop: The first key after it; None: no bound.
+        is_void: Whether it is empty, whatever the bounds.
     """
 
     start: Key | None = None
@@ -29,7 +29,7 @@ class Span:
     is_void: bool = False
 
     def words(self, key: str) -> str:
-        """Return what errors say of it."""
+        """Return the description for errors."""
         bounds = [
             f"{key} {sign} {bound!r}"
             for sign, bound in ((">=", self.start), ("<", self.stop))
@@ -39,14 +39,14 @@ class Span:
 
 
 def spans_of(bounds: list[Key], count: int) -> list[Span]:
-    """Return the ranges between ``bounds``, filled up to ``count`` with void ones."""
+    """Return the ranges between ``bounds``, padded to ``count`` with empty ones."""
     edges = [None, *bounds, None]
     spans = [Span(*pair) for pair in pairwise(edges)]
     return spans + [Span(is_void=True)] * (count - len(spans))
 
 
 def encoded(value: Any) -> Key:
-    """Return a key's value as a state and the database have it.
+    """Return a key's value as encoded in a state and passed to the database.
 
     Raises:
         ValueError: If it is NULL.
@@ -63,20 +63,20 @@ def encoded(value: Any) -> Key:
 
 
 def as_bytes(key: Key) -> bytes:
-    """Return the bytes that ``encoded`` was given."""
+    """Return the original bytes of an encoded key."""
     return bytes.fromhex(str(key).removeprefix("\\x"))
 
 
 class NotUniqueError(ValueError):
-    """Say that a key comes twice, to a reader."""
+    """A key is not unique; caught by a reader."""
 
 
 class KeyCheck:
-    """See that every key comes once; drop the row that was read before.
+    """Checks that keys are unique, and drops the row that was already read.
 
     Args:
         name: The key's column.
-        last: Key of the last row that was read; reading goes on at that very row.
+        last: Key of the last row read; reading resumes at that row.
     """
 
     def __init__(self, name: str, last: Key | None) -> None:
@@ -89,7 +89,7 @@ class KeyCheck:
         self._is_again = self.last is not None
 
     def passed(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
-        """Return what is new in a batch, not an empty one.
+        """Return the new rows of a batch, which must not be empty.
 
         Raises:
             NotUniqueError: If a key comes twice.
@@ -109,8 +109,8 @@ class KeyCheck:
 
     def _refuse(self, key: Key) -> None:
         raise NotUniqueError(
-            f"key {self._name!r} is not unique: {key!r} comes twice; choose a column "
-            "that is, or make one in a query"
+            f"key {self._name!r} is not unique: {key!r} appears twice; choose a unique "
+            "column, or make one in a query"
         )
 
 
@@ -119,7 +119,7 @@ def _plain(keys: "pa.Array") -> "pa.Array":
 
 
 def _repeated(keys: "pa.Array") -> int | None:
-    """Return where a key is that equals the next one; None if there is none."""
+    """Return the index of a key that equals the next one; None if there is none."""
     from pyarrow import compute  # noqa: PLC0415  (an optional dependency)
 
     if len(keys) < 2:

@@ -1,7 +1,7 @@
 """Connections of ADBC, each with the one thread that uses it.
 
-ADBC's objects belong to one thread at a time; and in the main thread its calls take
-over Ctrl-C. So every call is made in the connection's thread, in the order of asking.
+ADBC's objects belong to one thread at a time, and in the main thread its calls take
+over Ctrl-C. So every call runs in the connection's thread, in order.
 """
 
 import asyncio
@@ -45,10 +45,10 @@ class Link:
     """A connection and its thread.
 
     Args:
-        address: Where the database is.
-        like: An open one to the same database. What its driver has learned of it is
-            shared: PostgreSQL's reads all types, which takes ten times as long as to
-            connect.
+        address: The database's address.
+        like: An open connection to the same database, whose driver state is shared:
+            PostgreSQL's driver reads all types, which takes ten times as long as
+            connecting.
     """
 
     def __init__(self, address: "Address", like: "Link | None" = None) -> None:
@@ -74,12 +74,12 @@ class Link:
         return await self._submit(lambda: function(self._connection, *args, **options))
 
     async def interrupt(self) -> None:
-        """Stop what is under way; SQLite's driver cannot, so there it is waited for."""
+        """Stop the running call; SQLite's driver cannot, so it is waited for."""
         if self._works:
             await asyncio.to_thread(self._interrupt)
 
     async def aclose(self) -> None:
-        """Stop what is under way, disconnect, and join the thread."""
+        """Stop the running call, disconnect, and join the thread."""
         try:
             await self.interrupt()
         finally:
@@ -105,7 +105,7 @@ class Link:
 
     def cloned(self) -> Connection:
         """Return another connection to the database; None if this one is closed."""
-        with self._lock:  # it is closed by another thread
+        with self._lock:  # closed by another thread
             if self._is_closed or self._connection is None:
                 return None
             clone = self._connection.adbc_clone()
@@ -113,7 +113,7 @@ class Link:
             return clone
 
     def _interrupt(self) -> None:
-        # It may have ended, or not begun; or the driver cannot.
+        # The call may have ended or not started; or the driver cannot.
         with contextlib.suppress(Exception):
             self._connection.adbc_cancel()
 
@@ -125,12 +125,12 @@ class Link:
 
 
 async def close_all(links: Iterable[Link]) -> None:
-    """Close connections side by side; all of them, though this be cancelled."""
+    """Close connections in parallel; all of them, even if cancelled."""
     await outlast(asyncio.gather(*(link.aclose() for link in links)))
 
 
 def execute(connection: Connection, sql: str, parameters: Any = ()) -> None:
-    """Run a statement that gives no rows."""
+    """Run a statement that returns no rows."""
     with connection.cursor() as cursor:
         cursor.execute(sql, parameters or None)
 
@@ -144,5 +144,5 @@ def fetch(connection: Connection, sql: str, parameters: Any = ()) -> list[Any]:
 
 
 def close_scan(_connection: Connection, batches: "Batches") -> None:
-    """End a generator of batches, and with it its statement."""
+    """Close a generator of batches, and with it its statement."""
     batches.close()

@@ -1,6 +1,6 @@
 """Rows of a table by key, many with one query; and the list of all keys.
 
-PostgreSQL is asked through a pool of asyncpg, on the event loop; SQLite in threads.
+PostgreSQL is queried through a pool of asyncpg, on the event loop; SQLite in threads.
 A lookup belongs to one event loop.
 """
 
@@ -57,7 +57,7 @@ class Lookup(Protocol):
 
 
 def import_asyncpg() -> "ModuleType":
-    """Import asyncpg, or say how to install it.
+    """Import asyncpg, or raise an error that says how to install it.
 
     Raises:
         ImportError: If it is not installed.
@@ -73,7 +73,7 @@ def import_asyncpg() -> "ModuleType":
 
 
 def _selected(source: Source) -> str:
-    """Return what is read: the key, and then the columns that are wanted."""
+    """Return the columns to select: the key, then the wanted columns."""
     key = column(source.key)
     if source.columns is None:
         return f"{key}, q.*"
@@ -81,7 +81,7 @@ def _selected(source: Source) -> str:
 
 
 def _listed(source: Source, key: str) -> str:
-    """Return the question for all keys in order."""
+    """Return the query for all keys in order."""
     there = f"{column(source.key)} IS NOT NULL"
     return select(
         key, source.relation(), "WHERE", there, "ORDER BY", column(source.key)
@@ -92,9 +92,9 @@ class SQLiteLookup:
     """Rows of a file.
 
     Args:
-        address: Where it is.
+        address: The file's address.
         source: Its table.
-        connections: How many threads ask at once.
+        connections: Number of threads that query at once.
     """
 
     def __init__(self, address: Address, source: Source, connections: int) -> None:
@@ -131,7 +131,7 @@ class SQLiteLookup:
                 self._address.for_sqlite(),
                 uri=True,
                 isolation_level=None,
-                check_same_thread=False,  # one at a time, and the last one closes it
+                check_same_thread=False,  # one thread at a time; the last closes
             )
         try:
             return function(connection)
@@ -171,11 +171,11 @@ class SQLiteLookup:
 
 
 class _Asked(NamedTuple):
-    """The question for rows by key.
+    """The query for rows by key.
 
     Attributes:
         sql: The key, the columns, and a flag.
-        has_flag: Whether there is one.
+        has_flag: Whether it selects a flag.
     """
 
     sql: str
@@ -186,9 +186,9 @@ class PostgresLookup:
     """Rows of a server's table.
 
     Args:
-        make_pool: Makes a pool that is closed here, at the first question.
+        make_pool: Makes the pool at the first query; it is closed here.
         source: The table.
-        values: How values are read that Python has no form for.
+        values: Conversion of values without a Python type.
         location: The database, for errors.
     """
 
@@ -246,7 +246,7 @@ class PostgresLookup:
                 await opening.result().close()
 
     async def _ask(self, pool: "asyncpg.Pool") -> "_Asked":
-        """Find the types of the columns, and what is to be asked."""
+        """Find the types of the columns, and return the query."""
         source, values = self._source, self._values
         among = f"{column(source.key)} = ANY($1)"
         plain = select(_selected(source), source.relation(), "WHERE", among)
@@ -265,14 +265,14 @@ class PostgresLookup:
         return _Asked(sql, has_flag=bool(flag))
 
     async def _open(self) -> "asyncpg.Pool":
-        """Return the pool; the first caller makes it, and all wait for it."""
+        """Return the pool; the first caller opens it, and all wait for it."""
         opening = self._pool
         if opening is None or (opening.done() and _has_failed(opening)):
             opening = self._pool = asyncio.ensure_future(self._make_pool())
         return await asyncio.shield(opening)
 
     async def _copy(self, connection: Any) -> Keys:
-        """Return integer keys, which come as one block of bytes."""
+        """Return integer keys, copied as one block of bytes."""
         data = bytearray()
 
         async def add(piece: bytes) -> None:
@@ -285,14 +285,14 @@ class PostgresLookup:
 
 
 class GivenPool(PostgresLookup):
-    """Rows that are asked for through a pool of the caller's, which stays open."""
+    """Rows read through a pool of the caller's, which stays open."""
 
     async def aclose(self) -> None:
-        """Let the pool alone."""
+        """Leave the pool open."""
 
 
 def _short(kind: "asyncpg.Type") -> str:
-    """Return PostgreSQL's own name of a type; those of arrays begin with a line."""
+    """Return PostgreSQL's own name of a type; names of arrays start with "_"."""
     name: str = kind.name
     return f"_{name[:-2]}" if name.endswith("[]") else name
 

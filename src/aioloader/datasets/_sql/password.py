@@ -1,6 +1,6 @@
 """The password of a server, found where libpq looks for it.
 
-asyncpg would look there too, but on the event loop, for every connection.
+asyncpg would look there too, but on the event loop, for each connection.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ _ESCAPED = re.compile(r"\\(.)")
 
 
 async def find_password(parameters: Mapping[str, str]) -> str | None:
-    """Return the password of the environment or the password file; None: neither.
+    """Return the password of the environment or the password file; None if neither.
 
     Args:
-        parameters: Those of libpq, without a password.
+        parameters: libpq's parameters, without a password.
     """
     return await asyncio.to_thread(_find, parameters)
 
@@ -38,7 +38,7 @@ def _find(parameters: Mapping[str, str]) -> str | None:
 
 
 def _wanted(parameters: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """Yield host, port, database and user of each server that may be asked."""
+    """Yield host, port, database and user of each possible server."""
 
     def said(name: str, variable: str, default: str) -> str:
         return parameters.get(name) or os.environ.get(variable) or default
@@ -53,7 +53,7 @@ def _wanted(parameters: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
 
 
 def _lines(path: Path) -> Iterator[list[str]]:
-    """Yield the fields of each line; nothing if others may read the file."""
+    """Yield the fields of each line; none if others may read the file."""
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode) or mode & (stat.S_IRWXG | stat.S_IRWXO):

@@ -1,8 +1,8 @@
 """PostgreSQL: many connections that read one snapshot, by COPY.
 
-One connection exports its snapshot and keeps it alive; the others take it over. Rows
-come in the order of the key, streamed, in batches of about the size asked for. A query
-with parameters is read by a cursor of the server, which takes twice the time.
+One connection exports its snapshot and keeps it alive; the others adopt it. Rows come
+in the order of the key, streamed, in batches of about the requested size. A query with
+parameters is read through a server-side cursor, which takes twice the time.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("aioloader")
 _BEGIN = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-# A scan takes as long as its consumer; and keys are to be written one way. As pg_dump.
-# The view pg_settings would make all of them, for each connection.
+# A scan takes as long as its consumer; and keys need one text format. As in pg_dump.
+# The view pg_settings would compute all settings, for each connection.
 _SETTINGS = """
 SELECT set_config(name, '0', true) FROM (VALUES ('statement_timeout'),
 ('idle_in_transaction_session_timeout'), ('transaction_timeout')) AS s (name)
@@ -59,9 +59,9 @@ class Postgres:
     """One iteration over a source in a PostgreSQL server.
 
     Args:
-        address: Where the server is.
-        source: What is read.
-        values: How values are read that Arrow has no form for.
+        address: The server's address.
+        source: The table or query.
+        values: Conversion of values without an Arrow type.
     """
 
     def __init__(self, address: "Address", source: Source, values: Values) -> None:
@@ -76,17 +76,17 @@ class Postgres:
         self._plan: Plan | None = None
 
     async def begin(self, partitions: int | Sequence[Key]) -> list[Span]:
-        """Take a snapshot, and divide the source as it is there."""
+        """Take a snapshot, and divide the source in it."""
         leader = self._leader = Link(self.address)
         await leader.open()
         self._snapshot = await leader.run(_lead)
-        # The first reader's connection is made meanwhile: that takes as long.
+        # The first reader's connection is opened meanwhile: that takes as long.
         self._first = asyncio.create_task(self._new())
         self._plan = await leader.run(planned, self.source, self._values)
         return await leader.run(divided, self.source, self._plan, partitions)
 
     async def join(self) -> Link:
-        """Return a connection that reads the snapshot; a new one if that is lost.
+        """Return a connection that reads the snapshot; a new one if it is lost.
 
         Raises:
             RuntimeError: If the iteration is over.
@@ -121,7 +121,7 @@ class Postgres:
     async def leave(
         self, link: Link, batches: "Batches | None", *, is_sound: bool
     ) -> None:
-        """Stop a scan, and give its connection back; ``is_sound``: it may go on."""
+        """Stop a scan and return its connection; if ``is_sound``, it may be reused."""
         try:
             if not is_sound:
                 await link.interrupt()
@@ -134,7 +134,7 @@ class Postgres:
                 await link.aclose()
 
     async def is_lost(self, link: Link) -> bool:
-        """Tell whether a connection is gone, after something failed."""
+        """Return whether a connection is lost, after a failure."""
         try:
             await link.run(fetch, "SELECT 1")
         except Exception as exc:  # noqa: BLE001  (the question is whether it does)
@@ -147,10 +147,10 @@ class Postgres:
         """Yield the rows of a range; in the connection's thread.
 
         Args:
-            connection: One that ``join`` gave.
+            connection: Returned by ``join``.
             span: The range.
-            last: Key of the last row that was read; None: begin at the beginning.
-            batch_bytes: Size of a batch, about.
+            last: Key of the last row read; None: start at the beginning.
+            batch_bytes: Approximate size of a batch.
         """
         plan = self._plan
         assert plan is not None
@@ -214,9 +214,9 @@ class Postgres:
             await self._leader.open()
             self._snapshot = await self._leader.run(_lead)
             _LOG.warning(
-                "the snapshot of %s was lost, for the server was restarted or hung up; "
-                "reading goes on with a new one: rows that were changed in between may "
-                "be seen as they are now",
+                "the snapshot of %s was lost, because the server was restarted or hung "
+                "up; reading continues with a new one: rows changed in between may be "
+                "read in their new state",
                 self.address.label,
             )
 
@@ -233,12 +233,12 @@ def _lead(connection: Connection) -> str:
 
 
 def _follow(connection: Connection, snapshot: str) -> bool:
-    """Take a snapshot over; tell whether it exists still."""
+    """Adopt a snapshot; return whether it still exists."""
     execute(connection, _BEGIN)
     try:
         execute(connection, f"SET TRANSACTION SNAPSHOT '{snapshot}'")
     except Exception as exc:
-        # 42704 since version 17 or so; before, the name was called invalid.
+        # 42704 since about version 17; before, the name was called invalid.
         if getattr(exc, "sqlstate", "") in {"42704", "22023"}:
             return False
         raise
@@ -249,7 +249,8 @@ def _follow(connection: Connection, snapshot: str) -> bool:
 def _statement(source: Source, plan: Plan, span: Span) -> str:
     """Return the query for a range, whose bounds are settings of the transaction.
 
-    COPY takes no parameters; a setting is bound like one, and never part of the text.
+    COPY takes no parameters; a setting is bound like one, and is never part of the
+    text.
     """
     key = column(source.key)
     bounds = [

@@ -1,8 +1,8 @@
-"""How to read a table or query of PostgreSQL: its columns, key, and where to cut it.
+"""How to read a PostgreSQL table or query: its columns, its key, and where to cut it.
 
-All of it is asked for inside the snapshot that is read later. A key is divided by its
-quantiles: of a table those of some hundred pages, of a view or query those of all rows,
-which costs about one more reading of the keys.
+All queries run in the snapshot that is read later. A key is divided at its quantiles:
+for a table those of some hundred pages, for a view or query those of all rows, which
+costs about as much as reading the keys once more.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ _KEYS = frozenset({
     "int2", "int4", "int8", "text", "varchar", "bpchar", "name", "uuid", "date",
     "timestamp", "timestamptz", "bytea",
 })  # fmt: skip
-# What Arrow has no type for is read as one that it has.
+# Types without an Arrow type are read as one that has it.
 _CASTS = {
     "numeric": "{}::float8",
     "money": "{}::numeric::float8",
@@ -45,7 +45,7 @@ _EXACT_CASTS = {
     "_numeric": "{}::text[]",
 }
 _TYPE = "SELECT typname::text FROM pg_type WHERE oid = $1::oid"
-# Enough pages for shares within a tenth or so of each other.
+# Enough pages for shares within about a tenth of each other.
 _PAGES, _PAGE_BYTES = 400, 8192
 _SIZE = """
 SELECT c.relkind::text, CASE c.relkind WHEN 'p' THEN
@@ -59,11 +59,11 @@ class Plan:
     """How to read the source.
 
     Attributes:
-        selected: What follows SELECT.
+        selected: The list after SELECT.
         key_type: The key's type, by PostgreSQL's name.
-        names: The columns to deliver; the key may be read besides.
-        decimals: Those that are read as text, and are exact numbers.
-        has_flag: Whether infinite dates are asked for.
+        names: The columns to deliver; the key may be read in addition.
+        decimals: Columns of exact numbers, which are read as text.
+        has_flag: Whether infinite dates are looked for.
     """
 
     selected: str
@@ -74,10 +74,10 @@ class Plan:
 
 
 def planned(connection: Connection, source: Source, values: Values) -> Plan:
-    """Find the columns and their types, and see that the key can be one.
+    """Find the columns and their types, and check the key.
 
     Raises:
-        ValueError: If it cannot, or a column does not exist.
+        ValueError: If the key is unsuitable, or a column does not exist.
     """
     with connection.cursor() as cursor:
         schema = cursor.adbc_execute_schema(
@@ -88,7 +88,7 @@ def planned(connection: Connection, source: Source, values: Values) -> Plan:
     if types[source.key] not in _KEYS:
         raise ValueError(
             f"key {source.key!r} is of type {types[source.key]}, which cannot be a "
-            f"key; {', '.join(sorted(_KEYS))} can"
+            f"key; use {', '.join(sorted(_KEYS))}"
         )
     read = names if source.key in names else (*names, source.key)
     casts = [_cast(types[name], schema.field(name).type, values) for name in read]
@@ -98,7 +98,7 @@ def planned(connection: Connection, source: Source, values: Values) -> Plan:
         casts[read.index(source.key)] = "{}"
         _refuse_infinite(connection, source)
     selected = selection(read, casts)
-    # What is read as text (ranges) keeps its infinity.
+    # Types read as text (ranges) keep their infinity.
     asked = {name: types[name] for name in names}
     for name, cast in zip(read, casts, strict=True):
         if cast.startswith("{}::text"):
@@ -111,10 +111,10 @@ def planned(connection: Connection, source: Source, values: Values) -> Plan:
 
 
 def _refuse_infinite(connection: Connection, source: Source) -> None:
-    """See that no key is an infinite date.
+    """Check that no key is an infinite date.
 
     Raises:
-        ValueError: If one is.
+        ValueError: If a key is infinite.
     """
     among = f"WHERE {column(source.key)} IN ('infinity', '-infinity') LIMIT 1"
     if fetch(connection, select("1", source.relation(), among), source.parameters):
@@ -124,7 +124,7 @@ def _refuse_infinite(connection: Connection, source: Source) -> None:
 def _types(connection: Connection, schema: "pa.Schema") -> list[str]:
     """Return PostgreSQL's names of the columns' types."""
     said = [(field.metadata or {})[b"POSTGRESQL:type"].decode() for field in schema]
-    # The driver knows the types of extensions by number only.
+    # The driver knows types of extensions only by number.
     names: dict[str, str] = {}
     for name in {name for name in said if name.startswith("unnamed<oid:")}:
         number = name.removeprefix("unnamed<oid:").rstrip(">")
@@ -133,7 +133,7 @@ def _types(connection: Connection, schema: "pa.Schema") -> list[str]:
 
 
 def _cast(name: str, kind: "pa.DataType", values: Values) -> str:
-    """Return the expression by which a column of a type is read."""
+    """Return the expression that reads a column of a type."""
     if values.is_decimal(name):
         return _EXACT_CASTS[name]
     if name in _CASTS:
@@ -153,10 +153,10 @@ def divided(
 ) -> list[Span]:
     """Return ranges with about equal numbers of rows.
 
-    Of a table, some hundred pages are looked at; of a view or query, all keys.
+    In a table, some hundred pages are sampled; in a view or query, all keys are read.
 
     Raises:
-        ValueError: If bounds were given, but not in the order of the database.
+        ValueError: If bounds were given that do not rise in the order of the database.
     """
     if not isinstance(partitions, int):
         _check_order(connection, source, plan, partitions)
@@ -170,7 +170,7 @@ def divided(
             share = min(100.0, 100.0 * _PAGES * _PAGE_BYTES / max(1, size or 0))
             where += f" TABLESAMPLE SYSTEM ({share:.6f}) REPEATABLE (0)"
     key = column(source.key)
-    # A little more, for the first key of a part, not the last one of the part before.
+    # Slightly more, to get the first key of a part, not the last of the previous part.
     shares = ", ".join(f"{n / partitions + 1e-9:.12f}" for n in range(1, partitions))
     order = f"percentile_disc(ARRAY[{shares}]::float8[]) WITHIN GROUP (ORDER BY {key})"
     found = fetch(connection, select(f"({order})::text[]", where), source.parameters)
@@ -185,8 +185,8 @@ def _as_keys(texts: Iterable[str], plan: Plan) -> list[Key]:
 def _check_order(
     connection: Connection, source: Source, plan: Plan, bounds: Sequence[Key]
 ) -> None:
-    """See that bounds rise, by the key's own order."""
+    """Check that bounds rise, in the key's own order."""
     sql = rising(source, plan.key_type, len(bounds), "$")
     falls = fetch(connection, sql, (*source.parameters, *map(str, bounds)))
     if falls != [(0,)]:
-        raise ValueError("bounds in partitions must rise, by the order of the database")
+        raise ValueError("bounds in partitions must rise, in the order of the database")

@@ -1,8 +1,8 @@
-"""Values of PostgreSQL that Arrow has no form for: exact numbers and infinite dates.
+"""PostgreSQL values without an Arrow type: exact numbers and infinite dates.
 
-A ``numeric`` is a ``Decimal``, with all its digits, or a float if the user says so. A
-date that is infinite would be a day of some year to a driver; it is an error that names
-the row's key, or NULL if the user says so.
+A ``numeric`` is a ``Decimal``, with all its digits, or a float if the user chooses
+that. A driver would read an infinite date as an ordinary day; here it is an error that
+names the row's key, or NULL if the user chooses that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 Numeric: TypeAlias = Literal["decimal", "float"]
 Infinity: TypeAlias = Literal["error", "null"]
 
-# Read besides the columns: the number of the first one that is infinite, or NULL.
+# Selected in addition: the number of the first infinite column, or NULL.
 FLAG = "aioloader: infinite"
 _EXACT = frozenset({"numeric", "money", "_numeric"})
-# Conditions by type. None is true of NULL.
+# Conditions by type. None is true for NULL.
 _POINT = "NOT isfinite({0})"
 _LIST = "('infinity' = ANY({0}) OR '-infinity' = ANY({0}))"
 _RANGE = "(NOT isfinite(lower({0})) OR NOT isfinite(upper({0})))"
@@ -36,14 +36,14 @@ POINTS = frozenset(kind for kind, rule in _INFINITE.items() if rule is _POINT)
 
 @dataclass(frozen=True)
 class Values:
-    """How values are read that Arrow or Python has no form for.
+    """How to read values without an Arrow or Python type.
 
     Attributes:
         numeric: ``"decimal"`` or ``"float"``, the nearest one.
-        infinity: What an infinite date is: ``"error"`` or ``"null"``.
+        infinity: Treatment of infinite dates: ``"error"`` or ``"null"``.
 
     Raises:
-        ValueError: If one is something else.
+        ValueError: If a value is neither.
     """
 
     numeric: Numeric = "decimal"
@@ -58,11 +58,11 @@ class Values:
             raise ValueError(text)
 
     def is_decimal(self, kind: str) -> bool:
-        """Tell whether values of a type are exact numbers here."""
+        """Return whether values of a type are read as exact numbers."""
         return kind in _EXACT and self.numeric == "decimal"
 
     def flag(self, types: Mapping[str, str]) -> str:
-        """Return what is selected besides, to find infinite dates; empty: nothing."""
+        """Return the expression that flags infinite dates; empty without dates."""
         rules = [_INFINITE.get(kind, "").format(column(n)) for n, kind in types.items()]
         cases = [f"WHEN {rule} THEN {at}" for at, rule in enumerate(rules) if rule]
         is_asked = cases and self.infinity == "error"
@@ -73,21 +73,21 @@ def infinite_error(source: Source, key: Any, name: str, location: str) -> Datase
     """Return the error for a row with an infinite date in a column.
 
     Args:
-        source: What is read.
-        key: The row's.
+        source: The table or query.
+        key: The row's key.
         name: The column.
         location: The database, as it may be shown.
     """
     return DatasetError(
         f"the row of {source.label} with {source.key} = {key!r} has an infinite date "
-        f"in column {name!r}, and neither Arrow nor Python has such a day; read it as "
-        "NULL (infinity='null'), or give it a day by a query or a view",
+        f"in column {name!r}, which neither Arrow nor Python can represent; read it as "
+        "NULL (infinity='null'), or replace it in a query or a view",
         location=location,
     )
 
 
 def finite(kind: str) -> str | None:
-    """Return the expression for a date that is NULL if it is infinite."""
+    """Return the expression that reads an infinite date as NULL."""
     rule = _INFINITE.get(kind)
     if rule is None:
         return None
@@ -97,7 +97,7 @@ def finite(kind: str) -> str | None:
 
 
 def as_decimals(batch: "pa.RecordBatch", names: Sequence[str]) -> "pa.RecordBatch":
-    """Mark columns of text as exact numbers; their values are decimals then."""
+    """Mark columns of text as exact numbers, so that their values become decimals."""
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
     for name in names:

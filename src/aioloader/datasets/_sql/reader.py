@@ -1,7 +1,7 @@
-"""Rows of one range of keys, read ahead and in order, whatever the connection does.
+"""Rows of one range of keys, read ahead in order, across lost connections.
 
-A batch is read in a connection's thread while the one before is consumed; the budget
-bounds what is held. A lost connection is made anew, and reading resumes after the
+A batch is read in a connection's thread while the previous one is consumed; the budget
+bounds what is held. A lost connection is opened again, and reading resumes after the
 last key.
 """
 
@@ -35,8 +35,8 @@ class Session(Protocol):
     """One iteration over a source: a snapshot, and connections that read it.
 
     Attributes:
-        address: Of which database.
-        source: What is read.
+        address: The database.
+        source: The table or query.
     """
 
     address: "Address"
@@ -52,10 +52,10 @@ class Session(Protocol):
     async def leave(
         self, link: "Link", batches: "Batches | None", *, is_sound: bool
     ) -> None:
-        """Stop a scan, and give its connection back; ``is_sound``: it may go on."""
+        """Stop a scan and return its connection; if ``is_sound``, it may be reused."""
 
     async def is_lost(self, link: "Link") -> bool:
-        """Tell whether a connection is gone, after something failed."""
+        """Return whether a connection is lost, after a failure."""
 
     def scan(
         self, connection: "Connection", span: Span, last: Key | None, batch_bytes: int
@@ -68,12 +68,12 @@ class Session(Protocol):
 
 @dataclass
 class _Batch:
-    """What is ready.
+    """A batch that is ready.
 
     Attributes:
         rows: The rows to deliver.
         keys: Their keys.
-        nbytes: What they take.
+        nbytes: Their size in memory.
         taken: How many were delivered.
     """
 
@@ -84,14 +84,14 @@ class _Batch:
 
 
 class SQLReader(NamesPositions):
-    """Read one range.
+    """Reads one range.
 
     Args:
         session: The iteration.
         span: The range.
-        last: Key of the last row that was delivered; None: none was.
-        budget: Bytes to hold at most; a batch is a quarter, but 64 KiB at least.
-        deadline: Seconds that a lost connection may take to come back.
+        last: Key of the last row delivered; None: none was.
+        budget: Most bytes to hold; a batch is a quarter, but at least 64 KiB.
+        deadline: Seconds in which a lost connection must be restored.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class SQLReader(NamesPositions):
         self._batch_bytes = max(_SMALLEST, min(budget // 4, _LARGEST))
         self._deadline = deadline
         self._last = self._last_read = last
-        # Of the last pull: keys, and from where to where among them it went.
+        # Of the last pull: keys, and the part of them that was returned.
         self._pulled: tuple[pa.Array, int, int] | None = None
         self._ready: deque[_Batch] = deque()
         self._held = 0
@@ -119,7 +119,7 @@ class SQLReader(NamesPositions):
         self._has_room = asyncio.Event()
 
     def begin(self) -> None:
-        """Begin to read ahead."""
+        """Start reading ahead."""
         if self._task is None and not self._is_over:
             self._task = asyncio.create_task(self._read())
             self._task.add_done_callback(self._finish)
@@ -156,13 +156,13 @@ class SQLReader(NamesPositions):
         return self.position_after(stop - start)
 
     def position_after(self, count: int) -> Position:
-        """Return the key of the last of the first ``count`` rows of the last pull."""
+        """Return the key after ``count`` rows of the last pull."""
         assert self._pulled is not None
         keys, start, _ = self._pulled
         return {"key": encoded(keys[start + count - 1].as_py())}
 
     def is_draining(self) -> bool:
-        """Tell whether all was read."""
+        """Return whether all was read."""
         return self._is_over
 
     async def aclose(self) -> None:
@@ -179,7 +179,7 @@ class SQLReader(NamesPositions):
     # -- reading ahead ------------------------------------------------------------
 
     def _finish(self, task: "asyncio.Task[DatasetError | None]") -> None:
-        # What was not read must not look like an end.
+        # Rows not read must not look like an end.
         if task.cancelled():
             self._error = RuntimeError("reading ahead was cancelled")
         else:
@@ -188,7 +188,7 @@ class SQLReader(NamesPositions):
         self._changed.set()
 
     async def _read(self) -> DatasetError | None:
-        """Read to the end, whatever the connection does; return why that fails."""
+        """Read to the end, across lost connections; return the error if that fails."""
         loop = asyncio.get_running_loop()
         attempts, give_up = 0, 0.0
         waits = pauses()
@@ -205,11 +205,11 @@ class SQLReader(NamesPositions):
             if loop.time() + pause >= give_up:
                 return given_up(lost.error, attempts)
             if attempts == 1:
-                _LOG.warning("%s; trying again", lost.error)
+                _LOG.warning("%s; retrying", lost.error)
             await asyncio.sleep(pause)
 
     async def _attempt(self) -> "_Lost | None":
-        """Read on until the end; return why that fails."""
+        """Read to the end with one connection; return the failure, if any."""
         session = self._session
         link: Link | None = None
         batches: Batches | None = None
@@ -267,11 +267,11 @@ class SQLReader(NamesPositions):
 
 @dataclass(frozen=True)
 class _Lost:
-    """Why an attempt failed.
+    """A failed attempt.
 
     Attributes:
-        error: What to raise if there is no other attempt.
-        may_pass: Whether there should be one.
+        error: The error to raise if there is no retry.
+        may_pass: Whether to retry.
     """
 
     error: DatasetError

@@ -1,4 +1,4 @@
-"""What is read of a database: a table or a query, as a place to select from.
+"""A table or query of a database, in a form to select from.
 
 Names are quoted, never trusted; a query is the user's own text and is put in brackets.
 """
@@ -18,7 +18,7 @@ _NAME = re.compile(r'"((?:[^"]|"")+)"|([^."]+)')
 
 @dataclass(frozen=True)
 class Source:
-    """A table or query, and which columns of it are wanted.
+    """A table or query, and its wanted columns.
 
     Attributes:
         text: Name of a table (``name``, ``schema.name``, quoted if it has a dot) or a
@@ -55,13 +55,13 @@ class Source:
 
     @property
     def label(self) -> str:
-        """What errors show of it."""
+        """The name in errors."""
         shown = " ".join(self.text.split())
         shown = shown if len(shown) < 80 else f"{shown[:77]}..."
         return f"query {shown!r}" if self.is_query else f"table {shown!r}"
 
     def describe(self) -> dict[str, Any]:
-        """Return what determines the rows, ready for JSON; of values a digest."""
+        """Return what determines the rows, JSON-serialisable; values as a digest."""
         words = repr((self.text, self.parameters)).encode("utf-8", "surrogatepass")
         return {
             "query": self.label,
@@ -74,22 +74,22 @@ class Source:
         """Return the quoted name; empty for a query.
 
         Raises:
-            ValueError: If it cannot be a name.
+            ValueError: If it is not a valid name.
         """
         if self.is_query:
             return ""
         return ".".join(quoted(part) for part in _parts(self.text))
 
     def relation(self) -> str:
-        """Return what follows FROM; its columns are those of ``q``."""
+        """Return the FROM clause; its columns are those of ``q``."""
         if not self.is_query:
             return f"{self.table()} AS q"
-        # A line of its own, for the query may end in a comment.
+        # On a separate line, because the query may end in a comment.
         return f"(\n{self.text.rstrip().rstrip(';')}\n) AS q"
 
 
 def quoted(name: str) -> str:
-    """Return a name as SQL has it.
+    """Return a quoted SQL name.
 
     Raises:
         ValueError: If it is empty or has a NUL.
@@ -101,7 +101,7 @@ def quoted(name: str) -> str:
 
 
 def column(name: str) -> str:
-    """Return a column of ``q``: SQLite takes a bare one it has not for a string."""
+    """Return a column of ``q``: SQLite reads an unknown bare name as a string."""
     return f"q.{quoted(name)}"
 
 
@@ -111,11 +111,11 @@ def select(what: str, relation: str, *more: str) -> str:
 
 
 def selection(names: Sequence[str], casts: Sequence[str]) -> str:
-    """Return what follows SELECT.
+    """Return the list after SELECT.
 
     Args:
         names: The columns.
-        casts: For each, an expression with ``{}`` in its place.
+        casts: For each, an expression with ``{}`` for the column.
     """
     pairs = zip(names, casts, strict=True)
     parts = [f"{cast.format(column(name))} AS {quoted(name)}" for name, cast in pairs]
@@ -128,17 +128,15 @@ def checked_names(
     """Return the names of the columns to deliver.
 
     Args:
-        source: What is read.
+        source: The table or query.
         found: Its columns.
-        known: Its columns, with those that are there but not shown.
+        known: Its columns, including hidden ones.
 
     Raises:
-        ValueError: If one does not exist, or two have one name.
+        ValueError: If one does not exist, or two have the same name.
     """
     if len(set(found)) < len(found):
-        raise ValueError(
-            f"columns must have names of their own, got {', '.join(found)}"
-        )
+        raise ValueError(f"columns must have distinct names, got {', '.join(found)}")
     names = tuple(found) if source.columns is None else source.columns
     missing = [name for name in (*names, source.key) if name not in (known or found)]
     if missing:
@@ -149,16 +147,16 @@ def checked_names(
 
 
 def any_null(source: Source) -> str:
-    """Return the question whether a key is NULL; a row says that it is."""
+    """Return the query for a NULL key; a row means there is one."""
     missing = f"{column(source.key)} IS NULL"
     return select("1", source.relation(), "WHERE", missing, "LIMIT 1")
 
 
 def rising(source: Source, key_type: str, count: int, sign: str) -> str:
-    """Return the question how many of ``count`` bounds do not rise.
+    """Return the query for how many of ``count`` bounds do not rise.
 
-    They are parameters after those of the query. An empty part with the key itself
-    brings in its collation.
+    The bounds are parameters after those of the query. An empty part with the key
+    itself provides its collation.
     """
     first = len(source.parameters) + 1
     none = select(
@@ -183,5 +181,5 @@ def _parts(text: str) -> list[str]:
             break
         at += 1
     raise ValueError(
-        f'{text!r} is no table; write name, schema.name or "any name"."with.dots"'
+        f'{text!r} is not a table; write name, schema.name or "any name"."with.dots"'
     )

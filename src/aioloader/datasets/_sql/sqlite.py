@@ -1,9 +1,9 @@
 """SQLite: a few connections that read one snapshot of a file, in batches.
 
-Each has a read transaction, begun before anything is read and seen to have begun with
-no commit in between. In WAL mode writers go on meanwhile; without it they wait until
-the iteration ends. Types are those that rows have: the driver takes them from the
-first rows of a batch, and here they must be those of the very first rows.
+Each holds a read transaction, started before any read, and checked to have started with
+no commit in between. In WAL mode writers continue meanwhile; without it they wait until
+the iteration ends. Types are those of the rows: the driver takes them from the first
+rows of a batch, and they must match those of the very first rows.
 """
 
 import asyncio
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from aioloader.datasets._sql.source import Source
     from aioloader.errors import DatasetError
 
-# Readers beyond share connections: two cores are busy with two.
+# More readers share connections: two keep two cores busy.
 _CONNECTIONS = 4
 _TRIES = 20
 _FEWEST, _MOST = 16, 1 << 16
-# A writer without WAL locks readers out for the moment of its commit.
+# Without WAL, a writer locks readers out during its commit.
 _LOCK_WAIT = "PRAGMA busy_timeout = 5000"
 
 
 class SQLite:
-    """One iteration over a source in a file of SQLite.
+    """One iteration over a source in an SQLite file.
 
     Args:
-        address: Where the file is.
-        source: What is read.
+        address: The file's address.
+        source: The table or query.
     """
 
     def __init__(self, address: "Address", source: "Source") -> None:
@@ -55,7 +55,7 @@ class SQLite:
         self._plan: Plan | None = None
 
     async def begin(self, partitions: int | Sequence[Key]) -> list[Span]:
-        """Take a snapshot, and divide the source as it is there."""
+        """Take a snapshot, and divide the source in it."""
         wanted = partitions if isinstance(partitions, int) else len(partitions) + 1
         self._links = [Link(self.address) for _ in range(min(wanted, _CONNECTIONS))]
         for link in self._links:
@@ -68,7 +68,7 @@ class SQLite:
         return await first.run(divided, self.source, self._plan, partitions)
 
     async def join(self) -> Link:
-        """Return the connection that has the fewest users.
+        """Return the connection with the fewest users.
 
         Raises:
             RuntimeError: If the iteration is over.
@@ -92,7 +92,7 @@ class SQLite:
             await link.run(close_scan, batches)
 
     async def is_lost(self, link: Link) -> bool:  # noqa: ARG002  (none can be)
-        """Tell that a file is no server that may come back."""
+        """Return False: a file has no connection to lose."""
         return False
 
     def scan(
@@ -101,10 +101,10 @@ class SQLite:
         """Yield the rows of a range; in the connection's thread.
 
         Args:
-            connection: One that ``join`` gave.
+            connection: Returned by ``join``.
             span: The range.
-            last: Key of the last row that was read; None: begin at the beginning.
-            batch_bytes: Size of a batch, about.
+            last: Key of the last row read; None: start at the beginning.
+            batch_bytes: Approximate size of a batch.
         """
         plan = self._plan
         assert plan is not None
@@ -128,7 +128,7 @@ class SQLite:
                     else:
                         return
                 except OSError as exc:
-                    # Its guess of a type held for a while: let it guess anew here.
+                    # The guessed type ended here: let the driver guess again.
                     if "Type mismatch" not in str(exc) or check.last == before:
                         raise
             check.restart()
@@ -152,9 +152,9 @@ class SQLite:
         await close_all(links)
 
     async def _take_snapshot(self) -> None:
-        """Begin all transactions at one state of the file.
+        """Start all transactions in one state of the file.
 
-        Where commits come too thick for that, one connection is left, for all readers.
+        If commits are too frequent for that, all readers share one connection.
         """
         witness = Link(self.address)
         try:
@@ -178,7 +178,7 @@ class SQLite:
 
 
 def _start(connection: Connection) -> None:
-    """Begin a transaction; its snapshot is taken by the first read."""
+    """Start a transaction; the first read takes its snapshot."""
     execute(connection, "BEGIN")
     fetch(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
 
@@ -209,7 +209,7 @@ def _batches(
 
 
 def _fits(rows: int, row_bytes: int, batch_bytes: int) -> bool:
-    """Tell whether batches of ``rows`` have about the size wanted."""
+    """Return whether batches of ``rows`` have about the wanted size."""
     size = rows * row_bytes
     return (size <= 2 * batch_bytes or rows == _FEWEST) and (
         8 * size >= batch_bytes or rows == _MOST

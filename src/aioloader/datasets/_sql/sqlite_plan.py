@@ -1,7 +1,7 @@
-"""How to read a table or query of SQLite: its columns' types, its key, where to cut it.
+"""How to read an SQLite table or query: its columns' types, its key, where to cut it.
 
-SQLite's values have types, its columns only wishes. A column is read as what its first
-thousand rows are; if these are all NULL, as what was declared or what comes later.
+SQLite's values have types, its columns only preferences. A column has the type of its
+first thousand rows; if these are all NULL, the declared type or that of later rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,9 +28,9 @@ _ROW_IDS = frozenset({"rowid", "oid", "_rowid_"})
 _VIEW = 'temp."aioloader view"'
 _FIRST_ROWS = 1000
 _KEY_TYPES = {"integer": "int64", "text": "string", "blob": "binary"}
-# Without a cast a number among texts would come as one or the other, by its place.
+# Without a cast, the type of a number among texts would depend on its position.
 _CASTS = {"string": "CAST({} AS TEXT)", "binary": "CAST({} AS BLOB)"}
-# Keys are even if no probe finds them thinner than this share of the thickest.
+# Keys are even if no probe finds a density below this share of the highest.
 _PROBES, _PROBE_ROWS, _EVEN = 32, 16, 0.5
 
 
@@ -39,11 +39,11 @@ class Plan:
     """How to read the source.
 
     Attributes:
-        selected: What follows SELECT.
-        types: Names of Arrow's types, by column.
+        selected: The list after SELECT.
+        types: Names of Arrow types, by column.
         key_type: Storage class of the key.
-        names: The columns to deliver; the key may be read besides.
-        row_bytes: What a row takes, about.
+        names: The columns to deliver; the key may be read in addition.
+        row_bytes: Approximate size of a row.
     """
 
     selected: str
@@ -58,10 +58,10 @@ class Plan:
 
 
 def planned(connection: Connection, source: Source) -> Plan:
-    """Find the columns and their types, and see that the key can be one.
+    """Find the columns and their types, and check the key.
 
     Raises:
-        ValueError: If it cannot, or a column does not exist.
+        ValueError: If the key is unsuitable, or a column does not exist.
     """
     declared = _declared(connection, source)
     shown = [*declared]
@@ -79,8 +79,8 @@ def planned(connection: Connection, source: Source) -> Plan:
 
 
 def _declared(connection: Connection, source: Source) -> dict[str, str]:
-    """Return the columns and the types that they were declared with."""
-    if source.parameters:  # a view can have none
+    """Return the columns and their declared types."""
+    if source.parameters:  # a view cannot have parameters
         with connection.cursor() as cursor:
             sql = select("*", source.relation(), "LIMIT 0")
             cursor.execute(sql, source.parameters)
@@ -98,7 +98,7 @@ def _types(
     connection: Connection, source: Source, declared: dict[str, str]
 ) -> tuple[dict[str, str], int]:
     """Return the columns' Arrow types, and the bytes of a row."""
-    # Asked of the rows themselves: so a blob's length costs no reading of the blob.
+    # Queried per row, so a blob's length does not require reading the blob.
     facts = ", ".join(
         f"typeof({column(name)}) AS t{at}, length({column(name)}) AS l{at}"
         for at, name in enumerate(declared)
@@ -117,7 +117,7 @@ def _types(
 
 
 def _type_of(found: str, declared: str) -> str:
-    """Return the type for storage classes that were found; empty if only NULLs were."""
+    """Return the type for the storage classes found; empty if only NULLs."""
     classes = set(found.split(",")) - {"null", ""}
     if "blob" in classes:
         return "binary"
@@ -132,7 +132,7 @@ def _type_of(found: str, declared: str) -> str:
 
 
 def _affinity(declared: str) -> str:
-    """Return the type that a declaration wishes for; empty if it has no wish."""
+    """Return the type that a declaration prefers; empty if none."""
     for words, kind in (
         (("INT", "BOOL"), "int64"),
         (("CHAR", "CLOB", "TEXT"), "string"),
@@ -150,7 +150,7 @@ def _later_type(
     there = f"WHERE {column(name)} IS NOT NULL LIMIT 1"
     sql = select(f"typeof({column(name)})", source.relation(), there)
     found = fetch(connection, sql, source.parameters)
-    # A view says BLOB of what has no type: it is believed where there is no value.
+    # A view declares untyped columns as BLOB: used only if there is no value.
     nothing = "binary" if "BLOB" in declared else "double"
     return _type_of(found[0][0], "") if found else nothing
 
@@ -164,7 +164,7 @@ def _key_type(connection: Connection, source: Source) -> str:
     if fetch(connection, any_null(source), source.parameters):
         raise ValueError(f"key {source.key!r} is NULL in some rows; it must not be")
     key = column(source.key)
-    # Classes are sorted one after the other: the ends tell of all.
+    # Classes are sorted one after the other, so both ends show all of them.
     ends = [
         fetch(
             connection,
@@ -230,11 +230,11 @@ def divided(
 ) -> list[Span]:
     """Return ranges with about equal numbers of rows.
 
-    Integer keys that some probes find evenly dense are cut at even distances. Others
+    Integer keys that a few probes find evenly dense are cut at even distances. Others
     are counted, which reads all keys twice.
 
     Raises:
-        ValueError: If bounds were given, but not in the order of the database.
+        ValueError: If bounds were given that do not rise in the order of the database.
     """
     if not isinstance(partitions, int):
         values = [plan.value_of(bound) for bound in partitions]
@@ -242,7 +242,7 @@ def divided(
         sql = rising(source, kind, len(values), "?")
         if fetch(connection, sql, (*source.parameters, *values)) != [(0,)]:
             raise ValueError(
-                "bounds in partitions must rise, by the order of the database"
+                "bounds in partitions must rise, in the order of the database"
             )
         return spans_of(list(partitions), len(partitions) + 1)
     if partitions == 1:
@@ -260,7 +260,7 @@ def _even_cuts(
 ) -> list[Key] | None:
     """Return cuts at even distances; None if the keys are not that even."""
     key = column(source.key)
-    # Each by itself: asked for both, SQLite reads all rows instead of two.
+    # Queried one by one: for both together, SQLite reads all rows instead of two.
     first, last = (
         fetch(connection, select(f"{end}({key})", source.relation()))[0][0]
         for end in ("min", "max")

@@ -1,1 +1,1 @@
-"""Where bytes lie: files, object stores and HTTP; requests, and the local cache."""
+"""Access to files, object stores and HTTP: requests, retries and the local cache."""

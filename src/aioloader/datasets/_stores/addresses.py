@@ -1,10 +1,10 @@
-"""Addresses of shards: which store and which key, patterns, and what may be shown.
+"""Addresses of shards: their store and key, patterns, and what may be displayed.
 
-Pure functions. A name that was listed becomes an address by ``spell`` and the same name
-again by ``split``, whatever characters it has. Patterns follow the rules of ``glob``
-everywhere: ``*``, ``?`` and ``[...]`` stay within one segment and match no leading dot,
-a segment ``**`` is any number of them. An address with a user, a password or a query is
-kept ``Sealed``, so that no traceback that prints variables shows it.
+Pure functions. ``spell`` makes an address of a listed name, and ``split`` returns the
+same name, whatever characters it has. Patterns follow the rules of ``glob`` everywhere:
+``*``, ``?`` and ``[...]`` stay within one segment and match no leading dot, a segment
+``**`` is any number of segments. An address with a user, a password or a query is kept
+``Sealed``, so that no traceback that prints variables shows it.
 """
 
 import fnmatch
@@ -24,9 +24,9 @@ from aioloader.datasets._stores.redact import (
 Address: TypeAlias = str | Sealed[str]
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-# Decoded and encoded again, such a path would be another one, or none for obstore.
+# Decoding and encoding would change such a path, or obstore would reject it.
 _AS_IT_IS = re.compile(r"%2F|%5C|%0|%1|//|(^|/)(\.|%2E){1,2}(/|$)|/$", re.IGNORECASE)
-# Hosts whose stores are named by the first segment of the path.
+# Hosts on which the first segment of the path names the store.
 _BUCKET_FIRST = re.compile(
     r"s3[.-](.*\.)?amazonaws\.com|.*\.r2\.cloudflarestorage\.com|"
     r".*\.(blob|dfs)\.(core\.windows\.net|fabric\.microsoft\.com)"
@@ -42,10 +42,10 @@ _TO_QUOTE = re.compile(r"[^A-Za-z0-9/._~=+-]")
 
 
 def sealed(addresses: Any) -> list[Address]:
-    """Return the addresses or patterns that a caller gave, their secrets hidden.
+    """Return the addresses or patterns of a caller, with secrets hidden.
 
     Raises:
-        TypeError: If they are neither strings nor paths.
+        TypeError: If one is neither a string nor a path.
     """
     if isinstance(addresses, (str, os.PathLike, Sealed)):
         addresses = [addresses]
@@ -75,7 +75,7 @@ def _sealed(address: str) -> Address:
 
 
 def sealed_alike(value: Any) -> Any:
-    """Return an address, or a list of some, sealed if it is secret; others as is."""
+    """Return an address, or a list of addresses, sealed if secret; others unchanged."""
     if _is_secret(value):
         return _sealed(value)
     if type(value) in {list, tuple, set} and any(map(_is_secret, value)):
@@ -88,12 +88,12 @@ def _is_secret(value: Any) -> bool:
 
 
 def opened(address: Address) -> str:
-    """Return the whole address; keep it out of variables."""
+    """Return the whole address; do not store it in a variable."""
     return address.value if isinstance(address, Sealed) else address
 
 
 def is_local(address: Address) -> bool:
-    """Tell whether an address is a path, or a ``file://`` URL."""
+    """Return whether an address is a path, or a ``file://`` URL."""
     address = opened(address)
     return not _SCHEME.match(address) or address[:7].lower() == "file://"
 
@@ -116,10 +116,10 @@ def path_of(address: str) -> str:
 
 
 def split(address: Address) -> tuple[Address, str]:
-    """Return the URL of the store of an address, and the key in it.
+    """Return the URL of an address's store, and the key in it.
 
-    An HTTP URL that is signed, or whose path would not come out of a key as it is, is a
-    store of its own, with an empty key.
+    A signed HTTP URL, or one whose path would change on its way through a key, is a
+    separate store with an empty key.
     """
     url = opened(address)
     root, path, is_whole = _split(url)
@@ -129,13 +129,13 @@ def split(address: Address) -> tuple[Address, str]:
 
 
 def spell(root: Address, key: str) -> Address:
-    """Return the address of a key that was listed in a store, for ``split``."""
+    """Return the address of a listed key, so that ``split`` returns the key."""
     path = quote(key) if _TO_QUOTE.search(key) else key
     return _sealed(f"{opened(root)}/{path}")
 
 
 def _split(url: str) -> tuple[str, str, bool]:
-    """Return the store's URL, the path as it is spelled, and whether they are one."""
+    """Return the store's URL, the path as spelled, and whether both are one URL."""
     scheme, _, rest = url.partition("://")
     is_web = scheme.lower() in {"http", "https"}
     query = ""
@@ -151,15 +151,15 @@ def _split(url: str) -> tuple[str, str, bool]:
 
 
 def name_of(address: Address) -> str:
-    """Return the whole name of a shard, without account, query and spelling."""
+    """Return the whole name of a shard, decoded, without account and query."""
     if is_local(address):
         return path_of(opened(address))
     root, path, _ = _split(opened(address))
     return f"{redact_url(root)}/{unquote(path)}"
 
 
-def beside(address: Address, rename: Callable[[str], str]) -> Address:
-    """Return the address of another file, named by its path and with the same query."""
+def sibling(address: Address, rename: Callable[[str], str]) -> Address:
+    """Return the address of another file, renamed by path and with the same query."""
     url = opened(address)
     marks = "[?#]" if url[:4].lower() == "http" and _SCHEME.match(url) else r"\Z"
     at = len(re.split(marks, url, maxsplit=1)[0])
@@ -167,13 +167,13 @@ def beside(address: Address, rename: Callable[[str], str]) -> Address:
 
 
 def shown_address(address: Address) -> str:
-    """Return an address or a pattern as it may be shown."""
+    """Return an address or a pattern, redacted for display."""
     url = opened(address)
     return repr(url if is_local(url) else redact_url(url))
 
 
 def shown_addresses(addresses: list[Address]) -> str:
-    """Return addresses as they may be shown: the one, or how many."""
+    """Return addresses for display: the only one, or how many there are."""
     if len(addresses) == 1:
         return shown_address(addresses[0])
     return f"<{len(addresses):,} addresses>"
@@ -183,24 +183,24 @@ def shown_addresses(addresses: list[Address]) -> str:
 
 
 def braces(pattern: Address) -> Iterator[Address]:
-    r"""Spell out ``{a,b}`` and ``{000..127}``, as bash does; ``\{`` is a brace."""
+    r"""Expand ``{a,b}`` and ``{000..127}``, as bash does; ``\{`` is a literal brace."""
     if "{" not in opened(pattern):
         return iter([pattern])
     from braceexpand import braceexpand  # noqa: PLC0415  (only where there are any)
 
     try:
         return map(_sealed, [*braceexpand(opened(pattern))])
-    except ValueError:  # a brace without its other one is a character
+    except ValueError:  # an unmatched brace is a literal character
         return iter([pattern])
 
 
 def pattern_of(address: Address) -> tuple[Address, str] | None:
     """Return the store's URL and the pattern of its keys; None if there is no pattern.
 
-    Of an HTTP URL, only a ``*`` makes its path a pattern.
+    In an HTTP URL, only ``*`` makes the path a pattern.
 
     Raises:
-        ValueError: If a signed URL is one.
+        ValueError: If a signed URL is a pattern.
     """
     root, path, _ = _split(opened(address))
     is_web = root[:4].lower() == "http"
@@ -210,34 +210,34 @@ def pattern_of(address: Address) -> tuple[Address, str] | None:
         return _sealed(root), _decoded(path)
     if not is_web and redact_key(path) == path:
         return _sealed(root), _decoded(path)
-    del root, path  # the error's traceback shows variables
+    del root, path  # tracebacks show variables
     raise ValueError(
-        f"{shown_address(address)} has a query beside a pattern, or in a URL that is "
+        f"{shown_address(address)} has a query next to a pattern, or in a URL that is "
         "not HTTP: list signed URLs one by one, as https://..., and write a ? in a "
         "name as %3F"
     )
 
 
 def local_pattern(address: str) -> str:
-    """Return the pattern of paths that an address is."""
+    """Return the pattern of paths in a local address."""
     if not _SCHEME.match(address):
         return address
     return path_of(_ENCODED_SIGN.sub(_bracketed, address))
 
 
 def has_signs(pattern: str) -> bool:
-    """Tell whether a pattern is to be looked up."""
+    """Return whether a pattern has to be looked up."""
     return any(sign in pattern for sign in "*?[")
 
 
 def folder_of(pattern: str) -> str:
-    """Return the folder that all matches are in, without a slash at its end."""
+    """Return the folder of all matches, without a trailing slash."""
     first = min(pattern.find(sign) for sign in "*?[" if sign in pattern)
     return pattern[:first].rpartition("/")[0]
 
 
 def _decoded(path: str) -> str:
-    """Decode the pattern of a URL; an encoded sign stands for itself."""
+    """Decode the pattern of a URL; an encoded special character is literal."""
     return unquote(_ENCODED_SIGN.sub(_bracketed, path))
 
 
@@ -246,7 +246,7 @@ def _bracketed(sign: "re.Match[str]") -> str:
 
 
 def matching(keys: Iterable[str], pattern: str) -> list[str]:
-    """Return those of ``keys`` that match ``pattern``."""
+    """Return the ``keys`` that match ``pattern``."""
     matches = re.compile(_translated(pattern)).fullmatch
     return [key for key in keys if matches(key)]
 
@@ -267,8 +267,8 @@ def _translated(pattern: str) -> str:
 def _segment(pattern: str) -> str:
     """Return a regular expression for one segment.
 
-    What is between two stars is matched where it first occurs, as ``fnmatch`` does it:
-    trying all places takes a time that grows with each star.
+    Text between two stars is matched where it first occurs, as in ``fnmatch``:
+    trying all places takes time that grows with each star.
     """
     if not has_signs(pattern):
         return re.escape(pattern)
@@ -290,4 +290,4 @@ def _one(sign: str) -> str:
         return "[^/]"
     if len(sign) == 1:
         return re.escape(sign)
-    return f"(?!/){fnmatch.translate(sign)[:-2]}"  # without the end of the string
+    return f"(?!/){fnmatch.translate(sign)[:-2]}"  # without the end-of-string anchor

@@ -1,9 +1,9 @@
 """The bytes of one shard, read ahead in large pieces, in order.
 
-A file is read into one buffer, and what uses a piece can do so in the thread that has
-read it. An object comes by ranged requests, several in flight; the first ones smaller,
-so that samples come soon. No more than the budget is held. Every piece is checked
-against the size and version that came with the first.
+A file is read into one buffer, and a piece can be used in the thread that has read it.
+An object comes by ranged requests, several in flight; the first ones are smaller, so
+that samples come soon. At most the budget is held. Every piece is checked against the
+size and version that came with the first.
 """
 
 import asyncio
@@ -32,21 +32,21 @@ T = TypeVar("T")
 
 _LARGEST = 8 << 20
 _SMALLEST = 1 << 16
-# A piece of a file is small enough for one core's cache, where it is cut; several make
-# a hop to a thread worth its while.
+# A piece of a file fits into one core's cache, where it is parsed; several are worth
+# the switch to a thread.
 _FILE_PIECE, _FILE_PIECES = 1 << 19, 1 << 22
-# Pieces in flight per object, but fewer before they are smaller than that.
+# Pieces in flight per object; fewer, rather than pieces smaller than the second.
 _AHEAD, _WORTHWHILE = 16, 1 << 20
-# What part of the budget may be requested of a shard before it is read: one of so many.
-BEGUN = 8
+# A shard that nothing was pulled from yet may request ``budget // START_DIVISOR``.
+START_DIVISOR = 8
 
 
 class Bytes(Protocol):
-    """Bytes in order.
+    """A shard's bytes, in order.
 
     Attributes:
-        size: Length of the whole, with what is before the first byte that is read; None
-            until it is known.
+        size: Length of the whole shard, including what is before the first byte read;
+            None until it is known.
     """
 
     @property
@@ -61,25 +61,25 @@ class Bytes(Protocol):
         """
 
     def begin(self) -> None:
-        """Begin to read ahead."""
+        """Start reading ahead."""
 
     def is_draining(self) -> bool:
-        """Tell whether another shard may be opened: the rest of this one is coming."""
+        """Return whether another shard may be opened: the rest is coming."""
 
     def bytes_ahead(self) -> int | None:
-        """Return what was requested and not read; None if the size is not known."""
+        """Return how much is requested and not read; None if the size is not known."""
 
     async def aclose(self) -> None:
-        """End what is under way, and wait for its end."""
+        """Stop pending work and wait for it to end."""
 
 
 class Version(NamedTuple):
-    """What tells one state of an object from another.
+    """The version of an object.
 
     Attributes:
         size: Length of the whole object, in bytes.
         e_tag: Its entity tag, if the server gives one.
-        modified: When it was modified, in seconds, if the server tells.
+        modified: Modification time, in seconds, if the server sends it.
     """
 
     size: int
@@ -88,11 +88,11 @@ class Version(NamedTuple):
 
     @property
     def strong(self) -> str | None:
-        """The tag, if it stands for every byte: for conditions of requests."""
+        """The tag, if it identifies every byte: for conditional requests."""
         return None if (self.e_tag or "W/").startswith("W/") else self.e_tag
 
     def is_of(self, other: "Version") -> bool:
-        """Tell whether both are of the same bytes, as far as a server tells."""
+        """Return whether both have the same bytes, as far as the server shows."""
         if self.size != other.size:
             return False
         if self.e_tag and other.e_tag:
@@ -110,7 +110,7 @@ class Piece:
 
     Attributes:
         data: The bytes.
-        version: Which state of the object they are of.
+        version: The version of the object.
     """
 
     data: Buffer
@@ -118,15 +118,15 @@ class Piece:
 
 
 class NoRangesError(Exception):
-    """Says, within this room, that a server gives objects only as a whole."""
+    """Internal: a server gives objects only as a whole."""
 
 
-# Start, stop and the version that is expected (None: any) to a piece.
+# Maps start, stop and the expected version (None: any) to a piece.
 Fetch: TypeAlias = Callable[[int, int, Version | None], Awaitable[Piece]]
 
 
 class Whole(Protocol):
-    """An object that is read from its first byte on."""
+    """An object read from its first byte on."""
 
     async def read(self) -> Piece:
         """Return the next piece; an empty one at the end."""
@@ -136,17 +136,17 @@ class ObjectBytes:
     """An object's bytes, by ranged requests, or in one if the server has no ranges.
 
     Args:
-        fetch: Reads a range; it may give less than asked at the object's end. Raises
+        fetch: Reads a range; it may return less at the object's end. Raises
             ``NoRangesError``.
-        whole: Begins to read all of it, then.
-        location: What is read, for errors; redacted.
+        whole: Starts reading the whole object, after ``NoRangesError``.
+        location: Redacted address, for errors.
         start: First byte.
-        budget: Bytes to hold at most.
-        expected: Size that the object must have, if that is known.
-        stop: Where to end before the end of the object.
+        budget: Most bytes to hold.
+        expected: Size that the object must have, if known.
+        stop: Where to stop before the end of the object.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917  (what is read, and which part of it)
+    def __init__(  # noqa: PLR0913, PLR0917  (the object, and which part of it)
         self,
         fetch: Fetch,
         whole: Callable[[], Whole],
@@ -166,16 +166,16 @@ class ObjectBytes:
         self._start = self._read = self._at = start
         self._is_over = start >= self._end
         largest = max(budget // _AHEAD, min(budget // 4, _WORTHWHILE))
-        # A power of two, for pieces end at multiples of it.
+        # A power of two, because pieces end at multiples of it.
         largest = 1 << max(_SMALLEST, min(_LARGEST, largest)).bit_length() - 1
         self._largest, self._length = largest, _SMALLEST
         self._most = max(2 * largest, min(budget, _AHEAD * largest))
-        self._window = max(_SMALLEST, budget // BEGUN)  # until somebody reads
+        self._window = max(_SMALLEST, budget // START_DIVISOR)  # until the first read
         self._version: Version | None = None
         self._pieces: deque[asyncio.Task[Piece]] = deque()
 
     def begin(self) -> None:
-        """Send the first request, a small one: it tells the size."""
+        """Send the first request, a small one, which returns the size."""
         if self.size is None and not (self._pieces or self._is_over):
             self._request()
 
@@ -187,7 +187,7 @@ class ObjectBytes:
         self.begin()
         if not self._pieces:
             return b""
-        await asyncio.wait([self._pieces[0]])  # a cancellation leaves it alone
+        await asyncio.wait([self._pieces[0]])  # cancellation does not reach it
         try:
             piece = self._pieces.popleft().result()
         except NoRangesError:
@@ -200,13 +200,13 @@ class ObjectBytes:
         return piece.data
 
     def is_draining(self) -> bool:
-        """Tell whether all was requested, and half of the budget is free."""
+        """Return whether all was requested, and half of the budget is free."""
         is_all = self.size is not None and self._at >= min(self.size, self._end)
         is_all = is_all or self._is_over
         return is_all and self._at - self._read <= self._most // 2
 
     def bytes_ahead(self) -> int | None:
-        """Return how much is held, or on its way."""
+        """Return how much is held or in flight."""
         is_known = self.size is not None or self._is_over
         return self._at - self._read if is_known else None
 
@@ -215,7 +215,7 @@ class ObjectBytes:
         await asyncio.gather(*self._drop_pieces(), return_exceptions=True)
 
     def _drop_pieces(self) -> "list[asyncio.Task[Piece]]":
-        """Cancel the requests in flight, and return them; no other one is made."""
+        """Cancel the requests in flight, and return them; no other is sent."""
         pieces = list(self._pieces)
         self._pieces.clear()
         self._is_over = True
@@ -224,7 +224,7 @@ class ObjectBytes:
         return pieces
 
     async def _next_chunk(self, chunks: Whole) -> Buffer:
-        """Return the next part of the whole, after the start."""
+        """Return the next part of the whole object, after the start."""
         while True:
             piece = await chunks.read()
             self._learn(piece.version)
@@ -239,7 +239,7 @@ class ObjectBytes:
                 return fresh
 
     def _fill(self) -> None:
-        """Send requests until the window is full; what is beyond the end is not."""
+        """Send requests until the window is full, none beyond the end."""
         if self._is_over:
             return
         size = min(self.size or 0, self._end)
@@ -248,13 +248,13 @@ class ObjectBytes:
             self._request()
 
     def _stop(self) -> int:
-        """Return where the next piece ends: as blocks of a cache, at a multiple."""
+        """Return where the next piece ends: at a multiple, like blocks of a cache."""
         stop = self._at - self._at % self._length + self._length
         return min(stop, self._end, self.size or sys.maxsize)
 
     def _request(self) -> None:
         start, self._at = self._at, self._stop()
-        # They grow, so that those which are asked for at once do not come at once.
+        # Sizes grow, so that requests sent together do not all arrive together.
         self._length = min(self._largest, max(2 * self._length, self._largest // 8))
         self._pieces.append(asyncio.create_task(self._get(start, self._at)))
 
@@ -271,15 +271,15 @@ class ObjectBytes:
                 expected=expected,
                 received=received,
             )
-        if is_first:  # the first piece tells; the others need not wait longer
+        if is_first:  # the size is known, so the others need not wait
             self._fill()
         return piece
 
     def _learn(self, version: Version) -> None:
-        """Hold what a piece says of the object against what is known of it.
+        """Check a piece's version against the object's.
 
         Raises:
-            DatasetError: If it is another one.
+            DatasetError: If they differ.
         """
         if self._version is None:
             check_size(self._location, version.size, self._expected, self._start)
@@ -289,28 +289,28 @@ class ObjectBytes:
 
 
 def changed(location: str, before: Version, now: Version) -> DatasetError:
-    """Return the error for an object that was replaced while it was read."""
+    """Return the error for an object that was replaced during reading."""
     what = f"it had {before.size:,} bytes and has {now.size:,}"
     if before.size == now.size:
         what = f"it has {now.size:,} bytes as before, but another ETag or date"
     return DatasetError(
-        f"{location!r} has changed while it was read: {what}; write shards under "
+        f"{location!r} changed while being read: {what}; write shards under "
         "another name and rename them",
         location=location,
     )
 
 
 def check_size(location: str, size: int, expected: int | None, start: int) -> None:
-    """See that a shard is as long as it was when its state was saved.
+    """Check that a shard has the same length as when its state was saved.
 
     Args:
-        location: The shard, for the error; redacted.
+        location: Redacted address of the shard, for the error.
         size: Its length, in bytes.
-        expected: Its length then, if that is known.
-        start: The first byte that is to be read.
+        expected: Its length when saved, if known.
+        start: The first byte to read.
 
     Raises:
-        ShardChangedError: If it is not.
+        ShardChangedError: If the length differs, or is below ``start``.
     """
     if expected is not None and size != expected:
         what = f"it had {expected:,} bytes and has {size:,}"
@@ -320,13 +320,13 @@ def check_size(location: str, size: int, expected: int | None, start: int) -> No
         return
     raise ShardChangedError(
         f"{location!r} has changed since the state was saved: {what}; resume with the "
-        "shards of then, or begin anew",
+        "original shards, or start again",
         location=location,
     )
 
 
 class Closing:
-    """Bytes, and what is to be closed with them.
+    """Bytes with an additional action on closing.
 
     Args:
         inner: The bytes.
@@ -343,11 +343,11 @@ class Closing:
 
     @property
     def size(self) -> int | None:
-        """As of the bytes."""
+        """The size of the bytes."""
         return self._inner.size
 
     async def aclose(self) -> None:
-        """Close both."""
+        """Close the bytes, then call ``then``."""
         await self._inner.aclose()
         await self._then()
 
@@ -356,14 +356,14 @@ class FileBytes:
     """A file's bytes, opened by ``aiofiles`` and read into one buffer.
 
     Attributes:
-        at_once: Bytes that are best read in one hop to a thread.
+        at_once: Bytes that are best read in one thread call.
 
     Args:
         path: The file.
         start: First byte.
-        budget: Bytes to hold at most.
-        expected: Size that the file must have, if that is known.
-        stop: Where to end before the end of the file.
+        budget: Most bytes to hold.
+        expected: Size that the file must have, if known.
+        stop: Where to stop before the end of the file.
     """
 
     def __init__(
@@ -379,7 +379,7 @@ class FileBytes:
         self._expected = expected
         self._path = path
         self._at = start
-        # Besides the buffer there is what is made of it.
+        # Besides the buffer, the parsed data needs room.
         self.at_once = max(_SMALLEST, min(_FILE_PIECES, budget // 2))
         self._length = min(_FILE_PIECE, self.at_once)
         self._buffer = memoryview(b"")
@@ -387,7 +387,7 @@ class FileBytes:
         self._facts: tuple[int, int] = 0, 0
 
     def begin(self) -> None:
-        """Do nothing: a file is there."""
+        """Do nothing: a file needs no request."""
 
     async def read(self) -> Buffer:
         """Return the next piece."""
@@ -396,8 +396,8 @@ class FileBytes:
     async def use(self, function: Callable[[Callable[[], Buffer]], T]) -> T:
         """Return what ``function`` makes of the next pieces, in the same thread.
 
-        It is called with what reads a piece, which is valid until the next one is read.
-        One hop is cheaper than one per piece, and pieces are in that core's cache.
+        Its argument reads one piece, which is valid until the next one is read. One
+        thread call is cheaper than one per piece, and pieces stay in that core's cache.
         """
         if self._file is None:
             try:
@@ -407,11 +407,11 @@ class FileBytes:
         return await in_thread(function, self._next)
 
     def is_draining(self) -> bool:
-        """Tell whether the end is near."""
+        """Return whether the end is near."""
         return self._file is not None and self._at >= min(self._facts[0], self._end)
 
     def bytes_ahead(self) -> int:
-        """Return 0: a file is read when it is asked for."""
+        """Return 0: a file is read on demand."""
         return 0
 
     async def aclose(self) -> None:
@@ -421,7 +421,7 @@ class FileBytes:
             await outlast(asyncio.ensure_future(file.close()))
 
     async def _open(self) -> None:
-        # Unbuffered: what is read in large pieces needs no second copy.
+        # Unbuffered: large reads need no second copy.
         self._file = await aiofiles.open(self._path, "rb", buffering=0)
         self._facts = self._look()
         self.size = self._facts[0]
@@ -441,12 +441,12 @@ class FileBytes:
         return self._buffer[:length]
 
     def _fill(self) -> int:
-        """Read one piece; hold the file against what it was at the beginning."""
+        """Read one piece; check that the file is unchanged."""
         stop = min(self._facts[0], self._end)
         wanted = min(self._length, max(0, stop - self._at))
         if not self._buffer:
             # Not mapped: once the C library has freed a block of this size, it keeps as
-            # much for samples, which else cost up to a page fault for every 4 KB.
+            # much for samples, which otherwise cost up to a page fault per 4 KB.
             self._buffer = np.empty(min(_FILE_PIECES, self._facts[0]), np.uint8).data
         length = self._read_into(self._buffer[:wanted]) if wanted else 0
         self._at += length
@@ -454,14 +454,14 @@ class FileBytes:
         return length
 
     def _read_into(self, buffer: memoryview) -> int:
-        # The file of aiofiles would hop to a thread of its own.
+        # The file of aiofiles would use another thread.
         return FileIO(self._file.fileno(), closefd=False).readinto(buffer) or 0
 
     def _check(self, wanted: int, length: int) -> None:
         size, changed = self._look()
         if (size, changed) != self._facts:
             raise DatasetError(
-                f"{self._path!r} has changed while it was read: it had "
+                f"{self._path!r} changed while being read: it had "
                 f"{self._facts[0]:,} bytes and has {size:,}, changed at {changed} ns; "
                 "write shards under another name and rename them",
                 location=self._path,
@@ -480,7 +480,7 @@ def _next(read: Callable[[], Buffer]) -> Buffer:
 
 
 def file_failure(path: str, cause: OSError) -> DatasetError:
-    """Return the house error for a file that cannot be read."""
+    """Return the DatasetError for a file that cannot be read."""
     match cause:
         case FileNotFoundError():
             return ObjectNotFoundError(f"no such file: {path!r}", location=path)

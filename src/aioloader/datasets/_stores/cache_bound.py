@@ -1,10 +1,10 @@
-"""The bound of a cache directory: who may add how much, and what has to go for it.
+"""The size limit of a cache directory: reserving space, and evicting entries.
 
-Processes tell each other what they are about to add by records at the end of one file,
-the journal. Who finds no room scans the directory, evicts what was used least recently
-until 7/8 of the bound are left, and says in the journal what is there now: one process
-scans for all, once for each 1/8 that they add together; others do without meanwhile.
-The journal may be lost: what counts is the scan. Memory: 16 bytes an entry, then.
+Processes announce what they are about to add by records at the end of one file, the
+journal. A process that finds no room scans the directory, evicts the least recently
+used entries until 7/8 of the limit are left, and records the new total in the journal.
+One process scans for all, once for each 1/8 that they add together; others do not store
+meanwhile. The journal may be lost: the scan counts. Memory: 16 bytes an entry, then.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ import numpy as np
 
 from aioloader._order.forks import fork_safe
 
-# When a scan said how many bytes there are; or zero, and how many are added.
+# Time of a scan and the bytes it found; or zero, and the bytes added.
 _RECORD = struct.Struct("<dq")
 _JOURNAL = ".aioloader-journal"
 _LONGEST_JOURNAL = 1 << 20
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 _ENTRY = re.compile(r"[0-9a-f]{62}")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{62}\.(\d{1,9})\.[0-9a-f]{16}\.tmp")
-# A writer in another container is no process here: it may write in peace that long.
+# The pid of a writer in another container is meaningless here: it gets this long.
 _YOUNG = 60.0
 _OLD = 3600.0
-_FRESH = 60.0  # how old a scan may be that a process begins with
+_FRESH = 60.0  # oldest scan that a new process may use
 
 
 def entry_path(directory: str, digest: bytes) -> str:
@@ -42,18 +42,18 @@ def entry_path(directory: str, digest: bytes) -> str:
 
 
 def temporary_path(path: str) -> str:
-    """Return a path beside ``path`` that nobody else writes to."""
+    """Return a path next to ``path`` that no other writer uses."""
     folder, _, name = path.rpartition(os.sep)
     # Process numbers repeat, across containers and after a restart.
     return f"{folder}{os.sep}.{name}.{os.getpid()}.{os.urandom(8).hex()}.tmp"
 
 
 class Bound:
-    """Keep a directory within ``max_bytes``; for any thread, and in forked processes.
+    """Keep a directory within ``max_bytes``, in any thread and forked process.
 
     Args:
-        directory: With the entries of ``entry_path``.
-        max_bytes: Bound of the lengths of all files.
+        directory: The directory of the entries of ``entry_path``.
+        max_bytes: Limit of the lengths of all files.
     """
 
     def __init__(self, directory: str, max_bytes: int) -> None:
@@ -67,11 +67,11 @@ class Bound:
         self._lock = fork_safe(threading.Lock())
         self._scanning = fork_safe(threading.Lock())
         self._unsaid = 0  # bytes added here that are not in the journal
-        self._offset = 0  # up to where the journal was read
-        self._total: int | None = None  # bytes that are there or about to be, if known
+        self._offset = 0  # read position in the journal
+        self._total: int | None = None  # bytes stored or reserved, if known
 
     def reserve(self, size: int) -> bool:
-        """Make room; tell whether ``size`` bytes may be added now.
+        """Make room; return whether ``size`` bytes may be added now.
 
         Raises:
             OSError: If the journal cannot be used.
@@ -96,14 +96,14 @@ class Bound:
         if not self._has_room(journal, size) and not self._make_room(journal, size):
             return False
         _append(journal, 0.0, size)
-        # Of two who found the same room and took it, at least one sees both here.
+        # If two writers took the same room, at least one sees both records here.
         if self._has_room(journal, 0):
             return True
         _append(journal, 0.0, -size)
         return False
 
     def give_back(self, size: int) -> None:
-        """Take back a reservation that came to nothing."""
+        """Cancel a reservation that was not used."""
         with self._lock:
             self._unsaid -= size
 
@@ -111,13 +111,13 @@ class Bound:
         return self._total is not None and self._total + more <= self._max_bytes
 
     def _has_room(self, journal: int, size: int) -> bool:
-        """Read what is new in the journal; tell whether ``size`` bytes fit."""
+        """Read new records of the journal; return whether ``size`` bytes fit."""
         with self._lock:
             length = os.fstat(journal).st_size
             if length < self._offset or length % _RECORD.size:
-                self._offset, self._total = 0, None  # it is not the one it was
+                self._offset, self._total = 0, None  # the journal was replaced
             if length % _RECORD.size:
-                return False  # a record is torn: the scan begins it anew
+                return False  # torn record: the scan resets the journal
             for when, amount in _records(journal, self._offset):
                 self._learn(when, amount)
                 self._offset += _RECORD.size
@@ -131,21 +131,21 @@ class Bound:
             self._total += amount
 
     def _make_room(self, journal: int, size: int) -> bool:
-        """Scan if no other process does; tell whether there is room then.
+        """Scan if no other process does; return whether there is room then.
 
-        Threads of this process wait for each other: what they all begin with is kept.
+        Threads of this process wait for each other: one scan serves them all.
         """
         with self._scanning, _alone(journal) as is_alone:
             if not is_alone:
                 return self._has_room(journal, size)
-            # Another one's scan may have ended between the two questions.
+            # Another process may have finished a scan since.
             if self._has_room(journal, size):
                 return True
             self._scan(journal, size)
         return self._has_room(journal, size)
 
     def _scan(self, journal: int, size: int) -> None:
-        """Learn what is there, evict what is too much, and say what is left."""
+        """Measure the directory, evict the surplus, and record what is left."""
         start = os.fstat(journal).st_size
         if start > _LONGEST_JOURNAL or start % _RECORD.size:
             os.ftruncate(journal, 0)
@@ -159,11 +159,11 @@ class Bound:
         _append(journal, time.time(), left)
 
     def _survey(self) -> tuple["array[int]", "array[int]"]:
-        """Return sizes and times of use of all files; delete what is left over."""
+        """Return sizes and times of use of all files; delete leftovers."""
         sizes, times = array("q"), array("q")
         now = time.time()
         for file in self._files():
-            with contextlib.suppress(OSError):  # it is gone
+            with contextlib.suppress(OSError):  # already deleted
                 found = file.stat(follow_symlinks=False)
                 if _is_left_over(file.name, now - found.st_mtime):
                     os.unlink(file)  # noqa: PTH108
@@ -173,7 +173,7 @@ class Bound:
         return sizes, times
 
     def _evict(self, sizes: "array[int]", times: "array[int]", wanted: int) -> int:
-        """Delete what was used least recently; return how many bytes are gone."""
+        """Delete the least recently used files; return the number of bytes freed."""
         order = np.argsort(np.asarray(times), kind="stable")
         freed = np.cumsum(np.asarray(sizes)[order])
         at = min(int(np.searchsorted(freed, wanted)), len(order) - 1)
@@ -213,7 +213,7 @@ def _open(journal: str) -> int:
 
 
 def _records(journal: int, start: int) -> Iterator[tuple[float, int]]:
-    """Return the whole records from ``start`` on."""
+    """Return the complete records from ``start`` on."""
     os.lseek(journal, start, os.SEEK_SET)
     records = os.read(journal, os.fstat(journal).st_size - start)
     return _RECORD.iter_unpack(records[: len(records) // _RECORD.size * _RECORD.size])
@@ -225,7 +225,7 @@ def _append(journal: int, when: float, amount: int) -> None:
 
 @contextlib.contextmanager
 def _alone(journal: int) -> Iterator[bool]:
-    """Tell whether nobody else scans; if so, nobody will until the block ends."""
+    """Yield whether no other process scans; if so, none will until the block ends."""
     try:
         import fcntl  # noqa: PLC0415  (no such module on Windows)
     except ImportError:
@@ -241,13 +241,13 @@ def _alone(journal: int) -> Iterator[bool]:
     try:
         yield True
     finally:
-        # Closing it is not enough: a process forked meanwhile has it open, too.
+        # Closing it is not enough: a process forked meanwhile holds it open, too.
         with contextlib.suppress(OSError):
             fcntl.flock(journal, fcntl.LOCK_UN)
 
 
 def _is_left_over(name: str, age: float) -> bool:
-    """Tell whether a file is one that nobody writes any more."""
+    """Return whether a file is a leftover of a writer that has ended."""
     found = _TEMPORARY.fullmatch(name)
     if found is None or age < _YOUNG:
         return False
@@ -256,7 +256,7 @@ def _is_left_over(name: str, age: float) -> bool:
 
 def _is_alive(pid: int) -> bool:
     if os.name != "posix":
-        return True  # there, signal 0 is Ctrl-C
+        return True  # on Windows, signal 0 is Ctrl-C
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,9 +1,9 @@
 """A directory of immutable byte strings by key: a cache that processes share.
 
 Threads, workers and unrelated processes use one directory at once, without a lock. An
-entry is a file of its own, written beside its place and moved there whole, so a reader
-sees all of it or nothing. Nothing is synced to the disk: after a power cut an entry may
-be torn, which its checksum shows, and it counts as missing. Memory holds nothing.
+entry is one file, written next to its place and renamed when complete, so a reader sees
+all of it or nothing. Nothing is synced to disk: after a power cut an entry may be torn;
+its checksum shows that, and it counts as missing. Memory holds nothing.
 """
 
 import contextlib
@@ -20,36 +20,36 @@ from typing_extensions import Buffer
 from aioloader._observe.warnings import warn
 from aioloader.datasets._stores.cache_bound import Bound, entry_path, temporary_path
 
-# Magic and format version, key's digest, length of the data; then the checksum of that
+# Magic and format version, key's digest, length of the data; then the checksum of these
 # and of the data.
 _FIELDS = struct.Struct("<8s32sQ")
 _CHECKSUM = struct.Struct("<I")
 _HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 _MAGIC = b"aiolc\r\n\1"
-# The format is part of the digest: another version finds and judges no entry of ours.
+# The format is part of the digest: other versions never find, or reject, our entries.
 _PERSON = b"aioloader 1"
-_MOST = 1 << 30  # of one read or write: the system's limit is 2 GiB
+_MOST = 1 << 30  # per read or write; the system's limit is 2 GiB
 _TOUCH = 60.0
 _PAUSE = 60.0
 
 
 class CacheDir:
-    """Keep byte strings in a directory, up to a number of bytes, by least recent use.
+    """Keep byte strings in a directory of limited size; evict the least recently used.
 
-    All methods are for threads: they block. An object may be pickled, and used by many
+    All methods block: call them in threads. An object may be pickled, and used by many
     threads and by forked processes. The bytes of a key must never change. Keys are kept
-    as hashes only, for they may be signed URLs.
+    as hashes only, because they may be signed URLs.
 
-    The bound may be passed by 1/256 for each process, and by the entries that are being
-    put. What finds no room while another process makes some is not stored. Nor is what
-    cannot be (disk full, no permission): that is warned of once, and storing pauses for
-    a minute. Leftovers of killed writers go with the next scan that finds them a minute
-    old.
+    The limit may be exceeded by 1/256 per process, and by entries being put. An
+    entry that finds no room while another process evicts is not stored. If storing
+    fails (disk full, no permission), there is one warning, and storing pauses for a
+    minute. Leftovers of killed writers are removed by the next scan that finds them a
+    minute old.
 
     Args:
-        directory: Made if missing; other files in it are left alone.
-        max_bytes: Bound of the lengths of all files, 52 bytes more than the data each;
-            at least 1.
+        directory: Created if missing; other files in it are left alone.
+        max_bytes: Limit of the lengths of all files, each 52 bytes longer than its
+            data; at least 1.
 
     Raises:
         ValueError: If ``max_bytes`` is less than 1.
@@ -75,7 +75,7 @@ class CacheDir:
     def get(self, key: str) -> bytes | None:
         """Return what was put under ``key``, or None.
 
-        An entry that is damaged is deleted, and is None.
+        A damaged entry is deleted and counts as missing.
         """
         digest = _digest(key)
         path = entry_path(self.directory, digest)
@@ -99,7 +99,7 @@ class CacheDir:
         return data
 
     def put(self, key: str, data: Buffer) -> None:
-        """Keep ``data`` under ``key``, if that is possible; make room if need be."""
+        """Store ``data`` under ``key`` if possible; make room if needed."""
         view = memoryview(data).cast("B")
         size = _HEADER_BYTES + len(view)
         if size > self.max_bytes or time.monotonic() < self._paused_until:
@@ -120,7 +120,7 @@ class CacheDir:
         try:
             try:
                 _replace(path, header, view)
-            except FileNotFoundError:  # somebody cleared the directory meanwhile
+            except FileNotFoundError:  # the directory was cleared meanwhile
                 _replace(path, header, view)
         except BaseException:
             self._bound.give_back(len(header) + len(view))
@@ -131,8 +131,8 @@ class CacheDir:
             return
         self._has_warned = True
         warn(
-            f"cannot {verb} the cache in {self.directory!r}: {exc.strerror}; going on "
-            f"without what it would hold (said once)",
+            f"cannot {verb} the cache in {self.directory!r}: {exc.strerror}; "
+            f"continuing without it (warned once)",
             RuntimeWarning,
         )
 
@@ -163,7 +163,7 @@ def _read(fd: int, digest: bytes) -> bytes | None:
     checksum = zlib.crc32(data, zlib.crc32(header[: _FIELDS.size]))
     if checksum != _CHECKSUM.unpack_from(header, _FIELDS.size)[0]:
         return None
-    # Within a minute all uses are one; a time to come is one of a wrong clock.
+    # Uses within a minute count as one; a time in the future is a wrong clock.
     if abs(time.time() - found.st_mtime) > _TOUCH:
         with contextlib.suppress(OSError):
             os.utime(fd)
@@ -171,7 +171,7 @@ def _read(fd: int, digest: bytes) -> bytes | None:
 
 
 def _read_on(fd: int, data: bytes, length: int) -> bytes:
-    """Read to the end what one call did not: over 2 GiB."""
+    """Read the rest that one call did not return: over 2 GiB."""
     parts, missing = [data], length - len(data)
     while missing and (data := os.read(fd, min(missing, _MOST))):
         parts.append(data)
@@ -180,7 +180,7 @@ def _read_on(fd: int, data: bytes, length: int) -> bytes:
 
 
 def _replace(path: str, header: bytes, view: memoryview) -> None:
-    """Put a file in its place, whole or not at all."""
+    """Write a file completely or not at all."""
     temporary = temporary_path(path)
     fd = _create(temporary)
     try:

@@ -1,8 +1,8 @@
 """Ranged reads through a local cache: aligned blocks, kept by version.
 
-A block is read from the store once per machine, for all processes and wherever a reader
-begins. The name of a block contains the object's version, so that an object that has
-changed is read anew; that costs one small request per object and reader.
+A block is read from the store once per machine, for all processes and any start. The
+name of a block contains the object's version, so a changed object is read again; that
+costs one small request per object and reader.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ class CachedRanges:
 
     Args:
         fetch: Reads a range from the store.
-        cache: Where blocks are kept.
-        name: Names the object in the cache; kept as a hash only.
+        cache: The directory of the blocks.
+        name: Name of the object in the cache; kept as a hash only.
     """
 
     def __init__(self, fetch: Fetch, cache: CacheDir, name: str) -> None:
         self._fetch = fetch
         self._cache = cache
         self._name = name
-        # Pieces overlap in blocks: each is read once, and released after the last one.
+        # Pieces share blocks: each is read once, and released after the last piece.
         self._blocks: dict[int, asyncio.Task[Buffer]] = {}
         self._facts: asyncio.Task[Piece] | None = None
 
@@ -39,7 +39,7 @@ class CachedRanges:
         if self._facts is None:
             self._facts = asyncio.create_task(_begun(self._fetch(0, 1, version)))
         facts: Piece = await _waited(self._facts)
-        if facts.version.e_tag is None:  # nothing tells for sure whether it changed
+        if facts.version.e_tag is None:  # a change might go unnoticed
             return await self._fetch(start, stop, version)
         stop = min(stop, facts.version.size)
         parts: list[Buffer] = []
@@ -75,7 +75,7 @@ class CachedRanges:
         return data
 
     async def aclose(self) -> None:
-        """End what is under way."""
+        """Stop pending work."""
         tasks = [*self._blocks.values(), *([self._facts] if self._facts else [])]
         for task in tasks:
             task.cancel()
@@ -88,5 +88,5 @@ async def _begun(request: Awaitable[Piece]) -> Piece:
 
 async def _waited(task: "asyncio.Task[Any]") -> Any:
     """Return the result of a task that others may wait for too."""
-    await asyncio.wait([task])  # a cancellation leaves it alone
+    await asyncio.wait([task])  # cancellation does not reach it
     return task.result()

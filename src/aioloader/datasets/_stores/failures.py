@@ -1,9 +1,9 @@
-"""House errors for what obstore raises, without what its texts may carry.
+"""Errors for obstore's exceptions, without secrets that their texts may hold.
 
 obstore dumps whole requests: URLs with user, password and signature, bodies of the
-server, texts of credential providers. So nothing of a text is passed on but what is on
-a list: the status, names of error kinds, S3's error code, the number of retries. The
-original is not chained either: a chained exception is printed with the traceback.
+server, texts of credential providers. So only listed parts of a text are passed on: the
+status, names of error kinds, S3's error code, the number of retries. The original is
+not chained either, because a traceback would print it.
 """
 
 import errno
@@ -26,7 +26,7 @@ _KIND = re.compile(r"\bkind: ([A-Z]\w*)|\b(TimedOut|BadScheme|MissingContentLeng
 _OS_ERROR = re.compile(r"\bOs \{\s*code: (\d+)")
 _RETRIES = re.compile(r"\bretries: (\d+)")
 _S3_CODE = re.compile(r"<Code>([A-Za-z]{1,40})</Code>")
-# Where virtual machines ask for credentials: AWS and Azure, Google.
+# Where virtual machines request credentials: AWS and Azure, Google.
 _METADATA = re.compile(r"/latest/api/token|/metadata/identity|computeMetadata|IMDS")
 _OPTION = re.compile(
     r"(?:Invalid|Configuration) key: '?(\w+)|"
@@ -35,12 +35,12 @@ _OPTION = re.compile(
 
 _RANGE_NOT_SATISFIABLE = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
 
-# By name: importing obstore for its types is not for this module.
+# By name, so that this module does not import obstore.
 _REFUSALS = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
 
 
 class ShortReadError(EOFError):
-    """Say that a read gave another number of bytes than announced, to a dataset."""
+    """A read returned another number of bytes than announced."""
 
     def __init__(self, expected: int, received: int) -> None:
         super().__init__(expected, received)
@@ -50,7 +50,7 @@ class ShortReadError(EOFError):
 
 @dataclass(frozen=True)
 class Reason:
-    """What may be said of an exception of obstore.
+    """The parts of an obstore exception that may be shown.
 
     Attributes:
         text: The reason in words.
@@ -58,10 +58,10 @@ class Reason:
         code: Error number of the system, or 0.
         attempts: How often the request was sent.
         is_cut_short: Whether the body ended before its announced length.
-        is_out_of_range: Whether the object ends before the range that was asked for.
-        is_bad_key: Whether obstore has no way to name the object.
-        is_unauthorised: Whether there are no credentials: the machine's own were asked
-            for, as in a cloud.
+        is_out_of_range: Whether the object ends before the requested range.
+        is_bad_key: Whether obstore cannot name the object.
+        is_unauthorised: Whether there are no credentials: the machine's own were
+            requested, as in a cloud.
     """
 
     text: str
@@ -75,9 +75,9 @@ class Reason:
 
 
 def reason_of(exc: Exception) -> Reason:
-    """Read from ``exc`` what may be said of it."""
+    """Extract from ``exc`` the parts that may be shown."""
     text = str(exc)
-    # In Rust's dump all that came from outside is quoted; what is left are names.
+    # Rust's dump quotes everything from outside; the rest is names.
     dump = _QUOTED.sub('""', text.partition("\nDebug source:\n")[2])
     status, code, retries = (
         int(match[1]) if (match := pattern.search(dump)) else 0
@@ -92,7 +92,7 @@ def reason_of(exc: Exception) -> Reason:
     else:
         said += dict.fromkeys(a or b for a, b in _KIND.findall(dump))
         said += [a or b for a, b in _OPTION.findall(text)][:1]
-    # Where a server cannot send the rest, the second is all that is said of the first.
+    # If a server cannot send the rest, only the second error is reported.
     is_cut_short = "UnexpectedEof" in dump or "RangeNotSupported" in dump
     is_out_of_range = status == _RANGE_NOT_SATISFIABLE or "StartTooLarge" in dump
     is_bad_key = name == "InvalidPathError" or "Could not parse path" in text
@@ -115,12 +115,12 @@ def _phrase(status: int) -> str:
 
 
 def failure_of(verb: str, location: str, exc: Exception) -> DatasetError:
-    """Return the house error for ``exc``, raised by obstore while it did ``verb``.
+    """Return the DatasetError for an obstore exception.
 
     Args:
-        verb: What was tried, as in ``"read"`` or ``"list"``.
-        location: What it was tried on, redacted.
-        exc: What obstore raised; the error returned does not refer to it.
+        verb: What was attempted, as in ``"read"`` or ``"list"``.
+        location: The object or store, redacted.
+        exc: obstore's exception; the error returned does not refer to it.
     """
     reason = reason_of(exc)
     kind = _kind_of(exc, reason)
@@ -141,12 +141,12 @@ def failure_of(verb: str, location: str, exc: Exception) -> DatasetError:
         text += "; check the credentials (environment, credential_provider) and grants"
     elif kind is DatasetError and verb == "list" and location.startswith("http"):
         text += (
-            "; plain HTTP has no listing (but for WebDAV), so pass keys= or list URLs"
+            "; plain HTTP has no listing (except WebDAV), so pass keys= or list URLs"
         )
     elif "Connect" in reason.text:
         text += "; check the host, the network and certificates (client_options)"
     elif "MissingContentLength" in reason.text:
-        text += "; the server does not say how long it is, which obstore needs"
+        text += "; the server does not send its length, which obstore needs"
     return kind(text, location=location, attempts=reason.attempts)
 
 
@@ -166,12 +166,12 @@ def _kind_of(exc: Exception, reason: Reason) -> type[DatasetError]:
 def open_failure(
     location: str, exc: Exception, option: str | None = None
 ) -> DatasetError | ValueError:
-    """Return the error for a store that could not be made: its options are wrong.
+    """Return the error for a store that cannot be opened because of its options.
 
     Args:
         location: The store, redacted.
         exc: What obstore raised.
-        option: The option that it refuses, if that is known.
+        option: The option that it refuses, if known.
     """
     reason = reason_of(exc)
     if reason.code:
@@ -183,8 +183,8 @@ def open_failure(
         text = unknown_option(option or "".join(named))
     elif "does not accept" in str(exc):
         text = (
-            f"{reason.text}; of all store_options it takes client_options and "
-            "retry_config only"
+            f"{reason.text}; it accepts only the store_options client_options and "
+            "retry_config"
         )
     elif "Missing" in reason.text or "must be" in reason.text:
         text = f"{reason.text}: name it in store_options, or set it in the environment"

@@ -1,6 +1,6 @@
-"""Requests for the bytes of objects, by ranges or whole, tried again where that helps.
+"""Requests for the bytes of objects, by ranges or whole, retried where that helps.
 
-Every answer is held against the version that was seen first: by a condition of the
+Every answer is checked against the version that came first: by a condition of the
 request if the server has strong entity tags, and here in any case.
 """
 
@@ -35,9 +35,9 @@ class LoopRequests:
     """The requests of one event loop.
 
     Attributes:
-        versions: Of objects whose size was asked for.
-        requests: How requests are treated.
-        tries: Makes them.
+        versions: Versions of objects whose size was looked up.
+        requests: The retry policy.
+        tries: Makes requests by that policy.
     """
 
     def __init__(self, requests: Requests) -> None:
@@ -48,7 +48,7 @@ class LoopRequests:
 
     @property
     def flights(self) -> Flights:
-        """Those that are in flight."""
+        """Return the requests in flight."""
         if self._flights is None:
             self._flights = Flights()
         return self._flights
@@ -61,7 +61,7 @@ class LoopRequests:
         stop: int,
         version: Version | None,
     ) -> Piece:
-        """Return a range of an object, as it was at ``version``; that, past its end.
+        """Return a range of an object at ``version``; ``version``, past its end.
 
         Raises:
             NoRangesError: If the server has no ranges.
@@ -71,7 +71,7 @@ class LoopRequests:
         piece = await self.tries.make(attempt, source.locate(key))
         if piece is not None:
             return piece
-        # It ends before: how long it is now, the store does not say.
+        # It ends before the range: obstore does not report its size now.
         begin = await self.fetch(source, key, 0, 1, None) if start else None
         now = begin.version if begin else Version(0)
         if version is not None and not now.is_of(version):
@@ -79,7 +79,7 @@ class LoopRequests:
         return Piece(b"", now)
 
     async def aclose(self) -> None:
-        """Wait for the end of all requests."""
+        """Wait for all requests to end."""
         if self._flights is not None:
             await self._flights.drain(0.0)
 
@@ -117,15 +117,16 @@ class LoopRequests:
         else:
             piece = Piece(data, found)
             return piece if version is None else _same(location, version, piece)
-        # So a traceback shows neither obstore's text (context) nor the store (local).
+        # A traceback then shows neither obstore's text (context) nor the store (local).
         del store
         raise failure
 
 
 class WholeObject:
-    """An object of a server that has no ranges, read from its first byte on.
+    """An object read from its first byte on, from a server without ranges.
 
-    When that breaks off it begins again, and leaves out what was returned before.
+    If the response breaks off, it is requested again, and the bytes returned are
+    skipped.
 
     Args:
         here: Makes the requests.
@@ -180,7 +181,7 @@ class WholeObject:
                 stream = result.stream(min_chunk_size=_CHUNK)
                 del result
                 if not version.is_of(self._version):
-                    del stream  # a traceback would keep its connection
+                    del stream  # a traceback would keep its connection open
                     raise RefusedError(changed(location, self._version, version))
             chunk = await follow(anext(stream, b""))
         except obstore_errors() as exc:
@@ -199,10 +200,10 @@ class WholeObject:
 
 
 def _same(location: str, version: Version, piece: Piece) -> Piece:
-    """Return a piece that is of a version.
+    """Return a piece if it is of the expected version.
 
     Raises:
-        RefusedError: If it is of another one: the object has changed.
+        RefusedError: If it is not: the object has changed.
     """
     if not piece.version.is_of(version):
         raise RefusedError(changed(location, version, piece.version))
@@ -213,7 +214,7 @@ async def opened_for_read(source: StoreSource) -> Any:
     """Return the store.
 
     Raises:
-        RefusedError: If it cannot be opened: another try would not help.
+        RefusedError: If it cannot be opened: a retry would not help.
     """
     try:
         return await source.opened()
@@ -223,6 +224,6 @@ async def opened_for_read(source: StoreSource) -> Any:
 
 
 def version_of(meta: Any) -> Version:
-    """Return what obstore's metadata say of an object."""
-    modified = meta["last_modified"].timestamp() or None  # zero stands for unknown
+    """Return the version in obstore's metadata of an object."""
+    modified = meta["last_modified"].timestamp() or None  # zero means unknown
     return Version(meta["size"], meta.get("e_tag"), modified)

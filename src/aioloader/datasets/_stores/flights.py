@@ -1,8 +1,8 @@
-"""Requests of one event loop that are in flight, and the way to wait for their end.
+"""Requests of one event loop that are in flight, and waiting for their end.
 
-obstore runs requests on threads of its own. Such a thread still needs the interpreter
-for a moment after a request ended or was cancelled; if the interpreter is gone by then,
-the process crashes: 6 of 40 that ended right after their last read did, and none of 240
+obstore runs requests on its own threads. Such a thread still needs the interpreter for
+a moment after a request ended or was cancelled; if the interpreter is gone by then, the
+process crashes: 6 of 40 that ended right after their last read did, and none of 240
 that called ``drain``.
 """
 
@@ -16,13 +16,13 @@ from aioloader.datasets._stores.stores import import_obstore
 
 T = TypeVar("T")
 
-# How long obstore's threads may take to release a request that is over: in practice
-# 10 ms for 200 cancelled at once.
+# How long obstore's threads may take to release a finished request: in practice 10 ms
+# for 200 cancelled at once.
 _LET_GO_SECONDS = 1.0
 
 
 class Flights:
-    """Follow requests from their start until obstore's threads are done with them.
+    """Tracks requests from their start until obstore's threads have released them.
 
     All methods belong to the loop's thread.
     """
@@ -33,7 +33,7 @@ class Flights:
         self._ended: deque[ref[asyncio.Future[Any]]] = deque(maxlen=4096)
 
     async def follow(self, request: Awaitable[T]) -> T:
-        """Await a request of obstore; a cancellation stops the request itself."""
+        """Await a request of obstore; cancelling stops the request itself."""
         future = asyncio.ensure_future(request)
         self._open.add(future)
         try:
@@ -41,20 +41,20 @@ class Flights:
         finally:
             self._open.discard(future)
             self._ended.append(ref(future))
-            # A frame kept by a traceback must not look like a thread that holds on.
+            # A frame kept by a traceback must not look like a reference of a thread.
             del future, request
 
     async def drain(self, seconds: float) -> None:
         """Wait for the requests in flight; cancel those that take over ``seconds``."""
         if self._open:
-            # Only the late ones: a name for the others would hold them.
+            # Only the late ones: a variable for the others would keep references.
             late = (await asyncio.wait(self._open, timeout=seconds))[1]
             while late:
                 self._cancel(late.pop())
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _LET_GO_SECONDS
-        # Rust drops its reference as its last act under the interpreter lock. A wake-up
-        # sent from there would be the very thing to wait for, hence the polling.
+        # Rust drops its reference as its last act under the interpreter lock. A
+        # callback from there would itself have to be waited for, hence the polling.
         while self._is_held() and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         self._ended.clear()
@@ -64,6 +64,6 @@ class Flights:
         self._ended.append(ref(future))
 
     def _is_held(self) -> bool:
-        # References dropped without the lock are only counted off in the next call.
+        # References dropped without the lock are only subtracted in the next call.
         self._touch()
         return any(future() is not None for future in self._ended)

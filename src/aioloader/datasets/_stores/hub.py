@@ -1,8 +1,8 @@
 """Shards on the Hugging Face Hub, by the file system of ``huggingface_hub``.
 
-Its calls block, and are made in threads. A branch is pinned to the commit that it names
-at the first read, so that what is read is of one version. The address of the Hub is
-that of ``HF_ENDPOINT``, the token that of ``HF_TOKEN`` or of the user's login.
+Its calls block, so they run in threads. A branch is pinned to the commit that it names
+at the first read, so all reads are of one version. The Hub's address is
+``HF_ENDPOINT``, the token ``HF_TOKEN`` or that of the user's login.
 """
 
 import os
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SCHEME = "hf://"
 _OPTIONS = {"endpoint", "token"}
-# Answers that another try will not change; 408 and 429 ask for one.
+# Statuses that a retry will not change; 408 and 429 are worth one.
 _FINAL = frozenset(range(400, 500)) - {408, 425, 429}
 
 
@@ -34,7 +34,7 @@ class HubSource:
     """The repositories of the Hub, or one folder of one.
 
     Args:
-        url: ``hf://``, or with what all keys are in: ``hf://datasets/name/of-it``.
+        url: ``hf://``, or with a folder of all keys: ``hf://datasets/name/of-it``.
         options: ``token`` and ``endpoint``.
 
     Raises:
@@ -65,7 +65,7 @@ class HubSource:
         return f"{self.label}/{key}"
 
     def close(self) -> None:
-        """Forget what is open, and pinned."""
+        """Drop the open file system and the pinned commits."""
         self._system = None
         self._pinned = {}
 
@@ -73,13 +73,13 @@ class HubSource:
         """Return a range of a file.
 
         Raises:
-            DatasetError: If another try may help.
+            DatasetError: If a retry may help.
             RefusedError: If not.
         """
         return await in_thread(self._get, key, start, stop)
 
     async def keys(self, folder: str) -> list[str]:
-        """Return the keys of all files in a folder and those in it, sorted.
+        """Return the keys of all files in a folder and its subfolders, sorted.
 
         Raises:
             DatasetError: If they cannot be listed.
@@ -92,7 +92,7 @@ class HubSource:
     def _get(self, key: str, start: int, stop: int) -> Piece:
         failure: Exception
         try:
-            with self._lock:  # the file system's cache is not made for threads
+            with self._lock:  # the file system's cache is not thread-safe
                 system, path = self._open(), self._pin(key)
                 info = system.info(path)
                 size = info["size"]
@@ -123,12 +123,12 @@ class HubSource:
         if self._system is None:
             from huggingface_hub import HfFileSystem  # noqa: PLC0415
 
-            # Not one of fsspec's instances, which all share: its listings are old.
+            # Not fsspec's shared instance: its listings are old.
             self._system = HfFileSystem(skip_instance_cache=True, **self._access())
         return self._system
 
     def _access(self) -> dict[str, Any]:
-        # The Hub's client reads its variable only when it is imported.
+        # The Hub's client reads its variables only at import.
         endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/")
         return {
             **({"endpoint": endpoint} if endpoint else {}),
@@ -136,7 +136,7 @@ class HubSource:
         }
 
     def _pin(self, key: str) -> str:
-        """Return the path of a key, at the commit that its branch names now."""
+        """Return the path of a key, at its branch's current commit."""
         path = self.locate(key).removeprefix(SCHEME)
         resolved: Any = self._open().resolve_path(path)
         kind = getattr(resolved, "repo_type", None)
@@ -154,7 +154,7 @@ class HubSource:
         return f"{self._pinned[root]}/{resolved.path_in_repo}".rstrip("/")
 
     def _failure(self, key: str, error: Exception) -> Exception:
-        """Return the error to raise; texts of the client may hold signed addresses."""
+        """Return the error to raise; the client's messages may hold signed URLs."""
         location = self.locate(key)
         status = getattr(getattr(error, "response", None), "status_code", 0)
         kind = type(error).__name__
@@ -182,7 +182,7 @@ class HubSource:
 
 
 def is_hub(store: Any) -> bool:
-    """Tell whether a store or the root of an address is the Hub."""
+    """Return whether a store or the root of an address is the Hub."""
     return isinstance(store, (str, Sealed)) and opened(store).startswith(SCHEME)
 
 

@@ -1,9 +1,10 @@
 """Listings of a store: the keys in order, and their sizes.
 
-The keys are sorted by code point, for stores promise no order. Memory holds the whole
-listing twice, as arrays: page by page as it comes, and joined; once more if markers of
-folders are left out. A page is packed on the loop, in a millisecond; all that takes
-longer is done in a thread. What came is not asked for again when a request fails.
+The keys are sorted by code point, because stores promise no order. Memory holds the
+whole listing twice, as arrays: page by page as it comes, and joined; once more if
+folder markers are left out. A page is packed on the loop, in a millisecond; anything
+slower runs in a thread. If a request fails, pages already received are not requested
+again.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ _AS_A_RULE = Requests()
 class Listing(Iterable[str]):
     """Hold the keys of a store, sorted, and their sizes.
 
-    An empty object with keys below it is a console's marker of a folder, which obstore
+    An empty object with keys below it is a console's folder marker, which obstore
     cannot even read; it is left out.
 
     Args:
@@ -66,8 +67,9 @@ class Listing(Iterable[str]):
     def joined(cls, pages: "list[Listing]") -> "Listing":
         """Return one listing of several, in whatever order they come.
 
-        The pages are taken out of the list, to be freed. Of a store that lists in order
-        arrays are copied; else, and with markers among the keys, all is packed anew.
+        The pages are removed from the list, to be freed. If the store lists in order,
+        arrays are concatenated; otherwise, or with markers among the keys, all is
+        packed again.
         """
         found = [page for page in pages if page.keys]
         pages.clear()
@@ -102,7 +104,7 @@ class Listing(Iterable[str]):
 
 def _is_folder(keys: Sequence[str], at: int) -> bool:
     key = keys[at]
-    # What starts with a key follows it; only then is it worth while to search on.
+    # Keys below it follow it directly; only then is a search worthwhile.
     if key and not (at + 1 < len(keys) and keys[at + 1].startswith(key)):
         return False
     below = f"{key}/"
@@ -121,10 +123,9 @@ def list_blocking(
 ) -> Listing:
     """List a store in the calling thread.
 
-    Args:
-        source: The store.
-        prefix: Whole path segments that keys start with.
-        policy: How long, and after which delays, one page is tried again.
+    source: The store.
+    prefix: Whole path segments that keys start with.
+    policy: How long, and with which delays, a page is retried.
 
     Raises:
         ValueError: If nothing is found.
@@ -143,7 +144,7 @@ def list_blocking(
         if walk.failure is not None:
             break
         time.sleep(walk.delay)
-    # So a traceback shows neither obstore's text (context) nor the store (local).
+    # A traceback then shows neither obstore's text (context) nor the store (local).
     del store
     raise walk.failure
 
@@ -178,7 +179,7 @@ async def list_async(
 
 
 async def _is_complete(walk: "_Walk", store: "ObjectStore", flights: Flights) -> bool:
-    """Take pages, and tell whether all came."""
+    """Add pages; return whether all came."""
     pages = walk.rest(store)
     try:
         while True:
@@ -191,10 +192,10 @@ async def _is_complete(walk: "_Walk", store: "ObjectStore", flights: Flights) ->
 
 
 class _Walk:
-    """The pages of a listing, and where it goes on after a request that failed.
+    """The pages of a listing, and where it resumes after a failed request.
 
     Attributes:
-        failure: What to raise, if another try is not worth while.
+        failure: The error to raise, if a retry is not worthwhile.
         delay: Seconds to wait before the next try.
     """
 
@@ -215,7 +216,7 @@ class _Walk:
         self._tries = self._sent = 0
 
     def rest(self, store: "ObjectStore") -> "ListStream[Sequence[ObjectMeta]]":
-        """Return the pages to come: all of them where keys come in no order."""
+        """Return the remaining pages: all pages where keys come in no order."""
         if not self._is_ordered:
             self._pages, self._last, self._is_ordered = [], "", True
         pages: ListStream[Sequence[ObjectMeta]]
@@ -225,25 +226,25 @@ class _Walk:
         return pages
 
     def add(self, page: "Iterable[ObjectMeta]") -> None:
-        """Take a page."""
+        """Add a page."""
         start = self._root
         found = {meta["path"].removeprefix(start): meta["size"] for meta in page}
         self._pages.append(Listing(found))
-        # Behind the largest key comes all that did not come, if keys come in order.
-        # Markers of folders do not: their slash, which sorts them, is not in the key.
+        # The missing keys are those after the largest, if keys come in order. With
+        # folder markers they do not: the slash that sorts them is not in the key.
         first = min((key for key in found if found[key]), default=self._last + "~")
         self._is_ordered &= self._last < first
         self._last = max(found, default=self._last)
         self._moved()
 
     def note(self, exc: Exception) -> None:
-        """Decide what to do about an exception of obstore."""
+        """Decide how to handle an exception of obstore."""
         failure = failure_of("list", self._location, exc)
         self._sent += failure.attempts
         bound = min(self._policy.max_delay, self._policy.base_delay * 2.0**self._tries)
         self._tries += 1
         self.delay = random.uniform(0.0, bound)  # noqa: S311  (jitter, not a secret)
-        # What ends a read ends a listing; and not every HTTP server has a listing.
+        # Errors that end a read end a listing, and not every HTTP server has a listing.
         refused = read_failure(self._location, exc, reason_of(exc))
         if isinstance(refused, RefusedError) or self._location.startswith("http"):
             self.failure = failure
@@ -254,10 +255,10 @@ class _Walk:
             self.failure = failure
 
     def listing(self) -> Listing:
-        """Return all that came, and release it.
+        """Return the whole listing, and release the pages.
 
         Raises:
-            ValueError: If nothing came.
+            ValueError: If there are no keys.
         """
         listing = Listing.joined(self._pages)
         if not listing.keys:

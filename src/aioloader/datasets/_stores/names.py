@@ -13,14 +13,14 @@ import numpy.typing as npt
 
 from aioloader.datasets._stores.redact import redact_key
 
-# Names of files may hold bytes that are not UTF-8; they come back as they came.
+# File names may hold bytes that are not UTF-8; they are restored unchanged.
 _CODEC = "utf-8", "surrogateescape"
 
 
 class NameTable(Sequence[str]):
     """Hold an immutable sequence of strings in two arrays.
 
-    The table owns its arrays; a name is decoded anew at each access.
+    The table owns its arrays; each access decodes a name.
 
     Args:
         names: The strings, in order.
@@ -47,7 +47,7 @@ class NameTable(Sequence[str]):
             blobs.append(blob)
             ends.append(its_ends[1:] + size)
             size += len(blob)
-        # A join of bytes would keep other threads out until all is copied.
+        # Joining bytes would block other threads until all is copied.
         made._adopt(np.concatenate(blobs), np.concatenate(ends))
         return made
 

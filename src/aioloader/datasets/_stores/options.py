@@ -1,6 +1,6 @@
-"""Options of stores: kept hidden if they are secret, and held against those known.
+"""Options of stores: hidden if secret, and checked against the known names.
 
-obstore refuses most names it does not know, without a hint, and values without a name;
+obstore rejects most unknown names without a hint, and values without a name; unknown
 names within ``retry_config`` it ignores.
 """
 
@@ -40,14 +40,14 @@ _KNOWN = (
 
 
 class OptionError(ValueError):
-    """Says which option is wrong, in words that may be shown."""
+    """An option is wrong; the message may be shown."""
 
 
 def hidden(options: Options | None) -> Options:
-    """Return options that no traceback shows, if some are secret.
+    """Return options that no traceback shows, if any of them is secret.
 
     Raises:
-        TypeError: If they are no mapping of names.
+        TypeError: If they are not a mapping of names.
     """
     if options is None:
         return {}
@@ -69,15 +69,15 @@ def _has_names(options: Options) -> bool:
 
 
 def revealed(options: Options) -> Mapping[str, Any]:
-    """Return the options, for a store; keep them out of variables."""
+    """Return the options, for a store; do not keep them in a variable."""
     return options.value if isinstance(options, Sealed) else options
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Check what obstore lets pass.
+    """Check options that obstore does not.
 
     Raises:
-        OptionError: If a name is unknown, or what should have names has none.
+        OptionError: If a name is unknown, or a mapping is expected.
     """
     retry = options.get("retry_config")
     parts = {"retry_config": retry}
@@ -96,7 +96,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_no_options(path: str, options: Options) -> None:
-    """See that local files are given no options.
+    """Check that local files have no options.
 
     Raises:
         ValueError: If there are some.
@@ -106,7 +106,7 @@ def check_no_options(path: str, options: Options) -> None:
 
 
 def unknown_option(path: str, known: Iterable[str] | None = None) -> str:
-    """Return the text for an option, or one within others, that is not known."""
+    """Return the error text for an unknown option, or one nested in another."""
     _, _, name = path.rpartition(".")
     names = sorted(known or _KNOWN)
     nearest = difflib.get_close_matches(name.lower(), names, 1)
@@ -123,12 +123,12 @@ def culprit(
     options: Mapping[str, Any],
     refusal: Exception,
 ) -> str | None:
-    """Return the option that ``make`` refuses when it is the only one, if there is one.
+    """Return the option that ``make`` refuses by itself, if there is one.
 
     Args:
         make: Makes a store with some of the options.
         options: All of them.
-        refusal: What it raised for all.
+        refusal: What ``make`` raised for all.
     """
     single: dict[str, Mapping[str, Any]] = {}
     for name, value in options.items():
@@ -142,5 +142,5 @@ def culprit(
             make(alone)
         except Exception as exc:  # noqa: BLE001  (compared, and not raised)
             if (type(exc), str(exc)) == (type(refusal), str(refusal)):
-                found = path  # the innermost, which comes last
+                found = path  # innermost last
     return found

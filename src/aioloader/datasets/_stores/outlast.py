@@ -1,4 +1,4 @@
-"""Waiting for what is not to be broken off."""
+"""Waits that cancellation must not interrupt."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def outlast(work: "asyncio.Future[Any]") -> Any:
-    """Return the result of ``work``; a cancellation waits for its end."""
+    """Return the result of ``work``; if cancelled, wait for it to end first."""
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
         try:
@@ -17,13 +17,13 @@ async def outlast(work: "asyncio.Future[Any]") -> Any:
             cancelled = error
     if cancelled is not None:
         if not work.cancelled():
-            work.exception()  # seen: nobody else will ask for it
+            work.exception()  # retrieved: nobody else will
         raise cancelled
     return work.result()
 
 
 async def in_thread(function: Callable[..., T], *args: Any) -> T:
-    """Run a function in a thread; a cancellation waits for its end."""
+    """Run a function in a thread; if cancelled, wait for it to end first."""
     loop = asyncio.get_running_loop()
     result: T = await outlast(loop.run_in_executor(None, function, *args))
     return result

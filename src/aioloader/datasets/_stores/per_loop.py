@@ -1,7 +1,7 @@
 """State that belongs to one event loop, for datasets that several loops may read.
 
-Each running loop gets a value of its own, made at first use and dropped with the loop.
-Pickles carry the recipe, never the values.
+Each running loop has its own value, made at first use and dropped with the loop.
+Pickles contain the factory, never the values.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
-"""Where shards lie: addresses to bytes, whatever the store.
+"""Opening addresses: paths and URLs to bytes, whatever the store.
 
-Paths and ``file://`` are read by aiofiles, all else by obstore, with a store for each
-bucket or host. Patterns are spelled out: braces always, ``*`` and ``?`` by a listing.
-What addresses and patterns mean is in ``addresses``.
+Paths and ``file://`` are read by aiofiles, all others by obstore, with one store per
+bucket or host. Patterns are expanded: braces always, ``*`` and ``?`` by a listing.
+``addresses`` defines addresses and patterns.
 """
 
 import asyncio
@@ -60,13 +60,13 @@ _CHUNK = 1 << 20
 
 
 class Places:
-    """Open what addresses name; pickled without what is open.
+    """Opens addresses; pickled without open stores.
 
     Args:
         store: What addresses are relative to; None: they are paths and URLs.
         options: Options of obstore's stores.
         requests: How requests are retried.
-        cache: Where what is read from stores is kept, or None.
+        cache: Cache for bytes read from stores, or None.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class Places:
         )
 
     def check(self, addresses: list[Address]) -> None:
-        """See that the first address can be one, and that the store takes its options.
+        """Check that the first address is valid, and the store accepts its options.
 
         Raises:
             ImportError: If obstore is needed, and not installed.
-            ValueError: If it is of no known kind, or options are wrong.
+            ValueError: If it is of an unknown kind, or options are wrong.
         """
         if self._base is not None:
             return
@@ -115,13 +115,13 @@ class Places:
     # -- addresses ----------------------------------------------------------------
 
     async def expand(self, patterns: Any) -> list[Any]:
-        """Return what ``patterns`` name: in their order, and sorted for a ``*``.
+        """Return the addresses that ``patterns`` match: in order, sorted for a ``*``.
 
         Args:
             patterns: What ``sealed`` returned; or one or many strings.
 
         Raises:
-            ValueError: If a pattern names nothing.
+            ValueError: If a pattern matches nothing.
             DatasetError: If listing fails.
         """
         found: list[Address] = []
@@ -131,13 +131,13 @@ class Places:
                 if found:
                     found += listed
                 else:
-                    found = listed  # a million of them are not copied
+                    found = listed  # avoids copying a million of them
         if not found:
             raise ValueError("no shards: the list of addresses is empty")
         return found
 
     async def _listed(self, address: Address) -> list[Address]:
-        """Return an address, or what it names if it is a pattern."""
+        """Return an address, or its matches if it is a pattern."""
         if self._base is not None:
             key = opened(address)
             if not has_signs(key):
@@ -173,14 +173,14 @@ class Places:
         return await asyncio.to_thread(_matching, listing, pattern, root)
 
     def label(self, address: Address) -> str:
-        """Return what may be shown of an address."""
+        """Return an address as it may be shown."""
         if self._base is None and is_local(address):
             return os.path.join(self._folder, path_of(opened(address)))  # noqa: PTH118
         source, key = self._source_of(address)
         return source.locate(key)
 
     def name(self, address: Address) -> str:
-        """Return the name of a shard, as it may be shown; its end tells its packing."""
+        """Return a shard's name, redacted; its ending shows its compression."""
         return opened(address) if self._base is not None else name_of(address)
 
     def _source_of(self, address: Address) -> tuple[Source, str]:
@@ -208,11 +208,11 @@ class Places:
         """Return the bytes of a shard from ``start`` on; nothing is read yet.
 
         Args:
-            address: Where it lies.
+            address: The shard's address.
             start: First byte.
-            budget: Bytes to hold at most.
-            size: Length that the shard must have, if that is known.
-            stop: Where to end before its end.
+            budget: Most bytes to hold.
+            size: Length that the shard must have, if known.
+            stop: Where to stop before its end.
         """
         here = self._per_loop.here()
         if self._base is None and is_local(address):
@@ -248,7 +248,7 @@ class Places:
         return piece.version.size
 
     async def read(self, address: Address, start: int, stop: int) -> Buffer:
-        """Return bytes of an object, as it was when its size was asked for."""
+        """Return bytes of an object, at the version seen by ``size``."""
         source, key = self._source_of(address)
         here = self._per_loop.here()
         fetch: Fetch = functools.partial(here.fetch, source, key)
@@ -264,11 +264,11 @@ class Places:
         return clone
 
     def _keeps_nothing(self, source: Source) -> bool:
-        """Tell whether there is no cache; stores in memory all have one name."""
+        """Return whether there is no cache; all in-memory stores have the same name."""
         return self.kept_in is None or source.label == "memory://"
 
     def _full(self, address: Address) -> str:
-        """Return what names an object among all of them; never shown."""
+        """Return a unique name of an object; never shown."""
         if self._base is None:
             return opened(address)
         return f"{self._base.label}\n{opened(address)}"
@@ -294,8 +294,8 @@ def _source(store: Any, options: Options) -> Source:
 def _globbed(pattern: str, folder: str) -> list[Any]:
     """Return the files that match, relative to ``folder``, as keys of a store are."""
     found = glob.glob(pattern, root_dir=folder or None, recursive=True)  # noqa: PTH207
-    # As a store has it: no folders; a dangling link stays, and fails when it is read.
-    # Two segments ** find the same ones twice.
+    # Like a store: no folders; a dangling link stays, and fails on reading.
+    # Two segments ** find the same files twice.
     return sorted(
         path
         for path in set(found)

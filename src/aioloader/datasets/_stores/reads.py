@@ -1,4 +1,4 @@
-"""Reading one object whole, by the cheapest requests that still show a wrong length."""
+"""Reading one whole object, by the cheapest requests that detect a wrong length."""
 
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,8 @@ class ObjectReader:
     """Read the objects of one dataset on one event loop.
 
     All methods belong to the loop's thread. ``tries`` counts attempts for callers that
-    read again; ``errors`` are what ``read`` may raise beside ``ShortReadError``:
-    exceptions of obstore, not fit to be shown.
+    read again; ``errors`` are what ``read`` may raise besides ``ShortReadError``:
+    exceptions of obstore, which may hold secrets.
     """
 
     def __init__(self, requests: Requests) -> None:
@@ -32,15 +32,15 @@ class ObjectReader:
         """Read one object.
 
         Args:
-            store: Where from.
+            store: The store to read from.
             key: Path of the object in ``store``.
-            size: Its size when it was listed, in bytes; 0 if that is not known.
+            size: Its size when it was listed, in bytes; 0 if not known.
 
         Returns:
             A read-only buffer, owned by the caller.
 
         Raises:
-            ShortReadError: If the body has another length than was announced.
+            ShortReadError: If the body differs in length from the announcement.
         """
         if size and self._has_ranges:
             body = await self._read_listed(store, key, size)
@@ -53,12 +53,12 @@ class ObjectReader:
     ) -> "Bytes | None":
         """Read an object of known size in one step, or return None if that fails.
 
-        One byte more than was listed is asked for, so that an object that has grown
-        shows. A ranged read costs a quarter less CPU than ``get`` and ``bytes``.
+        One byte more than listed is requested, so that an object that has grown is
+        noticed. A ranged read costs a quarter less CPU than ``get`` and ``bytes``.
         """
         exceptions = self._obstore.exceptions
         try:
-            # No name for the request: see ``Flights.follow``.
+            # No variable for the request: see ``Flights.follow``.
             return await self.flights.follow(
                 self._obstore.get_range_async(store, key, start=0, end=size + 1)
             )
@@ -73,7 +73,7 @@ class ObjectReader:
         return None
 
     async def _read_announced(self, store: "ObjectStore", key: str) -> "Bytes":
-        """Read an object, and hold its body against the length announced with it."""
+        """Read an object, and check its body against the announced length."""
         result = await self.flights.follow(self._obstore.get_async(store, key))
         expected = result.meta["size"]
         body: Bytes
@@ -83,14 +83,14 @@ class ObjectReader:
             if not reason_of(exc).is_cut_short:
                 raise
         else:
-            # obstore itself lets a body pass whose rest came short.
+            # obstore itself accepts a body that ends early.
             if len(body) != expected:
                 raise ShortReadError(expected, len(body))
             return body
         return await self._read_in_pieces(store, key)
 
     async def _read_in_pieces(self, store: "ObjectStore", key: str) -> "Bytes":
-        """Read an object whose body broke off once more, to tell how far it gets."""
+        """Read an object whose body broke off again, to find how far it gets."""
         result = await self.flights.follow(self._obstore.get_async(store, key))
         expected, pieces = result.meta["size"], []
         stream = result.stream(min_chunk_size=1)

@@ -1,6 +1,6 @@
-"""What may be shown or written of a store's address and options, and what may not.
+"""Decides which parts of a store's address and options may be shown or written.
 
-They err on the safe side: a name that sounds like a secret is one.
+In doubt a part is secret: a name that sounds like a secret is one.
 """
 
 import pickle
@@ -29,11 +29,11 @@ _HARMLESS_HEADERS = frozenset({
 class Sealed(Generic[T]):
     """A value that no repr shows and no pickle holds; equal by value.
 
-    Variables and attributes hold secrets in it, for tracebacks print variables.
+    Variables and attributes hold secrets in it, because tracebacks print variables.
 
     Args:
         value: The secret.
-        what: Which parts of it are secret, for the error of a pickle.
+        what: Names its secret parts, for the error of a pickle.
     """
 
     __slots__ = ("value", "what")
@@ -65,8 +65,8 @@ def redact_url(url: str) -> str:
     """Return ``url`` without user, password, query and fragment.
 
     The user part of an ``abfs://container@account`` address is its container and stays.
-    In a store that is not HTTP, names may have a ``#``; a ``?`` begins a query if there
-    is a ``=`` after it.
+    In a store that is not HTTP, names may have a ``#``; a ``?`` starts a query if a
+    ``=`` follows.
     """
     scheme, _, rest = url.partition("://")
     if _is_web(scheme):
@@ -79,13 +79,13 @@ def redact_url(url: str) -> str:
 
 
 def redact_key(key: str) -> str:
-    """Return a key without what may be the query of a signed URL."""
+    """Return a key without a possible query of a signed URL."""
     name, _, query = key.partition("?")
     return name if "=" in query else key
 
 
 def carries_secret(url: str) -> bool:
-    """Tell whether a URL carries a user or password, or a query (a signature)."""
+    """Return whether a URL has a user, a password, or a query (a signature)."""
     scheme, found, rest = url.partition("://")
     if not found or not ("@" in rest or "?" in rest or "#" in rest or "[" in rest):
         return False

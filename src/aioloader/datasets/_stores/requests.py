@@ -1,7 +1,8 @@
-"""Requests that may fail: tried again by cause, within a deadline, or sent twice.
+"""Requests that may fail: retried by cause, within a deadline, or sent twice.
 
-A stall is recognised by a timeout for each request, since a connection that hangs says
-nothing. What waiting cannot mend (no such object, no permission) is raised at once.
+A stall is detected by a timeout for each request, because a hanging connection raises
+no error. Errors that waiting cannot cure (no such object, no permission) are raised at
+once.
 """
 
 import asyncio
@@ -19,27 +20,27 @@ from aioloader.errors import DatasetError
 T = TypeVar("T")
 Attempt: TypeAlias = Callable[[], Coroutine[Any, Any, T]]
 
-# Answers that another try will not change; 408 and 429 ask for one.
+# Statuses that a retry will not change; 408 and 429 are worth one.
 _FINAL = frozenset(range(400, 500)) - {408, 425, 429}
 _CHANGED = 412
-# A second request is sent after the slowest twentieth of so many latest durations.
+# A second request is sent after the slowest twentieth of the latest durations.
 _REMEMBERED, _ENOUGH = 128, 20
 
 
 @dataclass(frozen=True)
 class Requests:
-    """How a dataset treats requests that fail, stall or dawdle.
+    """How a dataset treats requests that fail, stall or are slow.
 
-    A request is tried again after a delay uniform in ``[0, min(max_delay, base_delay *
-    2**n)]`` seconds, until ``deadline``. obstore's own quick retries come before.
+    A request is retried after a delay uniform in ``[0, min(max_delay, base_delay *
+    2**n)]`` seconds, until ``deadline``. obstore's own quick retries come first.
     Source: Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015);
     Dean and Barroso, "The Tail at Scale" (CACM 2013) for hedging.
 
     Attributes:
         timeout: Seconds for one request; then it is cancelled and counts as failed.
-        deadline: Seconds for one piece of data, all tries together.
-        base_delay: Bound of the first delay, in seconds.
-        max_delay: Bound of every delay, in seconds.
+        deadline: Seconds for one piece of data, including all retries.
+        base_delay: Upper bound of the first delay, in seconds.
+        max_delay: Upper bound of every delay, in seconds.
         hedge: Whether a request that takes longer than 95 % of the latest ones is sent
             a second time; the first answer counts. Costs up to 5 % more requests.
     """
@@ -68,10 +69,10 @@ class Requests:
 
 
 def policy_of(requests: Requests | None) -> Requests:
-    """Return how requests are to be treated.
+    """Return the retry policy.
 
     Raises:
-        TypeError: If that is no ``Requests``.
+        TypeError: If it is not a ``Requests``.
     """
     if not isinstance(requests, Requests | None):
         raise TypeError(
@@ -82,10 +83,10 @@ def policy_of(requests: Requests | None) -> Requests:
 
 
 class RefusedError(Exception):
-    """Carries an error that waiting cannot mend, from an attempt to who retries.
+    """Wraps an error that waiting cannot cure, so that it is not retried.
 
     Attributes:
-        error: What to raise.
+        error: The error to raise.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -94,7 +95,7 @@ class RefusedError(Exception):
 
 
 class Tries:
-    """Make requests by a policy; one for a dataset and an event loop.
+    """Makes requests by a policy, for one dataset on one event loop.
 
     Args:
         policy: The policy.
@@ -111,13 +112,13 @@ class Tries:
         location: str,
         failed: DatasetError | None = None,
     ) -> T:
-        """Return what ``attempt`` gives, tried until the deadline.
+        """Return the result of ``attempt``, retried until the deadline.
 
         Args:
-            attempt: Makes one request. A ``DatasetError`` is worth another try, a
+            attempt: Makes one request. A ``DatasetError`` is retried, a
                 ``RefusedError`` is not.
-            location: What is read, for errors; redacted.
-            failed: What came of a first try that was made already.
+            location: Redacted address, for errors.
+            failed: Error of a first attempt that was already made.
 
         Raises:
             DatasetError: If no attempt succeeded.
@@ -132,7 +133,8 @@ class Tries:
                 result = await self._tried(attempt, location, left)
                 if not isinstance(result, DatasetError):
                     return result
-                # What was cut short by the deadline says less than what was before.
+                # An attempt cut short by the deadline has a poorer error than the one
+                # before.
                 error = failed if failed and left < policy.timeout else result
             failed = error
             sent += error.attempts
@@ -149,7 +151,7 @@ class Tries:
     async def _tried(
         self, attempt: Attempt[T], location: str, seconds: float
     ) -> T | DatasetError:
-        """Return what one attempt gives, or its error if another one may help."""
+        """Return the result of one attempt, or its error if a retry may help."""
         timeout = self._policy.timeout
         try:
             async with asyncio.timeout(min(timeout, seconds)):
@@ -171,7 +173,7 @@ class Tries:
         return result
 
     async def _hedged(self, attempt: Attempt[T]) -> T:
-        """Send a request again if it dawdles, and take the first good answer."""
+        """Send a slow request again, and take the first good answer."""
         delay = statistics.quantiles(self._seconds, n=20)[-1]
         requests = {asyncio.create_task(attempt())}
         try:
@@ -194,26 +196,26 @@ async def _first_good(requests: "set[asyncio.Task[T]]") -> T:
 
 
 async def _cancelled(requests: "set[asyncio.Task[Any]]") -> None:
-    """Cancel what is under way, and wait for its end."""
+    """Cancel pending requests and wait for them to end."""
     for request in requests:
         request.cancel()
     await asyncio.gather(*requests, return_exceptions=True)
 
 
 def _given_up(error: DatasetError, attempts: int, deadline: float) -> DatasetError:
-    """Return the last attempt's error, which then tells of all of them."""
+    """Return the last attempt's error, with the number of attempts added."""
     error.args = (f"{error}; given up after {deadline:g} s, {attempts} attempts",)
     error.attempts = attempts
     return error
 
 
 def read_failure(location: str, exc: Exception, reason: Reason) -> Exception:
-    """Return what to raise: another try may help, or it is refused for good."""
+    """Return the error to raise: one to retry, or a refusal."""
     failure = failure_of("read", location, exc)
     if type(exc).__name__ == "PreconditionError" or reason.status == _CHANGED:
-        text = f"{location!r} has changed while it was read; write shards anew instead"
+        text = f"{location!r} changed while being read; write new shards instead"
         return RefusedError(DatasetError(text, location=location))
-    # What is wrong with the call is as wrong at the next try.
+    # A wrong call stays wrong at the next try.
     wrong = (ValueError, TypeError, NotImplementedError)
     is_final = isinstance(failure, (FileNotFoundError, PermissionError))
     is_final |= isinstance(exc, wrong) or reason.is_bad_key

@@ -1,7 +1,7 @@
-"""How to reach an object store: an address that can be shown, shipped and opened.
+"""Object stores: an address that can be shown, pickled and opened.
 
-The store of a URL is made by the process that uses it, at its first read, and is never
-pickled; a pickle holds the URL and the options, and is refused if those hold secrets.
+The process that uses a URL makes its store, at its first read; stores are never
+pickled. A pickle holds the URL and the options, and is refused if they hold secrets.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
 
 
 def import_obstore() -> ModuleType:
-    """Import obstore, or say how to install it.
+    """Import obstore, or raise an error that says how to install it.
 
     Raises:
         ImportError: If it is not installed.
@@ -63,13 +63,13 @@ def import_obstore() -> ModuleType:
 
 
 def obstore_errors() -> tuple[type[Exception], ...]:
-    """Return what calls of obstore raise; the texts are not fit to be shown."""
+    """Return obstore's exception types; their texts may hold secrets."""
     base: type[Exception] = import_obstore().exceptions.BaseError
     return base, NotImplementedError, OSError, TypeError, ValueError
 
 
 class _Runtime:
-    """Know which process obstore's runtime, one for a process, was started in."""
+    """The process in which obstore's runtime, one per process, was started."""
 
     def __init__(self) -> None:
         self._pid = 0
@@ -79,7 +79,7 @@ class _Runtime:
 
         Raises:
             RuntimeError: If it was used before this process was forked: every call
-                would hang, for obstore's threads are not in the child.
+                would hang, because obstore's threads are not in the child.
         """
         pid = os.getpid()
         if self._pid not in {0, pid}:
@@ -95,16 +95,16 @@ _RUNTIME = _Runtime()
 
 
 class StoreSource:
-    """Open one store, anew in each process that asks for it.
+    """Opens one store, once in each process that uses it.
 
     Args:
-        store: A URL, a local path, or a store of obstore, which stays the caller's.
-        options: Keyword arguments of ``obstore.store.from_url``, which are tried now.
+        store: A URL, a local path, or a store of obstore, which the caller owns.
+        options: Keyword arguments of ``obstore.store.from_url``; checked at once.
 
     Raises:
         ImportError: If obstore is not installed.
-        TypeError: If ``store`` is none of these, or options come with a store.
-        ValueError: If the URL is not of a known kind, or the store refuses an option.
+        TypeError: If ``store`` is of another type, or options come with a store.
+        ValueError: If the URL is of an unknown kind, or the store refuses an option.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class StoreSource:
         self._url: Address = ""
         self._given: ObjectStore | Sealed[ObjectStore] | None = None
         self._options = options
-        # The process that made it; sealed, for its repr shows a query.
+        # The process that made it; sealed, because its repr shows a query.
         self._made: tuple[int, Sealed[ObjectStore]] | None = None
         if isinstance(store, (str, os.PathLike, Sealed)):
             (self._url,) = sealed(store)
@@ -150,29 +150,29 @@ class StoreSource:
         if self._given is not None:
             given = self._given
             return given.value if isinstance(given, Sealed) else given
-        # Threads may make two, or close meanwhile: then one goes with its request.
+        # Threads may make two, or close meanwhile: the extra one dies with its request.
         made = self._made
         if made is None or made[0] != os.getpid():
             made = self._made = os.getpid(), Sealed(self._make(), "")
         return made[1].value
 
     async def opened(self) -> "ObjectStore":
-        """Return the store as ``open`` does; to make it reads files, in a thread."""
+        """Return the store like ``open``, in a thread: making it reads files."""
         is_made = self._made is not None and self._made[0] == os.getpid()
         if is_made or self._given is not None:
             return self.open()
         return await asyncio.to_thread(self.open)
 
     def locate(self, key: str) -> str:
-        """Return what may be shown of the address of ``key``."""
-        # The tail of a signed URL, passed as a key, puts no signature into the log.
+        """Return the address of ``key`` as it may be shown."""
+        # The tail of a signed URL, passed as a key, must put no signature into the log.
         key = redact_key(key)
         return f"{self.label.rstrip('/')}/{key}" if key else self.label
 
     def web_root(self) -> str:
-        """Return what obstore puts before the keys that a web server lists.
+        """Return the prefix that obstore adds to the keys that a web server lists.
 
-        They are relative to the host, unlike those it reads.
+        Listed keys are relative to the host, unlike those it reads.
         """
         if not self.label.startswith(("http://", "https://")):
             return ""
@@ -180,15 +180,15 @@ class StoreSource:
         return f"{path.strip('/')}/" if path else ""
 
     def close(self) -> None:
-        """Let go of a store that was made here, and of its idle connections."""
+        """Release a store that was made here, and its idle connections."""
         self._made = None
 
     def _try_options(self) -> None:
-        """Make a store, to see whether it takes the options.
+        """Make a store, to check that it accepts the options.
 
         Raises:
-            ValueError: If it does not. A file that is missing here may be there where
-                the dataset is read.
+            ValueError: If it does not. A file missing here may exist where the dataset
+                is read.
         """
         with contextlib.suppress(DatasetError):
             self._made = os.getpid(), Sealed(self._make(), "")
@@ -218,10 +218,10 @@ class StoreSource:
         return open_failure(self.label, exc, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle may hold.
+        """Return what a pickle may contain.
 
         Raises:
-            pickle.PicklingError: If that would hold secrets, or a memory store.
+            pickle.PicklingError: If it would contain secrets, or a memory store.
         """
         if self.label == "memory://" and self._given is not None:
             raise pickle.PicklingError("a MemoryStore lives in one process only")
@@ -234,7 +234,7 @@ class StoreSource:
         return {**self.__dict__, "_made": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Not at the first read: that is on an event loop, and an import reads files.
+        # Not at the first read: that runs on an event loop, and an import reads files.
         import_obstore()
         self.__dict__.update(state)
 
@@ -247,7 +247,7 @@ class StoreSource:
 
 
 def _secrets_of(store: "ObjectStore") -> Iterator[str]:
-    """Yield what is secret of a store that the caller made."""
+    """Yield the names of secrets in a store that the caller made."""
     if carries_secret(getattr(store, "url", "")):
         yield _OF_A_URL
     for name in ("config", "client_options"):
@@ -255,10 +255,10 @@ def _secrets_of(store: "ObjectStore") -> Iterator[str]:
 
 
 def _label_of_url(address: Address) -> str:
-    """Return what may be shown of a URL, if it is of a known kind.
+    """Return a URL as it may be shown, if it is of a known kind.
 
     Raises:
-        ValueError: If it is not; the message shows no more than the label.
+        ValueError: If it is not; the message shows only the label.
     """
     if is_local(address):
         return path_of(opened(address))
@@ -301,7 +301,7 @@ def _opened_store(url: str, options: Mapping[str, Any]) -> "ObjectStore":
     stores = import_obstore().store
     url, options = _prepare(url, options)
     is_web = url[:4].lower() == "http"
-    # Signed for S3, Google or Azure, it is read as it is: their stores would drop that.
+    # A signed URL of S3, Google or Azure is read as is: their stores drop the query.
     make = stores.HTTPStore if is_web and "?" in url else stores.from_url
     store: ObjectStore = make(url, **options)
     return store
@@ -310,12 +310,12 @@ def _opened_store(url: str, options: Mapping[str, Any]) -> "ObjectStore":
 def _prepare(url: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return URL and options as obstore needs them.
 
-    Plain HTTP is allowed where an address asks for it. User and password of a URL,
-    which obstore would not send, become the header that they stand for.
+    Plain HTTP is allowed where an address uses it. User and password of a URL, which
+    obstore would not send, become the equivalent header.
     """
     scheme, _, rest = url.partition("://")
     is_web = scheme.lower() in {"http", "https"}
-    if not is_web:  # a key may have these, but obstore parses a URL
+    if not is_web:  # a key may have ? or #, but obstore parses a URL
         url = url.replace("#", "%23").replace("?", "%3F")
     client = dict(options.get("client_options") or {})
     if any(address.startswith("http://") for address in _addresses(url, options)):
@@ -333,7 +333,7 @@ def _prepare(url: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]
 
 
 def _addresses(url: str, options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the URL and every endpoint that the options or the environment name."""
+    """Yield the URL and every endpoint in the options or the environment."""
     yield url
     for name, value in {**(options.get("config") or {}), **options}.items():
         if "endpoint" in name.lower() or name.lower().endswith("base_url"):

@@ -1,6 +1,6 @@
-"""Compressed shards: gzip and zstandard, unpacked in a thread, by bounded pieces.
+"""Compressed shards: gzip and zstandard, decompressed in a thread in bounded pieces.
 
-However much a packed byte stands for, no more than about one piece is unpacked ahead.
+Whatever the compression ratio, about one piece at most is unpacked ahead.
 """
 
 import zlib
@@ -15,18 +15,18 @@ from aioloader.errors import DatasetError, TruncatedReadError
 
 _PIECE = 4 << 20
 _GZIP = 16 + zlib.MAX_WBITS
-# Packed bytes per call. zstandard has no bound of its own for what a call may give: in
+# Packed bytes per call. zstandard has no bound of its own on what a call returns: in
 # the worst case 128 KB for four bytes, so 32 MB here.
 _GZIP_SLICE, _ZSTD_SLICE = 1 << 16, 1 << 10
 
 
 class Unpacker:
-    """Packed bytes to a bounded number of unpacked ones.
+    """Decompresses packed bytes into a bounded number of unpacked ones.
 
     Args:
-        make: Makes what unpacks one member (of gzip) or frame (of zstandard).
+        make: Makes a decompressor of one member (gzip) or frame (zstandard).
         length: Packed bytes for each of its calls.
-        is_bounded: Whether its ``decompress`` takes a bound for what it returns.
+        is_bounded: Whether its ``decompress`` accepts a limit on what it returns.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Unpacker:
             parts.append(data)
             room -= len(data)
         if not parts and self._is_bounded and not self.is_whole():
-            parts.append(self._inner.decompress(b"", limit))  # what it held back
+            parts.append(self._inner.decompress(b"", limit))  # bytes it held back
         return b"".join(parts)
 
     def is_whole(self) -> bool:
-        """Tell whether the last member was complete."""
+        """Return whether the last member was complete."""
         return self._inner is None or bool(self._inner.eof)
 
     def _next_part(self) -> Buffer:
@@ -64,7 +64,7 @@ class Unpacker:
         self._tail = b""
         if not part:
             part, self._rest = self._rest[: self._length], self._rest[self._length :]
-        if self.is_whole():  # between members there may be padding
+        if self.is_whole():  # padding is allowed between members
             part = bytes(part).lstrip(b"\0")
             if not part and self._rest:
                 return self._next_part()
@@ -92,7 +92,7 @@ def _unzstd() -> Unpacker:
         import zstandard  # noqa: PLC0415  (an optional dependency)
     except ImportError as exc:
         raise ImportError(
-            'shards packed with zstandard need it: pip install "aioloader[zstd]"'
+            'zstandard shards need zstandard: pip install "aioloader[zstd]"'
         ) from exc
     make = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj
     return Unpacker(make, _ZSTD_SLICE, is_bounded=False)
@@ -102,7 +102,7 @@ _UNPACKERS = {"gz": _gunzip, "tgz": _gunzip, "zst": _unzstd, "zstd": _unzstd}
 
 
 def unpacker_of(name: str) -> Callable[[], Unpacker] | None:
-    """Return what unpacks a shard of this name, or None if it is not packed."""
+    """Return the decompressor for a shard of this name, or None if not packed."""
     ending = name.rpartition(".")[2].lower()
     return _UNPACKERS.get(ending)
 
@@ -112,8 +112,8 @@ class Unpacked:
 
     Args:
         packed: The packed bytes; owned.
-        make: Makes what unpacks them.
-        location: What is read, for errors; redacted.
+        make: Makes the decompressor.
+        location: Redacted address, for errors.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Unpacked:
         self._has_ended = True
         if not self._unpacker.is_whole():
             raise TruncatedReadError(
-                f"{self._location!r} ends amid its packed data, after byte "
+                f"{self._location!r} ends within its packed data, after byte "
                 f"{self._given:,} of its contents",
                 location=self._location,
                 expected=self._given + 1,

@@ -1,1 +1,1 @@
-"""What streams are made of: shards, cursors over them, lanes, windows and mixtures."""
+"""The parts of streams: shards, cursors over them, lanes, windows and mixtures."""

@@ -1,9 +1,9 @@
-"""All ranks read one list: they compare what they found through a key-value store.
+"""Ranks compare their lists of shards through a key-value store.
 
-The store is that of torch's process group, or the user's. The first rank to come leaves
-the list's summary there; the others cut their shards at the same places, and compare.
-No rank waits for another one, so one that iterates alone goes on. Operations block, and
-run in a thread on a connection of their own: that of torch has a lock.
+The store is that of torch's process group, or the user's. The first rank to arrive
+leaves the list's summary there; the others cut their shards at the same places, and
+compare. No rank waits for another, so a rank that iterates alone continues. Operations
+block, so they run in a thread, on a separate connection: torch's holds a lock.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ import torch.distributed
 
 from aioloader.errors import DatasetError
 
-# Its stubs do not name the stores.
+# torch's type stubs do not name the stores.
 dist: Any = torch.distributed
-# Seconds that an operation of the store may take.
+# Seconds that one operation of the store may take.
 TIMEOUT = 60.0
 
 
 class _Address(NamedTuple):
-    """Where a store can be opened again, by another process too."""
+    """Address at which another process can open a store again."""
 
     host: str | None
     port: int
@@ -36,7 +36,7 @@ class _Address(NamedTuple):
 
     def open(self, timeout: timedelta) -> Any:
         if self.path is not None:
-            Path(self.path).parent.stat()  # a store would wait for it for minutes
+            Path(self.path).parent.stat()  # a store would wait for minutes
             return dist.FileStore(self.path)
         return dist.TCPStore(
             self.host,
@@ -51,9 +51,9 @@ class RankStore:
     """The store through which ranks compare their lists.
 
     Args:
-        store: One of ``torch.distributed``, for all ranks; None: that of the process
-            group when an iteration begins, if there is one.
-        timeout: Seconds that an operation of the store may take.
+        store: One of ``torch.distributed``, shared by all ranks; None: that of the
+            process group when an iteration begins, if there is one.
+        timeout: Seconds that one operation of the store may take.
     """
 
     def __init__(self, store: Any = None, timeout: float = TIMEOUT) -> None:
@@ -62,7 +62,7 @@ class RankStore:
         self._timeout = timeout
 
     def found(self) -> "RankStore | None":
-        """Return this store, or that of the process group now; None: there is none."""
+        """Return this store or that of the process group; None if there is neither."""
         if self._store is not None or self._address is not None:
             return self
         if not (dist.is_available() and dist.is_initialized()):
@@ -70,7 +70,7 @@ class RankStore:
         return RankStore(dist.distributed_c10d._get_default_store(), self._timeout)  # noqa: SLF001
 
     def open(self) -> Any:
-        """Return a connection of one's own; blocks."""
+        """Return a new connection to the store. Blocks."""
         timeout = timedelta(seconds=self._timeout)
         store = self._store if self._address is None else self._address.open(timeout)
         store.set_timeout(timeout)
@@ -95,7 +95,7 @@ class RankStore:
 
 
 def _address_of(store: Any) -> _Address | None:
-    """Return where a store is; None: it cannot be opened again."""
+    """Return the address of a store; None if it cannot be opened again."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):
@@ -107,12 +107,12 @@ def _address_of(store: Any) -> _Address | None:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What one rank compares with others in one iteration.
+    """What one rank compares with the others in one iteration.
 
     Attributes:
-        store: Where.
-        rank: This one, of all ranks' workers.
-        ranks: How many there are.
+        store: The store to compare through.
+        rank: This worker's rank, among the workers of all ranks.
+        ranks: Number of those workers.
         epoch: Number of the epoch.
     """
 
@@ -122,20 +122,20 @@ class Agreement:
     epoch: int
 
     async def ask(self, what: Any, who: str) -> "Question":
-        """Look for what another rank has found.
+        """Look up what another rank has found.
 
         Args:
-            what: The same on all ranks, ready for JSON.
+            what: What identifies the list: equal on all ranks, JSON-serialisable.
             who: Name of the stream, for errors.
         """
         return await Question.opened(self, what, who)
 
 
 class Question:
-    """One list that ranks compare.
+    """One list of shards that ranks compare.
 
     Attributes:
-        first: The summary that the first rank found; None: this is the first.
+        first: Summary that the first rank found; None if this rank is the first.
     """
 
     first: Any = None
@@ -152,15 +152,15 @@ class Question:
 
     @classmethod
     async def opened(cls, agreement: Agreement, what: Any, who: str) -> "Question":
-        """Return a question that was looked up."""
+        """Look the list up and return the question."""
         question = cls(agreement, what, who)
         await question._do(question._look)
         return question
 
     async def settle(self, summary: Any) -> bool:
-        """Leave this rank's summary if it is the first; tell whether all agree.
+        """Store this rank's summary if it is the first; return whether all agree.
 
-        If not, ``first`` is what the other one found.
+        If they do not, ``first`` is the other rank's summary.
         """
         summary = json.loads(json.dumps(summary))
         if self.first is None:
@@ -169,19 +169,19 @@ class Question:
         return bool(self.first["summary"] == summary)
 
     def refuse(self, summary: Any) -> DatasetError:
-        """Return the error for a list that is not the first rank's."""
+        """Return the error for a list that differs from the first rank's."""
         theirs, rank = self.first["summary"], self.first["rank"]
         return DatasetError(
             f"{self._who}: rank {self._agreement.rank} found {_shown(summary)}, and "
-            f"rank {rank}, before, {_shown(theirs)}: shards came or went meanwhile, "
-            "or the ranks were given different ones, and samples would be lost or "
-            "doubled; let all ranks read the same names, and begin again",
+            f"rank {rank}, before, {_shown(theirs)}: shards were added or removed "
+            "meanwhile, or the ranks were given different ones, and samples would be "
+            "lost or duplicated; let all ranks read the same names, and start again",
             location=self._who,
         )
 
     def _look(self, store: Any) -> None:
-        # How often this rank has come: the others' first time is compared with its
-        # first, their second with its second.
+        # How often this rank has looked: its first look is compared with the first of
+        # the others, its second with their second.
         time = store.add(f"{self._key}/rank {self._agreement.rank}", 1)
         self._key = f"{self._key}/{time}"
         if store.check([self._key]):
@@ -191,7 +191,7 @@ class Question:
         self.first = json.loads(store.compare_set(self._key, "", json.dumps(mine)))
 
     async def _do(self, job: Callable[[Any], None]) -> None:
-        """Run an operation on a connection of its own, in a thread."""
+        """Run an operation in a thread, on a separate connection."""
         store = self._agreement.store
 
         def run() -> None:
@@ -203,7 +203,7 @@ class Question:
             raise DatasetError(
                 f"{self._who}: rank {self._agreement.rank} could not compare its "
                 f"shards with those of the other ranks, through {store!r}: {error}; "
-                "begin again, or give the ranks another store by agree()",
+                "start again, or give the ranks another store with agree()",
                 location=self._who,
             ) from error
 

@@ -1,8 +1,8 @@
-"""A stream while it is read: samples by the block, and a position that can be saved.
+"""A stream being read: blocks of samples, and a position that can be saved.
 
-Each step of a stream (``map``, ``filter``, ``take``...) is a cursor over the one before
-it. A step pulls at most what it was asked for, so that its state is that of the step
-before it; a step that reads ahead keeps a ``Trail`` of where it has been.
+Each step of a stream (``map``, ``filter``, ``take``...) is a cursor over the previous
+step. A step pulls at most as many samples as it was asked for, so its state is that of
+the previous step; a step that reads ahead records the states it passed in a ``Trail``.
 """
 
 import asyncio
@@ -25,26 +25,26 @@ State: TypeAlias = dict[str, Any]
 
 
 class Cursor(Protocol):
-    """Samples that come one block after the other."""
+    """Samples that come in blocks."""
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples, from 1 to ``limit``; an empty block at the end.
 
-        A sample that failed is a ``Bad``, and the stream goes on after it.
+        A sample that failed is a ``Bad``; the stream continues after it.
         """
 
     def state(self) -> State:
-        """Return where the next sample is, to be saved as JSON."""
+        """Return the position of the next sample, to be saved as JSON."""
 
     async def aclose(self) -> None:
-        """End what is under way, and wait for its end."""
+        """Stop pending work and wait for it to end."""
 
 
 class Ahead(enum.IntEnum):
-    """How far a stream may be read ahead of what is passed on.
+    """How far a stream may be read ahead of the samples passed on.
 
-    ``NEVER``: it may be other samples when they are read again. ``QUICK``: as far as
-    samples come quickly, for each may have to be waited for. ``FREE``: any block.
+    ``NEVER``: reading again may give other samples. ``QUICK``: only while samples come
+    quickly, because each may have to be waited for. ``FREE``: any block.
     """
 
     NEVER = 0
@@ -53,44 +53,44 @@ class Ahead(enum.IntEnum):
 
 
 class Pulls(Protocol):
-    """What ``skip`` needs of a cursor or a reader."""
+    """The part of a cursor or a reader that ``skip`` needs."""
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples."""
 
 
 class Trail:
-    """Where a cursor that reads ahead has been, so that it can be found again.
+    """The states a cursor passed while reading ahead, to find its position again.
 
     Args:
-        upstream: What is read.
+        upstream: The cursor being read.
     """
 
     def __init__(self, upstream: Cursor) -> None:
         self._upstream = upstream
-        # Of each block: the state before, the length, what could not be read.
+        # For each block: the state before it, its length, and its unreadable samples.
         self._blocks: deque[tuple[State, int, list[int]]] = deque()
         self._taken = 0
         self._begun: State | None = None
 
     def begin(self, before: State) -> None:
-        """Note that a pull begins; until it is added, the upstream is in motion."""
+        """Note that a pull begins: the upstream has no state until it is added."""
         self._begun = before
 
     def add(self, before: State, block: Block) -> None:
-        """Note that ``block`` was pulled from ``before`` on."""
+        """Note that ``block`` was pulled, starting at the state ``before``."""
         self._begun = None
         if len(block):
             self._blocks.append((before, len(block), unreadable(block)))
 
     def advance(self, count: int) -> None:
-        """Note that ``count`` more of them were passed on."""
+        """Note that ``count`` more samples were passed on."""
         self._taken += count
         while self._blocks and self._taken >= self._blocks[0][1]:
             self._taken -= self._blocks.popleft()[1]
 
     def state(self) -> State:
-        """Return where the first sample is that was not passed on."""
+        """Return the position of the first sample not yet passed on."""
         if not self._blocks:
             up = self._begun or self._upstream.state()
             return {"up": up, "taken": 0, "failed": []}
@@ -101,10 +101,10 @@ class Trail:
 
 
 async def skip(cursor: Pulls, count: int, known: list[int] | None = None) -> int:
-    """Pull ``count`` samples and forget them; return how many were missing.
+    """Pull and drop ``count`` samples; return how many were missing.
 
     Raises:
-        ShardChangedError: As ``check_again``, of whose arguments ``known`` is one.
+        ShardChangedError: See ``check_again``; ``known`` is passed to it.
     """
     found = 0
     while found < count:
@@ -117,19 +117,19 @@ async def skip(cursor: Pulls, count: int, known: list[int] | None = None) -> int
 
 
 def check_again(block: Block, at: int, count: int, known: list[int] | None) -> None:
-    """See that the same samples fail when what was passed on is read again.
+    """Check that the same samples fail when the samples passed on are read again.
 
-    A shard that cannot be read is one sample that failed, so that all after it have
-    other places: those passed on, and only those, could not be dropped.
+    An unreadable shard counts as one failed sample. If it can be read now, or another
+    one no longer can, all later samples shift, and the wrong ones would be dropped.
 
     Args:
-        block: What was read again.
-        at: Its place among what was passed on.
+        block: Samples that were read again.
+        at: Position of the block among the samples passed on.
         count: How many samples were passed on.
-        known: The places of those that could not be read then; None: not known.
+        known: Positions of those that were unreadable then; None: not known.
 
     Raises:
-        ShardChangedError: If it is not so.
+        ShardChangedError: If other samples fail now.
     """
     if known is None:
         return
@@ -147,7 +147,7 @@ def check_again(block: Block, at: int, count: int, known: list[int] | None) -> N
     raise ShardChangedError(
         f"of the {count:,} samples that the state says to read again, number "
         f"{place + 1:,} {what}; the samples after it would be others, so make the same "
-        "shards readable as then, or begin the epoch anew",
+        "shards readable as then, or restart the epoch",
         location=getattr(error, "location", ""),
     ) from error
 
@@ -167,17 +167,17 @@ async def guarded(
 
 
 def bad(error: BaseException, stage: str) -> Bad:
-    """Return ``error`` as a sample, noted with the stage that raised it."""
+    """Return ``error`` as a ``Bad``, with a note that names the stage."""
     sample = failed(error, f"the function of {stage!r}")
     sample.error.add_note(f"aioloader: in {stage!r} of the stream")
     return sample
 
 
 class Mapped:
-    """Each sample through a plain function, a block at a time, in a thread."""
+    """Applies a plain function to each sample, a block at a time, in a thread."""
 
     has_state = False
-    stage = "map"  # for notes of errors
+    stage = "map"  # for error notes
 
     def __init__(self, upstream: Cursor, function: Callable[[Any], Any]) -> None:
         self._upstream = upstream
@@ -185,7 +185,7 @@ class Mapped:
         self.aclose = upstream.aclose
 
     def state(self) -> State:
-        """Return where the next sample is."""
+        """Return the position of the next sample."""
         return {"up": self._upstream.state()}
 
     async def pull(self, limit: int) -> Block:
@@ -204,11 +204,11 @@ class Mapped:
 
 
 class MappedAsync:
-    """Each sample through a coroutine function, many at a time, in order.
+    """Applies a coroutine function to each sample, many at a time, in order.
 
-    As a call ends, the next one begins, whether or not there is a pull. Memory holds
-    as many samples that wait for their calls, and as many results that wait for their
-    turns, as there are calls at once.
+    When a call ends, the next one starts, whether or not there is a pull. Memory holds
+    up to ``concurrency`` samples that wait for a call, and as many results that wait
+    for their turn.
     """
 
     has_state = True
@@ -228,14 +228,14 @@ class MappedAsync:
         self._under_way = 0
         self._reading: asyncio.Task[None] | None = None
         self._has_ended = False
-        self._loaded: State | None = None  # until what it says was dropped
+        self._loaded: State | None = None  # until its samples are dropped
 
     def load(self, state: State) -> None:
-        """Drop what was passed on before ``state`` was taken."""
+        """Drop the samples passed on before ``state`` was taken."""
         self._loaded = state if state.get("taken") else None
 
     async def pull(self, limit: int) -> Block:
-        """Return the next samples, mapped: those that are there, at least one."""
+        """Return the mapped samples that are ready, at least one."""
         if self._loaded is not None:
             known = self._loaded.get("failed")
             await skip(self._upstream, self._loaded["taken"], known)
@@ -243,7 +243,7 @@ class MappedAsync:
         self._refill()
         while not self._tasks and self._reading is not None:
             reading = self._reading
-            await asyncio.wait([reading])  # a cancellation leaves it alone
+            await asyncio.wait([reading])  # cancellation does not reach it
             if reading.exception() is not None:
                 self._reading = None
             reading.result()
@@ -252,17 +252,17 @@ class MappedAsync:
         while self._tasks and len(made) < limit:
             if made and not self._tasks[0].done():
                 break
-            await asyncio.wait([self._tasks[0]])  # a cancellation leaves it alone
+            await asyncio.wait([self._tasks[0]])  # cancellation does not reach it
             made.append(self._tasks.popleft().result())
         self._trail.advance(len(made))
         self._refill()
         return made
 
     def _refill(self) -> None:
-        """Begin calls, and read more samples for those to come."""
+        """Start calls, and read more samples for later ones."""
         if self._reading is not None and self._reading.done():
             if self._reading.exception() is not None:
-                return  # after the last result it is raised
+                return  # raised after the last result
             self._reading = None
         while self._waiting and self._under_way < self._concurrency:
             if len(self._tasks) >= 2 * self._concurrency:
@@ -272,7 +272,7 @@ class MappedAsync:
             self._under_way += 1
             task.add_done_callback(self._ended_call)
             self._tasks.append(task)
-        # Many at once: to pull one costs as much as to pull many.
+        # Many at once: one pull costs the same for one sample as for many.
         is_low = 2 * len(self._waiting) <= self._concurrency
         if is_low and self._reading is None and not self._has_ended:
             before = self._upstream.state()
@@ -295,11 +295,11 @@ class MappedAsync:
             self._refill()
 
     def state(self) -> State:
-        """Return where the first sample is that was not passed on."""
+        """Return the position of the first sample not yet passed on."""
         return self._loaded or self._trail.state()
 
     async def aclose(self) -> None:
-        """Cancel what is under way."""
+        """Cancel pending calls and reads."""
         self._has_ended = True
         self._waiting.clear()
         reading, self._reading = self._reading, None
@@ -312,7 +312,7 @@ class MappedAsync:
 
 
 class Filtered:
-    """The samples for which a function, plain or not, says yes."""
+    """Keeps the samples for which a function, plain or async, returns true."""
 
     has_state = False
 
@@ -325,7 +325,7 @@ class Filtered:
         self.aclose = upstream.aclose
 
     def state(self) -> State:
-        """Return where the next sample is."""
+        """Return the position of the next sample."""
         return {"up": self._upstream.state()}
 
     async def pull(self, limit: int) -> Block:
@@ -362,7 +362,7 @@ class Filtered:
 
 
 class Taken:
-    """The first samples; the stream after them is not read."""
+    """Takes the first samples; the stream after them is not read."""
 
     has_state = True
 
@@ -372,11 +372,11 @@ class Taken:
         self.aclose = upstream.aclose
 
     def load(self, state: State) -> None:
-        """Go on from ``state``."""
+        """Resume from ``state``."""
         self._left = state.get("left", self._left)
 
     async def pull(self, limit: int) -> Block:
-        """Return the next samples, as long as there are to be any."""
+        """Return the next samples, until the count is reached."""
         if self._left <= 0:
             return []
         block = await self._upstream.pull(min(limit, self._left))
@@ -384,12 +384,12 @@ class Taken:
         return block
 
     def state(self) -> State:
-        """Return how many are left, and where."""
+        """Return how many samples are left, and the position."""
         return {"up": self._upstream.state(), "left": self._left}
 
 
 class Skipped:
-    """What follows the first samples, which are read and dropped."""
+    """Drops the first samples, which are read, and gives the rest."""
 
     has_state = True
 
@@ -399,13 +399,13 @@ class Skipped:
         self.aclose = upstream.aclose
 
     def load(self, state: State) -> None:
-        """Go on from ``state``."""
+        """Resume from ``state``."""
         self._left = state.get("left", self._left)
 
     async def pull(self, limit: int) -> Block:
-        """Return the next samples; and before them what could not be read.
+        """Return the next samples, preceded by those that could not be read.
 
-        It may be a whole shard, in whose place samples of others were dropped.
+        A failure may be a whole shard, in place of which others' samples were dropped.
         """
         while self._left > 0:
             block = await self._upstream.pull(self._left)
@@ -416,14 +416,14 @@ class Skipped:
         return await self._upstream.pull(limit)
 
     def state(self) -> State:
-        """Return how many are to be dropped, and where."""
+        """Return how many samples are still to be dropped, and the position."""
         return {"up": self._upstream.state(), "left": self._left}
 
 
 class Batched:
-    """Samples by the list, or by columns, each of which is one sample here.
+    """Makes batches, as lists or as columns; each is one sample of this stream.
 
-    What failed in a batch comes before it, on its own.
+    Failed samples of a batch come before it, one by one.
     """
 
     has_state = True
@@ -432,14 +432,14 @@ class Batched:
         self._upstream = upstream
         self._size = size
         self._drop_last = drop_last
-        self._made: list[Any] = []  # of one stretch of the stream, begun at:
+        self._made: list[Any] = []  # of the samples read since:
         self._before: State = {}
         self._taken = 0
-        self._failed: list[int] | None = None  # what of it could not be read
+        self._failed: list[int] | None = None  # its unreadable samples
         self.aclose = upstream.aclose
 
     def load(self, state: State) -> None:
-        """Drop what was passed on of a stretch before ``state`` was taken."""
+        """Drop the batches and failures passed on before ``state`` was taken."""
         self._taken = state.get("taken", 0)
         self._failed = state.get("failed") if self._taken else None
 
@@ -457,7 +457,7 @@ class Batched:
         return [one]
 
     def state(self) -> State:
-        """Return where the stretch began, and how much of it was passed on."""
+        """Return the state before the current samples, and how many were passed on."""
         up = self._before if self._made else self._upstream.state()
         failed = {} if self._failed is None else {"failed": self._failed}
         return {"up": up, "taken": self._taken, **failed}

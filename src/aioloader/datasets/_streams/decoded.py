@@ -1,4 +1,4 @@
-"""The step that decodes: CPU work, so a block is shared among threads, in order."""
+"""The decoding step: CPU work, so threads share a block, in order."""
 
 import asyncio
 import itertools
@@ -7,12 +7,12 @@ import os
 from aioloader._order.blocks import Block
 from aioloader.datasets._streams.cursors import Mapped
 
-# What is decoded beside others; smaller shares cost more for threads than they gain.
+# Least samples per thread; smaller shares cost more for threads than they gain.
 _SHARE = 4
 
 
 class Decoded(Mapped):
-    """Each sample through a decoder, a block in several threads at a time."""
+    """Decodes samples, each block in several threads."""
 
     stage = "decode"
 
@@ -28,7 +28,7 @@ class Decoded(Mapped):
 
 
 def _threads() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

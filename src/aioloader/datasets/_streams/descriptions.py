@@ -1,7 +1,7 @@
-"""States and the streams they fit: names of functions, and what of a state is loaded.
+"""Match states to streams: names of functions, and which parts of a state are loaded.
 
-The state of each step of a chain holds that of the stream before it under ``"up"``, so
-that what belongs to steps that differ can be left out.
+The state of each step holds that of the previous one under ``"up"``, so the parts
+that belong to changed steps can be left out.
 """
 
 import functools
@@ -26,7 +26,7 @@ _MAIN = {"__main__", "__mp_main__"}
 def name_of(function: Any) -> str:
     """Return the qualified name of a function, or of the class of a callable.
 
-    It is the same in each process: without addresses, arguments and contents.
+    It is the same in each process: no addresses, arguments or contents.
     """
     if isinstance(function, functools.partial):
         return f"partial({name_of(function.func)})"
@@ -39,24 +39,24 @@ def name_of(function: Any) -> str:
 
 
 def fitted(state: State, found: Description, *, strict: bool) -> State:
-    """Return a state as the stream with a description can load it.
+    """Return a state in the form that the described stream can load.
 
     Args:
         state: What ``state_dict`` of an iterator returned.
         found: The description of the stream.
-        strict: Whether it has to be the same stream; if not, what does not fit is left
-            out, and a warning says what.
+        strict: Whether it must be the same stream; if not, parts that do not fit are
+            left out, with a warning that names them.
 
     Raises:
-        StateMismatchError: If the state is of another version, or another stream; names
-            what differs.
+        StateMismatchError: If the state is of another version or another stream; names
+            the differences.
     """
     check_version(state)
     errors, renamed = differences(state["stream"], found)
     if errors and strict:
         raise StateMismatchError(
             f"the state is of another stream: {'; '.join(errors)}; load it with the "
-            "stream that saved it, or what fits of it with strict=False",
+            "stream that saved it, or load the parts that fit with strict=False",
             expected=state["stream"],
             found=found,
         )
@@ -69,16 +69,16 @@ def fitted(state: State, found: Description, *, strict: bool) -> State:
         state = _moved(state, errors, state["stream"], found)
     if not is_repeatable(found) and any(map(_counts, state["streams"].values())):
         warn(
-            "the stream has deterministic=False: what its steps had read ahead comes "
-            "in another order now, so that samples may be lost or doubled; "
-            "use deterministic=True to go on exactly"
+            "the stream has deterministic=False: what its steps had read ahead now "
+            "comes in another order, so samples may be lost or duplicated; "
+            "use deterministic=True to resume exactly"
         )
     state = {**state, "stream": found}
     return state if strict else {**state, "strict": False}
 
 
 def _counts(one: State) -> bool:
-    """Tell whether steps of a reader had read ahead of what they passed on."""
+    """Return whether steps of a reader had read ahead of the samples passed on."""
     found = [one["state"]]
     while found:
         state = found.pop()
@@ -92,13 +92,13 @@ def _counts(one: State) -> bool:
 def _moved(
     state: State, errors: Sequence[str], saved: Description, found: Description
 ) -> State:
-    """Leave out what does not fit, and warn."""
+    """Leave out the parts that do not fit, and warn."""
     lost: dict[str, None] = {}
     streams = {}
     rounds, more = divmod(state["position"], state["readers"])
     for reader, one in state["streams"].items():
         inner = _carried(one["state"], saved, found, lost)
-        # What was passed on since is given again: it cannot be told in another chain.
+        # Samples passed on since then come again: another chain cannot tell which.
         given = rounds + (int(reader) < more)
         streams[reader] = {**one, "state": inner, "taken": given}
     warn(
@@ -111,11 +111,11 @@ def _moved(
 def _carried(
     state: State, saved: Description, found: Description, lost: dict[str, None]
 ) -> State:
-    """Return what of a cursor's state fits another chain; note what does not."""
+    """Return the parts of a cursor's state that fit another chain; note the rest."""
     if not state:
         return {}
     before, now = steps_of(saved), steps_of(found)
-    owns: list[State] = []  # states of the steps, the last one first
+    owns: list[State] = []  # states of the steps, last one first
     for _ in before[1:]:
         owns.append({name: one for name, one in state.items() if name != "up"})
         state = state.get("up") or {}
@@ -127,7 +127,7 @@ def _carried(
         places = range(at, len(before))
         same = next((k for k in places if _is_alike(before[k], step)), None)
         if same is None:
-            lost[f"{step['kind']} has no state, and begins anew"] = None
+            lost[f"{step['kind']} has no state, and starts again"] = None
         own = {} if same is None else owns[len(before) - 1 - same]
         skipped = before[at:same] if same is not None else []
         lost.update({f"the state of {one['kind']}": None for one in skipped})
@@ -140,12 +140,12 @@ def _carried(
 def _carried_source(
     state: State, saved: Description, found: Description, lost: dict[str, None]
 ) -> State:
-    """Return what of the state of a source fits another one; empty: nothing."""
+    """Return the parts of a source's state that fit another source; may be empty."""
     if _is_alike(saved, found):
         return state
     pairs = list(zip(saved.get("streams", ()), found.get("streams", ()), strict=False))
     if not pairs or len(saved["streams"]) != len(found["streams"]) or not state:
-        lost[f"all of it but the epoch: {found['kind']} begins anew"] = None
+        lost[f"all of it but the epoch: {found['kind']} starts again"] = None
         return {}
     up = [
         _carried(one, *pair, lost) for one, pair in zip(state["up"], pairs, strict=True)
@@ -154,7 +154,7 @@ def _carried_source(
 
 
 def _is_alike(one: Description, other: Description) -> bool:
-    """Tell whether two steps differ at most in the names of functions."""
+    """Return whether two steps differ at most in the names of functions."""
     return not any(
         one.get(name) != other.get(name)
         for name in one.keys() | other.keys()

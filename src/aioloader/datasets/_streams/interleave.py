@@ -1,10 +1,10 @@
-"""Several shards at once: lanes side by side, sample by sample, in a known order.
+"""Several shards at once: parallel lanes that alternate samples in a fixed order.
 
-The shards, permuted if wanted, go to the lanes by round robin; each lane reads its
-shards one after the other, and the lanes take turns. Ranks and workers take whole
-lanes, so that with a fixed number of lanes the order does not depend on how many
-readers there are. A lane opens its next shards when all of the present one has been
-requested: as many as fit into half of its bytes.
+The shards, permuted if wanted, go to the lanes round-robin; each lane reads its shards
+one after the other, and the lanes take turns. Ranks and workers take whole lanes, so
+with a fixed number of lanes the order does not depend on the number of readers. When
+all of the current shard has been requested, a lane opens the next ones: as many as fit
+into half of its byte budget.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from aioloader._order.blocks import Bad, Block, cut, weave
-from aioloader.datasets._stores.bytes import BEGUN
+from aioloader.datasets._stores.bytes import START_DIVISOR
 from aioloader.datasets._streams.cursors import State, skip
 from aioloader.datasets._streams.shards import (
     CountsBytes,
@@ -26,13 +26,13 @@ from aioloader.datasets._streams.shards import (
 )
 from aioloader.errors import ShardChangedError
 
-# Samples that a lane asks its reader for at once, at least: many share the cost.
+# Least number of samples that a lane asks its reader for: many share the cost.
 _SAMPLES = 256
-# As many rows of columns, which are in memory anyway.
+# Least number of rows of columns, which are in memory anyway.
 _ROWS = 1 << 14
 # Shards that may be opened together.
 _TOGETHER = 16
-# Samples that are woven at once, at most: it costs little per sample if they are many.
+# Most samples interleaved at once: the cost per sample is small if they are many.
 _WOVEN = 1 << 15
 
 
@@ -40,11 +40,11 @@ class Lane:
     """The shards of one lane, one after the other.
 
     Args:
-        made_by: What opens a shard.
+        made_by: The format that opens a shard.
         shards: The lane's shards, in order.
         budget: Bytes to read ahead.
-        state: Where to begin: which shard, a position there, and how many samples from
-            that position on were passed on.
+        state: Where to start: which shard, a position in it, and how many samples after
+            that position were passed on.
     """
 
     def __init__(
@@ -65,25 +65,25 @@ class Lane:
         self._done: ShardReader | None = None  # until it is closed
 
     def begin(self) -> None:
-        """Open the first shard, and let it be read ahead."""
+        """Open the first shard, and start reading it ahead."""
         if self._reader is None and self._number < len(self._shards):
             self._reader = self._open(self._number, self._position)
             self._reader.begin()
 
     def ready(self) -> int:
-        """Return how many samples can be taken at once."""
+        """Return how many samples can be taken without waiting."""
         return len(self._block) - self._taken
 
     def look(self, count: int) -> Block:
-        """Return the next samples that are ready; they stay the next ones."""
+        """Return the next samples that are ready, without taking them."""
         return cut(self._block, self._taken, self._taken + count)
 
     def pass_on(self, count: int) -> None:
-        """Note that as many samples were passed on."""
+        """Note that ``count`` samples were passed on."""
         self._taken += count
 
     async def fill(self, limit: int) -> bool:
-        """Get about ``limit`` samples if none is ready; tell whether there are any."""
+        """Get about ``limit`` samples if none is ready; return whether any are."""
         while not self.ready():
             if self._is_broken:
                 await self._turn()
@@ -95,12 +95,12 @@ class Lane:
         return True
 
     def state(self) -> State:
-        """Return where the next sample is.
+        """Return the position of the next sample.
 
-        To count from where a block began is right for what does not change. A reader
-        of rows, of which some may be deleted and others written, names the last one.
+        Counting from the start of a block is right for data that does not change. A
+        reader of rows, which may be deleted and inserted, names the last one instead.
         """
-        if self._is_broken and self._taken:  # what is left of the shard is lost
+        if self._is_broken and self._taken:  # the rest of the shard is lost
             return {"shard": self._number + 1, "at": {}, "taken": 0}
         if isinstance(self._reader, NamesPositions) and self._taken:
             position = self._reader.position_after(self._taken)
@@ -112,7 +112,7 @@ class Lane:
         return {"shard": self._number, "at": position, "taken": taken}
 
     async def aclose(self) -> None:
-        """Close what is open."""
+        """Close the open readers."""
         readers = [self._reader, *self._ahead, self._done]
         self._reader = self._done = None
         self._ahead.clear()
@@ -141,17 +141,17 @@ class Lane:
             self._open_next()
 
     async def _drop(self, reader: ShardReader) -> None:
-        """Drop the samples that were passed on before the state was saved."""
+        """Drop the samples passed on before the state was saved."""
         if missing := await skip(reader, self._skip):
             raise ShardChangedError(
                 f"shard {self._number} of its lane ends {missing:,} samples before the "
-                "place that the state names; it has changed since"
+                "position in the state; it has changed since"
             )
 
     def _open_next(self) -> None:
-        """Let the next shards be read ahead, with half of the budget: the rest is free.
+        """Open the next shards ahead, with half of the budget: the rest is kept free.
 
-        Small shards would otherwise cost the time of a request each.
+        Otherwise each small shard would cost the time of a request.
         """
         ahead, shards = self._ahead, self._shards
         while (number := self._number + len(ahead) + 1) < len(shards):
@@ -165,20 +165,20 @@ class Lane:
                 ahead[-1].begin()
 
     def _has_room(self) -> bool:
-        """Tell whether one more shard may be read ahead."""
+        """Return whether one more shard may be read ahead."""
         left = self._budget // 2
         for reader in self._ahead:
             count = reader.bytes_ahead() if isinstance(reader, CountsBytes) else left
             if count is not None and not reader.is_draining():
                 return False
-            left -= self._budget // BEGUN if count is None else count
-        return not self._ahead or left >= self._budget // BEGUN
+            left -= self._budget // START_DIVISOR if count is None else count
+        return not self._ahead or left >= self._budget // START_DIVISOR
 
     def _open(self, number: int, position: Position) -> ShardReader:
         return self._format.open(self._shards[number], position, self._budget)
 
     async def _turn(self) -> None:
-        """Go on to the next shard."""
+        """Move to the next shard."""
         self._done = self._reader
         self._reader = self._ahead.popleft() if self._ahead else None
         self._number += 1
@@ -192,12 +192,12 @@ class Lane:
 class Interleaved:
     """Lanes that take turns, sample by sample.
 
-    What all lanes have ready is woven into one block, of which pulls are cut, so that
-    turns cost little. Lanes know only of what was passed on.
+    The samples that all lanes have ready are interleaved into one block, and pulls are
+    slices of it, so turns cost little. Lanes only count the samples passed on.
 
     Args:
         lanes: The lanes.
-        state: What ``state`` returned, but for the lanes'.
+        state: What ``state`` returned, without the lanes' states.
     """
 
     def __init__(self, lanes: Sequence[Lane], state: State) -> None:
@@ -208,7 +208,7 @@ class Interleaved:
         self._has_begun = False
         self._woven: Block = []
         self._given = 0
-        self._weft: list[Lane] = []  # whose samples are woven, in turn
+        self._weft: list[Lane] = []  # those in the current block, in turn
 
     def begin(self) -> None:
         """Open all lanes at once, not each when its turn comes."""
@@ -226,7 +226,7 @@ class Interleaved:
         return self.take(limit) or []
 
     def take(self, limit: int) -> Block | None:
-        """Return the next samples if they are there; None if they must be read."""
+        """Return the next samples if they are ready; None if they must be read."""
         part = cut(self._woven, self._given, self._given + limit)
         if not len(part):
             return None
@@ -241,14 +241,14 @@ class Interleaved:
         self._turn = self._active.index(going[0]) if going else 0
 
     async def _weave(self, limit: int) -> None:
-        """Put what is ready in order: whole rounds, beginning with the next turn."""
+        """Interleave the ready samples: whole rounds, from the next turn on."""
         lanes = [self._lanes[at] for at in self._turns()]
         rounds = min((lane.ready() for lane in lanes), default=0)
         if len(lanes) > 1:
             rounds = min(rounds, max(1, max(limit, _WOVEN) // len(lanes)))
         blocks = [lane.look(rounds) for lane in lanes]
         if len(blocks) > 1 and not isinstance(blocks[0], list):
-            woven = await asyncio.to_thread(weave, blocks)  # columns may be many
+            woven = await asyncio.to_thread(weave, blocks)  # may be many columns
         else:
             woven = weave(blocks)
         self._woven, self._weft, self._given = woven, lanes, 0
@@ -259,7 +259,7 @@ class Interleaved:
         return self._active[at:] + self._active[:at]
 
     def _pass(self, count: int) -> None:
-        """Note that the next samples of the woven block were passed on."""
+        """Note that the next samples of the block were passed on."""
         before, self._given = self._given, self._given + count
         lanes = len(self._weft)
         for place, lane in enumerate(self._weft):
@@ -310,7 +310,7 @@ class AsTheyCome(Interleaved):
         return []
 
     async def aclose(self) -> None:
-        """End what is under way, and close all lanes."""
+        """Stop pending reads, and close all lanes."""
         fills = list(self._fills)
         self._fills.clear()
         for fill in fills:

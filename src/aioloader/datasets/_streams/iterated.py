@@ -1,4 +1,4 @@
-"""What all streams are: described, iterated, shared out to ranks, and resumed."""
+"""What all streams share: descriptions, iteration, sharing among ranks, resuming."""
 
 import operator
 from typing import Any, ClassVar, Self, TypeVar
@@ -19,11 +19,11 @@ Sample_co = TypeVar("Sample_co", covariant=True)
 
 
 class Iterated(Dataset[Sample_co], OwnStream):
-    """What of a stream is not a step.
+    """The part of a stream that is not a step.
 
     Attributes:
         rank_store: Where ranks compare their lists of shards.
-        leaves_out: Whether samples that failed do not count, for others take their
+        leaves_out: Whether failed samples do not count, because others take their
             places.
     """
 
@@ -43,10 +43,10 @@ class Iterated(Dataset[Sample_co], OwnStream):
     # -- iterating ----------------------------------------------------------------
 
     def __aiter__(self) -> "StreamIterator[Sample_co]":
-        """Return an iteration over what this rank reads.
+        """Return an iteration over this rank's part.
 
         Raises:
-            StateMismatchError: If a loaded state lacks what this rank reads.
+            StateMismatchError: If a loaded state lacks a reader of this rank.
         """
         state = self._loaded
         epoch = self._epoch if state is None else state["epoch"]
@@ -63,17 +63,17 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return iterator
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of ``epoch``, until another one is chosen."""
+        """Choose the order of ``epoch``, until another epoch is chosen."""
         self._epoch = operator.index(epoch)
         self._is_chosen = True
 
     def begin_epoch(self, epoch: int) -> None:
-        """Take the number of an epoch that begins, unless the user has chosen one."""
+        """Take the number of a new epoch, unless the user has chosen one."""
         if not self._is_chosen:
             self._epoch = epoch
 
     def for_epoch(self) -> Self:
-        """Return a copy to be read, in workers too; a loaded state goes with it."""
+        """Return a copy to be read, in workers too, with the loaded state."""
         clone = self._clone()
         self._loaded = None
         return clone
@@ -93,34 +93,33 @@ class Iterated(Dataset[Sample_co], OwnStream):
     def agree(self, store: Any = None, *, timeout: float = TIMEOUT) -> Self:
         """Compare the shards of all ranks through a store of ``torch.distributed``.
 
-        Where ranks share a stream, the first one to come leaves there what it has found
-        (names, or the keys where a table is cut), and the others take it over or are an
-        error, so that a list that changes loses and doubles nothing. No rank waits for
-        another one.
+        Where ranks share a stream, the first one to arrive stores what it found (names,
+        or the keys where a table is cut), and the others adopt it or raise an error: a
+        list that changes loses and duplicates nothing. No rank waits for another.
 
         Args:
-            store: The same for all ranks, and of this run alone: a ``TCPStore`` or a
+            store: Shared by all ranks, and used by this run alone: a ``TCPStore`` or a
                 ``FileStore``, say. Default: that of the process group, if there is one.
-            timeout: Seconds that an operation of the store may take.
+            timeout: Seconds that one operation of the store may take.
         """
         clone = self._clone()
         clone.rank_store = RankStore(store, timeout)
         return clone
 
     def readers(self, count: int) -> Self:
-        """Make the order of ``count`` readers, so that any number of ranks has it.
+        """Fix the number of readers, so that the order suits any number of ranks.
 
-        Readers take turns, sample by sample, and ranks share them: the samples of all
-        ranks' batches number ``k`` are the same ones for each number of ranks, if their
-        sizes add up to the same. A reader that ends before the others leaves its turns
-        empty. Without this method each rank (each worker, with ``fetch="workers"``) is
-        one reader, and the order depends on how many there are.
+        Readers take turns, sample by sample, and ranks share them: the batches number
+        ``k`` of all ranks have the same samples for any number of ranks, if their sizes
+        add up to the same. A reader that ends before the others leaves its turns empty.
+        Without this method each rank (each worker, with ``fetch="workers"``) is one
+        reader, and the order depends on how many there are.
 
-        Each reader has lanes, steps and windows of ``shuffle`` of its own, and reads an
-        iterable from the front by itself; ``max_bytes`` is for all on one rank. So
-        there must be as many shards; and best it is a multiple of all numbers of ranks
-        that are to come (24 for 1, 2, 3, 4, 6, 8 and 12): others read some readers more
-        than once, and warn.
+        Each reader has separate lanes, steps and ``shuffle`` windows, and reads an
+        iterable from the start itself; ``max_bytes`` is shared by all on one rank. So
+        there must be at least as many shards, and ``count`` is best a multiple of all
+        planned numbers of ranks (24 for 1, 2, 3, 4, 6, 8 and 12): otherwise some ranks
+        read some readers more than once, with a warning.
 
         Raises:
             ValueError: If ``count`` is below 1.
@@ -131,37 +130,38 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return clone
 
     def ahead(self) -> Ahead:
-        """Return how far it may be read ahead of what is passed on."""
+        """Return how far it may be read ahead of the samples passed on."""
         return Ahead.FREE
 
     def total(self) -> int | None:
-        """Return how many samples an epoch of all ranks has, if that is known.
+        """Return how many samples an epoch of all ranks has, if known.
 
-        It is where ``epoch_length`` is the last step that changes their number.
+        It is known where ``epoch_length`` is the last step that changes their number.
         """
         return None
 
     def evened(
         self,
-        tail: Tail,  # noqa: ARG002  (for those that know how)
+        tail: Tail,  # noqa: ARG002  (used by subclasses)
         *,
         is_skipped: bool = False,  # noqa: ARG002
     ) -> Self:
         """Return the stream whose ranks have equal parts of a known total.
 
         Args:
-            tail: ``"drop"``: what is left over is dropped; ``"wrap"`` and ``"pad"``:
-                some ranks have one sample more; ``"uneven"``: nothing is done.
-            is_skipped: Whether samples that failed are left out.
+            tail: ``"drop"``: the remainder is dropped; ``"wrap"`` and ``"pad"``: some
+                ranks have one sample more; ``"uneven"``: nothing is done.
+            is_skipped: Whether failed samples are left out.
         """
         return self
 
     def load_state_dict(self, state: State, *, strict: bool = True) -> None:
-        """Begin the next iteration where ``state_dict`` of an iterator was taken.
+        """Start the next iteration where ``state_dict`` of an iterator was taken.
 
-        It may have been taken on another number of ranks, if it is what
-        ``merge_states`` made of the states of all. The number of readers is then that
-        of the state. The data may have moved, but the chain of steps must be the same.
+        The state may come from another number of ranks, if ``merge_states`` made it
+        The state may come from another number of ranks, if ``merge_states`` made it
+        from the states of all. It then sets the number of readers. The data may have
+        moved, but the chain of steps must be the same.
 
         Args:
             state: The state.
@@ -170,13 +170,13 @@ class Iterated(Dataset[Sample_co], OwnStream):
                 steps that are the same; a warning says what is ignored.
 
         Raises:
-            StateMismatchError: If it is of another version or stream; names what
-                differs.
+            StateMismatchError: If it is of another version or stream; names the
+                differences.
         """
         self._loaded = self.fitted(state, strict=strict)
 
     def fitted(self, state: State, *, strict: bool = True) -> State:
-        """Return a state as ``load_state_dict`` takes it; raise or warn as that does.
+        """Return a state in the form ``load_state_dict`` takes; raise or warn like it.
 
         Raises:
             StateMismatchError: If it is of another version or stream.
@@ -189,7 +189,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return clone
 
     def _deal(self, readers: int | None) -> Deal:
-        """Return what this rank, or this worker of it, reads."""
+        """Return the part of this rank, or of this worker of it."""
         rank, world_size = self.ranks or (0, 1)
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
@@ -203,12 +203,12 @@ class Iterated(Dataset[Sample_co], OwnStream):
         raise NotImplementedError
 
     def describe(self) -> State:
-        """Return what a state is bound to, ready for JSON.
+        """Return what a state depends on, JSON-serialisable.
 
-        That is what determines the samples and their order, but for the names of the
-        shards, which the state itself holds: ``"kind"``, parameters, and ``"of"``, the
-        same of the stream before it. Not: where the data lies, credentials, caches and
-        what is read ahead. Under ``"function"`` are names of the user's functions: if
-        they differ, that is a warning only.
+        It is what determines the samples and their order, except names of shards,
+        which the state itself holds: ``"kind"``, parameters, and ``"of"``, the same for
+        the previous step. Left out: where the data lies, credentials, caches and
+        read-ahead. Under ``"function"`` are names of the user's functions: if they
+        differ, there is only a warning.
         """
         return {"kind": type(self).__name__}

@@ -1,7 +1,7 @@
-"""What ``aiter`` of a stream returns: one iteration, its share and its position.
+"""The iterator of a stream: one iteration, its share and its position.
 
-A step that is cancelled loses nothing: what it reads goes on in a task of its own, and
-is the next step's.
+Cancelling a step loses nothing: its read continues in a separate task, and the next
+step gets the result.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from aioloader.errors import ShardChangedError, StateMismatchError
 from aioloader.protocols import BlockIterator
 
 Sample_co = TypeVar("Sample_co", covariant=True)
-# Samples that ``async for`` reads at once, at most, if they come quickly.
+# Most samples that ``async for`` reads at once, if they come quickly.
 _AHEAD = 256
 
 
@@ -31,10 +31,10 @@ class Reading:
     """One reader's iteration over a stream.
 
     Attributes:
-        epoch: Its number.
-        share: What is read.
+        epoch: Number of the epoch.
+        share: The reader's part of the stream.
         stack: Closes what the iteration needs.
-        listed: What all readers here have in common, by the identity of a source.
+        listed: What all readers here share, by the identity of a source.
         agreement: How ranks compare their lists of shards; None: they do not.
     """
 
@@ -49,7 +49,7 @@ class Opens(Protocol):
     """A stream, as its iterator sees it.
 
     Attributes:
-        leaves_out: Whether samples that failed do not count.
+        leaves_out: Whether failed samples do not count.
     """
 
     leaves_out: bool
@@ -58,31 +58,31 @@ class Opens(Protocol):
         """Return a cursor; ``state`` is what its ``state`` returned, or empty."""
 
     def describe(self) -> State:
-        """Return what a state is bound to."""
+        """Return what a state depends on."""
 
     def ahead(self) -> Ahead:
-        """Return how far it may be read ahead of what is passed on."""
+        """Return how far it may be read ahead of the samples passed on."""
 
     def total(self) -> int | None:
-        """Return how many samples an epoch of all ranks has, if that is known."""
+        """Return how many samples an epoch of all ranks has, if known."""
 
 
 class StreamIterator(BlockIterator, Generic[Sample_co]):
     """One iteration; a loader pulls blocks, ``async for`` single samples.
 
     Attributes:
-        fills: Whether a batch may be filled by several pulls. If not, one pull is one
-            batch: what stands at its positions, of which some may be empty.
+        fills: Whether several pulls may fill one batch. If not, one pull is one batch:
+            the samples at its positions, some of which may be empty.
 
     Args:
-        stream: What is read.
+        stream: The stream to read.
         epoch: Number of the epoch.
-        deal: Which positions of the order are read here.
-        state: Where to begin, if not at the beginning.
+        deal: The positions of the order that are read here.
+        state: Where to start, if not at the beginning.
         store: Where ranks compare their lists of shards; None: nowhere.
 
     Raises:
-        StateMismatchError: If ``state`` lacks what this rank reads.
+        StateMismatchError: If ``state`` lacks a reader of this rank.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return result
 
     def _taken(self) -> Block | None:
-        """Return a block of one sample that is there already, without a wait."""
+        """Return a block of one sample if one is ready, without waiting."""
         if self._course is not None:
             while (block := self._course.take(1)) is not None:
                 if len(block):
@@ -139,15 +139,15 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return None
 
     async def _next(self) -> Block:
-        """Return a block of one sample, read in a task of its own."""
+        """Return a block of one sample, read in a separate task."""
         if self._reading is None and not self._is_closed:
-            # If this step is cancelled, the state is that before it.
+            # If this step is cancelled, the state stays that before it.
             self._state = self.state_dict()
             self._reading = _begun(self._read(None))
         block: Block | None = None
         if self._reading is not None:
             if not self._reading.done():
-                await asyncio.wait([self._reading])  # a cancellation leaves it alone
+                await asyncio.wait([self._reading])  # cancellation does not reach it
             reading, self._reading = self._reading, None
             block = reading.result()
         if block is None:
@@ -155,11 +155,11 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return block
 
     async def pull(self, limit: int) -> Block:
-        """Return the next samples: what stands at the next ``limit`` positions.
+        """Return the samples at the next ``limit`` positions.
 
-        If it ``fills``, there are from 1 to ``limit``, and an empty block is the end.
-        If not, there may be fewer, and none. What failed is a ``Bad`` in a list, and
-        the stream goes on after it. Once cancelled, it can only be closed.
+        If it ``fills``, there are 1 to ``limit``, and an empty block is the end.
+        Otherwise there may be fewer, or none. A failed sample is a ``Bad`` in a list,
+        and the stream continues after it. Once cancelled, it can only be closed.
 
         Raises:
             StopAsyncIteration: At the end, if it does not fill.
@@ -183,7 +183,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         try:
             block = await (course.one() if limit is None else course.pull(limit))
         except ShardChangedError as error:
-            # Nothing follows the place of the state, whoever pulls again.
+            # Nothing follows the position of the state, even if pulled again.
             self._refusal = error
             raise
         if block is None:
@@ -192,7 +192,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return block
 
     async def _open(self) -> Alone | Turns:
-        """Open what is read here, from where the state is."""
+        """Open the readers at their positions in the state."""
         deal, streams = self._deal, self._state["streams"]
         listed: dict[Any, Any] = {}
         at = -(-self._state["position"] // deal.ranks)
@@ -215,21 +215,21 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return Turns(deal, hosted, at)
 
     async def _cursor(self, reading: Reading, state: State) -> Cursor:
-        """Open one reader; at its beginning if its state may be ignored, and must."""
+        """Open one reader; at its beginning if an unfitting state may be ignored."""
         try:
             return await self._stream.open(reading, state)
         except StateMismatchError as error:
             if self._is_strict:
                 raise
-            what = f"reader {reading.share.reader} begins the epoch anew"
+            what = f"reader {reading.share.reader} restarts the epoch"
             warn(f"the state is ignored, and {what}: {error}")
         return await self._stream.open(reading, {})
 
     def state_dict(self) -> State:
         """Return the position after the last sample returned, ready for JSON.
 
-        It says how far all ranks in step have come, and where the readers are that this
-        one reads; ``merge_states`` makes one of those of all ranks.
+        It has the progress of all ranks in step, and the positions of the readers that
+        this one reads; ``merge_states`` makes one state from those of all ranks.
         """
         is_between = self._reading is None and not self._is_closed
         return self._now() if is_between else self._state
@@ -248,7 +248,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         )
 
     async def aclose(self) -> None:
-        """End what is under way, and wait for its end; cancelled, it goes on."""
+        """Stop pending work and wait for it to end; if cancelled, it continues."""
         if self._closing is None:
             self._closing = _begun(self._close())
         await asyncio.wait([self._closing])
@@ -263,12 +263,12 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         await self._release()
 
     def _settle(self) -> None:
-        """Keep the state: the last one."""
+        """Keep the last state."""
         self._state = self.state_dict()
         self._is_closed = True
 
     async def _release(self) -> None:
-        """Close what is open; again, if that was cancelled."""
+        """Close what is open; can be called again if that was cancelled."""
         self._settle()
         async with self._stack:
             if self._course is not None:
@@ -278,7 +278,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         self._cursors = []
 
     def lifespan(self) -> Self:
-        """Return itself: it is closed when it is left."""
+        """Return itself: leaving it closes it."""
         return self
 
     async def __aenter__(self) -> Self:
@@ -289,7 +289,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
 
 
 def _begun(job: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """Return a task; where Python can, it has come to its first wait already."""
+    """Return a task; where Python allows it, it has already run to its first wait."""
     if sys.version_info >= (3, 12):
         loop = asyncio.get_running_loop()
         return asyncio.Task(job, loop=loop, eager_start=True)

@@ -1,8 +1,8 @@
 """Several streams as one: each sample from a stream that is drawn by weight.
 
-The draws are a function of the key and of how many went before, so that the state is
-that of the streams and some numbers. Many are drawn at once, and what the streams give
-is woven into one block, of which pulls are cut.
+The draws are a function of the key and of the number drawn before, so the state is that
+of the streams and some numbers. Many are drawn at once, and the streams' samples are
+interleaved into one block; pulls are slices of it.
 """
 
 import asyncio
@@ -18,35 +18,35 @@ from aioloader.datasets._streams.cursors import Ahead, Cursor, State, Trail, ski
 
 Until: TypeAlias = Literal["all", "first"]
 Numbers: TypeAlias = npt.NDArray[np.integer[Any]]
-# Draws that one generator makes.
+# Draws per generator.
 _BLOCK = 4096
-# Samples that are drawn at once, at most, and seconds that these may take to come.
+# Most samples that are drawn at once, and seconds that these may take to come.
 _SAMPLES = 512
 _QUICK = 2e-3
-# Rows of columns that are woven on the loop, at most.
+# Most rows of columns that are interleaved on the loop.
 _ROWS = 256
 
 
 class _Part:
-    """One of the streams: what was pulled of it, and not passed on yet.
+    """One of the streams, with the samples pulled but not yet passed on.
 
     Args:
-        cursor: What is read; owned.
+        cursor: The stream's cursor; owned.
         taken: Samples to drop first.
-        failed: Which of them could not be read; None: not known.
+        failed: Which of them were unreadable; None: not known.
     """
 
     def __init__(self, cursor: Cursor, taken: int, failed: list[int] | None) -> None:
         self.cursor = cursor
         self.has_ended = False
-        # Until as many were dropped.
+        # Until these samples are dropped.
         self._loaded: State = {"up": cursor.state(), "taken": taken, "failed": failed}
         self._trail = Trail(cursor)
         self._block: Block = []
         self._woven = 0
 
     def ready(self) -> int:
-        """Return how many samples can be woven."""
+        """Return how many samples are ready."""
         return len(self._block) - self._woven
 
     async def fill(self, count: int) -> None:
@@ -63,28 +63,28 @@ class _Part:
         self._woven = 0
 
     def take(self, count: int) -> Block:
-        """Return the next samples, to be woven."""
+        """Return the next samples."""
         start, self._woven = self._woven, self._woven + count
         return cut(self._block, start, self._woven)
 
     def pass_on(self, count: int) -> None:
-        """Note that as many samples were passed on."""
+        """Note that ``count`` samples were passed on."""
         self._trail.advance(count)
 
     def state(self) -> State:
-        """Return where the first sample is that was not passed on."""
+        """Return the position of the first sample not yet passed on."""
         return self._loaded if self._loaded["taken"] else self._trail.state()
 
 
 class Mixed:
-    """Samples of several cursors.
+    """Samples of several cursors, interleaved.
 
     Args:
-        cursors: What is read; owned.
+        cursors: The streams' cursors; owned.
         weights: Probability of each, not normalised.
         key: Words that the draws depend on.
-        state: Where to begin: how many were drawn, and which streams have ended.
-        until: When it is over.
+        state: Where to start: how many were drawn, and which streams have ended.
+        until: Whether the mixture ends with the first stream or with the last.
         ahead: How far they may be read ahead.
     """
 
@@ -109,10 +109,10 @@ class Mixed:
         self._ask = 0
         self._drawn: int = state.get("drawn", 0)
         self._ended: set[int] = set(state.get("ended", ()))
-        # A block's choices; its number, and how many streams had ended.
+        # One block of choices, its number, and how many streams had ended.
         self._draws: Numbers = np.empty(0, np.int64)
         self._drawn_of = -1, 0
-        # What is woven, of which streams, and how much of it was passed on, and noted.
+        # The interleaved block, its streams, and how much was passed on, and noted.
         self._woven: Block = []
         self._choices: Numbers = np.empty(0, np.int64)
         self._given = self._noted = 0
@@ -126,18 +126,18 @@ class Mixed:
         return cut(self._woven, start, self._given)
 
     def _note(self) -> None:
-        """Tell the streams what was passed on of them."""
+        """Tell each stream how many of its samples were passed on."""
         choices, self._noted = self._choices[self._noted : self._given], self._given
         counts = np.bincount(choices, minlength=len(self._parts)).tolist()
         for part, count in zip(self._parts, counts, strict=True):
             part.pass_on(count)
 
     async def _weave(self, limit: int) -> None:
-        """Draw many streams, and put what they give in that order."""
+        """Draw many streams, and put their samples in that order."""
         self._note()
         self._woven, self._choices = [], self._choices[:0]
         self._given = self._noted = 0
-        # As many as come quickly: a stream may have to wait for each sample.
+        # As many as come quickly: each sample of a stream may have to be waited for.
         most, began = max(limit, self._ask), time.perf_counter()
         while len(self._ended) < len(self._parts):
             choices = self._draw(most)
@@ -148,15 +148,15 @@ class Mixed:
                 may_grow = is_quick and self._ahead is not Ahead.NEVER
                 self._ask = min(2 * most, _SAMPLES) if may_grow else 0
                 return
-            # The next one is drawn of a stream that has ended.
+            # The next draw is a stream that has ended.
             self._ended.add(int(self._draw(1)[0]))
             if self._until == "first":
                 self._ended.update(range(len(self._parts)))
 
     async def _fill(self, choices: Numbers, until: float) -> int:
-        """Have the streams give what was drawn; return for how many draws they do.
+        """Fill the streams for the draws; return for how many draws they suffice.
 
-        After the time ``until`` each is asked but once.
+        After the time ``until`` each stream is asked only once.
         """
         counts = np.bincount(choices, minlength=len(self._parts)).tolist()
         length = len(choices)
@@ -164,14 +164,14 @@ class Mixed:
             while part.ready() < count and not part.has_ended:
                 await part.fill(count - part.ready())
                 if self._ahead is not Ahead.NEVER and time.perf_counter() > until:
-                    break  # what the others give too much can be read again
+                    break  # surplus of the others is read again
             if part.ready() < count:
                 places = np.flatnonzero(choices == at)
                 length = min(length, int(places[part.ready()]))
         return length
 
     async def _put_in_order(self, choices: Numbers) -> None:
-        """Weave the next samples of the streams."""
+        """Interleave the next samples of the streams."""
         counts = np.bincount(choices, minlength=len(self._parts)).tolist()
         blocks = [
             part.take(count)
@@ -188,7 +188,7 @@ class Mixed:
             self._woven = _woven(blocks, places)
 
     def _draw(self, count: int) -> Numbers:
-        """Return which streams the next samples are of: at least one, of one block."""
+        """Return the streams of the next samples: at least one, all of one block."""
         block, place = divmod(self._drawn, _BLOCK)
         key = block, len(self._ended)
         if key != self._drawn_of:
@@ -204,7 +204,7 @@ class Mixed:
         return self._draws[place : place + count]
 
     def state(self) -> State:
-        """Return where each stream is, and how many samples were drawn."""
+        """Return each stream's position, and how many samples were drawn."""
         self._note()
         states = [part.state() for part in self._parts]
         return {

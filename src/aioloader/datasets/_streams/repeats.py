@@ -1,7 +1,7 @@
-"""Streams that begin again, and epochs of a given length.
+"""Repeated streams, and epochs of a given length.
 
-Each pass is an epoch of its own to the steps before, so that shuffles differ. The state
-is that of the present pass and its number.
+To the previous steps each pass is a separate epoch, so shuffles differ. The state is
+that of the current pass and its number.
 """
 
 import asyncio
@@ -13,25 +13,25 @@ from aioloader.datasets._stores.outlast import outlast
 from aioloader.datasets._streams.cursors import Cursor, State
 from aioloader.errors import DatasetError
 
-# What opens a pass, from a state on.
+# Opens a pass, starting at a state.
 OpenPass = Callable[[int, State], Awaitable[Cursor]]
 
 
 def epoch_of_pass(epoch: int, number: int) -> int:
-    """Return the epoch that one pass is to the steps before; of the first, the same."""
+    """Return the epoch of a pass for the previous steps; the first: ``epoch``."""
     return epoch + (number << 32)
 
 
 class Repeated:
-    """A stream from its beginning, again and again.
+    """A stream, repeated from its beginning.
 
-    A pass without a sample ends it; a pass in which all samples failed is an error, for
-    no policy could ever come to an end of them.
+    A pass without a sample ends it. A pass in which all samples failed is an error,
+    because no failure policy could ever end it.
 
     Args:
-        cursor: The present pass; owned.
+        cursor: The current pass; owned.
         open_pass: Opens another one.
-        times: How many there are; None: without end.
+        times: Number of passes; None: endless.
         state: What ``state`` returned.
     """
 
@@ -63,11 +63,11 @@ class Repeated:
             self._cursor = await self._open_pass(self._pass + 1, {})
             self._pass += 1
             self._has_good = False
-            # A close that is broken off would leave files open.
+            # If closing is interrupted, files stay open.
             await outlast(asyncio.create_task(before.aclose()))
 
     def _look(self, block: Block) -> None:
-        """Note whether there was a sample that did not fail."""
+        """Note whether any sample did not fail."""
         if self._has_good:
             return
         bad = [one for one in block if type(one) is Bad] if type(block) is list else []
@@ -75,13 +75,13 @@ class Repeated:
         self._lost = bad[-1].error if bad else None
 
     def state(self) -> State:
-        """Return where the present pass is, and its number."""
+        """Return the position of the current pass, and its number."""
         up = self._cursor.state()
         lost = {} if self._lost is None else {"lost": str(self._lost)}
         return {"up": up, "pass": self._pass, "good": self._has_good, **lost}
 
     async def aclose(self) -> None:
-        """Close the present pass."""
+        """Close the current pass."""
         await self._cursor.aclose()
 
 
@@ -89,11 +89,11 @@ class EpochPart:
     """One reader's part of an epoch of a given length.
 
     Args:
-        upstream: Samples without end; owned.
-        count: How many there are in the epoch for this reader.
-        share: Which reader that is.
+        upstream: An endless stream of samples; owned.
+        count: How many of the epoch's samples belong to this reader.
+        share: The reader.
         state: What ``state`` returned.
-        counts_failed: Whether samples that failed are among them.
+        counts_failed: Whether failed samples count.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class EpochPart:
         """Return the next samples of the epoch.
 
         Raises:
-            ValueError: If there is none to repeat.
+            ValueError: If the stream has no samples to repeat.
         """
         left = self._count - self._given
         if left <= 0:
@@ -134,5 +134,5 @@ class EpochPart:
         return block
 
     def state(self) -> State:
-        """Return how many samples were given, and where the next one is."""
+        """Return how many samples were given, and the position of the next one."""
         return {"up": self._upstream.state(), "given": self._given}

@@ -1,7 +1,7 @@
-"""What a sharded format offers: a list of shards, and the reading of one from a place.
+"""What a sharded format implements: listing shards, and reading one from a position.
 
-All that is common to tar files, tables and rows (order, interleaving, shuffling,
-sharing among readers, state) is built on these three protocols alone.
+Everything common to tar files, tables and rows (order, interleaving, shuffling, sharing
+among readers, state) is built on these three protocols alone.
 """
 
 import abc
@@ -17,11 +17,11 @@ from aioloader.datasets._stores.addresses import Address, name_of
 
 Shard: TypeAlias = Any
 Position: TypeAlias = dict[str, Any]
-# What a state holds of all shards.
+# Summary of all shards, kept in a state.
 Summary: TypeAlias = dict[str, Any]
 
 
-# Names that are compared at once.
+# Names compared at once.
 _PART = 1 << 10
 
 
@@ -29,8 +29,8 @@ class Parser(Protocol):
     """Bytes to samples; pure, without I/O.
 
     Attributes:
-        offset: Where in the unpacked shard what ``take`` returns next begins.
-        is_over: Nothing more will come, whatever is fed.
+        offset: Position in the unpacked shard of the next sample from ``take``.
+        is_over: No sample will follow, whatever is fed.
     """
 
     offset: int
@@ -40,7 +40,7 @@ class Parser(Protocol):
         """Add bytes, valid until ``take`` returns fewer samples than asked for."""
 
     def end(self) -> None:
-        """Learn that there are no more bytes."""
+        """Note that there are no more bytes."""
 
     def take(self, limit: int) -> list[Any]:
         """Return up to ``limit`` samples; fewer only if more bytes are needed."""
@@ -53,22 +53,22 @@ class ShardReader(Protocol):
         """Return the next samples, from 1 to ``limit``; an empty block at the end."""
 
     def begin(self) -> None:
-        """Begin to read ahead, before anybody pulls; calling it is optional."""
+        """Start reading ahead, before the first pull; calling it is optional."""
 
     def position(self) -> Position:
-        """Return where the sample is that follows the last one returned."""
+        """Return the position after the last sample returned."""
 
     def is_draining(self) -> bool:
-        """Tell whether all was requested, so that another shard may be opened."""
+        """Return whether all was requested, so that another shard may be opened."""
 
     async def aclose(self) -> None:
-        """End what is under way, and wait for its end."""
+        """Stop pending work and wait for it to end."""
 
 
 class NamesPositions(abc.ABC):
     """A reader of aioloader's that can name the position after each of its samples.
 
-    Others name that of a block, from which samples are counted.
+    Other readers name that of a block, from which samples are counted.
     """
 
     @abc.abstractmethod
@@ -77,25 +77,25 @@ class NamesPositions(abc.ABC):
 
 
 class CountsBytes(abc.ABC):
-    """A reader that can tell what it holds, so that many small shards are begun.
+    """A reader that knows how much it has read ahead, so small shards open together.
 
-    Of others, one is begun while the one before it ends.
+    With other readers, the next shard is opened while the current one ends.
     """
 
     @abc.abstractmethod
     def bytes_ahead(self) -> int | None:
         """Return how many bytes were requested and not yet pulled.
 
-        None until the size of the shard is known: that may become an eighth of the
-        budget (``BEGUN``), all that a reader requests before it is pulled.
+        None until the size of the shard is known: that reader may grow to an eighth of
+        the budget (``START_DIVISOR``), all that a reader requests before it is pulled.
         """
 
 
 class KnowsSize(abc.ABC):
-    """A reader that knows how long its shard is: a state then holds that too.
+    """A reader that knows the length of its shard, which a state then holds too.
 
-    ``open`` gets it back as ``"size"`` of the position, to see whether the shard is
-    still as long.
+    ``open`` gets it back as ``"size"`` of the position, to check whether the shard
+    still has that length.
     """
 
     @property
@@ -114,22 +114,22 @@ class ShardFormat(Protocol):
 
         Args:
             stack: Closes, after the iteration, what all its shards need.
-            known: The ``summary`` that a state was saved with, None at a beginning. A
-                format that cuts its shards itself cuts them there again.
+            known: The ``summary`` in the state; None without a state. A format that
+                cuts its shards itself cuts them at the same places again.
         """
 
     def summary(self, shards: Sequence[Shard]) -> Summary:
-        """Return what a state holds of ``shards``: small, and ready for JSON.
+        """Return a summary of ``shards`` for a state: small, and JSON-serialisable.
 
-        A state is loaded only where the shards found have an equal one. ``"count"``,
-        their number, is in it.
+        A state is loaded only where the shards found have an equal one. It includes
+        ``"count"``, their number.
         """
 
     def describe(self) -> dict[str, Any]:
-        """Return what determines the samples of a shard, ready for JSON.
+        """Return what determines the samples of a shard, JSON-serialisable.
 
-        Columns, say, or an encoding: a state is refused where they differ. Not: where
-        the shards lie, and what is secret.
+        Columns or an encoding, for example: a state is refused where they differ. Left
+        out: where the shards lie, and secrets.
         """
 
     def open(self, shard: Shard, position: Position, budget: int) -> ShardReader:
@@ -138,22 +138,22 @@ class ShardFormat(Protocol):
         Args:
             shard: One of ``shards``.
             position: What a reader's ``position`` returned.
-            budget: Bytes that it may read ahead of what was pulled.
+            budget: Bytes that it may read ahead of the pulls.
         """
 
 
 class CutsShards(abc.ABC):
-    """A format whose shards can be cut, where there are fewer than readers."""
+    """A format whose shards can be cut, if there are fewer shards than readers."""
 
     def count(self, shards: Sequence[Shard]) -> int:
-        """Return how many there are, without those known to have no samples."""
+        """Return the number of shards, without those known to be empty."""
         return len(shards)
 
     @abc.abstractmethod
     async def cut(self, shards: Sequence[Shard], count: int) -> Sequence[Shard]:
         """Return ``count`` shards that have the same samples in the same order.
 
-        All ranks must find the same; what decides of it belongs into ``summary``.
+        All ranks must get the same ones; whatever decides that belongs in ``summary``.
 
         Raises:
             ValueError: If they cannot be cut; it says what to do.
@@ -165,31 +165,32 @@ class OpensTogether(abc.ABC):
 
     @abc.abstractmethod
     def open_together(self, shards: Sequence[Shard], budget: int) -> list[ShardReader]:
-        """Return readers that have begun, of the first of ``shards``; perhaps of none.
+        """Return open readers of the first of ``shards``; perhaps of none.
 
         Args:
             shards: In order.
-            budget: Bytes that all of them may read ahead of what was pulled.
+            budget: Bytes that all of them may read ahead of the pulls.
         """
 
 
 def summary_of(addresses: Iterable[Address]) -> Summary:
-    """Return the summary of shards that have addresses: how many, and which.
+    """Return the summary of shards that have addresses: their count and names.
 
-    They may be moved together: a name counts from the last directory that all are in,
+    They may be moved together: names count from their last common directory, without
+    queries, which hold signatures, and without accounts.
     and has no query, where signatures are, and no account.
 
     Args:
-        addresses: Of each shard, in order.
+        addresses: Those of the shards, in order.
 
     Returns:
         ``"count"``, and ``"names"``, a digest.
     """
     plain = [name_of(address) for address in addresses]
-    # In parts: a thread gives other threads their turn meanwhile.
+    # In parts, so that other threads get their turn.
     parts = [plain[start : start + _PART] for start in range(0, len(plain), _PART)]
     first, last = min(map(min, parts), default=""), max(map(max, parts), default="")
-    # What the first and the last one begin with, all begin with.
+    # A prefix of the first and the last name is one of all names.
     shared = next(
         (at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
         min(len(first), len(last)),

@@ -1,11 +1,11 @@
-"""The readers of one rank while they are read: one alone, or several in fixed turns.
+"""The readers of one rank: one alone, or several in fixed turns.
 
-Turns are fixed: a reader that has ended leaves holes, and nobody takes its place, so
-that the same samples stand at the same positions however many ranks there are. What all
-readers have ready is woven into one block, of which pulls are cut, as lanes do it. What
-is saved of a reader is its state before what was read ahead, or before what other ranks
-are still to give; what lies between is dropped when that is loaded. Memory holds some
-hundred samples more than without turns.
+A reader that has ended leaves holes, and no other takes its place, so the same samples
+are at the same positions for any number of ranks. As in lanes, the samples that all
+readers have ready are interleaved into one block, and pulls are slices of it. The state
+of a reader is the one before what was read ahead, or before samples that other ranks
+have yet to deliver; loading it drops the samples in between. Memory holds some hundred
+samples more than without turns.
 """
 
 import asyncio
@@ -18,28 +18,28 @@ from aioloader._order.blocks import Block, cut, join, unreadable, weave
 from aioloader._order.shares import Deal
 from aioloader.datasets._streams.cursors import Cursor, State, check_again, skip
 
-# Samples that all readers here are asked for at once, at most; so many pulls' at most.
+# Most samples that all readers here are asked for at once; most pulls' worth.
 _SAMPLES = 512
 _PULLS = 4
-# Seconds that more samples than the next one may take to come.
+# Seconds in which samples after the next one must come to be read with it.
 _QUICK = 1e-3
-# As many rows of columns, which are in memory anyway.
+# Most rows of columns asked for at once; they are in memory anyway.
 _ROWS = 1 << 14
 
 
 class Alone:
-    """A reader that is all that a rank reads, and is read by it alone.
+    """The only reader of a rank, not shared with other ranks.
 
     Attributes:
         at: How many positions of this rank were taken.
 
     Args:
         reader: Its number.
-        cursor: What is read.
-        at: Where to begin.
-        known: What ``streams`` returned of it.
-        ahead: Samples that ``one`` may read at once; those that it did not give are
-            read again when a state is loaded.
+        cursor: The reader's cursor.
+        at: Where to start.
+        known: What ``streams`` returned for it.
+        ahead: Most samples that ``one`` reads at once; after a load, those not given
+            are read again.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class Alone:
         self.at = at
         self._name = str(reader)
         self._cursor = cursor
-        # What a cursor has there can be taken one by one, with exact states.
+        # Samples ready in the cursor can be taken one by one, with exact states.
         self._take_there = getattr(cursor, "take", None)
         if self._take_there is not None:
             ahead = 1
         self._taken: int = known["taken"]
         self._known = known
-        # Ranks that shared it had not read so far; one that has ended lags no more.
+        # Ranks that shared it were behind by this; after its end there is no lag.
         self._lag = 0 if known.get("ended") else at - self._taken
         self._has_ended = False
-        # Of what was read ahead: samples, how many were taken, and the state before.
+        # Read ahead: the samples, how many were taken, and the state before.
         self._ahead: Block = []
         self._given = 0
         self._before: State = {}
@@ -84,7 +84,7 @@ class Alone:
     async def one(self) -> Block | None:
         """Return a block of the next sample; None at the end.
 
-        Others are read with it, as many as come in about a millisecond.
+        It reads more samples if they come within about a millisecond.
         """
         before, began = self.streams(), time.perf_counter()
         block = await self._pull(self._limit)
@@ -116,9 +116,7 @@ class Alone:
         """Return the state of each reader."""
         if self._lag > 0:
             return {self._name: self._known}
-        if self._given < len(
-            self._ahead
-        ):  # what was taken is dropped when it is loaded
+        if self._given < len(self._ahead):  # loading drops the samples taken
             failed = unreadable(cut(self._ahead, 0, self._given))
             return {self._name: {**self._before[self._name], "failed": failed}}
         one = {"taken": self._taken, "state": self._cursor.state()}
@@ -127,22 +125,22 @@ class Alone:
         return {self._name: one}
 
     def has_ended(self) -> bool:
-        """Tell whether it is known that there are no more samples."""
+        """Return whether it is known that there are no more samples."""
         return self._has_ended
 
     async def aclose(self) -> None:
-        """Do nothing: there is nothing under way."""
+        """Do nothing: nothing is pending."""
 
 
 class Hosted:
-    """One of several readers: those of its samples that this rank takes.
+    """One of several readers: the samples of it that this rank takes.
 
     Args:
-        cursor: What is read; None if the reader has ended.
+        cursor: The reader's cursor; None if the reader has ended.
         known: What ``state`` returned.
-        wanted: Number of the first sample to be taken.
-        stride: How many samples it is to the next one.
-        given: How many samples all ranks in step have given.
+        wanted: Number of the first sample to take.
+        stride: Distance to the next one.
+        given: How many samples all ranks in step have delivered.
     """
 
     def __init__(
@@ -155,8 +153,8 @@ class Hosted:
     ) -> None:
         self._cursor = cursor
         self._known, self._known_until = known, given
-        self._marks = deque([known])  # states, each before a block that was read
-        self._failed: list[int] = []  # numbers of samples that could not be read
+        self._marks = deque([known])  # states, each before a block
+        self._failed: list[int] = []  # numbers of unreadable samples
         self._taken: int = known["taken"]
         self._wanted = wanted
         self._stride = stride
@@ -164,19 +162,19 @@ class Hosted:
         self._given = 0
 
     def ready(self) -> int:
-        """Return how many samples can be taken at once."""
+        """Return how many samples can be taken without waiting."""
         return len(self._block) - self._given
 
     def has_ended(self) -> bool:
-        """Tell whether there are no more, ready ones aside."""
+        """Return whether no samples follow those that are ready."""
         return "ended" in self._marks[-1]
 
     def look(self, count: int) -> Block:
-        """Return the next samples that are ready; they stay the next ones."""
+        """Return the next samples that are ready, without taking them."""
         return cut(self._block, self._given, self._given + count)
 
     def pass_on(self, count: int) -> None:
-        """Note that as many samples were passed on."""
+        """Note that ``count`` samples were passed on."""
         self._given += count
 
     async def fill(self, count: int) -> None:
@@ -189,7 +187,7 @@ class Hosted:
         if self._marks[-1]["taken"] < self._taken:
             self._marks.append(self._here())
         self._forget(self._wanted - self._stride + 1)
-        first = self._wanted - self._taken  # those before it are other ranks'
+        first = self._wanted - self._taken  # samples before it belong to other ranks
         wanted = first + (count - 1) * self._stride + 1
         most = max(count * self._stride, _SAMPLES)
         block = await self._cursor.pull(min(wanted, most))
@@ -205,10 +203,10 @@ class Hosted:
         self._wanted += len(self._block) * self._stride
 
     def state(self, given: int) -> State:
-        """Return where all samples that are still to be given can be read from.
+        """Return a state from which all undelivered samples can be read.
 
         Args:
-            given: How many samples all ranks in step have given; more may be read.
+            given: How many samples all ranks in step have delivered; more may be read.
         """
         if self._marks[-1]["taken"] < self._taken <= given:
             self._marks.append(self._here())
@@ -217,7 +215,7 @@ class Hosted:
         if given <= self._taken:
             mark["failed"] = [at - mark["taken"] for at in self._failed if at < given]
         elif given > self._known_until:
-            mark.pop("failed", None)  # some of them only other ranks have read
+            mark.pop("failed", None)  # only other ranks have read some of them
         return mark
 
     def _here(self) -> State:
@@ -225,7 +223,7 @@ class Hosted:
         return {"taken": self._taken, "state": self._cursor.state()}
 
     def _forget(self, given: int) -> None:
-        """Forget states before the last one that will do."""
+        """Drop states before the last one that suffices."""
         while len(self._marks) > 1 and self._marks[1]["taken"] <= given:
             self._marks.popleft()
         self._failed = [at for at in self._failed if at >= self._marks[0]["taken"]]
@@ -235,12 +233,12 @@ class Turns:
     """Readers that take fixed turns, sample by sample.
 
     Attributes:
-        at: How many positions of this rank were taken, holes too.
+        at: How many positions of this rank were taken, including holes.
 
     Args:
-        deal: Which positions of the order are taken here.
-        hosted: The readers that it names, in the order of their turns.
-        at: Where to begin.
+        deal: The positions of the order that are taken here.
+        hosted: Its readers, in the order of their turns.
+        at: Where to start.
     """
 
     def __init__(self, deal: Deal, hosted: Sequence[Hosted], at: int) -> None:
@@ -253,15 +251,15 @@ class Turns:
         ]
         self._ask = 0
         self._fills: list[asyncio.Task[None]] = []
-        # Of what is woven: samples, positions and how many of these were taken; who
-        # stands in it, and how many do before each place of a round.
+        # The interleaved block: samples, positions and how many of these were taken;
+        # its readers, and how many of them precede each place of a round.
         self._woven: Block = []
         self._length = self._passed = 0
         self._weft: list[Hosted] = []
         self._before: list[int] = [0]
 
     def take(self, limit: int) -> Block | None:
-        """Return what stands at the next positions, if that is woven already."""
+        """Return the samples at the next positions, if the block has them already."""
         left = self._length - self._passed
         return self._take(min(limit, left)) if left > 0 else None
 
@@ -272,9 +270,9 @@ class Turns:
         return block
 
     async def pull(self, limit: int) -> Block | None:
-        """Return what stands at the next ``limit`` positions; None at the end.
+        """Return the samples at the next ``limit`` positions; None at the end.
 
-        There may be fewer samples, and none, for there may be holes.
+        There may be fewer samples, or none, because of holes.
         """
         parts: list[Block] = []
         left = limit
@@ -286,10 +284,10 @@ class Turns:
             left -= count
         if left and not any(map(len, parts)):
             return None
-        return join(parts)  # after the end of all there are only holes
+        return join(parts)  # after all have ended, there are only holes
 
     def _take(self, count: int) -> Block:
-        """Take the next positions of what is woven."""
+        """Take the next positions of the block."""
         start, self._passed = self._passed, self._passed + count
         part = cut(self._woven, self._samples(start), self._samples(self._passed))
         self.at += count
@@ -299,12 +297,12 @@ class Turns:
         return part
 
     def _samples(self, positions: int) -> int:
-        """Return how many samples stand at the first positions of what is woven."""
+        """Return how many samples are at the first positions of the block."""
         rounds, places = divmod(positions, len(self._hosted))
         return rounds * self._before[-1] + self._before[places]
 
     async def _weave(self, limit: int) -> bool:
-        """Put in order what is ready: whole rounds; tell whether there is anything."""
+        """Interleave the ready samples: whole rounds; return whether there are any."""
         turn = self.at % len(self._hosted)
         order = [*self._hosted[turn:], *self._hosted[:turn]]
         await self._fill(order, limit)
@@ -314,7 +312,7 @@ class Turns:
         rounds = min(one.ready() for one in weft)
         blocks = [one.look(rounds) for one in weft]
         if len(blocks) > 1 and not isinstance(blocks[0], list):
-            self._woven = await asyncio.to_thread(weave, blocks)  # columns may be many
+            self._woven = await asyncio.to_thread(weave, blocks)  # may be many columns
         else:
             self._woven = weave(blocks)
         self._weft = weft
@@ -325,7 +323,7 @@ class Turns:
     async def _fill(self, order: Sequence[Hosted], limit: int) -> None:
         """Wait until each reader has samples, or has ended; all read at once.
 
-        To ask for one sample costs as much as for many, so it is for more each time.
+        Each asks for more than needed, because one sample costs as much as many.
         """
         is_list = isinstance(self._woven, list)
         most = min(_PULLS * limit, _SAMPLES) if is_list else _ROWS
@@ -336,7 +334,7 @@ class Turns:
             jobs = [one.fill(self._ask) for one in lacking]
             self._fills = [asyncio.create_task(job) for job in jobs]
         if self._fills:
-            await asyncio.wait(self._fills)  # a cancellation leaves them alone
+            await asyncio.wait(self._fills)  # cancellation does not reach them
         fills, self._fills = self._fills, []
         for error in [fill.exception() for fill in fills]:
             if error is not None:
@@ -344,7 +342,7 @@ class Turns:
 
     def streams(self) -> State:
         """Return the state of each reader."""
-        # Of each reader, all ranks in step have given so many, or one more.
+        # Each reader has delivered this many samples on all ranks in step, or one more.
         given, last = divmod(self.at * self._deal.ranks, self._deal.readers)
         return {
             name: one.state(given + (reader < last))
@@ -352,11 +350,11 @@ class Turns:
         }
 
     def has_ended(self) -> bool:
-        """Tell whether it is known that there are no more samples here."""
+        """Return whether it is known that there are no more samples here."""
         return not any(one.ready() or not one.has_ended() for one in self._hosted)
 
     async def aclose(self) -> None:
-        """End what is under way."""
+        """Stop pending reads."""
         fills, self._fills = self._fills, []
         for fill in fills:
             fill.cancel()

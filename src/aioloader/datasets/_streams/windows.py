@@ -1,8 +1,8 @@
 """Shuffling within windows, so that the state is a position and not a buffer.
 
-The stream is cut into windows, and each is permuted by a key of its own. Two windows
-are in memory: one that is passed on, and the next one, which is read meanwhile. What is
-saved is where the window began and how much of it was passed on.
+The stream is cut into windows, and each is permuted by a separate key. Two windows are
+in memory: one that is passed on, and the next one, which is read meanwhile. The state
+is where the window started and how much of it was passed on.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from aioloader._order.permutation import ShuffledIndices, is_quick, paced, pause
 from aioloader.datasets._streams.cursors import Cursor, State, check_again
 
 Order = Callable[[int, int], ShuffledIndices]
-# Samples of a window that are pulled at once, at most; more would hold others up.
+# Most samples of a window pulled at once; more would delay others.
 _PULL = 1 << 13
 
 
@@ -23,10 +23,10 @@ class Shuffled:
     """Samples permuted within windows.
 
     Args:
-        upstream: What is read, from where the window began.
+        upstream: The cursor being read, at the start of the window.
         size: Samples of a window.
-        order: Number and length of a window to a permutation of its places.
-        state: Which window that is, and how much of it was passed on.
+        order: Maps number and length of a window to a permutation of its places.
+        state: Which window it is, and how much of it was passed on.
     """
 
     def __init__(self, upstream: Cursor, size: int, order: Order, state: State) -> None:
@@ -36,7 +36,7 @@ class Shuffled:
         self._number: int = state.get("number", 0)
         self._taken: int = state.get("taken", 0)
         self._start = upstream.state()
-        # What of the window could not be read.
+        # Unreadable samples of the window.
         self._failed: list[int] | None = state.get("failed") if self._taken else None
         self._window: Block | None = None
         self._next: asyncio.Task[tuple[State, Block, list[int]]] | None = None
@@ -53,13 +53,13 @@ class Shuffled:
         return part
 
     def state(self) -> State:
-        """Return where the window began, and how much of it was passed on."""
+        """Return the state at the window's start, and how much of it was passed on."""
         failed = {} if self._failed is None else {"failed": self._failed}
         place = {"number": self._number, "taken": self._taken}
         return {"up": self._start, **place, **failed}
 
     async def aclose(self) -> None:
-        """End the reading of the next window."""
+        """Stop reading the next window."""
         if self._next is not None:
             self._next.cancel()
             await asyncio.wait([self._next])
@@ -67,10 +67,10 @@ class Shuffled:
         await self._upstream.aclose()
 
     async def _turn(self, number: int) -> None:
-        """Go on to a window, and begin to read the one after it."""
+        """Move to a window, and start reading the one after it."""
         if self._next is None:
             self._next = asyncio.create_task(self._read(number, self._failed))
-        await asyncio.wait([self._next])  # a cancellation leaves it alone
+        await asyncio.wait([self._next])  # cancellation does not reach it
         self._start, self._window, self._failed = self._next.result()
         self._next = None
         self._number = number
@@ -80,7 +80,7 @@ class Shuffled:
     async def _read(
         self, number: int, known: list[int] | None = None
     ) -> tuple[State, Block, list[int]]:
-        """Return where a window begins, its samples, permuted, and which failed."""
+        """Return the state before a window, its permuted samples, and which failed."""
         start = self._upstream.state()
         parts: list[Block] = []
         found, failed = 0, list[int]()
@@ -90,7 +90,7 @@ class Shuffled:
                 break
             check_again(block, found, self._size, known)
             failed += [found + place for place in unreadable(block)]
-            # Lists become one while they are few: to join all takes milliseconds.
+            # Lists are joined as they come: joining all at the end takes milliseconds.
             if isinstance(block, list) and parts and isinstance(parts[-1], list):
                 parts[-1] += block
             else:
@@ -98,7 +98,7 @@ class Shuffled:
             found += len(block)
         if is_quick(found):
             return start, self._permuted(parts, number, found), failed
-        # Beside the loop, and meanwhile the window before is passed on.
+        # In a thread, while the previous window is passed on.
         permuted = await asyncio.to_thread(self._permuted, parts, number, found)
         return start, permuted, failed
 
@@ -108,7 +108,7 @@ class Shuffled:
             return pick(join(parts), [*chain.from_iterable(order)])
         whole: Any = list(join(parts)) if len(parts) > 1 else parts.pop()
         permuted = [sample for places in order for sample in pick(whole, places)]
-        while len(whole) > _PULL:  # as a whole it would be freed without a pause
+        while len(whole) > _PULL:  # freeing it at once would block
             del whole[-_PULL:]
             pause()
         return permuted

@@ -1,6 +1,6 @@
-"""The members of a tar archive, grouped to samples as WebDataset groups them.
+"""Groups the members of a tar archive into samples, as WebDataset does.
 
-Samples leave in the order of the archive; one is gathered at a time, within a limit of
+Samples come in the order of the archive; one is collected at a time, within a limit of
 bytes that is checked before a body is read.
 """
 
@@ -12,18 +12,18 @@ from aioloader.errors import DatasetError
 
 
 class Groups:
-    """Gather the members of one archive.
+    """Collects the members of one archive.
 
     Args:
         url: Name of the shard, for samples and errors.
-        max_bytes: What the members of one sample may have together.
+        max_bytes: Largest total size of one sample's members.
 
     Attributes:
-        ready: Samples, or what stands for them.
-        starts: Where each of those begins.
-        fields: The sample that is gathered; the body of a member goes here.
-        start: Where it begins.
-        key: Its name; None if there is none.
+        ready: Samples, or failures in their place.
+        starts: Where each of those starts.
+        fields: The sample being collected; bodies are stored here.
+        start: Where it starts.
+        key: Its key; None if there is none.
     """
 
     __slots__ = (
@@ -48,21 +48,22 @@ class Groups:
         self.start = self._room = 0
         self.key: str | None = None
         self._bad: Bad | None = None
-        # The key as bytes, if they are known; fields by what follows the first dot.
+        # The key as bytes, if known; fields by the part of the name after the first
+        # dot.
         self._stem: bytes | None = None
         self._endings: dict[bytes, str] = {}
 
     def take(self, limit: int) -> list[Any]:
-        """Remove and return the first ``limit`` of what is ready."""
+        """Remove and return up to ``limit`` of ``ready``."""
         taken = self.ready[:limit]
         del self.ready[:limit], self.starts[:limit]
         return taken
 
     def place_plain(self, name: bytes, size: int, start: int) -> str | None:
-        """Do as ``place``, faster where a name is like those before it.
+        """Like ``place``, but faster where a name is like the previous ones.
 
         Args:
-            name: As it stands in a header, with the zeros after it.
+            name: As in a header, padded with zeros.
             size: As for ``place``.
             start: As for ``place``.
         """
@@ -84,7 +85,7 @@ class Groups:
         return field
 
     def _place_new(self, name: bytes, size: int, start: int) -> str | None:
-        """Place a member whose name has an ending that is not known."""
+        """Place a member whose name has an unknown ending."""
         stem, dot, ending = name.partition(b".")
         if dot and b"\0" not in stem and b"/" not in ending:
             if len(self._endings) >= _ENDINGS:
@@ -93,18 +94,18 @@ class Groups:
         return self.place(read_text(name), size, start)
 
     def place(self, name: str, size: int, start: int) -> str | None:
-        """Find the sample of a member, and end the one before if it is another.
+        """Find the sample of a member, and end the previous one if it differs.
 
         Args:
             name: Path of the member.
-            size: Of its body, in bytes.
-            start: Where its first header begins.
+            size: Size of its body, in bytes.
+            start: Where its first header starts.
 
         Returns:
-            The field in ``fields`` for the body; None if that is not wanted.
+            The field in ``fields`` for the body; None to skip the body.
         """
         key, dot, field = name.partition(".")
-        if "/" in field:  # it was the dot of a folder
+        if "/" in field:  # the dot is in a folder name
             folder, _, base = name.rpartition("/")
             stem, dot, field = base.partition(".")
             key = f"{folder}/{stem}"
@@ -120,7 +121,7 @@ class Groups:
         return field
 
     def _begin(self, key: str, start: int) -> None:
-        """Begin another sample."""
+        """Start the next sample."""
         if self.key is not None:
             self.ready.append(self._bad or self.fields)
             self.starts.append(self.start)
@@ -129,7 +130,7 @@ class Groups:
         self.fields = {"__key__": key, "__url__": self._url}
 
     def _refuse(self, name: str, size: int, field: str) -> None:
-        """Spoil the sample by a member, unless it is spoiled already."""
+        """Fail the sample because of a member, unless it has failed already."""
         if field in self.fields:
             self.spoil(name, f"is the second one for the field {field!r}")
         else:
@@ -140,29 +141,29 @@ class Groups:
             )
 
     def spoil(self, name: str, what: str) -> None:
-        """Let an error stand for the sample; the rest of it is not wanted."""
+        """Replace the sample with an error, and skip the rest of it."""
         if self._bad is None:
-            text = f"{self._url!r}: sample {self.key!r} from byte {self.start:,} on "
+            text = f"{self._url!r}: sample {self.key!r} at byte {self.start:,} "
             text += f"cannot be read: its member {name!r} {what}"
             self._bad = Bad(DatasetError(text, location=self._url))
             self.fields = {}
 
     def flush(self) -> None:
-        """End the sample that is gathered."""
+        """End the current sample."""
         if self.key is not None:
             self._begin("", 0)
             self.key = None
 
     def loss(self) -> str:
-        """Tell for a message which sample is lost if nothing follows."""
+        """Return the part of a message that names the sample lost with the rest."""
         if self.key is None or self._bad is not None:
             return ""
-        return f"; sample {self.key!r} from byte {self.start:,} on is lost"
+        return f"; sample {self.key!r} at byte {self.start:,} is lost"
 
     def give_up(self, error: DatasetError, at: int) -> None:
-        """Let ``error`` stand for the rest, and for the sample that is gathered.
+        """Replace the rest of the archive, and the current sample, with ``error``.
 
-        A sample that is spoiled already keeps its own error.
+        A sample that has already failed keeps its own error.
         """
         if self._bad is not None:
             self.flush()
@@ -172,15 +173,15 @@ class Groups:
         self.fields = {}
 
 
-# How many endings of names are known at once, at most.
+# Most endings of names that are cached.
 _ENDINGS = 64
-# The last character of a key whose base name is empty: that of a hidden file. Of those
-# in folders WebDataset makes samples named "folder/", which nobody asked for.
+# The last character of a key whose base name is empty: that of a hidden file. Of
+# those in folders WebDataset makes samples named "folder/", which nobody wants.
 _NO_STEM = frozenset({"", "/"})
 _SLASH, _LOW_LINE = ord("/"), ord("_")
 
 
 def _is_metadata(name: str) -> bool:
-    """Tell whether the first part of a path is like ``__meta__``."""
+    """Return whether the first part of a path is like ``__meta__``."""
     top = name.partition("/")[0]
     return len(top) >= 4 and top.startswith("__") and top.endswith("__")

@@ -1,8 +1,8 @@
-"""What stands in the headers of a tar archive: v7, ustar, GNU, PAX.
+"""Parsing the headers of a tar archive: v7, ustar, GNU, PAX.
 
-Pure functions on whole blocks of 512 bytes, each in constant time and memory but for
-PAX records, which take what their length says. Damage is a ``DamageError`` without a
-place; the parser says where.
+Pure functions on whole blocks of 512 bytes, each in constant time and memory except PAX
+records, which take as much as their length. Damage is a ``DamageError`` without a
+position; the parser adds it.
 """
 
 from collections.abc import Iterator
@@ -20,26 +20,26 @@ EXTENDED_BYTES = 1 << 20  # a longer name or PAX header is damage, or an attack
 PAX = ord("x")
 SPARSE = ord("S")
 REGULAR = b"0\x007S"
-EXTENDED = b"LKxXg"  # X is what Solaris has for x
+EXTENDED = b"LKxXg"  # X is Solaris' x
 _PLAIN = b"0\0"
-_BODILESS = b"123456"  # links, devices, directories, fifos: whatever size they tell
+_BODILESS = b"123456"  # links, devices, directories, fifos: whatever their size field
 
 # Name, size, checksum, and the rest from the typeflag on.
 FIELDS = Struct("100s24x12s12x8s356s")
-_TAIL = 156  # where what most members have in common begins, with the typeflag
+_TAIL = 156  # start of the part that most members share, with the typeflag
 
 
 class DamageError(Exception):
-    """Say what is wrong with a header."""
+    """A header is damaged."""
 
 
 def sum_plain(block: bytes) -> int | None:
-    """Return what the bytes from the typeflag on add to the checksum of a member.
+    """Return the share of the bytes from the typeflag on in a member's checksum.
 
-    It is the same for members of the same sort and owner, and found once for all.
+    It is equal for members of the same type and owner, so it is computed once.
 
     Returns:
-        The sum; None if the header is not of the sort that ``read_plain`` reads.
+        The sum; None if ``read_plain`` cannot read such a header.
     """
     if block[_TAIL] not in _PLAIN or block[345]:
         return None
@@ -47,15 +47,15 @@ def sum_plain(block: bytes) -> int | None:
 
 
 def read_plain(head: Buffer, fields: tuple[bytes, ...], tail_sum: int) -> int:
-    """Return the size, -1 if the checksum or another field is not plain.
+    """Return the size; -1 if the checksum or another field is not plain.
 
     The low half of an Adler sum is 1 and the sum of the bytes, modulo 65521, which 148
     bytes do not reach: exact, and much faster than ``sum``.
 
     Args:
         head: The first 148 bytes of a header.
-        fields: What ``FIELDS`` unpacks of it.
-        tail_sum: What ``sum_plain`` says of it, or of one with the same tail.
+        fields: The fields of ``head``, unpacked by ``FIELDS``.
+        tail_sum: Result of ``sum_plain`` for it, or for a header with the same tail.
     """
     try:
         checksum = int(fields[2].rstrip(b"\0 "), 8)
@@ -68,13 +68,13 @@ def read_plain(head: Buffer, fields: tuple[bytes, ...], tail_sum: int) -> int:
 
 
 def is_sound(block: bytes) -> bool:
-    """Verify a checksum, of unsigned bytes or, as old writers have it, signed ones."""
+    """Verify a checksum, of unsigned bytes or, as from old writers, signed ones."""
     try:
         checksum = _read_number(block[148:156])
     except DamageError:
         return False
     rest = block[:148] + b" " * 8 + block[156:]
-    # In halves, for 256 bytes do not reach the modulus either.
+    # In halves, because 256 bytes do not reach the modulus either.
     found = (adler32(rest[:256]) & 0xFFFF) + (adler32(rest[256:]) & 0xFFFF) - 2
     if found == checksum:
         return True
@@ -83,9 +83,9 @@ def is_sound(block: bytes) -> bool:
 
 @lru_cache(maxsize=16)
 def size_of_pax(block: bytes) -> int | None:
-    """Return the size of the records after a PAX header, None if it is not sound.
+    """Return the size of the records after a PAX header; None if it is invalid.
 
-    Some writers put the very same header before each member.
+    Some writers put the same header before each member.
     """
     try:
         return read_extended_size(block) if is_sound(block) else None
@@ -97,7 +97,7 @@ def read_extended_size(block: bytes) -> int:
     """Return the size of a long name or of PAX records.
 
     Raises:
-        DamageError: If it is no number, or over 1 MiB.
+        DamageError: If it is not a number, or over 1 MiB.
     """
     size = _read_number(block[124:136])
     if size > EXTENDED_BYTES:
@@ -110,10 +110,10 @@ def read_member(block: bytes, extras: dict[str, bytes]) -> tuple[str, int]:
 
     Args:
         block: The header of a member.
-        extras: What ``read_pax`` and long names say of it.
+        extras: Values from ``read_pax`` and long names.
 
     Raises:
-        DamageError: If the size is no number.
+        DamageError: If the size is not a number.
     """
     path = extras.get("path")
     name = _read_name(block) if not path else read_text(path)
@@ -121,7 +121,7 @@ def read_member(block: bytes, extras: dict[str, bytes]) -> tuple[str, int]:
 
 
 def read_text(field: bytes) -> str:
-    """Return text up to a zero; what is not UTF-8 in it can be encoded back."""
+    """Return text up to a zero; bytes that are not UTF-8 can be encoded back."""
     return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
 
 
@@ -146,7 +146,7 @@ def _read_number(field: bytes) -> int:
     try:
         if field[0] & 0x80:
             number = int.from_bytes(field, signed=True)
-            # Of the two top bits the first marks the base, the second is the sign.
+            # The first of the top two bits marks the base, the second is the sign.
             number += 0 if field[0] & 0x40 else 1 << (8 * len(field) - 1)
         else:
             number = int(field.partition(b"\0")[0].strip() or b"0", 8)
@@ -158,16 +158,16 @@ def _read_number(field: bytes) -> int:
 
 
 def is_silent(records: bytes) -> bool:
-    """Tell whether PAX records say nothing that matters, at a glance."""
+    """Return whether PAX records are irrelevant, by a quick search."""
     has_any = b"path=" in records or b"size=" in records or b"GNU.sparse." in records
     return not has_any
 
 
 def read_pax(records: bytes) -> dict[str, bytes]:
-    """Return what matters here of PAX records: path, size, whether it is sparse.
+    """Return the relevant PAX records: path, size, whether the member is sparse.
 
     Raises:
-        DamageError: If a record that may matter is broken.
+        DamageError: If a record that may be relevant is broken.
     """
     if is_silent(records):
         return {}

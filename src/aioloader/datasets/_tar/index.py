@@ -1,8 +1,8 @@
-"""Where the samples of a tar archive begin: ``shard.tar.idx``, beside the archive.
+"""Where the samples of a tar archive start: ``shard.tar.idx``, next to the archive.
 
-Little-endian 64-bit numbers, one for each sample, and at last one for the end of the
-last member: as NVIDIA's Megatron-Energon and NeMo write and read it. By it an archive
-is cut between samples where there are fewer shards than readers.
+Little-endian 64-bit numbers, one per sample, then one for the end of the last member:
+the format of NVIDIA's Megatron-Energon and NeMo. With it an archive can be cut between
+samples when there are fewer shards than readers.
 """
 
 import array
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from aioloader._order.blocks import Bad
 from aioloader.datasets._cuts import CannotCutError, nearest, read_whole
-from aioloader.datasets._stores.addresses import Address, beside
+from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._tar.walk import TarParser
 from aioloader.errors import DatasetError, ObjectNotFoundError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     StrPath = str | os.PathLike[str]
 
 _PIECE = 1 << 20
-# What may follow the last member: zeros to the end of a record.
+# Allowed after the last member: zeros to the end of a record.
 _RECORD_BYTES = 1 << 16
 _NO_SIZE = 1 << 62
 
@@ -33,11 +33,11 @@ def _index_of(path: str) -> str:
 
 
 def write_index(path: "StrPath", index: "StrPath | None" = None) -> int:
-    """Write the index of a tar archive on disk; whole or not at all.
+    """Write the index of a tar archive on disk, completely or not at all.
 
     Args:
-        path: The archive, not packed.
-        index: The file to write; default: ``path`` and ``.idx``.
+        path: The archive, not compressed.
+        index: The file to write; default: ``path`` plus ``.idx``.
 
     Returns:
         The number of samples.
@@ -61,7 +61,7 @@ def write_index(path: "StrPath", index: "StrPath | None" = None) -> int:
 
 
 def _offsets(path: str) -> Sequence[int]:
-    """Return where the samples of an archive begin, and where the last one ends."""
+    """Return where the samples of an archive start, and where the last one ends."""
     parser = TarParser(path, max_sample_bytes=_NO_SIZE)
     starts: list[int] = []
     with Path(path).open("rb", buffering=0) as file:
@@ -83,13 +83,13 @@ def _offsets(path: str) -> Sequence[int]:
 async def at_samples(
     places: Places, address: Address, size: int, count: int
 ) -> Sequence[int]:
-    """Return where samples begin, as ``Cuts`` says: by the index of the archive."""
-    name = beside(address, _index_of)
+    """Return where samples start, as ``Cuts`` does: from the archive's index."""
+    name = sibling(address, _index_of)
     try:
         data = await read_whole(places.open(name, 0, _PIECE))
     except ObjectNotFoundError:
         raise CannotCutError(
-            f"has no index, {places.label(name)!r}: write it by `aioloader index`"
+            f"has no index, {places.label(name)!r}: write it with `aioloader index`"
         ) from None
     starts = array.array("Q", data[: len(data) & ~7])
     if sys.byteorder != "little":

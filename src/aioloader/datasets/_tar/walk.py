@@ -1,8 +1,8 @@
-"""The walk through a tar archive: bytes in any pieces to samples, without I/O.
+"""Parses a tar archive: bytes in any pieces to samples, without I/O.
 
-Samples come in the order of the archive. Of a piece only what is unfinished outlives
-the next ``feed``: one sample, one header. Members that lie whole in a piece and have a
-plain header go a short way (``_run``), all others step by step.
+Samples come in the order of the archive. After the next ``feed``, only unfinished data
+of a piece is kept: one sample, one header. Members with a plain header that lie whole
+in a piece take a fast path (``_run``), all others are read step by step.
 """
 
 import sys
@@ -37,25 +37,25 @@ _Handler: TypeAlias = Callable[["TarParser", bytes], None]
 
 
 class TarParser:
-    """Make samples of the bytes of one tar archive.
+    """Makes samples from the bytes of one tar archive.
 
     A sample is a dict: ``__key__`` (path up to the first dot of the base name),
     ``__url__``, and the bytes of each member under the rest of its name, in lower case.
-    What is no regular file, has a leading or no dot in its base name, or lies in a top
-    folder like ``__meta__``, is passed over. Damage ends the archive; it is not seen in
-    bodies, long names and PAX headers, which have no checksum, nor is a cut between two
-    members, for some writers leave out the zeros at the end.
+    Members that are no regular file, whose base name has a leading dot or none, or that
+    are in a top folder like ``__meta__``, are skipped. Damage ends the archive; it is
+    not detected in bodies, long names and PAX headers, which have no checksum. Nor is a
+    cut between two members, because some writers leave out the zeros at the end.
 
     Args:
         url: Name of the shard, for samples and errors; without credentials.
-        max_sample_bytes: What the members of one sample may have together. A member
-            takes twice its size while it is put together from pieces.
-        offset: An ``offset`` of another parser of the archive, where the bytes to come
-            begin. Global PAX headers before it are forgotten.
+        max_sample_bytes: Largest total size of one sample's members. A member takes
+            twice its size while it is assembled from pieces.
+        offset: An ``offset`` of another parser of the archive, where the fed bytes
+            start. Global PAX headers before it are not applied.
 
     Attributes:
-        offset: Where the first header of what ``take`` returns next begins; in the end
-            where the zeros begin, or the damage.
+        offset: Where the first header of the next sample from ``take`` starts; at the
+            end where the zeros start, or the damage.
         is_over: Nothing more will come: the archive has ended, or is damaged.
     """
 
@@ -66,32 +66,32 @@ class TarParser:
         self.is_over = False
         self._url = url
         self._groups = Groups(url, max_sample_bytes)
-        # The piece, its place in the archive, the place in it, and what came before.
+        # The piece, its offset in the archive, the position in it, and kept bytes.
         self._view = memoryview(b"")
         self._base, self._pos = offset, 0
         self._parts: list[bytes] = []
         self._have = 0
         self._is_ended = self._is_stopped = False
-        # How many bytes are read now, and what for.
+        # How many bytes are read next, and by which method.
         self._need = BLOCK_BYTES
         self._then: _Handler = TarParser._on_header
         # The header read next, the first one of its member, and the member before.
         self._at = self._from = offset
         self._name = ""
-        # The end of the last plain header, and its sum.
+        # The tail of the last plain header, and its sum.
         self._tail, self._tail_sum = b"", 0
-        # What the headers of the next member, and global ones, say of it.
+        # Values from extended headers for the next member, and from global ones.
         self._extras: dict[str, bytes] = {}
         self._globals: dict[str, bytes] = {}
-        # The body of the last header: whose, where, how long, for which field.
+        # The body of the last header: its member, position, length and field.
         self._owner, self._begin, self._size, self._field = "", offset, 0, ""
 
     def feed(self, piece: Buffer) -> None:
-        """Add bytes; what was not taken of the last piece becomes samples first.
+        """Add bytes; bytes left of the last piece are read first.
 
         Args:
-            piece: Stays valid, and as it is, until ``take`` returns fewer samples than
-                it was asked for.
+            piece: Stays valid and unchanged until ``take`` returns fewer samples than
+                requested.
         """
         self._walk(sys.maxsize)
         if self._is_stopped:
@@ -99,18 +99,18 @@ class TarParser:
         self._view = memoryview(piece).cast("B")
 
     def end(self) -> None:
-        """Learn that there are no more bytes."""
+        """Note that there are no more bytes."""
         self._is_ended = True
 
     def take(self, limit: int) -> list[Any]:
         """Return the next samples.
 
         Args:
-            limit: How many at most, from 1 on.
+            limit: Most samples to return, at least 1.
 
         Returns:
             Dicts; a ``Bad`` for a sample that is too large, or has a sparse member or a
-            field twice, and for damage. Fewer than ``limit`` only if more bytes are
+            duplicate field, and for damage. Fewer than ``limit`` only if more bytes are
             needed, or nothing more will come.
         """
         self._walk(limit)
@@ -124,7 +124,7 @@ class TarParser:
         return taken
 
     def _walk(self, limit: int) -> None:
-        """Go on until ``limit`` samples are ready, or more bytes are needed."""
+        """Parse until ``limit`` samples are ready, or more bytes are needed."""
         while not self._is_stopped:
             is_plain = not (self._have or self._extras or self._globals)
             if is_plain and self._then is TarParser._on_header:
@@ -150,9 +150,9 @@ class TarParser:
         self._view = memoryview(b"")
 
     def _run(self, limit: int) -> None:
-        """Read members that lie whole in the piece and have a plain header.
+        """Read members that are whole in the piece and have a plain header.
 
-        The first that is otherwise is left to ``_step``, its header unread.
+        The first other member is left to ``_step``, with its header unread.
         """
         view, pos, start, base = self._view, self._pos, self._from, self._base
         groups, ready, length = self._groups, self._groups.ready, len(view)
@@ -186,7 +186,7 @@ class TarParser:
             self._from = start
 
     def _pass_pax(self, block: bytes, body: int) -> int:
-        """Return where a PAX header ends; 0 if it matters, or ends elsewhere."""
+        """Return where a PAX header ends; 0 if it is relevant, or not whole here."""
         size = size_of_pax(block)
         if size is None:
             return 0
@@ -196,7 +196,7 @@ class TarParser:
         return following
 
     def _learn(self, block: bytes) -> bool:
-        """Keep the tail of a plain header; tell whether it is one."""
+        """Keep the tail of a header if it is plain; return whether it is."""
         tail_sum = sum_plain(block)
         if tail_sum is None:
             return False
@@ -204,7 +204,7 @@ class TarParser:
         return True
 
     def _step(self) -> bool:
-        """Read one header or body; tell whether the bytes sufficed."""
+        """Read one header or body; return whether the bytes sufficed."""
         stop = self._pos + self._need - self._have
         if stop > len(self._view):
             return False
@@ -220,14 +220,14 @@ class TarParser:
         return True
 
     def _expect_header(self, *, is_same_member: bool = False) -> None:
-        """Read a header next, of the member that the last one announced, or another."""
+        """Expect a header next, of the announced member or of another."""
         self._need, self._then = BLOCK_BYTES, TarParser._on_header
         self._at = self._base + self._pos
         if not is_same_member:
             self._from = self._at
 
     def _announce(self, owner: str, size: int) -> None:
-        """Note whose body begins here."""
+        """Note which member's body starts here."""
         self._owner, self._begin, self._size = owner, self._base + self._pos, size
 
     def _on_header(self, block: bytes) -> None:
@@ -237,7 +237,7 @@ class TarParser:
             self._then = TarParser._on_second_zeros
             return
         if not is_sound(block):
-            hint = "" if self._name else "; is it a tar archive, and not packed?"
+            hint = "" if self._name else "; is it a tar archive, and not compressed?"
             raise DamageError(f"no header, or one with a wrong checksum{hint}")
         if block[156] in EXTENDED:
             size = read_extended_size(block)
@@ -265,7 +265,7 @@ class TarParser:
 
     def _on_global(self, data: bytes) -> None:
         self._globals.update(read_pax(data))
-        # Unlike the others it may stand alone, after the last member.
+        # Unlike the others it may be alone, after the last member.
         self._end_extended(is_of_member=self._from != self._at)
 
     def _end_extended(self, *, is_of_member: bool = True) -> None:
@@ -273,7 +273,7 @@ class TarParser:
         self._expect_header(is_same_member=is_of_member)
 
     def _begin_member(self, block: bytes) -> None:
-        """Read the header of a member, and settle what becomes of its body."""
+        """Read the header of a member, and decide how to treat its body."""
         extras = {**self._globals, **self._extras}
         name, size = read_member(block, extras)
         self._extras, self._name = {}, name
@@ -292,7 +292,7 @@ class TarParser:
             self._field, self._need, self._then = field, size, TarParser._on_body
 
     def _on_sparse_map(self, block: bytes) -> None:
-        """Read one more block of a sparse member's map, which its size leaves out."""
+        """Read one more block of a sparse member's map, which its size excludes."""
         self._announce(self._owner, self._size)
         if not block[504]:
             self._pass_over()
@@ -312,13 +312,13 @@ class TarParser:
         self._view, self._parts = memoryview(b""), []
 
     def _break(self, reason: str) -> None:
-        """Give up the rest of the archive, for damage at the header read last."""
+        """Give up the rest of the archive because of damage at the last header."""
         after = f"after member {self._name!r}" if self._name else "the first one read"
         text = f"{self._url!r} is damaged at byte {self._at:,}, {after}: {reason}"
         self._give_up(DatasetError(text + self._groups.loss(), location=self._url))
 
     def _finish(self) -> None:
-        """Judge whether the archive may end where the bytes do."""
+        """Check that the archive may end where the bytes do."""
         total = self._base + len(self._view)
         received, padded = total - self._begin, self._size + (-self._size & 511)
         if received < padded:
@@ -334,10 +334,10 @@ class TarParser:
         self._stop()
 
     def _cut_short(self, what: str, begin: int, expected: int, received: int) -> None:
-        """Give up for an end amid something."""
+        """Give up because the bytes end within an item."""
         error = TruncatedReadError(
-            f"{self._url!r} ends amid {what}: {received:,} of {expected:,} bytes from "
-            f"byte {begin:,} on{self._groups.loss()}",
+            f"{self._url!r} ends within {what}: {received:,} of {expected:,} bytes at "
+            f"byte {begin:,}{self._groups.loss()}",
             location=self._url,
             expected=expected,
             received=received,

@@ -1,1 +1,1 @@
-"""Where shards are written to, and what they are made of."""
+"""Writing shards: their contents, and where they are stored."""

@@ -1,6 +1,6 @@
-"""What a shard is made of: samples to the bytes of a tar or Parquet file.
+"""The contents of a shard: samples to the bytes of a tar or Parquet file.
 
-A body holds what was not taken yet: some megabytes, and of tables a row group.
+A body holds bytes not yet taken: some megabytes, and for tables a row group.
 """
 
 import array
@@ -15,7 +15,7 @@ import torch
 from aioloader.datasets._decode.fields import encode, is_buffer, is_light
 from aioloader.datasets._tar.groups import Groups
 
-# A few of these are worth a hop to a thread.
+# A few of these are worth a call in a thread.
 _DUE_BYTES = 4 << 20
 _BLOCK = 512
 _ENDLESS = 1 << 62
@@ -23,40 +23,40 @@ _NUMBER_BYTES = 8
 
 
 class Body(Protocol):
-    """One shard that is being made.
+    """One shard being made.
 
     Attributes:
-        size: Bytes so far; of rows that are not written yet, an estimate.
+        size: Bytes so far; an estimate for rows that are not yet written.
     """
 
     size: int
 
     def is_light(self, sample: Mapping[str, Any]) -> bool:
-        """Tell whether ``encode`` takes next to no time."""
+        """Return whether ``encode`` is quick."""
 
     def encode(self, sample: Mapping[str, Any], number: int) -> Any:
-        """Return what ``append`` needs of a sample.
+        """Return the form of a sample that ``append`` takes.
 
         Raises:
-            TypeError: If the sample, or a value, is of no fitting type.
-            ValueError: If it would not come back as it is.
+            TypeError: If the sample, or a value, has an unsuitable type.
+            ValueError: If it could not be read back unchanged.
         """
 
     def append(self, encoded: Any) -> None:
         """Add a sample."""
 
     def is_due(self) -> bool:
-        """Tell whether it is time to take bytes."""
+        """Return whether it is time to take bytes."""
 
     def take(self, *, is_end: bool = False) -> bytes:
-        """Return the bytes that are ready; in a thread."""
+        """Return the bytes that are ready; runs in a thread."""
 
     def index(self) -> bytes | None:
-        """Return what tells readers where samples begin, if that lies beside."""
+        """Return the index of the samples, if it is a separate file."""
 
 
 class TarBody:
-    """A tar archive in which readers find the samples, as WebDataset groups them."""
+    """A tar archive whose members readers group into samples like WebDataset."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -66,7 +66,7 @@ class TarBody:
         self._key = ""
 
     def is_light(self, sample: Mapping[str, Any]) -> bool:
-        """Tell whether all members are bytes, text or numbers."""
+        """Return whether all members are bytes, text or numbers."""
         return all(map(is_light, sample.values()))
 
     def encode(self, sample: Mapping[str, Any], number: int) -> tuple[str, bytes]:
@@ -74,13 +74,13 @@ class TarBody:
         key = sample.get("__key__", f"{number:09d}")
         if key == self._key:
             raise ValueError(
-                f"sample {number:,} has the key {key!r}, as the one before: readers "
+                f"sample {number:,} has the key {key!r}, like the one before: readers "
                 f"would take both for one sample"
             )
         members = {n.lower(): v for n, v in sample.items() if not n.startswith("__")}
         count = sum(not name.startswith("__") for name in sample)
         if not members or len(members) < count:
-            what = "no members" if not members else "two members of one name"
+            what = "no members" if not members else "two members of the same name"
             raise ValueError(f"sample {key!r} has {what}: {', '.join(sample)}")
         parts = []
         for name, value in members.items():
@@ -101,11 +101,11 @@ class TarBody:
         self._ready += len(data)
 
     def is_due(self) -> bool:
-        """Tell whether some megabytes are ready."""
+        """Return whether some megabytes are ready."""
         return self._ready >= _DUE_BYTES
 
     def take(self, *, is_end: bool = False) -> bytes:
-        """Return what is ready; in the end two blocks of zeros too."""
+        """Return the bytes that are ready; at the end also two blocks of zeros."""
         parts, self._parts, self._ready = self._parts, [], 0
         if is_end:
             self._starts.append(self.size)
@@ -114,9 +114,9 @@ class TarBody:
         return b"".join(parts)
 
     def index(self) -> bytes:
-        """Return where samples begin, and where the last one ends, as ``_tar.index``.
+        """Return the samples' starts and the last one's end, as in ``_tar.index``.
 
-        Once it is at its end.
+        Only after the end.
         """
         starts = self._starts[:]
         if sys.byteorder != "little":
@@ -149,12 +149,12 @@ class ParquetBody:
     """A Parquet file, a row group at a time.
 
     Args:
-        schema: Of the rows, as pyarrow has it; None: that of the first row group.
-        compression: As for pyarrow.
-        row_group_bytes: Rows of about so many bytes are written at once.
+        schema: The rows' schema in pyarrow; None: that of the first row group.
+        compression: As in pyarrow.
+        row_group_bytes: Approximate size of a row group.
 
     Attributes:
-        schema: The schema, once it is known.
+        schema: The schema, once known.
     """
 
     def __init__(self, schema: Any, compression: str, row_group_bytes: int) -> None:
@@ -168,7 +168,7 @@ class ParquetBody:
         self._writer: Any = None
 
     def is_light(self, sample: Mapping[str, Any]) -> bool:  # noqa: ARG002  (they all are)
-        """Say yes: rows become columns in ``take``."""
+        """Return True: rows become columns in ``take``."""
         return True
 
     def encode(self, sample: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -192,11 +192,11 @@ class ParquetBody:
         self.size += size
 
     def is_due(self) -> bool:
-        """Tell whether there is a row group."""
+        """Return whether a row group is ready."""
         return self._pending >= self._group_bytes
 
     def take(self, *, is_end: bool = False) -> bytes:
-        """Write the rows as a row group; in the end the footer too."""
+        """Write the rows as a row group; at the end the footer too."""
         if self._rows:
             self._write()
         if is_end:
@@ -205,7 +205,7 @@ class ParquetBody:
         return self._output.taken()
 
     def index(self) -> None:
-        """Return nothing: row groups are in the footer."""
+        """Return None: row groups are in the footer."""
 
     def _write(self) -> None:
         import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
@@ -236,7 +236,7 @@ class ParquetBody:
 
 
 def _column(pa: Any, values: list[Any], name: str, kind: Any) -> Any:
-    # pyarrow takes arrays of one dimension only.
+    # pyarrow takes only arrays of one dimension.
     values = [
         value.tolist() if isinstance(value, np.ndarray) and value.ndim != 1 else value
         for value in values
@@ -252,7 +252,7 @@ def _column(pa: Any, values: list[Any], name: str, kind: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """Return a value that its owner does not change until the row group is written."""
+    """Return a copy that the caller cannot change before the row group is written."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().numpy().copy()
     if isinstance(value, (np.ndarray, list, dict)):
@@ -261,7 +261,7 @@ def _copied(value: Any) -> Any:
 
 
 def _bytes_of(value: Any) -> int:
-    """Return about how many bytes a value has."""
+    """Return the approximate size of a value in bytes."""
     if isinstance(value, (bytes, str)):
         return len(value)
     if isinstance(value, np.ndarray):
@@ -274,7 +274,7 @@ def _bytes_of(value: Any) -> int:
 
 
 class _Output:
-    """What pyarrow writes to: bytes that wait to be taken."""
+    """An output file for pyarrow; keeps bytes until they are taken."""
 
     closed = False
 
@@ -299,6 +299,6 @@ class _Output:
         """Do nothing."""
 
     def taken(self) -> bytes:
-        """Return what was written since the last time."""
+        """Return the bytes written since the last call."""
         parts, self._parts = self._parts, []
         return b"".join(parts)

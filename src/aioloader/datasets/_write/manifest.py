@@ -1,7 +1,7 @@
-"""What a writer has finished: a small JSON file beside the shards.
+"""The list of shards that a writer has finished: a small JSON file next to the shards.
 
-It names a shard before readers see that one. So after a crash only the last one may be
-missing, and then is written anew; no shard is written twice, and none is unknown.
+It names a shard before readers see the shard. So after a crash only the last one may be
+missing, and is written again; no shard is written twice, and none is unknown.
 """
 
 import json
@@ -21,7 +21,7 @@ class Entry:
 
     Attributes:
         file: Its name.
-        samples: How many it has.
+        samples: Number of samples.
         bytes: Its size.
     """
 
@@ -35,10 +35,10 @@ class Manifest:
     """The finished shards of one name.
 
     Attributes:
-        name: What their names begin with.
-        ending: What they end with, as in ``"tar"``.
-        metadata: What the samples are made of, as the user says.
-        schema: Of tables: their schema, as text.
+        name: Prefix of the shards' names.
+        ending: Their ending, as in ``"tar"``.
+        metadata: The user's description of the samples' origin.
+        schema: The schema of tables, as text.
         shards: The shards, in their order.
     """
 
@@ -50,12 +50,12 @@ class Manifest:
 
     @property
     def file(self) -> str:
-        """Its own name."""
+        """Name of the manifest file."""
         return f"{self.name}-shards.json"
 
     @property
     def num_samples(self) -> int:
-        """How many samples there are in all shards."""
+        """Number of samples in all shards."""
         return sum(entry.samples for entry in self.shards)
 
     def shard(self, number: int) -> str:
@@ -81,22 +81,22 @@ class Manifest:
     def resumed(
         self, text: bytes | None, there: Mapping[str, int], label: str
     ) -> "Manifest":
-        """Return what an earlier writer has finished.
+        """Return the manifest of an earlier writer.
 
         Args:
-            text: What is in the file of that name, if it is there.
-            there: Names and sizes of all that is beside it.
-            label: Where that is, for errors.
+            text: Contents of the manifest file, if it exists.
+            there: Names and sizes of all files in the folder.
+            label: The folder, for errors.
 
         Raises:
-            StateMismatchError: If there are other shards than those it names, or if
-                they were made otherwise.
+            StateMismatchError: If there are shards that it does not name, or they were
+                made with other settings.
         """
         where = f"{label!r} ({self.file})"
         found = self if text is None else self._loaded(text, where)
         shards = list(found.shards)
         if shards and shards[-1].file not in there:
-            shards.pop()  # begun, not finished
+            shards.pop()  # started, not finished
         for entry in shards:
             if there.get(entry.file) != entry.bytes:
                 size = there.get(entry.file)
@@ -128,7 +128,7 @@ class Manifest:
             found = content["format"], content["metadata"], content["schema"]
         except (ValueError, TypeError, KeyError) as exc:
             raise StateMismatchError(
-                f"{where} is no list of shards that a writer made: {exc!r}; write to "
+                f"{where} is not a writer's list of shards: {exc!r}; write to "
                 f"another place, or under another name"
             ) from exc
         if version != _VERSION:

@@ -1,10 +1,9 @@
-"""Where shards are written: a directory or a store, where readers see whole ones only.
+"""Destinations of shards: a directory or a store; readers see only whole shards.
 
-A file is written under a hidden name of its own, synchronised and renamed. An object is
-uploaded in parts, and is there once the upload is completed; what a killed process
-leaves are parts, which nobody sees, and which a rule of the bucket should remove after
-some days.
-Memory holds the parts in flight.
+A file is written under a unique hidden name, synchronised and renamed. An object is
+uploaded in parts, and exists once the upload is completed; a killed process leaves
+parts, which nobody sees, and which a lifecycle rule of the bucket should remove after
+some days. Memory holds the parts in flight.
 """
 
 import asyncio
@@ -40,45 +39,45 @@ _DRAIN_SECONDS = 5.0
 
 
 class Upload(Protocol):
-    """One shard that is being written; unseen until it is completed."""
+    """One shard being written; invisible until it is completed."""
 
     async def write(self, data: bytes) -> None:
         """Add bytes."""
 
     async def complete(self) -> None:
-        """Let readers see it."""
+        """Make it visible to readers."""
 
     async def abort(self) -> None:
         """Remove what was written."""
 
 
 class Sink(Protocol):
-    """A folder of a disk or of a store.
+    """A folder on disk or in a store.
 
     Attributes:
-        label: What may be shown of its address.
+        label: Its address as it may be shown.
     """
 
     label: str
 
     async def open(self, name: str) -> dict[str, int]:
-        """Return the names and sizes of what is there, of which some are ``name``'s."""
+        """Return the names and sizes of existing files, including ``name``'s."""
 
     async def read(self, file: str) -> bytes | None:
         """Return a small file, or None."""
 
     async def put(self, file: str, data: bytes) -> None:
-        """Write a small file at once, over the one that is there."""
+        """Write a small file at once, replacing the existing one."""
 
     async def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
-        """Write a small file over what ``before`` is; tell whether that was there.
+        """Replace a small file if it equals ``before``; return whether it did.
 
-        Of several writers in the same moment one succeeds, where the file system has
-        locks (``flock``) or the store has conditional writes.
+        Of several concurrent writers one succeeds, where the file system has locks
+        (``flock``) or the store has conditional writes.
         """
 
     def begin(self, file: str) -> Upload:
-        """Begin to write a shard."""
+        """Start writing a shard."""
 
     async def aclose(self) -> None:
         """Release connections."""
@@ -92,7 +91,7 @@ def make_sink(
     Raises:
         ImportError: If it is a store, and obstore is not installed.
         TypeError: If it is none of these.
-        ValueError: If a URL is not of a known kind, or takes no such options.
+        ValueError: If a URL is of an unknown kind, or rejects the options.
     """
     if isinstance(destination, (str, os.PathLike)):
         address = os.fsdecode(destination)
@@ -107,7 +106,7 @@ def make_sink(
 
 
 class FolderSink:
-    """A directory, made if it is not there.
+    """A directory, created if missing.
 
     Args:
         folder: Its path.
@@ -121,12 +120,12 @@ class FolderSink:
         self._folder = Path(folder)
 
     async def open(self, name: str) -> dict[str, int]:
-        """Make the directory, and remove what a killed writer has left."""
+        """Make the directory, and remove leftovers of a killed writer."""
         return await in_thread(self._open, name)
 
     def _open(self, name: str) -> dict[str, int]:
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Not those of a writer whose name begins with this one's.
+        # Not those of a writer whose name starts with this one's.
         file = rf"{re.escape(name)}-(\d+\.\w+(\.idx)?|shards\.json)"
         left = re.compile(rf"\.{file}(\.\w+)?{re.escape(_PARTIAL)}")
         with os.scandir(self._folder) as entries:
@@ -138,16 +137,16 @@ class FolderSink:
     async def read(self, file: str) -> bytes | None:
         """Return a small file, or None."""
         with contextlib.suppress(FileNotFoundError):
-            # One that is empty was begun by ``swap``.
+            # An empty file was created by ``swap``.
             return await in_thread((self._folder / file).read_bytes) or None
         return None
 
     async def put(self, file: str, data: bytes) -> None:
-        """Write a small file, and put it in the place of the old one."""
+        """Write a small file, and replace the old one."""
         await in_thread(self.begin(file).put, data)
 
     async def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
-        """Write a small file over what ``before`` is; tell whether that was there."""
+        """Replace a small file if it equals ``before``; return whether it did."""
         return await in_thread(self._swap, self._folder / file, before, data)
 
     def _swap(self, path: Path, before: bytes | None, data: bytes) -> bool:
@@ -158,7 +157,7 @@ class FolderSink:
             return True
 
     def begin(self, file: str) -> "_FileUpload":
-        """Begin to write a shard."""
+        """Start writing a shard."""
         return _FileUpload(self._folder, file)
 
     async def aclose(self) -> None:
@@ -167,12 +166,12 @@ class FolderSink:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[BinaryIO]:
-    """Yield the file at a path, made if it is not there, which nobody else has."""
+    """Yield the file at a path, created if missing, and locked."""
     while True:
         with path.open("a+b") as file:
             _lock(file, "LOCK_EX")
             try:
-                if _is_at(file, path):  # else another one was put in its place
+                if _is_at(file, path):  # else it was replaced
                     file.seek(0)
                     yield file
                     return
@@ -182,7 +181,7 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
 
 
 def _lock(file: BinaryIO, what: str) -> None:
-    """Lock or unlock a file, where that can be done; it ends with the process."""
+    """Lock or unlock a file, where possible; a lock ends with the process."""
     try:
         import fcntl  # noqa: PLC0415  (no such module on Windows)
     except ImportError:
@@ -202,7 +201,7 @@ class _FileUpload:
 
     def __init__(self, folder: Path, file: str) -> None:
         self._folder, self._path = folder, folder / file
-        # Nobody else writes to it, nor renames it: not even another writer by mistake.
+        # A unique name, so no other writer writes to it or renames it, even by mistake.
         self._partial = folder / f".{file}.{secrets.token_hex(4)}{_PARTIAL}"
         self._file: FileIO | None = None
 
@@ -238,8 +237,8 @@ class _FileUpload:
             self._partial.replace(self._path)
         except FileNotFoundError as error:
             raise StateMismatchError(
-                f"another writer has removed {str(self._partial)!r} meanwhile; let one "
-                "write at a time, or under a name each"
+                f"another writer has removed {str(self._partial)!r} meanwhile; run one "
+                "writer at a time, or give each a different name"
             ) from error
         folder = os.open(self._folder, os.O_RDONLY)
         try:
@@ -261,13 +260,13 @@ class _FileUpload:
 
 
 class StoreSink:
-    """A store, or the folder of it that a URL names.
+    """A store, or the folder in it that a URL names.
 
     Args:
         source: The store.
 
     Attributes:
-        label: What may be shown of its address.
+        label: Its address as it may be shown.
     """
 
     def __init__(self, source: StoreSource) -> None:
@@ -275,8 +274,8 @@ class StoreSink:
         self._source = source
         self._flights: Flights | None = None
 
-    async def open(self, name: str) -> dict[str, int]:  # noqa: ARG002  (parts are unseen)
-        """Return what lies in the folder, not below it."""
+    async def open(self, name: str) -> dict[str, int]:  # noqa: ARG002  (parts are invisible)
+        """Return the objects in the folder, not those below it."""
         self._flights = Flights()
         obstore = import_obstore()
         listed = await self.request("list", "", obstore.list_with_delimiter_async)
@@ -287,12 +286,12 @@ class StoreSink:
         return (await self._version(file))[0]
 
     async def put(self, file: str, data: bytes) -> None:
-        """Write a small object, over the one that is there."""
+        """Write a small object, replacing the existing one."""
         obstore = import_obstore()
         await self.request("write", file, lambda s: obstore.put_async(s, file, data))
 
     async def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
-        """Write a small object over what ``before`` is; tell whether that was there."""
+        """Replace a small object if it equals ``before``; return whether it did."""
         obstore = import_obstore()
         assert self._flights is not None
         found, mode = await self._version(file)
@@ -315,7 +314,7 @@ class StoreSink:
         return True
 
     async def _version(self, file: str) -> tuple[bytes | None, Any]:
-        """Return a small object, and the mode of a put over that very one."""
+        """Return a small object, and the mode that replaces only this version."""
         obstore = import_obstore()
         try:
             got = await self.request("read", file, lambda s: obstore.get_async(s, file))
@@ -326,22 +325,22 @@ class StoreSink:
         return data, {name: tag for name, tag in tags.items() if tag} or "overwrite"
 
     def begin(self, file: str) -> "_ObjectUpload":
-        """Begin to upload a shard."""
+        """Start uploading a shard."""
         return _ObjectUpload(self, file)
 
     async def aclose(self) -> None:
-        """Wait for the end of requests, and drop idle connections."""
+        """Wait for requests to end, and drop idle connections."""
         if self._flights is not None:
             await self._flights.drain(_DRAIN_SECONDS)
         self._source.close()
 
     async def request(self, verb: str, file: str, make: Any) -> Any:
-        """Return what a request gives.
+        """Return the result of a request.
 
         Args:
             verb: For an error, as in ``"write"``.
-            file: What it is about.
-            make: Makes the request, of a store.
+            file: The object, for an error.
+            make: Makes the request, given a store.
 
         Raises:
             DatasetError: If the store refuses it.
@@ -355,7 +354,7 @@ class StoreSink:
 
 
 def _lacks_conditions(error: Exception) -> bool:
-    """Tell whether a store cannot write on a condition."""
+    """Return whether a store has no conditional writes."""
     is_known = isinstance(error, NotImplementedError)
     return is_known or reason_of(error).status == HTTPStatus.NOT_IMPLEMENTED
 
@@ -368,7 +367,7 @@ class _ObjectUpload:
         self._writer: Any = None
 
     async def write(self, data: bytes) -> None:
-        """Add bytes; waits while as many parts as may be are in flight."""
+        """Add bytes; waits while the most parts allowed are in flight."""
         await self._sink.request(
             "write", self._file, lambda s: self._open(s).write(data)
         )
@@ -381,11 +380,11 @@ class _ObjectUpload:
         return self._writer
 
     async def complete(self) -> None:
-        """Wait for all parts, and make one object of them."""
+        """Wait for all parts, and combine them into one object."""
         await self._sink.request("write", self._file, lambda s: self._open(s).close())
 
     async def abort(self) -> None:
-        """Make the store forget the parts; what it refuses it may keep."""
+        """Make the store discard the parts; errors of the store are ignored."""
         if self._writer is None:
             return
         error = RuntimeError("aborted")
