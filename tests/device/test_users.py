@@ -179,7 +179,7 @@ def test_an_error_of_the_transform() -> None:
     iterator.close()
 
 
-def test_only_dense_tensors_are_made_ahead() -> None:
+def test_only_dense_tensors_are_prefetched() -> None:
     """The allocator could not be told of others."""
     loader: Any = DataLoader(
         [torch.eye(3)] * 4,
@@ -187,7 +187,7 @@ def test_only_dense_tensors_are_made_ahead() -> None:
         device=DEVICE,
         device_transform=lambda batch: torch.eye(3).to_sparse().to(DEVICE),
     )
-    with pytest.raises(TypeError, match="only dense tensors can be made ahead"):
+    with pytest.raises(TypeError, match="only dense tensors can be prefetched"):
         next(iter(loader))
 
 

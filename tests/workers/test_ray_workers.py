@@ -381,5 +381,5 @@ async def test_whoever_leaves_leaves_nothing() -> None:
 
 def test_a_process_has_one_cluster() -> None:
     """Another address is refused."""
-    with pytest.raises(ValueError, match="is connected to the Ray cluster at"):
+    with pytest.raises(ValueError, match="already connected to the Ray cluster at"):
         list(make(Numbers(), workers=RayWorkers(1, address="10.0.0.1:6379")))

@@ -1,6 +1,6 @@
 """``aioloader bench``: the user's loader against torch's with the same arguments.
 
-Both iterate in turns, round after round, in this process; figures are medians, and
+Both iterate alternately, round after round, in this process; figures are medians, and
 ratios are taken within a round.
 """
 

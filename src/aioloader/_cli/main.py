@@ -46,7 +46,7 @@ It says where samples start. Tars written by `aioloader pack` have one already.
 Compressed tars (.gz, .zst) cannot have one.
 """
 _BENCH = """\
-Compare your loader with torch's, with the same dataset and arguments, in turns.
+Compare your loader with torch's, with the same dataset and arguments, alternately.
 
 MODULE:NAME is an aioloader.DataLoader, or a function without arguments that returns
 one, in a module of this directory or an installed one. It prints samples and batches

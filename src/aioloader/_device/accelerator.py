@@ -112,7 +112,7 @@ class Accelerator:
             self._set_stream(self._stream)
 
     def is_locked(self, host: torch.Tensor) -> bool:
-        """Tell whether a tensor need not be staged, whoever locked it."""
+        """Tell whether a tensor need not be staged: the user may have locked it."""
         return not self.is_async or host.is_pinned()
 
     def staging(self, like: torch.Tensor) -> torch.Tensor:

@@ -351,7 +351,7 @@ def _check_dense(tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
         raise TypeError(
             f"device_transform returned a {type(tensor).__name__} of layout "
-            f"{tensor.layout}: only dense tensors can be made ahead of the step"
+            f"{tensor.layout}: only dense tensors can be prefetched"
         )
 
 

@@ -4,7 +4,7 @@ A thread takes ready batches, starts their copies and passes them on at once; th
 consumer's stream waits for the copy on the device. A batch's host memory is held until
 its copy has ended, for at most two batches: the second is queued while the first is
 copied, so that there is no gap. The thread sleeps when nothing is requested, and when
-the device is far behind the consumer: memory in use by the device cannot be reused.
+the device is several batches late: memory in use by the device cannot be reused.
 """
 
 import contextlib

@@ -410,7 +410,6 @@ class DataLoader(Observed, TorchLoader[Batch]):
     def _iterate(self, *, is_async: bool) -> "BatchIterator[Batch]":
         """Return an iterator; worker processes start with it, as in torch."""
         from aioloader._pipeline.iterator import BatchIterator, length_check
-        from aioloader._pipeline.pipeline_iterator import PipelineIterator
 
         live = self._live
         options = self._options(settles=True)
@@ -432,7 +431,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
             start, self.__len__, check, seed, live.starting, prepared
         )
         live.open.add(iterator)
-        if isinstance(prepared, PipelineIterator):
+        if prepared is not None and prepared.pipeline is not None:
             prepared.open(fills=not is_async)
         return iterator
 

@@ -168,7 +168,7 @@ class Options:
 
     @cached_property
     def readers(self) -> int:
-        """How many readers the batches come from, in turns."""
+        """How many readers the batches come from, in turn."""
         is_replicated = self.kind is not Kind.MAP and self.reads_in_workers
         return max(1, self.num_workers) if is_replicated else 1
 

@@ -4,17 +4,14 @@ import copy
 import threading
 import weakref
 from contextlib import AsyncExitStack, ExitStack
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.data import IterDataPipe
 
-from aioloader._device.opening import Devices
-from aioloader._loader.ahead import Ahead, can_look_ahead
 from aioloader._loader.options import Options
 from aioloader._loader.sampling import draw_base_seed, seed_pipe
-from aioloader._loader.sources import Source, make_source
 from aioloader._loader.state import (
     State,
     note_first,
@@ -30,20 +27,20 @@ from aioloader._order.epoch import Epoch, EpochNumbers
 from aioloader._order.forks import fork_safe
 from aioloader._pipeline.hosts import Hosts
 from aioloader._pipeline.inline import PlainIterator
-from aioloader._pipeline.pipeline_iterator import PipelineIterator
 from aioloader._pipeline.tuner import Tuning
 from aioloader._transport.slots import SlotPool
-from aioloader._workers.lease import Pools
-from aioloader._workers.process.fork_server import warm_fork_server
-from aioloader._workers.process.pool import Tally
-from aioloader._workers.process.server_launcher import Servers
+from aioloader._workers.lease import Pools, Servers, Tally
 from aioloader.protocols import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aioloader._device.opening import Devices
+    from aioloader._loader.ahead import Ahead
+    from aioloader._loader.sources import Source
     from aioloader._order.ranks import Part
     from aioloader._pipeline.iterator import BatchIterator
+    from aioloader._pipeline.pipeline_iterator import PipelineIterator
 
 
 class Follower(Protocol):
@@ -77,7 +74,6 @@ class Runtime:
         self.hosts = Hosts(dataset)
         self.slots = SlotPool()
         self.pools = Pools()
-        self.devices = Devices()
         self.servers = Servers()
         self.tally = Tally()
         self.tuning = Tuning()
@@ -92,6 +88,13 @@ class Runtime:
         self._base_seed: int | None = None  # of workers that persist
         self._ahead: Ahead | None = None
         self._guesses_wrong = False
+
+    @cached_property
+    def devices(self) -> "Devices":
+        """The devices that batches were moved to."""
+        from aioloader._device.opening import Devices
+
+        return Devices()
 
     # -- an epoch starts ----------------------------------------------------------
 
@@ -115,7 +118,9 @@ class Runtime:
         self._latest_drawn = weakref.ref(epoch)
         return epoch
 
-    def start(self, options: Options, drawn: Epoch | None, *, is_async: bool) -> Source:
+    def start(
+        self, options: Options, drawn: Epoch | None, *, is_async: bool
+    ) -> "Source":
         """Make the source of one iteration, when its first batch is requested.
 
         Args:
@@ -128,7 +133,7 @@ class Runtime:
 
     def prepare(
         self, options: Options, drawn: Epoch | None, *, is_async: bool
-    ) -> tuple[Epoch, Source]:
+    ) -> tuple[Epoch, "Source"]:
         """Make one iteration; it takes effect with ``begin``."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self.loaded is None and ahead.claim(options):
@@ -166,7 +171,7 @@ class Runtime:
                 self.numbers.release(epoch)
             raise
 
-    def begin(self, epoch: Epoch, source: Source) -> Source:
+    def begin(self, epoch: Epoch, source: "Source") -> "Source":
         """Start a prepared iteration: its epoch is now the latest."""
         self.numbers.begin(epoch)
         self.epoch = epoch
@@ -189,14 +194,14 @@ class Runtime:
         size = None if self.options is None else self.options.batch_size
         return setting or Setting("inline", batch_size=size)
 
-    def _source(self, options: Options, epoch: Epoch, *, is_async: bool) -> Source:
+    def _source(self, options: Options, epoch: Epoch, *, is_async: bool) -> "Source":
+        # Imported late: a plain ``for`` needs none of it.
+        from aioloader._loader.ahead import can_look_ahead
+        from aioloader._loader.sources import make_source
+
         source = make_source(options, epoch, self, is_async=is_async)
         may_look = options.persistent_workers and not self._guesses_wrong
-        if (
-            may_look
-            and can_look_ahead(options)
-            and isinstance(source, PipelineIterator)
-        ):
+        if source.pipeline is not None and may_look and can_look_ahead(options):
             # A weak reference: the loader may own the source.
             source.when_exhausted = partial(_look_ahead, weakref.ref(self), options)
         return source
@@ -215,6 +220,8 @@ class Runtime:
     def warm(self, options: Options) -> None:
         """Start the fork server early, if there is one: it takes long."""
         if options.has_processes and options.start_method == "forkserver":
+            from aioloader._workers.process.fork_server import warm_fork_server
+
             warm_fork_server()
 
     def settle(self, part: "Part") -> None:
@@ -250,14 +257,16 @@ class Runtime:
             self._ahead.issue()
             return
 
-        def make() -> tuple[Epoch, PipelineIterator]:
+        def make() -> tuple[Epoch, "PipelineIterator"]:
             order, state = options.order_of(None), own_generator_state(options)
             epoch = Epoch(self._base_seed or 0, order, state)
             epoch.begin(self.numbers.reserve(epoch), readers=options.readers)
             self.numbers.release(epoch)
             source = self._source(options, epoch, is_async=False)
-            assert isinstance(source, PipelineIterator)
+            assert source.pipeline is not None
             return epoch, source
+
+        from aioloader._loader.ahead import Ahead
 
         self._ahead = Ahead(options, self.numbers, make)
 

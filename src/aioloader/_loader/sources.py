@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch.utils.data import TensorDataset
@@ -14,8 +14,6 @@ from torch.utils.data._utils import pin_memory as torch_pin
 
 from aioloader._collate.collate import collates_as_torch, default_collate
 from aioloader._collate.gather import gatherable
-from aioloader._device.mover import HostCarrier
-from aioloader._device.opening import Devices, DeviceSide
 from aioloader._loader.auto import MOST_PER_WORKER, is_chosen, tuner_of
 from aioloader._loader.options import Options
 from aioloader._observe.records import Copies, Setting
@@ -32,16 +30,16 @@ from aioloader._pipeline.roles import Pool
 from aioloader._pipeline.tuner import Tuning
 from aioloader._transport.slots import Locker, SlotPool
 from aioloader._workers.info import use_sample_rng
-from aioloader._workers.lease import Lease, Pools
-from aioloader._workers.process.pool import Tally
-from aioloader._workers.process.server_launcher import Servers
-from aioloader._workers.process.start import start_pool
+from aioloader._workers.lease import Lease, Pools, Servers, Tally
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.rng import BatchKeys, SampleKeys, seed_sample, swapped_in
 from aioloader._workers.rng_streams import seed_batch
 from aioloader._workers.threads import KeyedHere, ThreadWorkers
-from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.protocols import Kind, is_async_function
+
+if TYPE_CHECKING:
+    from aioloader._device.opening import Devices, DeviceSide
+    from aioloader._workers.worker_spec import WorkerSpec
 
 Source: TypeAlias = PlainIterator | InlineIterator | GatherIterator | PipelineIterator
 
@@ -52,10 +50,13 @@ class Resources(Protocol):
     hosts: Hosts
     slots: SlotPool
     pools: Pools
-    devices: Devices
     servers: Servers
     tally: Tally
     tuning: Tuning
+
+    @property
+    def devices(self) -> "Devices":
+        """The devices that batches were moved to."""
 
 
 def make_source(
@@ -79,7 +80,7 @@ def make_source(
     hosts = resources.hosts
     hosts.lifespan = options.lifespan
     maker = make_maker(options, epoch, resources.slots)
-    side = _device_side(options, resources.devices)
+    side = _device_side(options, resources)
     locker = resources.slots.locker = side.locker if side else None
     if options.is_inline and side is None and not is_async:
         host = hosts.lease("inline") if options.lifespan else None
@@ -223,16 +224,20 @@ def _fixed(window: Window) -> int | None:
     return None if window.samples or window.per_hop else window.batches
 
 
-def _device_side(options: Options, devices: Devices) -> DeviceSide | None:
+def _device_side(options: Options, resources: Resources) -> "DeviceSide | None":
     """Return what moves batches to the device after the pipeline, or None.
 
     Without workers, batches are pinned where they are collated, as in torch.
     """
     depth, transform = options.prefetch_device, options.device_transform
     if options.device is not None:
-        return devices.open(options.device, depth, options.device_keys, transform)
+        keys = options.device_keys
+        return resources.devices.open(options.device, depth, keys, transform)
     if transform is None and not (options.num_workers and options.pins):
         return None
+    from aioloader._device.mover import HostCarrier
+    from aioloader._device.opening import DeviceSide
+
     return DeviceSide(HostCarrier(pins=options.pins, transform=transform), None, depth)
 
 
@@ -331,6 +336,8 @@ def _pool(
         from aioloader._workers.ray.pool import lease_actors
 
         return lease_actors(resources.pools, workers, spec, keep=keep)
+    from aioloader._workers.process.start import start_pool
+
     servers, tally = resources.servers, resources.tally
     start = partial(start_pool, spec, options.start_method, servers, locker, tally)
     return Lease(resources.pools, start, reads=reads, keep=keep, pumps=True)
@@ -338,8 +345,10 @@ def _pool(
 
 def _spec(
     options: Options, epoch: Epoch, maker: BatchMaker, *, reads: bool
-) -> WorkerSpec:
+) -> "WorkerSpec":
     """Return the specification of the workers."""
+    from aioloader._workers.worker_spec import WorkerSpec
+
     transform = options.transform
     if not reads and is_async_function(transform):
         transform = None  # applied where samples are read

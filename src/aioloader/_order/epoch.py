@@ -62,7 +62,7 @@ class Progress:
 
     Args:
         bookmark: Where it started.
-        readers: How many readers the batches come from, in turns.
+        readers: How many readers the batches come from, in turn.
 
     Attributes:
         is_over: Whether every batch of the epoch was delivered.
@@ -235,7 +235,7 @@ class Epoch:
         Args:
             number: Its number.
             bookmark: Where it starts.
-            readers: How many readers the batches come from, in turns.
+            readers: How many readers the batches come from, in turn.
         """
         self.number = self.counters.epoch = number
         self.order.prepare(self.shuffled)

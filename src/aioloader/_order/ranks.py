@@ -1,6 +1,6 @@
 """Split the global order between ranks.
 
-Samples go to ranks in turns: rank r of R has the positions p of the global order with
+Samples go to ranks in turn: rank r of R has the positions p of the global order with
 p mod R == r, as with torch's ``DistributedSampler``. Global batch k is then the same
 set of samples on any number of ranks. Pure and synchronous.
 """

@@ -51,9 +51,11 @@ class LocalIterator(abc.ABC):
 
     Attributes:
         must_close: Whether something must be released when the iterator is dropped.
+        pipeline: None: batches are made by ``next``.
     """
 
     must_close = False
+    pipeline = None
 
     def __init__(self, epoch: Epoch, requests: Iterator[IndexBatch]) -> None:
         self.epoch = epoch

@@ -6,24 +6,31 @@ without a garbage collection.
 """
 
 import asyncio
+import importlib
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
-from typing import Any, Generic, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
 from typing_extensions import TypeVar
 
 from aioloader._observe.warnings import warn
+from aioloader._pipeline.cpu import in_new_thread
 from aioloader._pipeline.host import GRACE
 from aioloader._pipeline.inline import ClosedIterator, LocalIterator
-from aioloader._pipeline.pipeline import Pipeline
-from aioloader._pipeline.pipeline_iterator import PipelineIterator
 from aioloader._pipeline.waiting import require_asyncio
 
+if TYPE_CHECKING:
+    from aioloader._pipeline.pipeline import Pipeline
+    from aioloader._pipeline.pipeline_iterator import PipelineIterator
+
 Batch = TypeVar("Batch", default=Any)
-Source: TypeAlias = LocalIterator | PipelineIterator
+# Importing it takes tens of milliseconds, for which no consumer's loop is blocked.
+_ENGINE = "aioloader._pipeline.pipeline_iterator"
+Source: TypeAlias = "LocalIterator | PipelineIterator"
 _LENGTH = (  # torch's words
     "Length of IterableDataset {} was reported to be {}(when accessing "
     "len(dataloader)), but {} samples have been fetched. {}"
@@ -61,7 +68,7 @@ class BatchIterator(Generic[Batch]):
         check: Callable[[int], None] | None,
         base_seed: int | None,
         lock: AbstractContextManager[Any],
-        prepared: Source | None = None,
+        prepared: "Source | None" = None,
     ) -> None:
         self._length = length
         self._steps = _Steps(start, check, lock, prepared)
@@ -110,7 +117,7 @@ class BatchIterator(Generic[Batch]):
     def dismiss(self) -> None:
         """Start ending the iteration; ``close`` and ``aclose`` wait for it."""
         source = self._steps.end()
-        if isinstance(source, PipelineIterator):
+        if source is not None and source.pipeline is not None:
             source.dismiss()
 
     def _shutdown_workers(self) -> None:
@@ -140,7 +147,7 @@ class _Steps:
         start: Callable[[], Source],
         check: Callable[[int], None] | None,
         lock: AbstractContextManager[Any],
-        prepared: Source | None,
+        prepared: "Source | None",
     ) -> None:
         self.source: Source | None = None
         self._start: Callable[[], Source] | None = start
@@ -165,13 +172,15 @@ class _Steps:
         if loop is not self._loop:
             self._loop, self._turns = loop, asyncio.Lock()
         async with self._turns:
+            if self.source is None and _ENGINE not in sys.modules:
+                await in_new_thread(partial(importlib.import_module, _ENGINE))
             source = self.source or self.begin()
             batch = await source.next_async()
         if self._check is not None:
             self._check(source.counters.batches)
         return batch
 
-    def begin(self) -> Source:
+    def begin(self) -> "Source":
         """Return the source; the first call makes it."""
         with self._lock:
             if self.source is None:
@@ -181,7 +190,7 @@ class _Steps:
                 self._start = self._prepared = None
             return self.source
 
-    def end(self) -> Source | None:
+    def end(self) -> "Source | None":
         """Prevent a start; return the source to close, if there is one."""
         self._start = None
         return self.source or self._prepared
@@ -189,9 +198,11 @@ class _Steps:
     def abandon(self) -> None:
         """Release an iterator that was dropped, or is still open at Python's exit."""
         source = self.end()
-        if isinstance(source, PipelineIterator):
+        if source is None:
+            return
+        if source.pipeline is not None:
             _abandon(source.pipeline)
-        elif source is not None and source.must_close:
+        elif source.must_close:
             source.close()
 
 
@@ -214,7 +225,7 @@ def length_check(loader: Any) -> Callable[[int], None] | None:
     return check
 
 
-def _abandon(pipeline: Pipeline) -> None:
+def _abandon(pipeline: "Pipeline") -> None:
     if threading.main_thread().is_alive():
         pipeline.abandon()
         return

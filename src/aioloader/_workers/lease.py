@@ -1,4 +1,4 @@
-"""Leases on workers: one per iteration, on a new pool or a kept one.
+"""What a loader keeps of its workers, and the leases on them, one per iteration.
 
 Worker processes start with ``iter()``, as torch's do, others with the first request.
 With ``persistent_workers`` they outlive the iteration.
@@ -7,12 +7,16 @@ With ``persistent_workers`` they outlive the iteration.
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from aioloader._order.forks import fork_safe
-from aioloader._pipeline.batch_task import BatchTask
+from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._pipeline.cpu import in_new_thread
-from aioloader._pipeline.pipeline import Pipeline
+from aioloader._transport.channel import Channel
+
+if TYPE_CHECKING:
+    from aioloader._pipeline.batch_task import BatchTask
+    from aioloader._pipeline.pipeline import Pipeline
 
 
 class WorkerPool(Protocol):
@@ -21,10 +25,10 @@ class WorkerPool(Protocol):
     def wait_up(self) -> None:
         """Wait until the time that passes is the user's, not that of a start."""
 
-    def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
+    def submit(self, pipeline: "Pipeline", task: "BatchTask") -> None:
         """Take a task; its result is delivered to ``pipeline``."""
 
-    def forget(self, pipeline: Pipeline) -> None:
+    def forget(self, pipeline: "Pipeline") -> None:
         """Drop what ``pipeline`` still waits for."""
 
     def descriptors(self) -> Sequence[int]:
@@ -33,10 +37,10 @@ class WorkerPool(Protocol):
     def collect(self) -> None:
         """Deliver the results that have arrived."""
 
-    def explain(self, task: BatchTask) -> str:
+    def explain(self, task: "BatchTask") -> str:
         """Say which worker has ``task``, since when, and where it is stuck."""
 
-    def restart(self, task: BatchTask) -> bool:
+    def restart(self, task: "BatchTask") -> bool:
         """Replace the workers that have ``task``; tell whether there are any."""
 
     def is_open(self) -> bool:
@@ -118,6 +122,51 @@ def _close_all(kept: Sequence[WorkerPool]) -> None:
         pool.close()
 
 
+@dataclass
+class Tally:
+    """Counts of a loader's worker processes, over all epochs.
+
+    Attributes:
+        deaths: Processes that died unexpectedly.
+        restarts: Processes that have replaced them.
+    """
+
+    deaths: int = 0
+    restarts: int = 0
+
+
+class Servers:
+    """The supervisors of the fork server that a loader keeps between epochs."""
+
+    def __init__(self) -> None:
+        self._idle: list[Channel] = []
+        self._lock = fork_safe(threading.Lock())
+        # Whether to unpickle once for all workers: not if that starts threads.
+        self.is_shared = True
+        weakref.finalize(self, _close_channels, self._idle)
+
+    def take(self) -> Channel | None:
+        """Return the channel to an idle supervisor, now the caller's, or None."""
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def give_back(self, control: Channel) -> None:
+        """Keep a supervisor that has ended its workers."""
+        close_in_children(control.close)
+        with self._lock:
+            self._idle.append(control)
+
+    def close(self) -> None:
+        """End the idle supervisors."""
+        with self._lock:
+            _close_channels(self._idle)
+
+
+def _close_channels(idle: list[Channel]) -> None:
+    while idle:
+        idle.pop().close()
+
+
 class Lease:
     """Workers, as one iteration sees them.
 
@@ -155,7 +204,7 @@ class Lease:
         """This lease, if the consumer collects results while it waits."""
         return self if self._pumps else None
 
-    def open(self, pipeline: Pipeline) -> None:
+    def open(self, pipeline: "Pipeline") -> None:
         """Start the workers or find the kept ones, once; may take long."""
         if self._is_begun:
             return
@@ -178,7 +227,7 @@ class Lease:
         if self._pool is not None:
             self._pool.wait_up()
 
-    def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
+    def submit(self, pipeline: "Pipeline", task: "BatchTask") -> None:
         """Have the rest of ``task`` made."""
         if self._pool is not None:
             self._pool.submit(pipeline, task)
@@ -192,17 +241,17 @@ class Lease:
         if self._pool is not None:
             self._pool.collect()
 
-    def explain(self, task: BatchTask) -> str:
+    def explain(self, task: "BatchTask") -> str:
         """Say which worker has ``task``, since when, and where it is stuck."""
         if self._pool is None:
             return "waits for the workers to start"
         return self._pool.explain(task)
 
-    def restart(self, task: BatchTask) -> bool:
+    def restart(self, task: "BatchTask") -> bool:
         """Replace the workers that have ``task``; tell whether there are any."""
         return self._pool is not None and self._pool.restart(task)
 
-    def forget(self, pipeline: Pipeline) -> None:
+    def forget(self, pipeline: "Pipeline") -> None:
         """End the lease."""
         with self._lock:
             self._is_over = True

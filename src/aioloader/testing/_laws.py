@@ -31,7 +31,7 @@ def assert_resumes_exactly(
     """Check that loaders resume exactly, wherever an epoch is left.
 
     For every k: the state after k batches, loaded into a new loader, gives the batches
-    that the first one went on to deliver, equal in every bit; so does the state of the
+    that the first one delivered next, equal in every bit; so does the state of the
     new one, left half-way in its turn; and so does the next epoch. After the last batch
     nothing is left of the epoch; once its end was seen, the next one starts. With
     ``in_order=False`` the batches are compared as a multiset.

@@ -12,7 +12,6 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from aioloader._order.failures import Failure
@@ -26,6 +25,7 @@ from aioloader._transport.in_flight_table import (
     make_in_flight_table,
 )
 from aioloader._transport.slots import Locker
+from aioloader._workers.lease import Tally
 from aioloader._workers.process.batch_codec import slot_of, unpack
 from aioloader._workers.process.dispatcher import Dispatcher, Worker
 from aioloader._workers.process.fork_launcher import ForkLauncher, advice_on_forks
@@ -60,19 +60,6 @@ _SPAWNING = 60.0
 _HELD = 4
 # While results keep coming, deaths are checked for once in this many collections.
 _SELDOM = 32
-
-
-@dataclass
-class Tally:
-    """Counts of a loader's worker processes, over all epochs.
-
-    Attributes:
-        deaths: Processes that died unexpectedly.
-        restarts: Processes that have replaced them.
-    """
-
-    deaths: int = 0
-    restarts: int = 0
 
 
 class ProcessPool:

@@ -4,49 +4,15 @@ import _thread
 import contextlib
 import os
 import signal
-import threading
 import time
-import weakref
 from collections.abc import Sequence
 
-from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._transport.channel import Channel
+from aioloader._workers.lease import Servers
 from aioloader._workers.process.fork_server import fork_supervisor, warm_fork_server
 from aioloader._workers.process.launch import PATIENCE, SupervisedLauncher, has_ended
 from aioloader._workers.process.supervisor import Note, Order, load_note
 from aioloader._workers.worker_spec import Surroundings
-
-
-class Servers:
-    """The supervisors of the fork server that a loader keeps between epochs."""
-
-    def __init__(self) -> None:
-        self._idle: list[Channel] = []
-        self._lock = fork_safe(threading.Lock())
-        # Whether to unpickle once for all workers: not if that starts threads.
-        self.is_shared = True
-        weakref.finalize(self, _close_all, self._idle)
-
-    def take(self) -> Channel | None:
-        """Return the channel to an idle supervisor, now the caller's, or None."""
-        with self._lock:
-            return self._idle.pop() if self._idle else None
-
-    def give_back(self, control: Channel) -> None:
-        """Keep a supervisor that has ended its workers."""
-        close_in_children(control.close)
-        with self._lock:
-            self._idle.append(control)
-
-    def close(self) -> None:
-        """End the idle supervisors."""
-        with self._lock:
-            _close_all(self._idle)
-
-
-def _close_all(idle: list[Channel]) -> None:
-    while idle:
-        idle.pop().close()
 
 
 class ServerLauncher(SupervisedLauncher):

@@ -4,9 +4,10 @@ import multiprocessing
 from typing import Any
 
 from aioloader._transport.slots import Locker
+from aioloader._workers.lease import Servers, Tally
 from aioloader._workers.process.fork_launcher import ForkLauncher
-from aioloader._workers.process.pool import Launcher, ProcessPool, Tally
-from aioloader._workers.process.server_launcher import ServerLauncher, Servers
+from aioloader._workers.process.pool import Launcher, ProcessPool
+from aioloader._workers.process.server_launcher import ServerLauncher
 from aioloader._workers.process.spawn import SpawnLauncher
 from aioloader._workers.worker_spec import Surroundings, WorkerSpec, ship
 

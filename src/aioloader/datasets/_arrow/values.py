@@ -58,7 +58,7 @@ class Boxed:
         return values_of(self.array)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # Arrow's own pickles include the whole buffers behind a slice.
+        # Arrow's own pickles include the whole buffers of a slice.
         buffer = _to_stream(self.array)
         if protocol < 5:
             return _from_stream, (buffer.to_pybytes(),)

@@ -46,8 +46,8 @@ class SQLFormat:
     All ranges of an iteration read one snapshot. The key must be unique and not NULL,
     and should have an index. A state holds the keys where it was cut, and the last key
     read of each range: later rows are read from the snapshot of the resumed iteration.
-    Steps that read ahead (windows of ``shuffle``, an async ``map``, ``readers`` in
-    turns) go back some rows and count: exact if nothing was written among those.
+    Steps that read ahead (windows of ``shuffle``, an async ``map``, ``readers``
+    in turn) go back some rows and count: exact if nothing was written among those.
 
     Args:
         url: ``sqlite:///path`` or ``postgresql://user@host/name``; for a Unix socket

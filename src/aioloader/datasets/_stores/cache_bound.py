@@ -185,7 +185,7 @@ class Bound:
             with contextlib.suppress(OSError):
                 found = file.stat(follow_symlinks=False)
                 if found.st_mtime_ns <= last and _ENTRY.fullmatch(file.name):
-                    os.unlink(file)  # noqa: PTH108  (its readers go on reading)
+                    os.unlink(file)  # noqa: PTH108  (open readers keep it)
                     gone += found.st_size
         return gone
 

@@ -54,7 +54,7 @@ class Flights:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _LET_GO_SECONDS
         # Rust drops its reference as its last act under the interpreter lock. A
-        # callback from there would itself have to be waited for, hence the polling.
+        # callback from there would itself have to be waited for, so this polls.
         while self._is_held() and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         self._ended.clear()

@@ -54,7 +54,7 @@ class Alone:
             ahead = 1
         self._taken: int = known["taken"]
         self._known = known
-        # Ranks that shared it were behind by this; after its end there is no lag.
+        # Ranks that shared it lagged by this; after its end there is no lag.
         self._lag = 0 if known.get("ended") else at - self._taken
         self._has_ended = False
         # Read ahead: the samples, how many were taken, and the state before.
