@@ -256,7 +256,7 @@ class FetcherPool:
             self._rouse(sum(jobs - one.cursor for one, _, jobs in self._queue))
 
     async def _give_way(self, rest: Coroutine[Any, Any, None]) -> bool:
-        """Await the rest of a batch; another fetcher reads. Tell whether to continue."""
+        """Await the rest of a batch while another reads. Tell whether to continue."""
         self._fetching -= 1
         self._rouse(len(self._queue))
         await rest
