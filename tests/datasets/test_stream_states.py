@@ -64,7 +64,7 @@ async def test_states_that_do_not_belong_together() -> None:
         ([three[0], {**three[1], "epoch": 9}], r"has epoch 2, another one has epoch 9"),
         (
             [three[0], {**three[1], "version": 1}],
-            r"of version 1, and this .* version 3: b",
+            r"of version 1, and this .* version 3: r",
         ),
     ):
         with pytest.raises(StateMismatchError, match=words):
