@@ -428,7 +428,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
             seed = epoch.base_seed
         check = None if self._IterableDataset_len_called is None else length_check(self)
         iterator: BatchIterator[Batch] = BatchIterator(
-            start, self.__len__, check, seed, live.starting, prepared
+            start, self.__len__, check, seed, prepared
         )
         live.open.add(iterator)
         if prepared is not None and prepared.pipeline is not None:

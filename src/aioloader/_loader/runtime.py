@@ -1,7 +1,6 @@
 """What a loader has in its own process: its epochs, and what they share."""
 
 import copy
-import threading
 import weakref
 from contextlib import AsyncExitStack, ExitStack
 from functools import cached_property, partial
@@ -24,7 +23,6 @@ from aioloader._loader.state_check import check, fitted
 from aioloader._observe.records import Copies, Records, Setting
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import Epoch, EpochNumbers
-from aioloader._order.forks import fork_safe
 from aioloader._pipeline.hosts import Hosts
 from aioloader._pipeline.inline import PlainIterator
 from aioloader._pipeline.tuner import Tuning
@@ -69,8 +67,6 @@ class Runtime:
     def __init__(
         self, dataset: Any, numbers: EpochNumbers, loaded: State | None = None
     ) -> None:
-        # Held while an iterator starts: threads may share a loader.
-        self.starting = fork_safe(threading.RLock())
         self.hosts = Hosts(dataset)
         self.slots = SlotPool()
         self.pools = Pools()

@@ -11,13 +11,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
 from typing_extensions import TypeVar
 
 from aioloader._observe.warnings import warn
+from aioloader._order.forks import fork_safe
 from aioloader._pipeline.cpu import in_new_thread
 from aioloader._pipeline.host import GRACE
 from aioloader._pipeline.inline import ClosedIterator, LocalIterator
@@ -56,7 +56,6 @@ class BatchIterator(Generic[Batch]):
         length: Returns the number of batches of an epoch.
         check: Called with the number of batches delivered, or None.
         base_seed: The seed that random draws are keyed with; None if not drawn yet.
-        lock: Held while an iterator of this loader starts.
         prepared: What ``start`` will return, if it already has workers; released with
             the iterator if never used.
     """
@@ -65,13 +64,12 @@ class BatchIterator(Generic[Batch]):
         self,
         start: Callable[[], Source],
         length: Callable[[], int],
-        check: Callable[[int], None] | None,
-        base_seed: int | None,
-        lock: AbstractContextManager[Any],
+        check: Callable[[int], None] | None = None,
+        base_seed: int | None = None,
         prepared: "Source | None" = None,
     ) -> None:
         self._length = length
-        self._steps = _Steps(start, check, lock, prepared)
+        self._steps = _Steps(start, check, prepared)
         self._base_seed = base_seed  # torch's name
         self._finalizer = weakref.finalize(self, self._steps.abandon)
 
@@ -146,14 +144,13 @@ class _Steps:
         self,
         start: Callable[[], Source],
         check: Callable[[int], None] | None,
-        lock: AbstractContextManager[Any],
         prepared: "Source | None",
     ) -> None:
         self.source: Source | None = None
         self._start: Callable[[], Source] | None = start
         self._check = check
         self._prepared = prepared
-        self._lock = lock
+        self._lock = fork_safe(threading.RLock())
         # The tasks of a loop get batches in the order in which they ask.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turns = asyncio.Lock()
