@@ -7,6 +7,7 @@ torch's loader is counted the same way, in its own package.
 
 import argparse
 import asyncio
+import importlib
 import sys
 import threading
 from collections.abc import Callable
@@ -89,6 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="print the functions")
     is_listed = parser.parse_args().list
+    importlib.import_module("aioloader._loader.sources")
     ours, torchs = (Path(one.__file__).parent for one in (aioloader, torch_data))
     plain = aioloader.DataLoader(Plain(), batch_size=4)
     with_coroutines = aioloader.DataLoader(Asynchronous(), batch_size=4)
