@@ -57,12 +57,14 @@ class BlockIterator(HasLifespan):
     Attributes:
         fills: Whether a batch may be filled by several blocks. If not, one block is one
             batch: the samples at its positions, of which some may be empty.
+        at: How many positions of an epoch this rank had passed where it begins.
         real: How many samples of an epoch are no padding; None: all.
         leaves_out: Whether a sample that failed has no place: the next one has it.
     """
 
     fills: bool
     leaves_out: bool
+    at: int
     real: int | None
 
     @abc.abstractmethod
