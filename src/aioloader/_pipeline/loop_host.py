@@ -99,6 +99,11 @@ class LoopHost(Host):
         is_stopped = bool(self._own_thread is None and loop and not loop.is_running())
         return is_stopped or super().is_lost()
 
+    def check_loop(self) -> None:
+        """Fail the pipelines if the caller has closed its loop: they never end."""
+        if self._own_thread is None and self.loop and self.loop.is_closed():
+            self._finish()
+
     def give_up(self, returned: Latch, pipeline: Hosted | None) -> None:
         """Take back a lease here, whether or not the loop runs again."""
         if self.is_foreign() or returned.is_set():
