@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import pickle
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -269,6 +270,10 @@ def test_wrong_arguments() -> None:
         (lambda: numbers().mix(numbers().shard(0, 2)), r"shard\(\) is for all that"),
         (lambda: numbers().mix(numbers().readers(2)), r"readers\(\) is for all that"),
         (lambda: numbers().mix(numbers(), weights=[1, 0]), "weights must be 2 posi"),
+        (
+            lambda: numbers().mix(numbers(), weights=[math.nan, 1]),
+            "weights must be 2 posi",
+        ),
         (lambda: numbers().mix(until="last"), "until must be 'all' or 'first'"),
     ]:
         with pytest.raises(ValueError, match=text):

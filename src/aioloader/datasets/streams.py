@@ -7,6 +7,7 @@ holds what is read ahead (``max_bytes``) and, per reader, two windows of each
 ``shuffle``.
 """
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -185,7 +186,8 @@ class Stream(Iterated[Sample_co]):
             if other.num_readers not in {None, self.num_readers}:
                 raise ValueError(f"readers() is for all that is mixed, not {other!r}")
         weights = [float(one) for one in weights or [1.0] * len(streams)]
-        if len(weights) != len(streams) or min(weights) <= 0:
+        is_whole = len(weights) == len(streams) and math.isfinite(sum(weights))
+        if not is_whole or min(weights) <= 0:
             raise ValueError(
                 f"weights must be {len(streams)} positive numbers, got {weights}"
             )
