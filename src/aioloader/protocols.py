@@ -57,12 +57,14 @@ class BlockIterator(HasLifespan):
     Attributes:
         fills: Whether a batch may be filled by several blocks. If not, one block is one
             batch: the samples at its positions, some of which may be empty.
+        at: How many positions of an epoch this rank had passed where it starts.
         real: How many samples of an epoch are not padding; None: all.
         leaves_out: Whether a failed sample has no position: the next one takes it.
     """
 
     fills: bool
     leaves_out: bool
+    at: int
     real: int | None
 
     @abc.abstractmethod

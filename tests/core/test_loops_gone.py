@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from aioloader.errors import LoaderClosedError
 from aioloader.testing import no_leaks
 from core.kit import BY, PATIENCE, make, quiet
 from samples import AsyncMap, AsyncStream, SyncMap, collect, labels
@@ -104,6 +105,25 @@ def test_a_loop_that_was_closed_amid_an_epoch(kind: Any, waits: Waits) -> None:
     loader.close()
     assert labels(asyncio.run(collect(loader))) == EXPECTED
     assert waits.given_up == []
+
+
+@pytest.mark.parametrize("kind", [AsyncMap, AsyncStream])
+def test_an_epoch_goes_on_after_its_loop_was_closed(kind: Any) -> None:
+    """What nobody makes any more is an error, not a wait without end."""
+    loop = asyncio.new_event_loop()
+    loader = make("caller", kind())
+    iterator = loop.run_until_complete(first(loader))
+    for task in asyncio.all_tasks(loop):
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+    loop.close()
+
+    async def rest() -> None:
+        async with asyncio.timeout(PATIENCE):
+            await collect(iterator)
+
+    with pytest.raises(LoaderClosedError, match="event loop of the loader has ended"):
+        asyncio.run(rest())
+    loader.close()
 
 
 async def close(*closed: Any) -> None:

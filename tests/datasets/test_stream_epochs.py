@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from aioloader import DataLoader
+from aioloader import DataLoader, merge_states
 from aioloader._order.shares import Share
 from aioloader.datasets import JSONLinesDataset, TextDataset, from_iterable
 from aioloader.datasets._streams.iterators import Reading
@@ -83,6 +83,32 @@ async def test_a_pass_whose_end_is_cancelled_is_closed() -> None:
     assert closed == [0]
     await repeated.aclose()
     assert closed == [0, 1]
+
+
+@pytest.mark.parametrize("times", [2, None])
+async def test_an_empty_pass_is_not_the_end(times: int | None) -> None:
+    """In the next pass this reader may have a shard that is not empty."""
+
+    class Pass:
+        def __init__(self, number: int) -> None:
+            self._left = [number] * (number % 2)
+
+        async def pull(self, _limit: int) -> list[Any]:
+            left, self._left = self._left, []
+            return left
+
+        async def aclose(self) -> None:
+            pass
+
+    async def open_pass(number: int, _state: Any) -> Any:
+        return Pass(number)
+
+    repeated = Repeated(Pass(0), open_pass, times, {})  # type: ignore[arg-type]
+    count = times or 6
+    found = [await repeated.pull(5) for _ in range(count // 2)]
+    assert found == [[number] for number in range(1, count, 2)]
+    if times is not None:
+        assert await repeated.pull(5) == []
 
 
 async def test_nothing_is_not_repeated() -> None:
@@ -180,6 +206,43 @@ async def test_tails(count: int, workers: int) -> None:
             assert sum(masks) == count
     uneven = await beside(partial(found, "uneven"))
     assert sum(len(batch) for rank in uneven for batch in rank) == count
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+async def test_a_mask_marks_padding_only(world_size: int) -> None:
+    """Also where readers take turns: a turn that stays empty is no padding."""
+
+    def found() -> Any:
+        stream = numbers(40).readers(6).epoch_length(13)
+        return loaders(stream, world_size, batch_size=2, tail="pad")
+
+    batches = [batch for rank in await beside(found) for batch in rank]
+    assert sum(kept for _, mask in batches for kept in mask) == 13
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 6])
+async def test_a_mask_on_other_ranks(world_size: int) -> None:
+    """A resumed epoch masks its padding, however many ranks had begun it."""
+    stream = numbers(40).readers(6).epoch_length(13)
+
+    def make(rank: int, world_size: int) -> Any:
+        size = 6 // world_size
+        return DataLoader(stream, size, rank=rank, world_size=world_size, tail="pad")
+
+    def check() -> None:
+        states = []
+        for rank in range(3):
+            with make(rank, 3) as loader:
+                next(iter(loader))
+                states.append(loader.state_dict())
+        found = 6  # of the first batches
+        for rank in range(world_size):
+            with make(rank, world_size) as loader:
+                loader.load_state_dict(merge_states(states))
+                found += sum(int(mask.sum()) for _, mask in loader)
+        assert found == 13
+
+    await beside(check)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import pickle
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -275,6 +276,10 @@ def test_wrong_arguments() -> None:
             r"readers\(\) applies to the mixture",
         ),
         (lambda: numbers().mix(numbers(), weights=[1, 0]), "weights must be 2 posi"),
+        (
+            lambda: numbers().mix(numbers(), weights=[math.nan, 1]),
+            "weights must be 2 posi",
+        ),
         (lambda: numbers().mix(until="last"), "until must be 'all' or 'first'"),
     ]:
         with pytest.raises(ValueError, match=text):

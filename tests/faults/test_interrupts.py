@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from aioloader import DataLoader
+from aioloader._workers.process.fork_server import ForkServer
 from aioloader.errors import LoaderClosedError
 from faulty import await_gone, session
 
@@ -165,3 +166,16 @@ def test_an_interrupt_while_batches_are_exchanged(where: str, is_kept: bool) -> 
                 next(iterator)
         indices[2] = 2  # for the next iteration
         assert list(loader) == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_interrupt_while_the_fork_server_starts() -> None:
+    """A terminal sends it to all processes; the fork server is not ended by it."""
+    server = ForkServer()
+    try:
+        os.kill(server.pid, signal.SIGINT)
+        server.wait()
+        os.kill(server.pid, signal.SIGINT)
+        assert server.is_alive()
+    finally:
+        server.abandon()
+        os.waitpid(server.pid, 0)

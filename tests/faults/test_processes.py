@@ -179,3 +179,26 @@ def test_workers_end_with_their_parent(way: str | None, tmp_path: Path) -> None:
     process.wait()
     process.stdout.close()
     assert await_gone(session(process.pid)) == []
+
+
+CLOSED = """
+from aioloader import DataLoader
+
+class Squares:
+    def __len__(self):
+        return 8
+
+    async def __getitem__(self, index):
+        return index * index
+
+for num_workers in (0, 1):
+    batches = list(DataLoader(Squares(), 4, num_workers=num_workers))
+    assert [batch.tolist() for batch in batches] == [[0, 1, 4, 9], [16, 25, 36, 49]]
+"""
+
+
+def test_closed_standard_streams() -> None:
+    """As `<&-` in a shell; libuv would abort when it closes descriptor 0."""
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, CLOSED]
+    ended = subprocess.run(command, capture_output=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, b"")

@@ -3,6 +3,7 @@
 Pure and synchronous; one policy per iteration, shared by the threads that read.
 """
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -182,7 +183,8 @@ def check_failure_options(on_error: object, max_failures: object) -> None:
         raise TypeError(
             f"max_failures must be a count, a fraction or None, got {max_failures!r}"
         )
-    if max_failures < 0 or (isinstance(max_failures, float) and max_failures > 1):
+    most = 1.0 if isinstance(max_failures, float) else math.inf
+    if not 0 <= max_failures <= most:  # nor is NaN
         raise ValueError(
             "max_failures must be a count of at least 0 or a fraction from 0.0 to 1.0, "
             f"got {max_failures!r}"

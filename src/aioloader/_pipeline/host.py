@@ -155,6 +155,9 @@ class Host(abc.ABC):
     ) -> None:
         """Take back a lease that a lost host cannot return."""
 
+    def check_loop(self) -> None:  # noqa: B027  (of hosts that run on a loop)
+        """Fail the pipelines if the loop that they run on was closed."""
+
     def is_here(self) -> bool:
         """Tell whether the calling thread is the host's, which cannot join itself."""
         return self.cpu.ident() == threading.get_ident()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import contextvars
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -97,6 +98,11 @@ class LoopHost(Host):
         loop = self.loop
         is_stopped = bool(self._own_thread is None and loop and not loop.is_running())
         return is_stopped or super().is_lost()
+
+    def check_loop(self) -> None:
+        """Fail the pipelines if the caller has closed its loop: they never end."""
+        if self._own_thread is None and self.loop and self.loop.is_closed():
+            self._finish()
 
     def give_up(self, returned: Latch, pipeline: Hosted | None) -> None:
         """Take back a lease in this thread, whether or not the loop runs again."""
@@ -229,10 +235,16 @@ class LoopHost(Host):
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return a new uvloop, or asyncio's own loop where uvloop is not installed."""
+    """Return a new uvloop, or asyncio's own loop where uvloop is not installed.
+
+    Also where standard input, output or error is closed: libuv aborts the process as it
+    closes a descriptor that has taken the place of one of them.
+    """
     try:
+        for standard in range(3):
+            os.fstat(standard)
         import uvloop  # noqa: PLC0415  (no such package on Windows)
-    except ImportError:
+    except (ImportError, OSError):
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop

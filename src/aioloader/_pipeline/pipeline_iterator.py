@@ -199,6 +199,7 @@ class PipelineIterator:
                 await self.aclose()
                 raise StopAsyncIteration
             began = time.perf_counter()
+            self.pipeline.host.check_loop()
             came = await self._wait_async()
             self._turn = time.perf_counter()
             waited = self._count_wait(began)

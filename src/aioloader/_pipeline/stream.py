@@ -224,7 +224,9 @@ class _Stream(abc.ABC):
             self._share_tail(task, found)
         task.state = self._position.state(task.number, has_ended=self._has_ended)
         if self._real is not None and self._maker.part.masks():
-            task.padding = min(found, max(0, self._position.read - self._real))
+            # Readers that have ended leave places without samples at the end.
+            real = max(0, self._real - (self._position.read - found))
+            task.padding = max(0, len(task.samples) - real)
         if not isinstance(task.samples, list) and not self._takes_columns():
             task.samples = list(task.samples)
         if self._source is not None and not self._source.fills and not task.result:

@@ -134,7 +134,7 @@ class ArenaWriter:
             os.ftruncate(self.descriptor, self._end + number * size)
             memory = mmap.mmap(self.descriptor, number * size, offset=self._end)
         except (OSError, OverflowError) as error:
-            raise _too_large(size, memory_left()) from error
+            raise _too_large(size, memory_left(), str(error)) from error
         for offset in range(0, number * size, size):
             ref = SlotRef(self._count, self._end, size)
             self._slots.append(_Slot(ref, memory, offset))
@@ -237,10 +237,11 @@ def _check_room(size: int) -> None:
         raise _too_large(size, available)
 
 
-def _too_large(size: int, available: int) -> BatchTooLargeError:
+def _too_large(size: int, available: int, reason: str = "") -> BatchTooLargeError:
+    refused = f" ({reason})" if reason else ""  # by a limit of the process, say
     return BatchTooLargeError(
         f"a batch needs {size:,} bytes of shared memory, but {available:,} are "
-        "available; use smaller batches or fewer workers",
+        f"available{refused}; use smaller batches or fewer workers",
         nbytes=size,
         slot_bytes=available,
     )

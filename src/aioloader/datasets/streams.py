@@ -6,6 +6,7 @@ readers; its state is a position, small and independent of read-ahead. Memory ho
 read-ahead (``max_bytes``) and, per reader, two windows of each ``shuffle``.
 """
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -184,7 +185,8 @@ class Stream(Iterated[Sample_co]):
             if other.num_readers not in {None, self.num_readers}:
                 raise ValueError(f"readers() applies to the mixture, not {other!r}")
         weights = [float(one) for one in weights or [1.0] * len(streams)]
-        if len(weights) != len(streams) or min(weights) <= 0:
+        is_whole = len(weights) == len(streams) and math.isfinite(sum(weights))
+        if not is_whole or min(weights) <= 0:
             raise ValueError(
                 f"weights must be {len(streams)} positive numbers, got {weights}"
             )

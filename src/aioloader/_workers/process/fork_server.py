@@ -39,7 +39,10 @@ class ForkServer:
         weakref.finalize(self, self._channel.close)
         try:
             os.set_inheritable(theirs.fileno(), True)  # noqa: FBT003  (its only argument)
-            self.pid = os.posix_spawn(*_command(theirs.fileno()))
+            # Ctrl-C is for the loader's process, also while this one imports.
+            blocked = {*signal.pthread_sigmask(signal.SIG_BLOCK, ()), signal.SIGINT}
+            command = _command(theirs.fileno())
+            self.pid = os.posix_spawn(*command, setsigmask=blocked)
         except OSError as error:
             self._channel.close()
             raise WorkerStartError(
@@ -167,6 +170,7 @@ def _command(descriptor: int) -> tuple[str, list[str], dict[str, str]]:
 def serve(descriptor: int) -> None:
     """Run the fork server: fork a supervisor per request, until the socket closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the supervisors
     _read_nothing()
     if supervisor.number_of_threads() > 1:

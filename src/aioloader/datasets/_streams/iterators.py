@@ -106,6 +106,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             state = state_of(self._description, epoch, deal.readers, 0, fresh)
         self._is_strict = state.get("strict", True)
         self._state = part_of({k: v for k, v in state.items() if k != "strict"}, deal)
+        self.at: int = -(-self._state["position"] // deal.ranks)
         self._agreement: Agreement | None = None
         if store is not None:
             self._agreement = Agreement(store, deal.rank, deal.ranks, epoch)
@@ -195,7 +196,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         """Open the readers at their positions in the state."""
         deal, streams = self._deal, self._state["streams"]
         listed: dict[Any, Any] = {}
-        at = -(-self._state["position"] // deal.ranks)
+        at = self.at
         hosted: list[Hosted] = []
         for reader, wanted in zip(deal.hosted(), deal.wanted(at), strict=True):
             known = streams[str(reader)]

@@ -13,6 +13,9 @@ from aioloader.datasets._stores.outlast import outlast
 from aioloader.datasets._streams.cursors import Cursor, State
 from aioloader.errors import DatasetError
 
+# Empty passes in a row that end a stream without ``times``. If shards are shuffled, one
+# reader's share of a pass may be empty, and its share of the next pass not.
+_EMPTY = 8
 # Opens a pass, starting at a state.
 OpenPass = Callable[[int, State], Awaitable[Cursor]]
 
@@ -25,8 +28,8 @@ def epoch_of_pass(epoch: int, number: int) -> int:
 class Repeated:
     """A stream, repeated from its beginning.
 
-    A pass without a sample ends it. A pass in which all samples failed is an error,
-    because no failure policy could ever end it.
+    Without ``times``, several empty passes in a row end it. A pass in which all samples
+    failed is an error, because no failure policy could ever end it.
 
     Args:
         cursor: The current pass; owned.
@@ -43,11 +46,13 @@ class Repeated:
         self._times = times
         self._pass: int = state.get("pass", 0)
         self._has_good: bool = state.get("good", False)
+        self._is_over = False
         lost = state.get("lost")
         self._lost: Exception | None = None if lost is None else DatasetError(lost)
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples, all of one pass."""
+        empty = 0
         while True:
             block = await self._cursor.pull(limit)
             if len(block):
@@ -57,7 +62,9 @@ class Repeated:
                 lost, self._lost = self._lost, None
                 lost.add_note("aioloader: all samples failed; they are not repeated")
                 raise lost
-            if not self._has_good or self._pass + 1 == self._times:
+            empty = 0 if self._has_good else empty + 1
+            self._is_over |= self._times is None and empty == _EMPTY
+            if self._is_over or self._pass + 1 == self._times:
                 return []
             before = self._cursor
             self._cursor = await self._open_pass(self._pass + 1, {})
