@@ -145,6 +145,9 @@ def draw_all(results: list[Result], folder: Path) -> None:
         figure = draw(result)
         figure.tight_layout()
         figure.savefig(
-            folder / f"{result.name}.png", dpi=90, metadata={"Software": None}
+            folder / f"{result.name}.png",
+            dpi=90,
+            bbox_inches="tight",  # long names of contenders
+            metadata={"Software": None},
         )
         plt.close(figure)
