@@ -198,11 +198,13 @@ TENSORS: dict[str, Callable[[int], Any]] = {
     "buffer": lambda n: torch.nn.Buffer(rows(n)),
     "sub-class": tagged,
     "sub-class, strided": lambda n: tagged(n)[:, ::2],
+    "sub-class, empty": lambda n: torch.empty(0, 8).as_subclass(Tagged),
     "sub-class, functions": lambda n: rows(n).as_subclass(Wrapped),
     "sub-class, leaf": lambda n: tagged(n).requires_grad_(),
     "meta": lambda n: rows(n).to("meta"),
     "typed storage": lambda n: rows(n)._typed_storage(),  # type: ignore[no-untyped-call]
     "untyped storage": lambda n: rows(n).untyped_storage(),
+    "untyped storage, empty": lambda n: torch.empty(0).untyped_storage(),
     "one memory": one_of_another,
     "one memory, in order": lambda n: (
         torch.split((t := rows(n)), n // 2),

@@ -216,6 +216,14 @@ def test_the_same_batches() -> None:
     assert [batch.tolist() for batch in made.loader] == ours
 
 
+def test_the_twin_is_torchs_in_a_program_that_replaces_torchs_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the loader would be compared with itself."""
+    monkeypatch.setattr(torch.utils.data, "DataLoader", DataLoader)
+    assert not isinstance(twin_of(DataLoader(range(10))).loader, DataLoader)
+
+
 class Pairs:
     """Numbers that are read a batch at a time."""
 

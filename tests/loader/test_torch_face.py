@@ -398,3 +398,21 @@ def test_a_loaded_state_is_not_lost() -> None:
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match="without a loaded state"):
         check_torch_suffices(loader)
+
+
+def test_a_program_may_replace_torchs_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch's engine would lose is refused; a sub-class gets its arguments."""
+
+    class Mine(DataLoader[Any]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(torch.utils.data, "DataLoader", Mine)
+    with pytest.raises(ValueError, match="without transform="):
+        check_torch_suffices(DataLoader[Any](range(10), transform=add_one))
+
+    class Other(DataLoader[Any]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+
+    assert "batch_sampler" in inspect.signature(Other).parameters

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -84,6 +84,27 @@ def test_places_of_a_stream() -> None:
     assert next(batches).number == 5
 
 
+class Uncounted:
+    """A batch sampler whose number of batches is not known, as graph samplers say."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([0], [1, 2])
+
+    def __len__(self) -> int:
+        raise ValueError("the number of batches is ambiguous")
+
+
+def test_a_length_that_raises_is_not_asked_for() -> None:
+    """torch's loader iterates without it."""
+    for num_workers in (0, 2):
+        loader = DataLoader(
+            range(3), batch_sampler=Uncounted(), num_workers=num_workers
+        )
+        assert [batch.tolist() for batch in loader] == [[0], [1, 2]]
+    with pytest.raises(ValueError, match="ambiguous"):
+        len(loader)
+
+
 def test_what_is_described() -> None:
     """Enough to tell samplers apart, before anything is drawn."""
     order = ShuffledIndices(9, 2)
@@ -95,6 +116,7 @@ def test_what_is_described() -> None:
         "epoch": 4,
     }
     assert described(iter([])) == {"sampler": "list_iterator", "length": None}
+    assert described(Uncounted()) == {"sampler": "Uncounted", "length": None}
     assert index_sampler_of(order, BatchSampler(order, 2, drop_last=False)) is order
     assert index_sampler_of(order, None) is order
     batches = [[1]]

@@ -7,12 +7,12 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.utils.data
 from torch.utils.data import IterableDataset
 
 from aioloader._loader.loader import DataLoader
+from aioloader._loader.torch_compat import TORCH_LOADER
 from aioloader.protocols import (
     HasLifespan,
     Kind,
@@ -21,6 +21,9 @@ from aioloader.protocols import (
     kind_of,
     reads_async,
 )
+
+if TYPE_CHECKING:
+    import torch.utils.data
 
 # Effect on torch's rounds of each argument that torch lacks.
 _WITHOUT = {
@@ -79,7 +82,7 @@ def twin_of(loader: DataLoader[Any]) -> Twin:
             "Not in torch's DataLoader: transform; its dataset applies it to each "
             "sample."
         )
-    return Twin(torch.utils.data.DataLoader(**arguments), notes)
+    return Twin(TORCH_LOADER(**arguments), notes)
 
 
 def _obstacle(loader: DataLoader[Any]) -> str:

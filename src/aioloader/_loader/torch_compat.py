@@ -19,6 +19,8 @@ from aioloader._observe.warnings import warn
 from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
 
 Batch = TypeVar("Batch", default=Any)
+# Torch's class, also where a program has replaced the name in ``torch.utils.data``.
+TORCH_LOADER = torch.utils.data.DataLoader
 _VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
@@ -113,7 +115,7 @@ def check_torch_suffices(loader: TorchLoader[Any]) -> None:
     )
     cls = [base for base in type(loader).__mro__ if issubclass(base, TorchLoader)][-2]
     parameters = inspect.signature(cls).parameters
-    known = inspect.signature(torch.utils.data.DataLoader).parameters
+    known = inspect.signature(TORCH_LOADER).parameters
     lost = [
         f"{name}="
         for name, parameter in parameters.items()
@@ -181,7 +183,7 @@ def _make_explicit(cls: type[TorchLoader[Any]]) -> None:
     above = next(
         base
         for base in cls.__mro__[cls.__mro__.index(owner) + 1 :]
-        if "__init__" in vars(base) and issubclass(base, torch.utils.data.DataLoader)
+        if "__init__" in vars(base) and issubclass(base, TORCH_LOADER)
     )
     theirs = list(inspect.signature(above.__init__).parameters.values())[1:]
     init.__signature__ = inspect.Signature(_merged(mine, theirs))  # type: ignore[attr-defined]

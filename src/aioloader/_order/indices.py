@@ -194,7 +194,7 @@ def described(sampler: Any) -> State:
     """Return what is known of a sampler before it is iterated."""
     try:
         length = len(sampler)
-    except (TypeError, NotImplementedError):
+    except Exception:  # noqa: BLE001  (torch iterates without asking for it)
         length = None
     state: State = {"sampler": type(sampler).__name__, "length": length}
     if isinstance(sampler, ShuffledIndices):

@@ -123,8 +123,10 @@ def _rebuild_quietly(rebuild: Callable[..., torch.Tensor], args: Any) -> torch.T
 
 
 def _reduce_storage(spans: Spans, storage: torch.UntypedStorage) -> Any:
-    if storage.device.type != "cpu" or not storage.nbytes():
+    if storage.device.type != "cpu":
         return storage.__reduce__()  # type: ignore[no-untyped-call]
+    if not storage.nbytes():  # torch cannot load what it makes of it
+        return torch.UntypedStorage, ()
     octets = torch.empty(0, dtype=torch.uint8).set_(storage)
     return _rebuild_storage, (_noted(spans, octets),)
 

@@ -1,0 +1,101 @@
+"""torch_geometric's loaders, sub-classes of the class that torch.utils.data names."""
+
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from compat.kit import SHIFT, WORKERS, Cases, Kit, plain
+
+cases = Cases()
+
+
+def shift(graph: Any) -> Any:
+    """Add ``SHIFT`` to the nodes of a copy."""
+    found = graph.clone()
+    found.x = found.x + SHIFT
+    return found
+
+
+class Shifted(torch.utils.data.Dataset[Any]):
+    """What ``transform=shift`` gives, for torch's loader."""
+
+    def __init__(self, graphs: list[Any]) -> None:
+        self.graphs = graphs
+
+    def __len__(self) -> int:
+        return len(self.graphs)
+
+    def __getitem__(self, index: int) -> Any:
+        return shift(self.graphs[index])
+
+
+def graphs() -> list[Any]:
+    """Return graphs of three to seven nodes."""
+    from torch_geometric.data import Data
+
+    made = []
+    for number in range(20):
+        n = 3 + number % 5
+        edges = torch.stack([torch.arange(n), torch.arange(n).roll(1)])
+        nodes = torch.full((n, 2), float(number))
+        made.append(Data(x=nodes, edge_index=edges, y=number % 3, name=f"{number}"))
+    return made
+
+
+def geometric(kit: Kit) -> Any:
+    """Import the loaders with this engine's class in torch's place."""
+    # The package looks the class up when it is imported, and all its parts are then.
+    torch.utils.data.DataLoader = kit.cls  # type: ignore[misc]
+    from torch_geometric import loader
+
+    return loader
+
+
+def two_epochs(kit: Kit, loader: Any) -> Any:
+    kit.check_engine(loader)
+    return [
+        [plain(batch.to_dict()), [plain(one.to_dict()) for one in batch.to_data_list()]]
+        for _ in range(2)
+        for batch in loader
+    ]
+
+
+def arguments(kit: Kit, workers: int) -> dict[str, Any]:
+    data = graphs()
+    how = {"num_workers": workers}
+    if kit.is_ours:
+        return {"dataset": data, "transform": shift, **how}
+    return {"dataset": Shifted(data), **how}
+
+
+@cases.add(*WORKERS)
+def batches_of_graphs(kit: Kit, workers: int) -> Any:
+    """Two epochs of batches, and the graphs of each."""
+    cls = geometric(kit).DataLoader  # before the graphs are made
+    given = arguments(kit, workers)
+    return two_epochs(kit, cls(batch_size=6, shuffle=True, follow_batch=["x"], **given))
+
+
+@cases.add(*WORKERS)
+def batches_by_nodes(kit: Kit, workers: int) -> Any:
+    """A batch sampler whose ``len()`` raises."""
+    loaders = geometric(kit)
+    sampler = loaders.DynamicBatchSampler(graphs(), max_num=20, shuffle=True)
+    given = arguments(kit, workers)
+    return two_epochs(kit, loaders.DataLoader(batch_sampler=sampler, **given))
+
+
+@cases.add(*WORKERS)
+def parts_of_a_graph(kit: Kit, workers: int) -> Any:
+    """A loader whose dataset is a range, and whose collate function cuts the graph."""
+    loaders = geometric(kit)
+    from torch_geometric.data import Data
+
+    edges = torch.stack([torch.arange(20), torch.arange(20).roll(3)])
+    graph = Data(x=torch.arange(40.0).view(20, 2), edge_index=edges)
+    loader = loaders.RandomNodeLoader(
+        graph, num_parts=4, shuffle=True, num_workers=workers
+    )
+    kit.check_engine(loader)
+    return [plain(part.to_dict()) for part in loader]
