@@ -164,7 +164,10 @@ def train(variant: str, folder: Path, report: int) -> None:
 
 
 def run_in_fork(
-    _program: str, arguments: list[str], _environment: dict[str, str]
+    _program: str,
+    arguments: list[str],
+    _environment: dict[str, str],
+    **_signals: object,
 ) -> int:
     """Run the fork server as ``posix_spawn`` would, without its imports."""
     child = os.fork()

@@ -62,14 +62,17 @@ class Killer:
         """Kill by signal, as anybody could."""
         poll = select.poll()
         poll.register(self.stop, select.POLLIN)
-        latest = 0
+        latest, known = 0, set[int]()
         while not poll.poll(PERIOD * 1000):
             if len(self.found) < latest + BETWEEN:
                 continue
             latest = len(self.found)
             pids = [one.pid for one in self.pool._dispatcher.workers if one.pid]
+            # A new process may not have come to work yet, on a busy machine.
+            choice = [pid for pid in pids if pid in known] or pids[: not known]
+            known = set(pids)
             with contextlib.suppress(IndexError, ProcessLookupError):
-                os.kill(self.random.choice(pids), signal.SIGKILL)
+                os.kill(self.random.choice(choice), signal.SIGKILL)
                 self.kills += 1
 
     def __enter__(self) -> Self:

@@ -1,15 +1,18 @@
 """Random draws depend on the batch: not on who makes it, nor on how many there are."""
 
 import itertools
+import random
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 from aioloader import DataLoader
-from aioloader._workers.rng import states
+from aioloader._workers.rng import holds_generator, states
 from beside import beside
 from samples import collect
 from working import AsyncDrawing, AsyncNumbers, Drawing, Numbers, Stream, draw, draw_own
@@ -212,3 +215,66 @@ def test_by_sample_not_by_batch(num_workers: int) -> None:
         found.append(torch.cat(list(loader)).tolist())
     assert found[0] == found[1] == found[2]
     assert len({tuple(row) for row in found[0]}) == 12
+
+
+class Jitter:
+    """An augmentation that holds its own generator."""
+
+    def __init__(self, generator: Any) -> None:
+        self.steps = [generator]
+
+    def __call__(self, number: float) -> float:
+        """Return the number plus a draw."""
+        return number + float(self.steps[0].random())
+
+
+class Jittered:
+    """A dataset whose workers each have a copy of a generator."""
+
+    def __init__(self, augment: Any) -> None:
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.augment(float(index)), dtype=torch.float64)
+
+
+def closure(generator: Any) -> Any:
+    """Return a function that has a generator in its closure."""
+    return lambda number: number + generator.random()
+
+
+@pytest.mark.parametrize(
+    "augment",
+    [
+        lambda: Jitter(np.random.default_rng(0)),
+        lambda: partial(Jitter.__call__, Jitter(np.random.RandomState(0))),
+        lambda: closure(random.Random(0)),
+    ],
+    ids=["attribute", "partial", "closure"],
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"persistent_workers": True}, {"multiprocessing_context": "forkserver"}],
+    ids=str,
+)
+def test_generators_that_a_dataset_holds(augment: Any, options: Any) -> None:
+    """They are not seeded, so each worker makes the batches that it makes in torch."""
+    torchs_options = {**options, "multiprocessing_context": "fork"}
+    dataset: Any = Jittered(augment())
+    with DataLoader(dataset, 4, num_workers=2, **options) as loader:
+        found = [[batch.tolist() for batch in loader] for _ in range(2)]
+    torchs = TorchLoader(dataset, 4, num_workers=2, **torchs_options)
+    assert found == [[batch.tolist() for batch in torchs] for _ in range(2)]
+
+
+def test_global_generators_are_not_held() -> None:
+    """They are seeded for each batch."""
+    held = [random.random, np.random.rand, torch.default_generator, {"a": [np.random]}]
+    assert not holds_generator(*held)
+    looped: list[Any] = []
+    looped.append(looped)
+    assert not holds_generator(looped, None, 3)
+    assert holds_generator({"deep": [(Jitter(torch.Generator()),)]})

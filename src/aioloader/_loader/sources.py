@@ -32,7 +32,13 @@ from aioloader._transport.slots import Locker, SlotPool
 from aioloader._workers.info import use_sample_rng
 from aioloader._workers.lease import Lease, Pools, Servers, Tally
 from aioloader._workers.ray.workers import RayWorkers
-from aioloader._workers.rng import BatchKeys, SampleKeys, seed_sample, swapped_in
+from aioloader._workers.rng import (
+    BatchKeys,
+    SampleKeys,
+    holds_generator,
+    seed_sample,
+    swapped_in,
+)
 from aioloader._workers.rng_streams import seed_batch
 from aioloader._workers.threads import KeyedHere, ThreadWorkers
 from aioloader.protocols import Kind, is_async_function
@@ -352,11 +358,12 @@ def _spec(
     transform = options.transform
     if not reads and is_async_function(transform):
         transform = None  # applied where samples are read
+    read = maker.dataset if reads else None
     per_worker = options.prefetch_factor or 2
     if _follows_concurrency(options) and reads and not options.is_plain:
         per_worker = default_window(options.concurrency, options.batch_size or 1)
     return WorkerSpec(
-        dataset=maker.dataset if reads else None,
+        dataset=read,
         transform=transform,
         collate_fn=options.collate_fn,
         batched=options.batched,
@@ -377,6 +384,7 @@ def _spec(
         is_even=maker.is_even,
         lifespan=options.lifespan if reads else None,
         datasets=epoch.bookmark.datasets,
+        has_generators=holds_generator(read, transform, options.collate_fn),
     )
 
 

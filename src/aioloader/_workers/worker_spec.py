@@ -63,6 +63,8 @@ class WorkerSpec:
         is_even: Whether all ranks have the same number of batches.
         lifespan: The loader's ``lifespan`` argument, or None.
         datasets: States for the copies of a map-style dataset, by worker.
+        has_generators: Whether the user's objects hold random generators, of which
+            each worker has a copy.
     """
 
     dataset: Any
@@ -86,6 +88,7 @@ class WorkerSpec:
     is_even: bool = False
     lifespan: Any = None
     datasets: dict[int, Any] = field(default_factory=dict)
+    has_generators: bool = False
 
     def is_plain(self) -> bool:
         """Tell whether no step needs an event loop in the worker."""
@@ -108,6 +111,7 @@ class WorkerSpec:
         init function may have made them so. The turns are the same as torch's.
         """
         is_own = self.rng == "worker" or self.worker_init_fn is not None
+        is_own = is_own or self.has_generators
         return is_own or self.is_replicated() or self.has_copies()
 
     def has_copies(self) -> bool:
