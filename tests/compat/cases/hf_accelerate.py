@@ -192,6 +192,6 @@ def pair_ranks_twice(kit: Kit) -> Any:
     try:
         kit.prepared(tool, loader)
     except ValueError as error:
-        assert "deals them" in str(error)
+        assert "splits them" in str(error)
         return None
     raise AssertionError("dealt twice")
