@@ -24,17 +24,6 @@ from aioloader._pipeline.batch_task import BatchTask
 
 Rng: TypeAlias = Literal["batch", "sample", "worker"]
 _KEY = struct.Struct("<4q")
-_GENERATORS = (
-    np.random.Generator,
-    np.random.RandomState,
-    random.Random,  # noqa: S311  (looked for, not used)
-    torch.Generator,
-)
-_GLOBAL = (
-    random.random.__self__,  # type: ignore[attr-defined]
-    np.random.mtrand._rand,  # noqa: SLF001
-    torch.default_generator,
-)
 # These hold no generators.
 _LEAVES = (str, bytes, int, float, type, ModuleType, np.ndarray, torch.Tensor)
 _MOST_SEARCHED, _MOST_ITEMS = 2000, 64
@@ -58,11 +47,23 @@ def holds_generator(*objects: Any) -> bool:
     Attributes, small containers, partial arguments and closures are searched, some
     thousand objects in all. The global generators do not count.
     """
-    found, seen = list(objects), {id(one) for one in _GLOBAL}
+    # Not when this module is imported: ``numpy.random`` takes long to import.
+    generators = (
+        np.random.Generator,
+        np.random.RandomState,
+        random.Random,  # noqa: S311  (looked for, not used)
+        torch.Generator,
+    )
+    shared = (
+        random.random.__self__,  # type: ignore[attr-defined]
+        np.random.mtrand._rand,  # noqa: SLF001
+        torch.default_generator,
+    )
+    found, seen = list(objects), set(map(id, shared))
     for one in found:
         if one is None or id(one) in seen or isinstance(one, _LEAVES):
             continue
-        if isinstance(one, _GENERATORS):
+        if isinstance(one, generators):
             return True
         if len(seen) > _MOST_SEARCHED:
             break
