@@ -245,8 +245,10 @@ async def test_a_mask_on_other_ranks(world_size: int) -> None:
     await beside(check)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize(
+    ("batch_size", "workers"),
+    [(1, 0), (3, 0), (3, 2), pytest.param(1, 2, marks=pytest.mark.fuzz)],
+)
 async def test_failed_samples_do_not_count(
     batch_size: int, workers: int, tmp_path: Path
 ) -> None:

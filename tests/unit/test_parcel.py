@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_flatten
 
 from aioloader import default_collate
 from aioloader._collate.collate import lending
@@ -340,8 +341,10 @@ def test_small_batches_of_plain_tensors() -> None:
             x, y = torch.arange(n).float(), torch.arange(n) % 2 == 0
             batches: list[Any] = [x, [x, y], (y, x), {"b": x, "a": (y, [x + 1])}]
             for batch in batches:
-                found = post.sent(batch)
-                assert str(found) == str(batch)
+                found, structure = tree_flatten(post.sent(batch))
+                leaves, expected = tree_flatten(batch)
+                assert structure == expected
+                assert all(map(torch.equal, found, leaves))
         for batch in ({True: x}, {1: x}, [x.view(1, -1)], [], [[], x], [x, None, "y"]):
             assert str(post.sent(batch)) == str(batch)
 
