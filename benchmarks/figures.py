@@ -81,11 +81,13 @@ class Row:
 
     def values(self, key: str) -> list[float]:
         """Return the figure of every round that has it."""
-        return [one[key] for one in self.rounds if key in one]
+        return [one[key] for one in self.rounds if one.get(key) is not None]
 
     def median(self, key: str) -> float:
-        """Return the median of the rounds, or nan."""
-        return statistics.median(self.values(key) or [math.nan])
+        """Return the median of the rounds, or nan; of yes and no, the share of yes."""
+        values = self.values(key) or [math.nan]
+        is_share = all(isinstance(one, bool) for one in values)
+        return statistics.fmean(values) if is_share else statistics.median(values)
 
 
 @dataclass(frozen=True)

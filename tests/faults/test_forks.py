@@ -110,7 +110,7 @@ def test_an_unused_iterator_ends_a_supervisor_that_is_stuck(tmp_path: Path) -> N
     assert await_gone([int(path.read_text())]) == []
 
 
-@pytest.mark.parametrize("forks", [3, pytest.param(60, marks=pytest.mark.fuzz)])
+@pytest.mark.parametrize("forks", [15, pytest.param(60, marks=pytest.mark.fuzz)])
 def test_locks_that_threads_hold_at_a_fork_never_block_the_child(forks: int) -> None:
     """Children use loaders that their parent's threads are in the middle of using."""
     program = Path(__file__).with_name("forking_beside_threads.py")

@@ -62,18 +62,22 @@ class Killer:
         """Kill by signal, as anybody could."""
         poll = select.poll()
         poll.register(self.stop, select.POLLIN)
-        latest, known = 0, set[int]()
+        latest, known, was_new = 0, set[int](), False
         while not poll.poll(PERIOD * 1000):
             if len(self.found) < latest + BETWEEN:
                 continue
             latest = len(self.found)
             pids = [one.pid for one in self.pool._dispatcher.workers if one.pid]
-            # A new process may not have come to work yet, on a busy machine.
-            choice = [pid for pid in pids if pid in known] or pids[: not known]
-            known = set(pids)
+            # Three processes that die in a row without a batch end the epoch. On a busy
+            # machine a new one may not have made any: never two new ones in a row.
+            if was_new:
+                pids = [pid for pid in pids if pid in known]
             with contextlib.suppress(IndexError, ProcessLookupError):
-                os.kill(self.random.choice(choice), signal.SIGKILL)
+                pid = self.random.choice(pids)
+                os.kill(pid, signal.SIGKILL)
                 self.kills += 1
+                was_new = pid not in known
+            known = {one.pid for one in self.pool._dispatcher.workers if one.pid}
 
     def __enter__(self) -> Self:
         self.thread.start()

@@ -103,6 +103,17 @@ def test_runs_kept_in_another_shape_are_shown(
     assert "| slow store | 1 ±25% |" in page(modules, tmp_path)
 
 
+def test_shares_of_runs(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    """Of yes and no, not their median; and a figure that a run lacks is left out."""
+    runs = [{"right": True, "gain": 2.0}, {"right": True, "gain": None}]
+    runs += [{"right": True, "gain": 2.0}, {"right": False, "gain": 2.0}]
+    kept = {"environment": ENVIRONMENT, "seconds": 1.0, "plants": {"hogged": runs}}
+    (tmp_path / "plants.json").write_text(json.dumps(kept))
+    text = page(modules, tmp_path)
+    assert "| hogged | 0.75 ±" in text
+    assert " | 2 ±0% |" in text
+
+
 def test_the_page_is_up_to_date(modules: dict[str, ModuleType]) -> None:
     results = modules["figures"].read_all(BENCHMARKS / "results")
     text = modules["results_page"].page(results, BENCHMARKS / "plots")

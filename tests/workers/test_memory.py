@@ -57,7 +57,9 @@ def test_memory_is_used_again(num_workers: int) -> None:
         assert is_in_arena(batch)
         assert intact(batch, 2 * number)
         addresses.add(batch.data_ptr())
-    assert len(addresses) <= 20  # of 40
+    # In flight, delivered, and still in the variable: one worker may make them all.
+    at_once = 2 * num_workers + 2
+    assert len(addresses) <= num_workers * at_once
 
 
 async def test_memory_is_used_again_by_tasks() -> None:

@@ -113,7 +113,7 @@ def _check_rng(options: Options) -> None:
     """Refuse seeds per batch or sample if only coroutines could draw.
 
     In this process the coroutines of a batch run at the same time and share the global
-    generators: only plain code can have generators of its own.
+    generators: only plain code can have its own generators.
     """
     if options.rng not in {"batch", "sample"} or options.num_workers:
         return

@@ -104,7 +104,7 @@ def _check_generator(options: Options, state: State, saved: State) -> None:
     """Check the seed of the generator that the order is drawn from."""
     what = "a generator of seed {!r} for the order"
     between = state.get("generators") or {}
-    if state["done"] or state["beyond"]:  # the order has a generator of its own
+    if state["done"] or state["beyond"]:  # the order has its own generator
         between = {}
     for name in set(between) - set(generators_of(options)):
         _refuse(what, between[name]["seed"], None)

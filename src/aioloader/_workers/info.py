@@ -44,7 +44,7 @@ class WorkerInfo:
 
 
 class _Here(threading.local):
-    """The info of this worker thread, and the generators of its own seed."""
+    """The info of this worker thread, and generators seeded for it."""
 
     info: WorkerInfo | None = None
     rng: Keyed | None = None

@@ -15,7 +15,7 @@ from aioloader.errors import DatasetError, TruncatedReadError
 
 _PIECE = 4 << 20
 _GZIP = 16 + zlib.MAX_WBITS
-# Packed bytes per call. zstandard has no bound of its own on what a call returns: in
+# Packed bytes per call. zstandard does not bound what a call returns: in
 # the worst case 128 KB for four bytes, so 32 MB here.
 _GZIP_SLICE, _ZSTD_SLICE = 1 << 16, 1 << 10
 
