@@ -295,7 +295,7 @@ def test_what_fails_is_marked() -> None:
 
 async def test_blocks_are_smaller_where_samples_hold_containers(tmp_path: Path) -> None:
     """The collector looks at what is held; a block goes on from piece to piece."""
-    text = '"' + "x" * 300 + '"'  # of which 5,000 are three pieces
+    text = '"' + "x" * 80 + '"'  # of which 5,000 are several pieces
     lengths = []
     for line in (text, f"[{text}]"):
         (tmp_path / "shard.jsonl").write_text(f"{line}\n" * 5000)

@@ -24,7 +24,7 @@ _ZEROS = bytes(ord("0") if chr(one).isdigit() else one for one in range(128)) + 
 )
 _END = re.compile(rb"[^0]")
 _RUN, _POINT = b"0" * _DIGITS, ord(".")
-_EIGHT = np.frombuffer(b"\1" * 8, np.uint64)[0]  # flags
+_UPPER, _THREES = np.frombuffer(b"\xf0" * 8 + b"0" * 8, np.uint64)
 # Deepest nesting passed to orjson; both libraries fail near a thousand.
 _DEPTH = 500
 
@@ -80,10 +80,12 @@ def _may_one_differ(lines: Sequence[bytes]) -> bool:
 
 def _has_one_large(text: npt.NDArray[np.uint8]) -> bool:
     """Like ``_has_large``, but faster for the text of many lines."""
-    is_digit = (text - ord("0")) < 10
-    eights = is_digit[: len(text) & -8].view(np.uint64)
-    if not (eights == _EIGHT).any():  # each longer run of digits has one
+    # Each longer run of digits has eight of them in one word; their upper halves are 3,
+    # as are those of six other characters.
+    words = text[: len(text) & -8].view(np.uint64)
+    if not ((words & _UPPER) == _THREES).any():
         return False
+    is_digit = (text - ord("0")) < 10
     runs = is_digit
     for shift in (1, 2, 4, 8, 3):  # starts of 2, 4, 8, 16, 19 digits
         runs = runs[:-shift] & runs[shift:]

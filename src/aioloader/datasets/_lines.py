@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 from typing_extensions import Buffer
 
 from aioloader._order.blocks import Bad
+from aioloader.datasets._streams.shards import Quick
 from aioloader.errors import DatasetError
 
 # Lines decoded at once: their intermediate values stay in the cache.
@@ -40,7 +41,7 @@ class Decoder(Protocol):
         """
 
 
-class LineParser:
+class LineParser(Quick):
     """Parses lines into samples.
 
     Args:

@@ -6,13 +6,14 @@ import functools
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from typing_extensions import Buffer
 
 from aioloader.datasets._cuts import Cuts, Part, checksum_of, cut_shards
-from aioloader.datasets._stores.bytes import Bytes, FileBytes
+from aioloader.datasets._stores.bytes import Bytes
 from aioloader.datasets._stores.cache_dir import CacheDir
+from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import Unpacked, unpacker_of
@@ -22,6 +23,7 @@ from aioloader.datasets._streams.shards import (
     KnowsSize,
     Parser,
     Position,
+    Quick,
     ShardReader,
     Summary,
     summary_of,
@@ -30,10 +32,14 @@ from aioloader.errors import DatasetError, ShardChangedError
 
 # A parser of one shard: its label, and the offset of the first byte it will get.
 MakeParser = Callable[[str, int], Parser]
+# Where a block starts, and its samples.
+_Cut: TypeAlias = tuple[int, list[Any]]
 # Most samples cut at once: short lines would be many. Fewer of those that are
 # containers, because the garbage collector scans all that are held: with more of
 # them it costs more than parsing.
 _AT_ONCE, _TRACKED_AT_ONCE = 2048, 256
+# Bytes cut at once without a thread: well below a millisecond's work.
+_HERE = 1 << 18
 
 
 class ParsedShard(KnowsSize, CountsBytes):
@@ -76,6 +82,7 @@ class ParsedShard(KnowsSize, CountsBytes):
         # Whether the last piece has more, and whether it is the last of the shard.
         self._has_rest = self._has_ended = False
         self._failure: DatasetError | None = None
+        self._is_cached = isinstance(parser, Quick) and isinstance(source, FileBytes)
         self.is_draining = source.is_draining
         self.begin = source.begin
 
@@ -123,17 +130,10 @@ class ParsedShard(KnowsSize, CountsBytes):
     async def _turn(self) -> bool:
         """Move to the next block; return whether there is one."""
         while self._cutting is not None or self._has_rest or not self._has_ended:
-            if self._cutting is None:
-                self._cutting = asyncio.create_task(self._cut())
-            await asyncio.wait([self._cutting])  # cancellation does not reach it
-            cutting, self._cutting = self._cutting, None
-            byte, block = cutting.result()
+            byte, block = await self._cut_here() or await self._cut_in_thread()
             if block:
                 is_tracked = gc.is_tracked(block[-1])
                 self._limit = _TRACKED_AT_ONCE if is_tracked else _AT_ONCE
-            if self._has_rest or not self._has_ended:  # cut the next one meanwhile
-                self._cutting = asyncio.create_task(self._cut())
-            if block:
                 if self._is_packed:
                     self._before += len(self._block)
                 else:
@@ -142,27 +142,49 @@ class ParsedShard(KnowsSize, CountsBytes):
                 return True
         return False
 
-    async def _cut(self) -> tuple[int, list[Any]]:
-        """Return where the next block starts, and the block."""
-        if self._failure is not None:
-            raise self._failure
+    async def _cut_here(self) -> _Cut | None:
+        """Cut a block from what the page cache has of a file, without a thread.
+
+        None if a thread must do it: from the first time on that bytes are missing, or
+        that samples are large.
+        """
+        source = self._source
+        if not (self._is_cached and isinstance(source, FileBytes)):
+            return None
+        await source.open()
+        cut = self._cut_pieces(_HERE, source.read_cached)
+        self._is_cached = bool(cut[1])
+        return cut if self._is_cached or self._has_ended else None
+
+    async def _cut_in_thread(self) -> _Cut:
+        """Cut a block in a thread, and begin with the one after it."""
+        if self._cutting is None:
+            self._cutting = asyncio.create_task(self._cut())
+        await asyncio.wait([self._cutting])  # cancellation does not reach it
+        cutting, self._cutting = self._cutting, None
+        cut = cutting.result()
+        if self._has_rest or not self._has_ended:
+            self._cutting = asyncio.create_task(self._cut())
+        return cut
+
+    async def _cut(self) -> _Cut:
         if isinstance(self._source, FileBytes):
             feed = functools.partial(self._cut_pieces, self._source.at_once)
             return await self._source.use(feed)
         piece = None if self._has_rest else await self._source.read()
         return await in_thread(self._cut_piece, piece)
 
-    def _cut_piece(self, piece: Buffer | None) -> tuple[int, list[Any]]:
+    def _cut_piece(self, piece: Buffer | None) -> _Cut:
         """Cut one block from a piece, or from the rest of the last one."""
         begin = self._parser.offset
         if piece is not None:
             self._feed(piece)
         return begin, self._take(self._limit)
 
-    def _cut_pieces(
-        self, length: int, read: Callable[[], Buffer]
-    ) -> tuple[int, list[Any]]:
+    def _cut_pieces(self, length: int, read: Callable[[], Buffer | None]) -> _Cut:
         """Cut one block from the rest of the last piece, and from several more."""
+        if self._failure is not None:
+            raise self._failure
         begin, block = self._parser.offset, list[Any]()
         while len(block) < self._limit:
             if not self._has_rest:
@@ -174,6 +196,8 @@ class ParsedShard(KnowsSize, CountsBytes):
                     if not block:
                         raise
                     self._failure = error  # raised after the samples before it
+                    break
+                if piece is None:
                     break
                 length -= len(memoryview(piece))
                 self._feed(piece)

@@ -76,12 +76,18 @@ class TextDataset(ByteStream[str]):
                 "convert the files to UTF-8"
             )
         check_at_least(max_sample_bytes, 1, "max_sample_bytes")
-        make = functools.partial(_parser, _TextDecoder(encoding), max_sample_bytes)
+        make = functools.partial(
+            _parser, _TextDecoder(self._encoding), max_sample_bytes
+        )
         super().__init__(addresses, make, **options)
 
     def describe(self) -> dict[str, Any]:
         """Return what a state depends on, including the encoding."""
         return {**super().describe(), "encoding": self._encoding}
+
+
+# Encodings in which the text of many lines is that of each.
+_WHOLE = frozenset({"utf-8", "ascii", "iso8859-1"})
 
 
 class _TextDecoder:
@@ -96,6 +102,11 @@ class _TextDecoder:
     def many(self, lines: Sequence[bytes]) -> list[str] | None:
         encoding = self._encoding
         try:
+            if encoding in _WHOLE and lines[-1].endswith(b"\n"):
+                text = b"".join(lines).replace(b"\r\n", b"\n").decode(encoding)
+                made = text.split("\n")
+                made.pop()  # after the last line
+                return made
             return [without_end(line).decode(encoding) for line in lines]
         except ValueError:
             return None

@@ -7,19 +7,14 @@ size and version that came with the first.
 """
 
 import asyncio
-import os
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from io import FileIO
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias
 
-import aiofiles
-import numpy as np
 from typing_extensions import Buffer
 
-from aioloader.datasets._stores.outlast import in_thread, outlast
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
@@ -28,13 +23,8 @@ from aioloader.errors import (
     TruncatedReadError,
 )
 
-T = TypeVar("T")
-
 _LARGEST = 8 << 20
-_SMALLEST = 1 << 16
-# A piece of a file fits into one core's cache, where it is parsed; several are worth
-# the switch to a thread.
-_FILE_PIECE, _FILE_PIECES = 1 << 19, 1 << 22
+SMALLEST = 1 << 16
 # Pieces in flight per object; fewer, rather than pieces smaller than the second.
 _AHEAD, _WORTHWHILE = 16, 1 << 20
 # A shard that nothing was pulled from yet may request ``budget // START_DIVISOR``.
@@ -167,10 +157,10 @@ class ObjectBytes:
         self._is_over = start >= self._end
         largest = max(budget // _AHEAD, min(budget // 4, _WORTHWHILE))
         # A power of two, because pieces end at multiples of it.
-        largest = 1 << max(_SMALLEST, min(_LARGEST, largest)).bit_length() - 1
-        self._largest, self._length = largest, _SMALLEST
+        largest = 1 << max(SMALLEST, min(_LARGEST, largest)).bit_length() - 1
+        self._largest, self._length = largest, SMALLEST
         self._most = max(2 * largest, min(budget, _AHEAD * largest))
-        self._window = max(_SMALLEST, budget // START_DIVISOR)  # until the first read
+        self._window = max(SMALLEST, budget // START_DIVISOR)  # until the first read
         self._version: Version | None = None
         self._pieces: deque[asyncio.Task[Piece]] = deque()
 
@@ -350,133 +340,6 @@ class Closing:
         """Close the bytes, then call ``then``."""
         await self._inner.aclose()
         await self._then()
-
-
-class FileBytes:
-    """A file's bytes, opened by ``aiofiles`` and read into one buffer.
-
-    Attributes:
-        at_once: Bytes that are best read in one thread call.
-
-    Args:
-        path: The file.
-        start: First byte.
-        budget: Most bytes to hold.
-        expected: Size that the file must have, if known.
-        stop: Where to stop before the end of the file.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        start: int,
-        budget: int,
-        expected: int | None = None,
-        stop: int | None = None,
-    ) -> None:
-        self.size: int | None = None
-        self._end = sys.maxsize if stop is None else stop
-        self._expected = expected
-        self._path = path
-        self._at = start
-        # Besides the buffer, the parsed data needs room.
-        self.at_once = max(_SMALLEST, min(_FILE_PIECES, budget // 2))
-        self._length = min(_FILE_PIECE, self.at_once)
-        self._buffer = memoryview(b"")
-        self._file: Any = None
-        self._facts: tuple[int, int] = 0, 0
-
-    def begin(self) -> None:
-        """Do nothing: a file needs no request."""
-
-    async def read(self) -> Buffer:
-        """Return the next piece."""
-        return await self.use(_next)
-
-    async def use(self, function: Callable[[Callable[[], Buffer]], T]) -> T:
-        """Return what ``function`` makes of the next pieces, in the same thread.
-
-        Its argument reads one piece, which is valid until the next one is read. One
-        thread call is cheaper than one per piece, and pieces stay in that core's cache.
-        """
-        if self._file is None:
-            try:
-                await outlast(asyncio.create_task(self._open()))
-            except OSError as error:
-                raise file_failure(self._path, error) from error
-        return await in_thread(function, self._next)
-
-    def is_draining(self) -> bool:
-        """Return whether the end is near."""
-        return self._file is not None and self._at >= min(self._facts[0], self._end)
-
-    def bytes_ahead(self) -> int:
-        """Return 0: a file is read on demand."""
-        return 0
-
-    async def aclose(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            file, self._file = self._file, None
-            await outlast(asyncio.ensure_future(file.close()))
-
-    async def _open(self) -> None:
-        # Unbuffered: large reads need no second copy.
-        self._file = await aiofiles.open(self._path, "rb", buffering=0)
-        self._facts = self._look()
-        self.size = self._facts[0]
-        check_size(self._path, self.size, self._expected, self._at)
-        if self._at:
-            await self._file.seek(self._at)
-
-    def _look(self) -> tuple[int, int]:
-        facts = os.fstat(self._file.fileno())
-        return facts.st_size, facts.st_mtime_ns
-
-    def _next(self) -> Buffer:
-        try:
-            length = self._fill()
-        except OSError as error:
-            raise file_failure(self._path, error) from error
-        return self._buffer[:length]
-
-    def _fill(self) -> int:
-        """Read one piece; check that the file is unchanged."""
-        stop = min(self._facts[0], self._end)
-        wanted = min(self._length, max(0, stop - self._at))
-        if not self._buffer:
-            # Not mapped: once the C library has freed a block of this size, it keeps as
-            # much for samples, which otherwise cost up to a page fault per 4 KB.
-            self._buffer = np.empty(min(_FILE_PIECES, self._facts[0]), np.uint8).data
-        length = self._read_into(self._buffer[:wanted]) if wanted else 0
-        self._at += length
-        self._check(wanted, length)
-        return length
-
-    def _read_into(self, buffer: memoryview) -> int:
-        # The file of aiofiles would use another thread.
-        return FileIO(self._file.fileno(), closefd=False).readinto(buffer) or 0
-
-    def _check(self, wanted: int, length: int) -> None:
-        size, changed = self._look()
-        if (size, changed) != self._facts:
-            raise DatasetError(
-                f"{self._path!r} changed while being read: it had "
-                f"{self._facts[0]:,} bytes and has {size:,}, changed at {changed} ns; "
-                "write shards under another name and rename them",
-                location=self._path,
-            )
-        if wanted and not length:
-            raise TruncatedReadError(
-                f"{self._path!r} gave {self._at:,} of {size:,} bytes",
-                location=self._path,
-                expected=size,
-                received=self._at,
-            )
-
-
-def _next(read: Callable[[], Buffer]) -> Buffer:
-    return read()
 
 
 def file_failure(path: str, cause: OSError) -> DatasetError:

@@ -36,13 +36,13 @@ from aioloader.datasets._stores.bytes import (
     Bytes,
     Closing,
     Fetch,
-    FileBytes,
     ObjectBytes,
     file_failure,
 )
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.cached import CachedRanges
 from aioloader.datasets._stores.fetching import LoopRequests, WholeObject
+from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.hub import HubSource, is_hub
 from aioloader.datasets._stores.listing import list_async
 from aioloader.datasets._stores.options import Options, check_no_options

@@ -21,7 +21,7 @@ Numbers: TypeAlias = npt.NDArray[np.integer[Any]]
 # Draws per generator.
 _BLOCK = 4096
 # Most samples that are drawn at once, and seconds that these may take to come.
-_SAMPLES = 512
+_SAMPLES = 2048
 _QUICK = 2e-3
 # Most rows of columns that are interleaved on the loop.
 _ROWS = 256

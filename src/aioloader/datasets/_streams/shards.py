@@ -46,6 +46,10 @@ class Parser(Protocol):
         """Return up to ``limit`` samples; fewer only if more bytes are needed."""
 
 
+class Quick(abc.ABC):  # noqa: B024  (a mark)
+    """A parser of aioloader's that needs less time for a piece than a thread call."""
+
+
 class ShardReader(Protocol):
     """One open shard, read forward."""
 

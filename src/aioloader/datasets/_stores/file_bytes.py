@@ -1,0 +1,179 @@
+"""A file's bytes: in a thread, or without one where they are in the page cache."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from io import FileIO
+from typing import Any, TypeAlias, TypeVar
+
+import aiofiles
+import numpy as np
+from typing_extensions import Buffer
+
+from aioloader.datasets._stores.bytes import SMALLEST, check_size, file_failure
+from aioloader.datasets._stores.outlast import in_thread, outlast
+from aioloader.errors import DatasetError, TruncatedReadError
+
+T = TypeVar("T")
+
+# A piece of a file fits into one core's cache, where it is parsed; several are worth
+# the switch to a thread.
+_FILE_PIECE, _FILE_PIECES = 1 << 19, 1 << 22
+# A piece read without a thread: parsing it must not hold the loop for long.
+_CACHED_PIECE = 1 << 17
+# Reads into a buffer, and returns how much; None: it might wait.
+_Read: TypeAlias = Callable[[int, memoryview], int | None]
+
+
+class FileBytes:
+    """A file's bytes, opened by ``aiofiles`` and read into one buffer.
+
+    Attributes:
+        at_once: Bytes that are best read in one thread call.
+
+    Args:
+        path: The file.
+        start: First byte.
+        budget: Most bytes to hold.
+        expected: Size that the file must have, if known.
+        stop: Where to stop before the end of the file.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        start: int,
+        budget: int,
+        expected: int | None = None,
+        stop: int | None = None,
+    ) -> None:
+        self.size: int | None = None
+        self._end = sys.maxsize if stop is None else stop
+        self._expected = expected
+        self._path = path
+        self._at = start
+        # Besides the buffer, the parsed data needs room.
+        self.at_once = max(SMALLEST, min(_FILE_PIECES, budget // 2))
+        self._length = min(_FILE_PIECE, self.at_once)
+        self._buffer = memoryview(b"")
+        self._file: Any = None
+        self._facts: tuple[int, int] = 0, 0
+
+    def begin(self) -> None:
+        """Do nothing: a file needs no request."""
+
+    async def read(self) -> Buffer:
+        """Return the next piece."""
+        return await self.use(_next)
+
+    async def use(self, function: Callable[[Callable[[], Buffer]], T]) -> T:
+        """Return what ``function`` makes of the next pieces, in the same thread.
+
+        Its argument reads one piece, which is valid until the next one is read. One
+        thread call is cheaper than one per piece, and pieces stay in that core's cache.
+        """
+        await self.open()
+        return await in_thread(function, self._next)
+
+    async def open(self) -> None:
+        """Open the file, unless it is open."""
+        if self._file is None:
+            try:
+                await outlast(asyncio.create_task(self._open()))
+            except OSError as error:
+                raise file_failure(self._path, error) from error
+
+    def read_cached(self) -> Buffer | None:
+        """Return the next small piece; None if that might wait, for a disk or network.
+
+        The file must be open.
+        """
+        return self._read_piece(_read_cached, min(_CACHED_PIECE, self._length))
+
+    def is_draining(self) -> bool:
+        """Return whether the end is near."""
+        return self._file is not None and self._at >= min(self._facts[0], self._end)
+
+    def bytes_ahead(self) -> int:
+        """Return 0: a file is read on demand."""
+        return 0
+
+    async def aclose(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            await outlast(asyncio.ensure_future(file.close()))
+
+    async def _open(self) -> None:
+        # Unbuffered: large reads need no second copy.
+        self._file = await aiofiles.open(self._path, "rb", buffering=0)
+        self._facts = self._look()
+        self.size = self._facts[0]
+        check_size(self._path, self.size, self._expected, self._at)
+        if self._at:
+            await self._file.seek(self._at)
+
+    def _look(self) -> tuple[int, int]:
+        facts = os.fstat(self._file.fileno())
+        return facts.st_size, facts.st_mtime_ns
+
+    def _next(self) -> Any:
+        return self._read_piece(_read_into, self._length)
+
+    def _read_piece(self, read: _Read, most: int) -> Buffer | None:
+        try:
+            length = self._fill(read, most)
+        except OSError as error:
+            raise file_failure(self._path, error) from error
+        return None if length is None else self._buffer[:length]
+
+    def _fill(self, read: _Read, most: int) -> int | None:
+        """Read one piece; check that the file is unchanged."""
+        stop = min(self._facts[0], self._end)
+        wanted = min(most, max(0, stop - self._at))
+        if not self._buffer:
+            # Not mapped: once the C library has freed a block of this size, it keeps as
+            # much for samples, which otherwise cost up to a page fault per 4 KB.
+            self._buffer = np.empty(min(_FILE_PIECES, self._facts[0]), np.uint8).data
+        # The file of aiofiles would use another thread.
+        file: int = self._file.fileno()
+        length = read(file, self._buffer[:wanted]) if wanted else 0
+        if length is None:
+            return None
+        self._at += length
+        self._check(wanted, length)
+        return length
+
+    def _check(self, wanted: int, length: int) -> None:
+        size, changed = self._look()
+        if (size, changed) != self._facts:
+            raise DatasetError(
+                f"{self._path!r} changed while being read: it had "
+                f"{self._facts[0]:,} bytes and has {size:,}, changed at {changed} ns; "
+                "write shards under another name and rename them",
+                location=self._path,
+            )
+        if wanted and not length:
+            raise TruncatedReadError(
+                f"{self._path!r} gave {self._at:,} of {size:,} bytes",
+                location=self._path,
+                expected=size,
+                received=self._at,
+            )
+
+
+def _next(read: Callable[[], Buffer]) -> Buffer:
+    return read()
+
+
+def _read_into(file: int, buffer: memoryview) -> int:
+    return FileIO(file, closefd=False).readinto(buffer) or 0
+
+
+def _read_cached(file: int, buffer: memoryview) -> int | None:
+    """Read what is in the page cache; None if nothing is, or that cannot be known."""
+    try:
+        return os.preadv(file, [buffer], -1, os.RWF_NOWAIT)  # -1: where the file is at
+    except (AttributeError, OSError):  # no Linux; a file system that may always wait
+        return None
