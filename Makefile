@@ -52,7 +52,7 @@ package: $(VENV)/.dev
 pythons: $(VENV)/.dev
 	$(BIN)/nox
 
-# about an hour; `make bench OPTIONS=--quick` sees in some minutes that all of it works
+# about an hour and a half; `make bench OPTIONS=--quick` sees in some minutes that all of it works
 bench: $(VENV)/.bench $(PEERS)/.ready
 	AIOLOADER_PEERS=$(CURDIR)/$(PEERS)/bin/python $(BIN)/python benchmarks/run.py $(OPTIONS)
 
