@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader._order.blocks import Bad
+from aioloader.datasets._tar import walk as tar_walk
 from aioloader.datasets._tar.walk import TarParser
 from datasets.tar_archives import (
     FORMATS,
@@ -267,6 +268,18 @@ def test_unknown_members_are_passed_over() -> None:
     for kind in (b"V", b"D", b"M", b"Z"):
         data += member(b"v.x", b"v" * 700, kind)
     assert walk(data + member(b"a.x", b"1", b"7") + ZEROS) == [sample("a", x=b"1")]
+
+
+def test_the_first_link_is_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample may lack a field because of it; once per process is enough."""
+    monkeypatch.setattr(tar_walk, "_MENTIONED", [])
+    data = header(b"a.jpg", 0, b"2") + member(b"a.cls", b"1") + header(b"b.x", 0, b"1")
+    assert walk(data + ZEROS) == walk(data + ZEROS) == [sample("a", cls=b"1")]
+    (said,) = caplog.messages
+    assert "member 'a.jpg' is a link" in said
+    assert "tar --dereference" in said
 
 
 @pytest.mark.parametrize("end", [b"", ZEROS[:512], ZEROS, ZEROS * 9, ZEROS + b"rest"])

@@ -19,7 +19,10 @@ import torch
 from torch.utils.data import Sampler
 
 from aioloader import DataLoader
+from aioloader._workers import threads
 
+# A wait for a thread that a child does not have would end by itself, and be missed.
+threads._GRACE = threading.TIMEOUT_MAX
 # Seconds that a child may take.
 PATIENCE = 20.0
 BATCHES = 8

@@ -164,8 +164,11 @@ class Staged:
             self._thread.stop(self._ended.set)
 
     def join(self) -> bool:
-        """Wait, bounded, until it has ended; return whether it has."""
-        is_over = self._ended.wait(GRACE)
+        """Wait, bounded, until it has ended; return whether it has.
+
+        A forked child does not have the thread.
+        """
+        is_over = not self._thread.is_alive() or self._ended.wait(GRACE)
         self._thread.join(GRACE if is_over else 0)
         return is_over
 

@@ -96,11 +96,11 @@ class ThreadWorkers:
         _end(self._over, self._tasks, len(self._threads))
 
     def join(self) -> bool:
-        """Wait until the threads have ended, bounded."""
+        """Wait until the threads have ended, bounded; a forked child has none."""
         until = time.monotonic() + _GRACE
         are_gone = all(
-            ended.wait(max(0.0, until - time.monotonic()))
-            for ended, _ in zip(self._ended, self._threads, strict=False)
+            not thread.is_alive() or ended.wait(max(0.0, until - time.monotonic()))
+            for ended, thread in zip(self._ended, self._threads, strict=False)
         )
         if are_gone:
             for thread in self._threads:

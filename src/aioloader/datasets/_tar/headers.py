@@ -20,6 +20,7 @@ EXTENDED_BYTES = 1 << 20  # a longer name or PAX header is damage, or an attack
 PAX = ord("x")
 SPARSE = ord("S")
 REGULAR = b"0\x007S"
+LINKS = b"12"
 EXTENDED = b"LKxXg"  # X is Solaris' x
 _PLAIN = b"0\0"
 _BODILESS = b"123456"  # links, devices, directories, fifos: whatever their size field

@@ -5,6 +5,7 @@ of a piece is kept: one sample, one header. Members with a plain header that lie
 in a piece take a fast path (``_run``), all others are read step by step.
 """
 
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias
@@ -16,6 +17,7 @@ from aioloader.datasets._tar.headers import (
     BLOCK_BYTES,
     EXTENDED,
     FIELDS,
+    LINKS,
     PAX,
     REGULAR,
     SPARSE,
@@ -33,6 +35,7 @@ from aioloader.datasets._tar.headers import (
 )
 from aioloader.errors import DatasetError, TruncatedReadError
 
+_LOG = logging.getLogger("aioloader")
 _Handler: TypeAlias = Callable[["TarParser", bytes], None]
 
 
@@ -42,9 +45,10 @@ class TarParser:
     A sample is a dict: ``__key__`` (path up to the first dot of the base name),
     ``__url__``, and the bytes of each member under the rest of its name, in lower case.
     Members that are no regular file, whose base name has a leading dot or none, or that
-    are in a top folder like ``__meta__``, are skipped. Damage ends the archive; it is
-    not detected in bodies, long names and PAX headers, which have no checksum. Nor is a
-    cut between two members, because some writers leave out the zeros at the end.
+    are in a top folder like ``__meta__``, are skipped; the first link is logged. Damage
+    ends the archive; it is not detected in bodies, long names and PAX headers, which
+    have no checksum. Nor is a cut between two members, because some writers leave out
+    the zeros at the end.
 
     Args:
         url: Name of the shard, for samples and errors; without credentials.
@@ -281,6 +285,8 @@ class TarParser:
         kind, field = block[156], None
         if kind in REGULAR:
             field = self._groups.place(name, size, self._from)
+        elif kind in LINKS:
+            _mention_links(self._url, name)
         if field is not None and (kind == SPARSE or "sparse" in extras):
             self._groups.spoil(name, "is sparse, which is not supported")
             field = None
@@ -356,3 +362,18 @@ class TarParser:
         ord("X"): _on_pax,  # Solaris
         ord("g"): _on_global,
     }
+
+
+def _mention_links(url: str, name: str) -> None:
+    """Log the first link of the process: a sample may lack a field because of it."""
+    if not _MENTIONED:
+        _MENTIONED.append(name)
+        _LOG.warning(
+            "%r: member %r is a link, and links are skipped: the archive does not hold "
+            "what they lead to; pack with `tar --dereference --hard-dereference`",
+            url,
+            name,
+        )
+
+
+_MENTIONED: list[str] = []
