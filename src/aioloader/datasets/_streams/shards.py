@@ -47,7 +47,7 @@ class Parser(Protocol):
 
 
 class Quick(abc.ABC):  # noqa: B024  (a mark)
-    """A parser of aioloader's that needs less time for a piece than a thread call."""
+    """A parser of aioloader's, so quick that a thread would cost more than it does."""
 
 
 class ShardReader(Protocol):
