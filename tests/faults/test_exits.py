@@ -227,6 +227,36 @@ def test_a_thread_in_torchs_code_at_the_interpreters_exit() -> None:
     assert (done.returncode, done.stderr) == (3, "")
 
 
+# What only a thread has is freed as the thread ends.
+MINE = """
+class Mine(threading.local):
+    def __init__(self): self.one = One()
+class One:
+    def __del__(self, wait=threading.Event().wait):
+        wait(0.2)
+        print("freed", flush=True)
+mine = Mine()
+"""
+ENDING = {
+    "workers": "for batch in DataLoader(S(), 4, num_workers=2, workers='thread',\n"
+    "                        worker_init_fn=lambda worker: mine.one): break\n",
+    "loop of the caller": "async def go():\n"
+    "    def touch(batch): mine.one; return batch\n"
+    "    loader = DataLoader(A(), 4, loop='caller', transform=touch)\n"
+    "    async with loader:\n"
+    "        async for batch in loader: break\n"
+    "asyncio.run(go())\n",
+}
+
+
+@pytest.mark.parametrize("name", ENDING)
+def test_a_thread_that_ends_is_waited_for(name: str) -> None:
+    """It may be freeing a dataset's tensors, which torch does without the GIL."""
+    done = python(IMPORTS + MINE + ENDING[name], "-W", "ignore")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert set(done.stdout.split()) == {"freed"}
+
+
 def test_a_stuck_read_does_not_keep_the_interpreter() -> None:
     """A thread that never returns cannot be joined: the exit goes on without it."""
     code = IMPORTS + (

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from aioloader._order.forks import fork_safe
@@ -61,11 +62,12 @@ class CpuThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._is_stopped = False
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
         # Set when the thread has ended, or may no longer delay the interpreter's exit.
         self.quiet: threading.Event = fork_safe(threading.Event())
+        self.is_over = False  # no job follows
 
     def post(self, job: Job) -> bool:
         """Run ``job`` after earlier ones; return whether the thread takes jobs.
@@ -76,7 +78,7 @@ class CpuThread:
             if self._is_stopped:
                 return False
             self._jobs.put(job)
-            if self._thread is None:
+            if self.thread is None:
                 self._start()
         return True
 
@@ -119,7 +121,7 @@ class CpuThread:
         """End the thread after the jobs posted so far; its last job is ``then``."""
         with self._lock:
             self._is_stopped = True
-            is_running = self._thread is not None
+            is_running = self.thread is not None
             if is_running:
                 self._jobs.put(then)
                 self._jobs.put(None)
@@ -128,22 +130,18 @@ class CpuThread:
 
     def join(self, timeout: float) -> None:
         """Wait for the thread to end, at most ``timeout`` seconds."""
-        if self._thread not in {None, threading.current_thread()}:
-            self._thread.join(timeout)
+        if self.thread not in {None, threading.current_thread()}:
+            self.thread.join(timeout)
 
     def ident(self) -> int | None:
         """Return the identifier of the thread, once it runs."""
-        return self._thread.ident if self._thread else None
+        return self.thread.ident if self.thread else None
 
     def _start(self) -> None:
-        # A daemon, so that a stuck read cannot block the interpreter's exit; the owner
-        # of this object stops and joins it.
-        context = context_elsewhere()
-        self._thread = threading.Thread(
-            target=context.run, args=(self._run,), name=self._name, daemon=True
-        )
+        run = partial(context_elsewhere().run, self._run)
+        self.thread = _daemon(run, self._name)  # the owner stops and joins it
         _STARTED.add(self)
-        self._thread.start()
+        _start(self.thread)
 
     def _run(self) -> None:
         try:
@@ -151,11 +149,12 @@ class CpuThread:
                 _do(job, self._name)
                 del job  # it may hold a batch
         finally:
+            self.is_over = True
             self.quiet.set()
 
     def is_alive(self) -> bool:
         """Tell whether the thread runs; not in a forked child."""
-        return self._thread is not None and self._thread.is_alive()
+        return self.thread is not None and self.thread.is_alive()
 
 
 class SharedThread(CpuThread):
@@ -275,12 +274,12 @@ class _SharedThreads:
                 self._idle -= 1
             elif self._threads < _SHARED_THREADS:
                 self._threads += 1
-                threading.Thread(
-                    target=self._run,
-                    args=(self._jobs,),
-                    name="aioloader-cpu",
-                    daemon=True,
-                ).start()
+                _start(_daemon(partial(self._run, self._jobs), "aioloader-cpu"))
+
+    def end(self) -> None:
+        """End the threads after their jobs."""
+        for _ in range(self._threads):
+            self._jobs.put(None)
 
     def is_here(self) -> bool:
         """Tell whether the calling thread is one of them.
@@ -325,17 +324,35 @@ def _fail(future: "asyncio.Future[Any]", error: BaseException) -> None:
         future.set_exception(error)
 
 
-def _await_at_exit() -> None:
-    """Let threads finish their jobs before the interpreter is finalized.
+def _daemon(run: Callable[[], object], name: str) -> threading.Thread:
+    """Return a daemon: a stuck read cannot block the interpreter's exit."""
+    return threading.Thread(target=run, name=name, daemon=True)
 
-    A thread in torch's code without the GIL would then abort the process.
+
+def _start(thread: threading.Thread) -> None:
+    thread.start()
+    for one in list(_THREADS):
+        if not one.is_alive():
+            _THREADS.discard(one)
+    _THREADS.add(thread)
+
+
+def _await_at_exit() -> None:
+    """Let threads finish their jobs, and end, before the interpreter is finalized.
+
+    A thread in torch's code without the GIL would then abort the process; one that has
+    no more jobs may be there, too, to free thread-local data.
     """
     until = time.monotonic() + _EXIT_GRACE
-    threads = [thread for thread in list(_STARTED) if thread.is_alive()]
-    for thread in threads:
-        thread.post_nowait(thread.quiet.set)
-    for thread in threads:
-        thread.quiet.wait(max(0.0, until - time.monotonic()))
+    started = [one for one in list(_STARTED) if one.is_alive()]
+    for one in started:
+        one.post_nowait(one.quiet.set)
+    _SHARED.end()
+    for one in started:
+        one.quiet.wait(max(0.0, until - time.monotonic()))
+    staying = {one.thread for one in started if not one.is_over}
+    for thread in _THREADS - staying:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 class _AtExit:
@@ -343,5 +360,7 @@ class _AtExit:
 
 
 _STARTED: weakref.WeakSet[CpuThread] = weakref.WeakSet()
+# All that run, as long as they do: an object may be gone before its thread has ended.
+_THREADS: set[threading.Thread] = set()
 _at_exit = _AtExit()
 weakref.finalize(_at_exit, _await_at_exit)

@@ -129,6 +129,12 @@ class ThreadWorkers:
         seed = self._base_seed + worker
         info = WorkerInfo(worker, self._number, seed, pipeline.maker.dataset)
         be_worker_thread(info)
+        try:
+            self._serve(pipeline, worker)
+        finally:
+            be_worker_thread(None)  # frees the dataset here, not as the thread ends
+
+    def _serve(self, pipeline: Pipeline, worker: int) -> None:
         if pipeline.host.failure() is not None:
             return
         try:

@@ -46,10 +46,10 @@ class ParsedShard(KnowsSize, CountsBytes):
     """Samples of one shard, in order.
 
     They are cut in threads, a block at a time; by a ``Quick`` parser without a thread,
-    as long as a file's bytes are in the page cache. A position is the start of a block and
-    the number of samples passed on since. A failed sample counts too: it is reported
-    once. A compressed shard can only start at its beginning; samples read before are
-    read again, and dropped.
+    as long as a file's bytes are in the page cache. A position is the start of a block
+    and the number of samples passed on since. A failed sample counts too: it is
+    reported once. A compressed shard can only start at its beginning; samples read
+    before are read again, and dropped.
 
     Args:
         source: The shard's unpacked bytes; owned.
