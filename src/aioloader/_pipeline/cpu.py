@@ -67,7 +67,7 @@ class CpuThread:
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
         # Set when the thread has ended, or may no longer delay the interpreter's exit.
         self.quiet: threading.Event = fork_safe(threading.Event())
-        self.is_over = False  # no job follows
+        self.is_over: bool = False  # no job follows
 
     def post(self, job: Job) -> bool:
         """Run ``job`` after earlier ones; return whether the thread takes jobs.
