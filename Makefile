@@ -27,9 +27,9 @@ types: $(VENV)/.dev
 imports: $(VENV)/.dev
 	$(BIN)/lint-imports
 
-# four processes for two cores: many tests mostly wait
+# three processes for two cores: many tests mostly wait
 pytest: $(VENV)/.dev
-	$(BIN)/pytest -n 4 --dist worksteal -m "not fuzz"
+	$(BIN)/pytest -n 3 --dist worksteal -m "not fuzz"
 
 # slow combinations of what the others hold
 fuzz: $(VENV)/.dev

@@ -8,13 +8,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from device import fake_accelerator
 
 HERE = Path(__file__).parent
-PARTS = [["test_device.py", "test_users.py"], ["test_races.py"]]
+PARTS: list[Any] = [
+    ("not fuzz", "test_device.py", "test_users.py"),
+    ("not fuzz", "test_races.py"),
+    pytest.param(("fuzz", "test_races.py"), marks=pytest.mark.fuzz),
+]
 IN_CI = bool(os.environ.get("CI"))
 
 pytestmark = [
@@ -26,12 +31,13 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("names", PARTS, ids=" ".join)
-def test_on_fake(names: list[str]) -> None:
+@pytest.mark.parametrize("part", PARTS, ids=" ".join)
+def test_on_fake(part: tuple[str, ...]) -> None:
     """All pass; what is skipped is about CUDA's own."""
-    files = [HERE / name for name in names]
+    which, *names = part
+    options = ["-q", "-p", "no:cacheprovider", "-m", which]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+        [sys.executable, "-m", "pytest", *options, *(HERE / name for name in names)],
         env=os.environ | {"AIOLOADER_TEST_DEVICE": "fake", "OMP_NUM_THREADS": "1"},
         cwd=HERE.parents[1],
         stdout=subprocess.PIPE,

@@ -51,17 +51,24 @@ async function work(pages) {
 }
 """
 # Searches as a reader does; returns the pages of the first results of each search.
+# In between it searches what is nowhere, so that results are those of the next search.
 SEARCH = """
 async function work(searches) {
-  const found = [];
+  const found = [], frame = await open("/?q=loader", 1200);
+  const all = (what) => [...frame.contentDocument.querySelectorAll(what)];
+  const results = () => all(".md-search-result__item");
+  async function search(words, isSettled) {
+    const [input] = all("[data-md-component=search-query]");
+    input.value = words;
+    input.dispatchEvent(new KeyboardEvent("keyup"));
+    for (let turn = 0; turn < 500 && !isSettled(); turn++) await sleep(20);
+  }
+  for (let turn = 0; turn < 500 && !results().length; turn++) await sleep(20);
   for (const words of searches) {
-    const frame = await open("/?q=" + encodeURIComponent(words), 1200);
-    const results = () =>
-      [...frame.contentDocument.querySelectorAll(".md-search-result__item")];
-    for (let turn = 0; turn < 100 && !results().length; turn++) await sleep(100);
-    await sleep(200);
+    await search("zqxjkv", () => !results().length);
+    await search(words, () => results().length);
+    await sleep(50);
     found.push(results().map(one => new URL(one.querySelector("a").href).pathname));
-    frame.remove();
   }
   return found;
 }
