@@ -242,6 +242,23 @@ async def test_small_shards_are_requested_far_ahead() -> None:
     assert found == [f"{at:06}" for at in range(4)] * 30
 
 
+async def test_large_shards_are_begun_one_by_one() -> None:
+    """What is requested of several stays within the budget, also as they change."""
+    size, each, budget = 100_000, 50, 4 << 20
+    shards = {f"{at}.tar": big_shard(each, size) for at in range(4)}
+    with ObjectServer(shards) as server:
+        stream = TarDataset("{0..3}.tar", store=server.url, max_bytes=budget)
+        async with aiter(stream) as iterator:
+            for taken in range(4 * each):
+                await anext(iterator)
+                await asyncio.to_thread(
+                    server.wait_for, lambda: server.counts().in_flight == 0
+                )
+                # A piece of a quarter of the budget has been cut, and is not yet taken.
+                held = server.counts().bytes - taken * size
+                assert held <= 1.25 * budget, taken
+
+
 def nothing() -> Any:
     """Stand for a whole that nobody asks for."""
     raise AssertionError

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,7 +305,7 @@ def test_ctrl_c(loop: str) -> None:
         f"{loop}\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-X", "faulthandler", "-c", code],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -312,11 +313,21 @@ def test_ctrl_c(loop: str) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "batch\n"
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    errors = end(process)
     assert process.returncode in {1, 130, -signal.SIGINT}
     assert errors.rstrip().endswith("KeyboardInterrupt")
     for noise in ("Task was destroyed", "never awaited", "Exception ignored"):
         assert noise not in errors
+
+
+def end(process: "subprocess.Popen[str]") -> str:
+    """Return what it has printed to stderr; tell where it hangs after 20 seconds."""
+    try:
+        return process.communicate(timeout=20)[1]
+    except subprocess.TimeoutExpired:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        process.send_signal(signal.SIGABRT)
+        raise AssertionError(process.communicate()[1] + status) from None
 
 
 def test_one_liners() -> None:

@@ -49,6 +49,24 @@ def test_the_process_stays_no_daemon() -> None:
     assert multiprocessing.current_process().daemon is False
 
 
+def test_an_interrupt_as_signals_are_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C just before a fork is raised there, and later ones still come."""
+    change = signal.pthread_sigmask
+
+    def interrupted(how: int, mask: Any) -> Any:
+        before = change(how, mask)
+        if how == signal.SIG_BLOCK and signal.SIGINT in mask:
+            raise KeyboardInterrupt
+        return before
+
+    monkeypatch.setattr(signal, "pthread_sigmask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        iter(DataLoader(range(8), num_workers=1))
+    monkeypatch.undo()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert gc.isenabled()
+
+
 def test_joining_all_children_is_bounded() -> None:
     """A supervisor is among ``active_children()``: who waits for it waits as told."""
     iterator = iter(DataLoader(Collecting(), None, num_workers=1))

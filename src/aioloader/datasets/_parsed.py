@@ -158,15 +158,12 @@ class ParsedShard(KnowsSize, CountsBytes):
         return cut if self._is_cached or self._has_ended else None
 
     async def _cut_in_thread(self) -> _Cut:
-        """Cut a block in a thread, and begin with the one after it."""
+        """Cut a block in a thread; if this call is cancelled, the next one has it."""
         if self._cutting is None:
             self._cutting = asyncio.create_task(self._cut())
         await asyncio.wait([self._cutting])  # cancellation does not reach it
         cutting, self._cutting = self._cutting, None
-        cut = cutting.result()
-        if self._has_rest or not self._has_ended:
-            self._cutting = asyncio.create_task(self._cut())
-        return cut
+        return cutting.result()
 
     async def _cut(self) -> _Cut:
         if isinstance(self._source, FileBytes):

@@ -165,14 +165,21 @@ class Lane:
                 ahead[-1].begin()
 
     def _has_room(self) -> bool:
-        """Return whether one more shard may be read ahead."""
-        left = self._budget // 2
+        """Return whether one more shard may be read ahead.
+
+        One whose size is not known yet is expected to be as long as the current one.
+        """
+        left, start = self._budget // 2, self._budget // START_DIVISOR
+        likely = start
+        if isinstance(self._reader, KnowsSize) and (size := self._reader.size):
+            likely = size
         for reader in self._ahead:
             count = reader.bytes_ahead() if isinstance(reader, CountsBytes) else left
-            if count is not None and not reader.is_draining():
+            is_whole = likely <= start if count is None else reader.is_draining()
+            if not is_whole:
                 return False
-            left -= self._budget // START_DIVISOR if count is None else count
-        return not self._ahead or left >= self._budget // START_DIVISOR
+            left -= likely if count is None else count
+        return not self._ahead or left >= start
 
     def _open(self, number: int, position: Position) -> ShardReader:
         return self._format.open(self._shards[number], position, self._budget)
