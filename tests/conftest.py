@@ -44,6 +44,7 @@ def warm() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # Begun in the background by a shell; the tests of Ctrl-C pass it on.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     store = MemoryStore()
     obstore.put(store, "key", b"")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

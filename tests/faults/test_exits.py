@@ -296,6 +296,9 @@ def test_a_thread_goes_on_iterating_after_the_main_thread() -> None:
 def test_ctrl_c(loop: str) -> None:
     """KeyboardInterrupt while a batch is awaited ends the process as it should."""
     code = IMPORTS + (
+        "import signal\n"  # as in a terminal, whatever this process has inherited
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})\n"
         "class Slow(A):\n"
         "    async def __getitem__(self, i):\n"
         "        if i >= 4: await asyncio.sleep(99)\n"
