@@ -25,7 +25,7 @@ from aioloader.errors import (
 
 _LARGEST = 8 << 20
 SMALLEST = 1 << 16
-# Pieces in flight per object, beside the one that is being cut; fewer, rather than
+# Pieces in flight per object, besides the one that is being cut; fewer, rather than
 # pieces smaller than the second.
 _AHEAD, _WORTHWHILE = 15, 1 << 20
 # A shard that nothing was pulled from yet may request ``budget // START_DIVISOR``.
