@@ -3,6 +3,7 @@
 What the cache has is played: the kernel decides it otherwise.
 """
 
+import asyncio
 import itertools
 import json
 import os
@@ -20,17 +21,23 @@ PLANS: dict[str, list[float]] = {
     "half of each": [0.5],
     "nothing": [0],
     "less and less": [1, 0.5, 0.001, 0],
+    "nothing, as Linux 5.9 has it": [1, -1],
 }
 
 
 def play(plan: list[float]) -> Callable[..., int]:
-    """Return a ``preadv`` that has these shares of what is wanted; 0: it would wait."""
+    """Return a ``preadv`` that has these shares of what is wanted.
+
+    0: it would wait; -1: it returns 0 instead of saying so.
+    """
     shares = itertools.chain(plan, itertools.repeat(plan[-1]))
 
     def preadv(file: int, buffers: list[memoryview], _at: int, _flags: int) -> int:
         share = next(shares)
         if not share:
             raise BlockingIOError
+        if share < 0:
+            return 0
         return os.readv(file, [buffers[0][: max(1, int(len(buffers[0]) * share))]])
 
     return preadv
@@ -89,6 +96,28 @@ async def test_lines_that_are_cached_need_no_thread(
         count = sum([1 async for _ in blocks])
     assert (count, sum(asked)) == (200_000, path.stat().st_size)
     assert max(asked) <= 1 << 18  # the loop is not held for long
+
+
+async def test_the_other_tasks_get_their_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing is waited for: one after each block."""
+    path = write(tmp_path)
+    monkeypatch.setattr(os, "preadv", play([1]))
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(other())
+    async with aiter(JSONLinesDataset(path)) as blocks:
+        while await blocks.pull(256):
+            least, turns = turns, 0
+            assert least
+    beside.cancel()
 
 
 async def test_large_samples_are_left_to_a_thread(

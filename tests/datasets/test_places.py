@@ -242,14 +242,16 @@ async def test_small_shards_are_requested_far_ahead() -> None:
     assert found == [f"{at:06}" for at in range(4)] * 30
 
 
-async def test_large_shards_are_begun_one_by_one() -> None:
-    """What is requested of several stays within the budget, also as they change."""
-    size, each, budget = 100_000, 50, 4 << 20
-    shards = {f"{at}.tar": big_shard(each, size) for at in range(4)}
+@pytest.mark.parametrize("first", [50, 1])
+async def test_large_shards_are_begun_one_by_one(first: int) -> None:
+    """What is requested of several stays within the budget, also after a small one."""
+    size, each, budget = 100_000, 20, 4 << 20
+    shards = {f"{at:02}.tar": big_shard(each, size) for at in range(20)}
+    shards["00.tar"] = big_shard(first, size)
     with ObjectServer(shards) as server:
-        stream = TarDataset("{0..3}.tar", store=server.url, max_bytes=budget)
+        stream = TarDataset("{00..19}.tar", store=server.url, max_bytes=budget)
         async with aiter(stream) as iterator:
-            for taken in range(4 * each):
+            for taken in range(first + 3 * each):
                 await anext(iterator)
                 await asyncio.to_thread(
                     server.wait_for, lambda: server.counts().in_flight == 0

@@ -272,6 +272,21 @@ def test_a_stuck_read_does_not_keep_the_interpreter() -> None:
     assert (done.returncode, done.stdout) == (0, "gave up\n")
 
 
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_a_forked_child_with_an_open_iterator_ends_at_once(workers: str) -> None:
+    """It waits for no threads or processes: they are its parent's."""
+    code = IMPORTS + (
+        "import os\n"
+        "import aioloader._pipeline.iterator as it; it.GRACE = threading.TIMEOUT_MAX\n"
+        f"it = iter(DataLoader(S(), 4, num_workers=2, workers={workers!r}))\n"
+        "next(it)\n"
+        "if not (pid := os.fork()): sys.exit(3)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
+        "os._exit(0)\n"
+    )
+    assert python(code).stdout == "3\n"
+
+
 def test_a_thread_goes_on_iterating_after_the_main_thread() -> None:
     """Python waits for it, and the loader serves it to the end."""
     code = IMPORTS + (

@@ -226,7 +226,7 @@ def _abandon(pipeline: "Pipeline") -> None:
     if threading.main_thread().is_alive():
         pipeline.abandon()
         return
-    if pipeline.ended.is_set():
+    if pipeline.ended.is_set() or pipeline.host.is_foreign():  # a child has no threads
         return
     pipeline.dismiss()
     # The main thread has ended: the interpreter is exiting, and our threads must end

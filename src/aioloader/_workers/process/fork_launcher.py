@@ -160,8 +160,9 @@ def _quiet_fork() -> Iterator[bool]:
     config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  (as torch does, the other way round)
     with _FORKING_LOCK:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        collects, daemon = gc.isenabled(), config.pop("daemon", None)
+        collects, daemon = gc.isenabled(), config.get("daemon")
         try:
+            config.pop("daemon", None)
             # A Ctrl-C of just before is raised here, when the mask has changed.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             gc.disable()

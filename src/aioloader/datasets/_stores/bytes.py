@@ -1,6 +1,5 @@
 """The bytes of one shard, read ahead in large pieces, in order.
 
-A file is read into one buffer, and a piece can be used in the thread that has read it.
 An object comes by ranged requests, several in flight; the first ones are smaller, so
 that samples come soon. At most the budget is held. Every piece is checked against the
 size and version that came with the first.

@@ -172,8 +172,12 @@ def _read_into(file: int, buffer: memoryview) -> int:
 
 
 def _read_cached(file: int, buffer: memoryview) -> int | None:
-    """Read what is in the page cache; None if nothing is, or that cannot be known."""
+    """Read what is in the page cache; None if nothing is, or that cannot be known.
+
+    Linux 5.9 and 5.10 may return 0 before the end: then it is not known, either.
+    """
     try:
-        return os.preadv(file, [buffer], -1, os.RWF_NOWAIT)  # -1: where the file is at
+        # -1: where the file is at
+        return os.preadv(file, [buffer], -1, os.RWF_NOWAIT) or None
     except (AttributeError, OSError):  # no Linux; a file system that may always wait
         return None

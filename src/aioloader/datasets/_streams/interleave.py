@@ -167,18 +167,18 @@ class Lane:
     def _has_room(self) -> bool:
         """Return whether one more shard may be read ahead.
 
-        One whose size is not known yet is expected to be as long as the current one.
+        One whose size is not known yet is expected to be small if the current one is,
+        and may take as much as any shard before it is pulled.
         """
         left, start = self._budget // 2, self._budget // START_DIVISOR
-        likely = start
-        if isinstance(self._reader, KnowsSize) and (size := self._reader.size):
-            likely = size
+        current = self._reader.size if isinstance(self._reader, KnowsSize) else None
+        is_small = (current or 0) <= start
         for reader in self._ahead:
             count = reader.bytes_ahead() if isinstance(reader, CountsBytes) else left
-            is_whole = likely <= start if count is None else reader.is_draining()
+            is_whole = is_small if count is None else reader.is_draining()
             if not is_whole:
                 return False
-            left -= likely if count is None else count
+            left -= start if count is None else count
         return not self._ahead or left >= start
 
     def _open(self, number: int, position: Position) -> ShardReader:

@@ -47,7 +47,7 @@ class Parser(Protocol):
 
 
 class Quick(abc.ABC):  # noqa: B024  (a mark)
-    """A parser of aioloader's, so quick that a thread would cost more than it does."""
+    """A parser of aioloader's that needs less time for a piece than a thread costs."""
 
 
 class ShardReader(Protocol):
@@ -182,7 +182,6 @@ def summary_of(addresses: Iterable[Address]) -> Summary:
 
     They may be moved together: names count from their last common directory, without
     queries, which hold signatures, and without accounts.
-    and has no query, where signatures are, and no account.
 
     Args:
         addresses: Those of the shards, in order.
