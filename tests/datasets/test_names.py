@@ -243,11 +243,15 @@ async def test_urls_that_no_key_can_hold() -> None:
 
 @given(names=st.lists(SEGMENTS, min_size=1, max_size=4))
 @example(names=["%2F", "#", "?", "a=b?c=d"])
+@example(names=["\\"])
 def test_addresses_of_keys(names: list[str]) -> None:
     """What ``spell`` makes of a key, ``split`` takes apart."""
     key = "/".join(names)
     for root in ("s3://bucket", "https://host:8000", "abfss://box@account"):
-        assert split(spell(root, key)) == (root, key)
+        address = spell(root, key)
+        # No key of a web server has a backslash: the URL is sent as it is spelled.
+        is_whole = root.startswith("https") and "\\" in key
+        assert split(address) == ((address, "") if is_whole else (root, key))
 
 
 @given(pattern=st.text("ab*?[]!-./", max_size=8), names=st.data())

@@ -37,6 +37,7 @@ def terminal(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Terminal]:
     """Return a terminal, with tqdm and without; no bar may be left."""
+    monkeypatch.setenv("COLUMNS", "200")
     if request.param == "plain":
         monkeypatch.setitem(sys.modules, "tqdm", None)
     yield Terminal()

@@ -147,7 +147,7 @@ class ParsedShard(KnowsSize, CountsBytes):
         """Cut a block from what the page cache has of a file, without a thread.
 
         None if a thread must do it: from the first time on that bytes are missing, or
-        that samples are large. Before each block the other tasks of the loop get a turn.
+        that samples are large. Other tasks of the loop get a turn before each block.
         """
         source = self._source
         if not (self._is_cached and isinstance(source, FileBytes)):

@@ -129,7 +129,10 @@ def split(address: Address) -> tuple[Address, str]:
 
 
 def spell(root: Address, key: str) -> Address:
-    """Return the address of a listed key, so that ``split`` returns the key."""
+    """Return the address of a listed key, from which ``split`` returns the key.
+
+    A URL with a backslash is a store of its own, as ``split`` has it.
+    """
     path = quote(key) if _TO_QUOTE.search(key) else key
     return _sealed(f"{opened(root)}/{path}")
 
