@@ -174,7 +174,7 @@ class Steps:
                     blocks.append(block)
                     # pyarrow may crash when asked for the size of a damaged batch.
                     if type(block) is Rows and not isinstance(batch, Bad):
-                        nbytes -= batch.nbytes
+                        nbytes -= _bytes_of(batch)
         except Exception as error:  # noqa: BLE001  (a decoder may raise anything)
             self._fail(error)
         return blocks, nbytes
@@ -262,6 +262,17 @@ class Steps:
             "rewritten meanwhile",
             location=self._place.location,
         )
+
+
+def _bytes_of(batch: "pa.RecordBatch") -> int:
+    """Return the bytes of a batch; those of its buffers where Arrow cannot count them.
+
+    Arrow 22 and older cannot count those of views, which Polars gives.
+    """
+    try:
+        return int(batch.nbytes)
+    except TypeError:
+        return int(batch.get_total_buffer_size())
 
 
 def _step_all(shards: "Sequence[Steps]", nbytes: int) -> list[list[Block]]:
