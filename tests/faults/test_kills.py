@@ -117,7 +117,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
     ("way", "seed"),
     [
         (None, 1),
-        ("forkserver", 3),
+        pytest.param("forkserver", 3, marks=pytest.mark.fuzz),
         pytest.param(None, 2, marks=pytest.mark.fuzz),
         pytest.param("forkserver", 4, marks=pytest.mark.fuzz),
     ],
