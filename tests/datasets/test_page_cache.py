@@ -95,7 +95,7 @@ async def test_lines_that_are_cached_need_no_thread(
     async with aiter(TextDataset(path)) as blocks:
         count = sum([1 async for _ in blocks])
     assert (count, sum(asked)) == (200_000, path.stat().st_size)
-    assert max(asked) <= 1 << 18  # the loop is not held for long
+    assert max(asked) <= 1 << 17  # the loop is not held for long
 
 
 async def test_the_other_tasks_get_their_turns(
@@ -112,12 +112,12 @@ async def test_the_other_tasks_get_their_turns(
             turns += 1
             await asyncio.sleep(0)
 
-    beside = asyncio.create_task(other())
+    task = asyncio.create_task(other())
     async with aiter(JSONLinesDataset(path)) as blocks:
         while await blocks.pull(256):
-            least, turns = turns, 0
-            assert least
-    beside.cancel()
+            assert turns
+            turns = 0
+    task.cancel()
 
 
 async def test_large_samples_are_left_to_a_thread(

@@ -131,7 +131,7 @@ def split(address: Address) -> tuple[Address, str]:
 def spell(root: Address, key: str) -> Address:
     """Return the address of a listed key, from which ``split`` returns the key.
 
-    A URL with a backslash is a store of its own, as ``split`` has it.
+    But not over HTTP if the key has a backslash: that URL is a separate store.
     """
     path = quote(key) if _TO_QUOTE.search(key) else key
     return _sealed(f"{opened(root)}/{path}")

@@ -3,8 +3,8 @@
 The shards, permuted if wanted, go to the lanes round-robin; each lane reads its shards
 one after the other, and the lanes take turns. Ranks and workers take whole lanes, so
 with a fixed number of lanes the order does not depend on the number of readers. When
-all of the current shard has been requested, a lane opens the next ones: as many as fit
-into half of its byte budget.
+all of the current shard has been requested, a lane opens the next one; if shards are
+small, as many as fit into half of its byte budget.
 """
 
 import asyncio
