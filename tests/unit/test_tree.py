@@ -1,0 +1,39 @@
+"""The repository holds what is written by hand, and small figures; nothing left over."""
+
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LARGEST = 200_000  # bytes of a file; plots are the largest
+
+
+def _committed() -> list[Path]:
+    """Files that git follows, as paths from the root."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no checkout: git cannot say what is committed")
+    done = subprocess.run(
+        ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return [Path(name) for name in done.stdout.split("\0") if name]
+
+
+def test_no_file_is_large() -> None:
+    """Data is generated, or comes in packages."""
+    here = [path for path in _committed() if (ROOT / path).is_file()]
+    sizes = {path: (ROOT / path).stat().st_size for path in here}
+    assert {path: size for path, size in sizes.items() if size > LARGEST} == {}
+
+
+def test_the_sdist_names_what_the_root_holds() -> None:
+    """A file that a run has left at the root is neither committed nor shipped."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    sdist = settings["tool"]["hatch"]["build"]["targets"]["sdist"]
+    shipped = set(sdist["only-include"])
+    assert {path.parts[0] for path in _committed()} - {".ci"} == shipped
