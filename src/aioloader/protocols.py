@@ -257,9 +257,22 @@ def batch_getter(dataset: object) -> Callable[[Any], Any] | None:
 
 
 def is_stateful(part: object) -> bool:
-    """Tell whether ``part`` follows torchdata's state protocol."""
-    methods = ("state_dict", "load_state_dict")
-    return all(callable(getattr(part, name, None)) for name in methods)
+    """Tell whether ``part`` follows torchdata's state protocol.
+
+    Its ``state_dict`` needs no argument, as far as is known. With one that is called
+    ``destination``, as those of modules and tensordicts, it returns all the data.
+    """
+    save, load = (getattr(part, f"{name}state_dict", None) for name in ("", "load_"))
+    if not (callable(save) and callable(load)):
+        return False
+    try:
+        signature = inspect.signature(save)
+        signature.bind()
+    except ValueError:  # not written in Python
+        return True
+    except TypeError:
+        return False
+    return "destination" not in signature.parameters
 
 
 def is_own_stream(dataset: object) -> TypeGuard[OwnStream]:

@@ -1,8 +1,13 @@
 """A user's object may have methods that are named like the loader's own."""
 
+import inspect
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import Sampler
 
 from aioloader import DataLoader
 from aioloader.datasets import from_iterable
@@ -201,6 +206,53 @@ async def test_ranks_of_a_wrapped_stream(way: str) -> None:
     """The stream does not know of them, so the loader shares it out."""
     loader = make(way, Wrapper(), rank=1, world_size=2, tail="uneven")
     assert await drain(way, loader) == [[1, 3, 5, 7], [9]]
+
+
+class Buckets(Sampler[list[int]]):
+    """Its ``state_dict`` must be told how far it was read."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2], [3, 4]])
+
+    def state_dict(self, num_steps: int) -> dict[str, int]:
+        return {"last": num_steps}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("it means something else")
+
+
+class ModuleRows(torch.nn.Module):
+    """A dataset that is a module; its state is all its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.arange(5)
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return 2 * self.rows[index]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("it is not a position")
+
+    state_dict.__signature__ = inspect.signature(torch.nn.Module.state_dict)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_states_of_another_meaning(num_workers: int) -> None:
+    """They are neither called nor saved."""
+    with DataLoader(
+        ModuleRows(), batch_sampler=Buckets(), num_workers=num_workers
+    ) as loader:
+        batches = iter(loader)
+        assert next(batches).tolist() == [0, 2]
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert [batch.tolist() for batch in batches] == [[4], [6, 8]]
+        loader.load_state_dict(state)
+        with pytest.warns(UserWarning, match="Buckets has no state_dict"):
+            assert [batch.tolist() for batch in loader] == [[4], [6, 8]]
 
 
 @pytest.mark.filterwarnings(READ_AGAIN)

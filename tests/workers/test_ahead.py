@@ -1,17 +1,20 @@
 """Persistent workers begin the next epoch while this one's last batches are used."""
 
+import multiprocessing
 import os
 import select
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 from aioloader import DataLoader, ShuffledIndices
+from aioloader._workers.reachable import holds_shared_memory
 from samples import SyncMap, labels
 
 W: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "persistent_workers": True}
@@ -125,3 +128,62 @@ def test_an_epoch_that_nobody_wants_is_dropped_with_the_loader() -> None:
     loader = DataLoader(SyncMap(), **W)
     assert len(list(loader)) == 5
     del loader
+
+
+class Scaled(SyncMap):
+    """Samples times a number that the main process sets, as in multi-scale training."""
+
+    def __init__(self, scale: Any) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def __getitem__(self, index: int) -> Any:
+        with self.scale.get_lock():
+            return index * self.scale.value
+
+
+class ByEpoch(IterableDataset[int]):
+    """Samples that depend on the epoch's number, and on how often it was iterated."""
+
+    def __init__(self, epoch: Any) -> None:
+        self.epoch = epoch
+        self.iterations = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.iterations += 1
+        return iter([self.epoch.value, self.iterations])
+
+
+@pytest.mark.parametrize("kind", [Scaled, ByEpoch])
+def test_what_is_told_by_shared_memory_between_epochs(kind: Any) -> None:
+    """Counts from the first batch of the next epoch on."""
+
+    def epochs(cls: Any) -> list[Any]:
+        value = multiprocessing.Value("i", 0)
+        loader = cls(kind(value), **W)
+        found = []
+        for epoch in range(3):
+            value.value = epoch
+            found.append([batch.tolist() for batch in loader])
+        loader._iterator = None  # ends the workers
+        return found
+
+    assert epochs(DataLoader) == epochs(TorchLoader)
+
+
+GLOBAL = multiprocessing.Value("i", 0)
+
+
+class Named(SyncMap):
+    """Names such memory in its code alone."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index * GLOBAL.value
+
+
+def test_shared_memory_is_found() -> None:
+    """In attributes, in tensors, and by the names of globals."""
+    assert holds_shared_memory(Named())
+    assert holds_shared_memory({"a": [torch.zeros(3).share_memory_()]})
+    assert holds_shared_memory(multiprocessing.RawValue("i", 0))
+    assert not holds_shared_memory(SyncMap(), torch.zeros(3), np.zeros(3), labels)

@@ -3,7 +3,7 @@
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 from aioloader import DataLoader
-from aioloader._workers.rng import holds_generator, states
+from aioloader._workers.reachable import holds_generator
+from aioloader._workers.rng import states
 from beside import beside
 from samples import collect
 from working import AsyncDrawing, AsyncNumbers, Drawing, Numbers, Stream, draw, draw_own
@@ -246,14 +247,63 @@ def closure(generator: Any) -> Any:
     return lambda number: number + generator.random()
 
 
+class Lazy:
+    """Makes its generator when it is first called, in a worker."""
+
+    def __init__(self) -> None:
+        self.generator: Any = None
+
+    def __call__(self, number: float) -> float:
+        """Return the number plus a draw."""
+        if self.generator is None:
+            self.generator = np.random.default_rng(7)
+        return number + float(self.generator.random())
+
+
+class Cached:
+    """The same, by a property."""
+
+    @cached_property
+    def generator(self) -> random.Random:
+        """The generator."""
+        return random.Random(7)
+
+    def __call__(self, number: float) -> float:
+        """Return the number plus a draw."""
+        return number + self.generator.random()
+
+
+COMMON = random.Random(3)
+
+
+def common(number: float) -> float:
+    """Return the number plus a draw of a generator that is a global."""
+    return number + helper()
+
+
+def helper() -> float:
+    """Return a draw."""
+    return COMMON.random()
+
+
+class ByIndex:
+    """Makes a generator for each sample, and keeps none."""
+
+    def __call__(self, number: float) -> float:
+        """Return the number plus a draw."""
+        return number + float(np.random.default_rng(int(number)).random())
+
+
 @pytest.mark.parametrize(
     "augment",
     [
         lambda: Jitter(np.random.default_rng(0)),
         lambda: partial(Jitter.__call__, Jitter(np.random.RandomState(0))),
         lambda: closure(random.Random(0)),
+        Lazy,
+        lambda: common,
     ],
-    ids=["attribute", "partial", "closure"],
+    ids=["attribute", "partial", "closure", "lazy", "global"],
 )
 @pytest.mark.parametrize(
     "options",
@@ -278,3 +328,11 @@ def test_global_generators_are_not_held() -> None:
     looped.append(looped)
     assert not holds_generator(looped, None, 3)
     assert holds_generator({"deep": [(Jitter(torch.Generator()),)]})
+
+
+def test_generators_that_are_not_kept() -> None:
+    """Any worker may make such samples."""
+    assert not holds_generator(Jittered(ByIndex()))
+    assert not holds_generator(torch.utils.data.TensorDataset(torch.zeros(3)))
+    assert holds_generator(Jittered(Lazy()))
+    assert holds_generator(Jittered(Cached()))

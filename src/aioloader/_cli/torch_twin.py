@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import IterableDataset
 
 from aioloader._loader.loader import DataLoader
+from aioloader._loader.options import argument
 from aioloader._loader.torch_compat import TORCH_LOADER
 from aioloader.protocols import (
     HasLifespan,
@@ -72,12 +73,13 @@ def twin_of(loader: DataLoader[Any]) -> Twin:
         return Twin(None, [f"Not compared with torch's DataLoader: {reason}."])
     arguments, left_out = _arguments(loader)
     notes = [
-        f"Not in torch's DataLoader: {name}={_shown(getattr(loader, name))}; "
+        f"Not in torch's DataLoader: {name}={_shown(argument(loader, name))}; "
         f"{_WITHOUT[name]}."
         for name in left_out
     ]
-    if loader.transform is not None:
-        arguments["dataset"] = _transformed(loader.dataset, loader.transform)
+    transform = argument(loader, "transform")
+    if transform is not None:
+        arguments["dataset"] = _transformed(loader.dataset, transform)
         notes.append(
             "Not in torch's DataLoader: transform; its dataset applies it to each "
             "sample."
@@ -94,9 +96,10 @@ def _obstacle(loader: DataLoader[Any]) -> str:
     if reads_async(dataset):
         return f"{name} is read by coroutines, which torch cannot run"
     for each in ("transform", "collate_fn"):
-        if is_async_function(getattr(loader, each)):
+        if is_async_function(argument(loader, each)):
             return f"{each} is async, and torch cannot run it"
-    if loader.lifespan is not None or isinstance(dataset, HasLifespan):
+    has_lifespan = argument(loader, "lifespan") is not None
+    if has_lifespan or isinstance(dataset, HasLifespan):
         return f"{name} has a lifespan, which torch does not enter"
     return ""
 
@@ -121,17 +124,17 @@ def _arguments(loader: DataLoader[Any]) -> tuple[dict[str, Any], list[str]]:
     }
     left_out = []
     for name in _WITHOUT:
-        if getattr(loader, name) == defaults[name]:
+        if argument(loader, name) == defaults[name]:
             continue
         needs_workers = name in {"timeout", "prefetch_factor"}
         if needs_workers and arguments["num_workers"]:
-            arguments[name] = getattr(loader, name)
+            arguments[name] = argument(loader, name)
         else:
             left_out.append(name)
     if loader.pin_memory_device:
         arguments["pin_memory_device"] = loader.pin_memory_device
     context = loader.multiprocessing_context
-    if context is not None and loader.workers == "process":
+    if context is not None and argument(loader, "workers") == "process":
         arguments["multiprocessing_context"] = context
     return arguments, left_out
 

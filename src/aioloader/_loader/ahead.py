@@ -2,7 +2,8 @@
 
 This is a guess: that the next epoch comes, and that until then nobody uses the
 generator of its order, chooses another epoch or replaces an argument. The draws for the
-guess are undone, and repeated if the guess was right.
+guess are undone, and repeated if the guess was right. It is not made where the user's
+code could tell that an epoch begins early.
 """
 
 import weakref
@@ -16,6 +17,8 @@ from aioloader._loader.options import Options
 from aioloader._order.epoch import Epoch, EpochNumbers
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._pipeline.pipeline_iterator import PipelineIterator
+from aioloader._workers.reachable import holds_shared_memory
+from aioloader.protocols import Kind
 
 # Above this, drawing a permutation would hold up the consumer for milliseconds.
 _MOST_INDICES = 1 << 18
@@ -24,10 +27,17 @@ _MOST_INDICES = 1 << 18
 def can_look_ahead(options: Options) -> bool:
     """Tell whether the order of the next epoch can be drawn now and undone.
 
-    True for torch's samplers and ours; a user's may depend on anything.
+    True for torch's samplers and ours; a user's may depend on anything. So may a user's
+    ``__iter__``, such as on a number of the epoch in shared memory, which is how
+    workers that persist are told of it; samples are made early only without such
+    memory.
     """
     sampler, batch_type = options.index_sampler, type(options.batch_sampler)
     if not options.has_copies or batch_type not in {BatchSampler, type(None)}:
+        return False
+    if not (options.kind is Kind.MAP or options.is_own_stream):
+        return False
+    if holds_shared_memory(options.dataset, options.transform, options.collate_fn):
         return False
     if type(sampler) is RandomSampler:
         return sampler.num_samples <= _MOST_INDICES

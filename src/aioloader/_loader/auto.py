@@ -5,7 +5,7 @@ from typing import Any
 from torch.utils.data import TensorDataset
 
 from aioloader._collate.collate import default_collate, default_convert
-from aioloader._loader.options import Options
+from aioloader._loader.options import Options, argument
 from aioloader._observe.autotune import Chosen, Controller
 from aioloader._observe.machine import cores
 from aioloader._pipeline.tuner import Tuner, Tuning
@@ -103,9 +103,9 @@ def settle(loader: Any, tuning: Tuning, *, deaths: int, is_kept: bool) -> None:
         is_kept: Whether workers persist: new ones would draw a new seed.
     """
     for name in NAMES:
-        value = getattr(loader, name)
+        value = argument(loader, name)
         if isinstance(value, str):  # assigned by the user
-            setattr(loader, name, placed(name, value))
+            loader._replace(name, placed(name, value))
     if is_kept:
         return
     if is_chosen(loader.num_workers) and loader.num_workers:
@@ -113,9 +113,9 @@ def settle(loader: Any, tuning: Tuning, *, deaths: int, is_kept: bool) -> None:
         workers = tuning.controller("num_workers", loader.num_workers, 1, most)
         tuning.observe_workers(workers, deaths)
     for name, controller in tuning.controllers.items():
-        value = getattr(loader, name)
+        value = argument(loader, name)
         if is_chosen(value) and value != controller.value:
-            setattr(loader, name, Chosen(controller.value))
+            loader._replace(name, Chosen(controller.value))
 
 
 def tuner_of(options: Options, tuning: Tuning, *, reads_here: bool) -> Tuner:

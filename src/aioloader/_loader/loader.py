@@ -293,33 +293,35 @@ class DataLoader(Observed, TorchLoader[Batch]):
         self.persistent_workers = persistent_workers
         self.pin_memory_device = pin_memory_device
         self.in_order = in_order
-        self.snapshot_every_n_steps = snapshot_every_n_steps
-        self.transform = transform
-        self.concurrency: int = auto.placed("concurrency", concurrency)
-        self.device: Any = device
-        self.prefetch_device = prefetch_device
-        self.device_keys = device_keys
-        self.device_transform = device_transform
-        self.workers = workers
-        self.fetch = fetch
-        self.rng = rng
-        self.on_timeout = on_timeout
-        self.loop = loop
-        self.on_error = on_error
-        self.max_failures = max_failures
-        self.retry = retry
-        self.rank = rank
-        self.world_size = world_size
-        self.tail = tail
-        self.lifespan = lifespan
-        self.prefetch_bytes = prefetch_bytes
+        self._hold(
+            snapshot_every_n_steps=snapshot_every_n_steps,
+            transform=transform,
+            concurrency=auto.placed("concurrency", concurrency),
+            device=device,
+            prefetch_device=prefetch_device,
+            device_keys=device_keys,
+            device_transform=device_transform,
+            workers=workers,
+            fetch=fetch,
+            rng=rng,
+            on_timeout=on_timeout,
+            loop=loop,
+            on_error=on_error,
+            max_failures=max_failures,
+            retry=retry,
+            rank=rank,
+            world_size=world_size,
+            tail=tail,
+            lifespan=lifespan,
+            prefetch_bytes=prefetch_bytes,
+        )
 
         given = Options.of(attributes_of(self), WHOLE)
         arguments.check(given, shuffle)
         for name, value in auto.first_values(given).items():
-            setattr(self, name, value)
+            self._replace(name, value)
         self.multiprocessing_context = arguments.context_of(multiprocessing_context)
-        self.device = device_of(device)
+        self._replace("device", device_of(device))
         ranks = self._ranks = Ranks.asked(rank, world_size, tail, dataset)
         self._may_repeat = not ranks.is_asked() and repeats_samples(given, shuffle)
         made = make_samplers(given, ranks, shuffle)

@@ -347,6 +347,20 @@ def _can_pin(pin_memory_device: str) -> bool:
     return accelerator is not None and accelerator.type != "mps"
 
 
-attributes_of: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(
-    *(one.name for one in fields(Options) if one.name not in {"part", "values"})
-)
+_NAMES = [one.name for one in fields(Options) if one.name not in {"part", "values"}]
+_FIRST_OWN = _NAMES.index("snapshot_every_n_steps")  # torch has those before it
+_torchs_of = operator.attrgetter(*_NAMES[:_FIRST_OWN])
+_OWN = frozenset(_NAMES[_FIRST_OWN:])
+_own_of = operator.attrgetter(*_NAMES[_FIRST_OWN:])
+
+
+def attributes_of(loader: Any) -> tuple[Any, ...]:
+    """Return the arguments of a loader as they are now."""
+    own = loader._own or loader
+    values: tuple[Any, ...] = _torchs_of(loader) + _own_of(own)
+    return values
+
+
+def argument(loader: Any, name: str) -> Any:
+    """Return one argument of a loader; see ``_hold`` for those of subclasses."""
+    return getattr(loader if name not in _OWN else loader._own or loader, name)

@@ -32,10 +32,10 @@ from aioloader._transport.slots import Locker, SlotPool
 from aioloader._workers.info import use_sample_rng
 from aioloader._workers.lease import Lease, Pools, Servers, Tally
 from aioloader._workers.ray.workers import RayWorkers
+from aioloader._workers.reachable import holds_generator
 from aioloader._workers.rng import (
     BatchKeys,
     SampleKeys,
-    holds_generator,
     seed_sample,
     swapped_in,
 )

@@ -8,6 +8,7 @@ torch's ``__init__``, which does not support async datasets, is not called.
 import functools
 import inspect
 import sys
+from types import SimpleNamespace
 from typing import Any, Generic
 
 import torch.utils.data
@@ -28,7 +29,8 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
     """Torch's class with the names that frameworks read; it loads nothing.
 
     Every public attribute of an instance is an argument of ``__init__``, so that
-    ``type(loader)(**arguments)`` makes the same loader again. Torch's private names
+    ``type(loader)(**arguments)`` makes the same loader again (in a subclass, if it
+    keeps to that). Torch's private names
     here are ``_index_sampler``, ``_auto_collation``, ``_dataset_kind``,
     ``_get_iterator``, ``_iterator``, ``_IterableDataset_len_called`` and
     ``_DataLoader__initialized``.
@@ -38,10 +40,38 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
     multiprocessing_context: Any = None
     dataset: Any
     _live: Any
+    # The arguments that torch does not have, in a subclass of aioloader's loader.
+    _own: SimpleNamespace | None = None
+    _is_subclassed = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        cls._is_subclassed = TorchLoader not in cls.__bases__
         _make_explicit(cls)
+
+    def _hold(self, **arguments: Any) -> None:
+        """Keep the arguments that torch does not have, as attributes.
+
+        In a subclass written for torch's loader these names are free: one that it uses
+        itself, before or after this, is its own. So there only what was passed to the
+        constructor counts.
+        """
+        if self._is_subclassed:
+            self._own = SimpleNamespace(**arguments)
+        for name, value in arguments.items():
+            is_taken = name in vars(self) or hasattr(type(self), name)
+            if not (self._is_subclassed and is_taken):
+                setattr(self, name, value)
+
+    def _replace(self, name: str, value: Any) -> None:
+        """Replace an argument."""
+        own = self._own
+        if own is None or not hasattr(own, name):
+            setattr(self, name, value)
+            return
+        if name in vars(self) and vars(self)[name] is getattr(own, name):
+            setattr(self, name, value)  # not the subclass's own
+        self._own = SimpleNamespace(**{**vars(own), name: value})
 
     @property
     def _iterator(self) -> Any:
@@ -116,11 +146,12 @@ def check_torch_suffices(loader: TorchLoader[Any]) -> None:
     cls = [base for base in type(loader).__mro__ if issubclass(base, TorchLoader)][-2]
     parameters = inspect.signature(cls).parameters
     known = inspect.signature(TORCH_LOADER).parameters
+    own = loader._own or loader
     lost = [
         f"{name}="
         for name, parameter in parameters.items()
         if name not in known and name not in _FOR_SPEED
-        if getattr(loader, name, parameter.default) != parameter.default
+        if getattr(own, name, parameter.default) != parameter.default
     ]
     if kind_of(loader.dataset) is Kind.ASYNC_ITERABLE or reads_async(loader.dataset):
         lost.append("an async dataset")

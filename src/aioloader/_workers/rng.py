@@ -7,13 +7,11 @@ their scheduling or a replay. Python's and numpy's own seeding does the mixing.
 
 import contextlib
 import hashlib
-import itertools
 import random
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -24,9 +22,6 @@ from aioloader._pipeline.batch_task import BatchTask
 
 Rng: TypeAlias = Literal["batch", "sample", "worker"]
 _KEY = struct.Struct("<4q")
-# These hold no generators.
-_LEAVES = (str, bytes, int, float, type, ModuleType, np.ndarray, torch.Tensor)
-_MOST_SEARCHED, _MOST_ITEMS = 2000, 64
 
 
 def key_of(base_seed: int, *place: int) -> int:
@@ -39,61 +34,6 @@ def key_of(base_seed: int, *place: int) -> int:
     numbers = (*place, -1, -1, -1)[:3]
     digest = hashlib.blake2b(_KEY.pack(base_seed, *numbers), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def holds_generator(*objects: Any) -> bool:
-    """Tell whether objects hold random generators, which are not seeded per batch.
-
-    Attributes, small containers, partial arguments and closures are searched, some
-    thousand objects in all. The global generators do not count.
-    """
-    # Not when this module is imported: ``numpy.random`` takes long to import.
-    generators = (
-        np.random.Generator,
-        np.random.RandomState,
-        random.Random,  # noqa: S311  (looked for, not used)
-        torch.Generator,
-    )
-    shared = (
-        random.random.__self__,  # type: ignore[attr-defined]
-        np.random.mtrand._rand,  # noqa: SLF001
-        torch.default_generator,
-    )
-    found, seen = list(objects), set(map(id, shared))
-    for one in found:
-        if one is None or id(one) in seen or isinstance(one, _LEAVES):
-            continue
-        if isinstance(one, generators):
-            return True
-        if len(seen) > _MOST_SEARCHED:
-            break
-        seen.add(id(one))
-        if type(one) in {list, tuple}:
-            found += one[:_MOST_ITEMS]
-        elif type(one) is dict:
-            found += itertools.islice(one.values(), _MOST_ITEMS)
-        else:
-            found += _attributes(one).values()
-        if isinstance(one, partial):
-            found += [one.func, one.args, one.keywords]
-        elif isinstance(one, MethodType):
-            found.append(one.__self__)
-        elif isinstance(one, FunctionType):
-            cells = filter(_is_set, one.__closure__ or ())
-            found += [cell.cell_contents for cell in cells]
-    return False
-
-
-def _attributes(one: Any) -> dict[str, Any]:
-    try:  # not by ``getattr``, which may call the user's code
-        found: dict[str, Any] = object.__getattribute__(one, "__dict__")
-    except AttributeError:
-        return {}
-    return found
-
-
-def _is_set(cell: CellType) -> bool:
-    return cell != CellType()
 
 
 @dataclass(frozen=True)

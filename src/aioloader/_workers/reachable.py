@@ -1,0 +1,193 @@
+"""What the user's objects reach: random generators, memory that others write to.
+
+Attributes, small containers, partial arguments and closures are searched, and the
+user's own functions for the globals they name: some thousand objects in all. Nothing is
+called, so what is made later is only guessed from the functions that may make it.
+"""
+
+import dis
+import itertools
+import os
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache, cached_property, partial
+from pathlib import Path
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+_LEAVES = (str, bytes, int, float, ModuleType, np.ndarray, torch.Tensor, CodeType)
+_OWN = Path(__file__).parents[1]
+_MOST_SEARCHED, _MOST_ITEMS = 2000, 64
+# What makes a generator, by its name in code that calls it.
+_MAKERS = {"default_rng", "Generator", "RandomState", "Random"}
+# What keeps it for later calls.
+_STORES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_DEREF"}
+
+
+def holds_generator(*objects: Any) -> bool:
+    """Tell whether objects hold random generators, or make and keep some when used.
+
+    Such generators are not seeded per batch. The global ones do not count.
+    """
+    # Not when this module is imported: ``numpy.random`` takes long to import.
+    generators = (
+        np.random.Generator,
+        np.random.RandomState,
+        random.Random,  # noqa: S311  (looked for, not used)
+        torch.Generator,
+    )
+    shared = (
+        random.random.__self__,  # type: ignore[attr-defined]
+        np.random.mtrand._rand,  # noqa: SLF001
+        torch.default_generator,
+    )
+    return any(
+        (isinstance(one, generators) and all(one is not other for other in shared))
+        or (isinstance(one, FunctionType) and _keeps_generator(one.__code__))
+        or (isinstance(one, cached_property) and _makes_generator(one.func))
+        for one in reachable(*objects)
+    )
+
+
+def holds_shared_memory(*objects: Any) -> bool:
+    """Tell whether objects hold memory that other processes see.
+
+    That is ``multiprocessing``'s values, arrays, shared memory and managers, ctypes,
+    and tensors in shared memory.
+    """
+    names = (
+        ("multiprocessing.sharedctypes", "SynchronizedBase"),
+        ("multiprocessing.managers", "BaseProxy"),
+        ("multiprocessing.shared_memory", "SharedMemory"),
+        ("multiprocessing.shared_memory", "ShareableList"),
+        ("_ctypes", "_SimpleCData"),
+        ("_ctypes", "Array"),
+        ("_ctypes", "Structure"),
+    )
+    # A module that is not imported has made no object.
+    types = tuple(
+        getattr(sys.modules[module], name)
+        for module, name in names
+        if module in sys.modules
+    )
+    return any(
+        one.is_shared() if isinstance(one, torch.Tensor) else isinstance(one, types)
+        for one in reachable(*objects)
+    )
+
+
+def reachable(*objects: Any) -> Iterator[Any]:
+    """Yield objects and what they hold, each once, as far as the search goes."""
+    found, seen = list(objects), set[int]()
+    for one in found:
+        if one is None or id(one) in seen:
+            continue
+        yield one
+        if isinstance(one, _LEAVES):
+            continue
+        if len(seen) > _MOST_SEARCHED:
+            return
+        seen.add(id(one))
+        found += _held(one)
+
+
+def _held(one: Any) -> Iterable[Any]:
+    if type(one) in {list, tuple}:
+        return one[:_MOST_ITEMS]
+    if type(one) is dict:
+        return itertools.islice(one.values(), _MOST_ITEMS)
+    if isinstance(one, type):
+        return _methods(one)
+    found = [*_attributes(one).values(), *type(one).__mro__]
+    if isinstance(one, partial):
+        found += [one.func, one.args, one.keywords]
+    elif isinstance(one, MethodType):
+        found += [one.__self__, one.__func__]
+    elif isinstance(one, FunctionType):
+        cells = filter(_is_set, one.__closure__ or ())
+        found += [cell.cell_contents for cell in cells]
+        found += _globals(one)
+    elif isinstance(one, property):
+        found.append(one.fget)
+    elif isinstance(one, (staticmethod, classmethod)):
+        found.append(one.__func__)
+    return found
+
+
+def _methods(cls: type) -> list[Any]:
+    """Return what a class defines, but for its constructor.
+
+    What a constructor keeps is an attribute of the instance.
+    """
+    module = sys.modules.get(cls.__module__)
+    file = getattr(module, "__file__", None) or ""
+    if _is_basic(file) or (not file and cls.__module__ != "__main__"):
+        return []
+    return [value for name, value in vars(cls).items() if name != "__init__"]
+
+
+def _globals(function: FunctionType) -> list[Any]:
+    """Return the globals that a function of the user's names, but for classes."""
+    file = function.__code__.co_filename
+    if _is_basic(file) or _is_installed(file):
+        return []
+    found = (function.__globals__.get(name) for name in _names(function.__code__))
+    return [one for one in found if not isinstance(one, type)]
+
+
+def _keeps_generator(code: CodeType) -> bool:
+    """Tell whether code may make a generator, and keep it for its next call."""
+    if _MAKERS.isdisjoint(_names(code)) or _is_basic(code.co_filename):
+        return False
+    return any(
+        step.opname in _STORES
+        for each in _nested(code)
+        for step in dis.get_instructions(each)
+    )
+
+
+def _makes_generator(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and not _MAKERS.isdisjoint(_names(code))
+
+
+def _names(code: CodeType) -> set[str]:
+    return {name for each in _nested(code) for name in each.co_names}
+
+
+def _nested(code: CodeType) -> list[CodeType]:
+    """Return code, and that of the functions in it."""
+    found = [code]
+    for one in found:
+        found += [each for each in one.co_consts if isinstance(each, CodeType)]
+    return found
+
+
+@cache
+def _is_basic(file: str) -> bool:
+    """Tell whether a file is Python's own, torch's, numpy's or of this package."""
+    if file.startswith(f"{Path(os.__file__).parent}{os.sep}"):
+        return not _is_installed(file)
+    parents = (Path(torch.__file__).parent, Path(np.__file__).parent, _OWN)
+    return file.startswith(tuple(f"{path}{os.sep}" for path in parents))
+
+
+@cache
+def _is_installed(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def _attributes(one: Any) -> dict[str, Any]:
+    try:  # not by ``getattr``, which may call the user's code
+        found: dict[str, Any] = object.__getattribute__(one, "__dict__")
+    except AttributeError:
+        return {}
+    return found
+
+
+def _is_set(cell: CellType) -> bool:
+    return cell != CellType()
