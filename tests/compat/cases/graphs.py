@@ -99,3 +99,38 @@ def parts_of_a_graph(kit: Kit, workers: int) -> Any:
     )
     kit.check_engine(loader)
     return [plain(part.to_dict()) for part in loader]
+
+
+@cases.add(*WORKERS)
+def nodes_with_neighbours(kit: Kit, workers: int) -> Any:
+    """A loader that keeps a ``transform`` of its own, and applies it to batches."""
+    loaders = geometric(kit)
+    from torch_geometric.data import Data
+    from torch_geometric.sampler import BaseSampler, SamplerOutput
+
+    class Neighbours(BaseSampler):  # type: ignore[misc]
+        """The two nodes that each node of a ring has an edge from."""
+
+        def sample_from_nodes(self, inputs: Any, **_options: Any) -> Any:
+            nodes = inputs.node
+            edges = torch.arange(2 * len(nodes)) % len(nodes)
+            return SamplerOutput(
+                node=torch.cat([nodes, (nodes + 1) % 20]),
+                row=edges,
+                col=edges,
+                edge=edges,
+                metadata=(inputs.input_id, inputs.time),
+            )
+
+    edges = torch.stack([torch.arange(20), torch.arange(20).roll(3)])
+    graph = Data(x=torch.arange(40.0).view(20, 2), edge_index=edges)
+    loader = loaders.NodeLoader(
+        graph,
+        Neighbours(),
+        transform=shift,
+        batch_size=6,
+        shuffle=True,
+        num_workers=workers,
+    )
+    kit.check_engine(loader)
+    return [plain(part.to_dict()) for _ in range(2) for part in loader]
