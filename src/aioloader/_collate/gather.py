@@ -60,13 +60,13 @@ def _as_index(indices: Any) -> torch.Tensor | None:
     try:
         # A copy, unless it is a tensor: arrays may be read-only.
         known = isinstance(indices, torch.Tensor)
-        index: torch.Tensor = indices if known else torch.tensor(indices)
+        index = indices if known else torch.tensor(indices, device="cpu")
     except (TypeError, ValueError, RuntimeError):  # e.g. slices
         return None
     is_whole = not index.is_floating_point() and index.dtype is not torch.bool
     if len(indices) and (index.dim() != 1 or not is_whole):
         return None
-    return index.to(torch.int64)
+    return index.to("cpu", torch.int64)
 
 
 def _gather(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
