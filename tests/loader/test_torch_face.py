@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data
+from torch.profiler import ProfilerActivity
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -281,6 +282,32 @@ def test_torchs_own_iterator_can_be_made_of_it() -> None:
     loader: Any = DataLoader(Numbers(), batch_size=4)
     found = batches(_SingleProcessDataLoaderIter(loader))
     assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def ranges_of(profile: Any) -> list[str]:
+    names = [event.name for event in profile.events()]
+    return [name for name in names if name.startswith("enumerate(DataLoader)#")]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
+def test_profilers_see_the_steps_of_a_loop(options: dict[str, Any]) -> None:
+    """A range for each, and for the one that ends it, as with torch's loader."""
+
+    def ranges(cls: Any) -> list[str]:
+        loader = cls(range(4), 2, **options)
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
+            list(loader)
+        return ranges_of(profile)
+
+    assert ranges(DataLoader) == ["enumerate(DataLoader)#BatchIterator.__next__"] * 3
+    assert len(ranges(torch.utils.data.DataLoader)) == 3
+
+
+async def test_profilers_see_no_steps_of_async_for() -> None:
+    """Other tasks run while one waits: their work would count as data loading."""
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
+        assert [batch.tolist() async for batch in DataLoader(range(2), 2)] == [[0, 1]]
+    assert ranges_of(profile) == []
 
 
 def test_samplers_are_guarded_as_in_torch() -> None:
