@@ -310,6 +310,19 @@ async def test_profilers_see_no_steps_of_async_for() -> None:
     assert ranges_of(profile) == []
 
 
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
+def test_batches_are_counted_under_torchs_name(options: dict[str, Any]) -> None:
+    """Checkpoints of SpeechBrain read it, also after the end."""
+
+    def counts(cls: Any) -> list[int]:
+        iterator = iter(cls(range(5), 2, **options))
+        found = [iterator._num_yielded]
+        found += [iterator._num_yielded for _ in iterator]
+        return [*found, iterator._num_yielded]
+
+    assert counts(DataLoader) == counts(torch.utils.data.DataLoader) == [0, 1, 2, 3, 3]
+
+
 def test_samplers_are_guarded_as_in_torch() -> None:
     """They cannot be replaced by accident, and can on purpose."""
     loader = DataLoader[Any](range(10), batch_size=5)

@@ -130,6 +130,12 @@ class BatchIterator(Generic[Batch]):
         """Close, under torch's name."""
         self.close()
 
+    @property
+    def _num_yielded(self) -> int:
+        """The number of batches that it has delivered, under torch's name."""
+        source = self._steps.source
+        return 0 if source is None else source.counters.batches
+
     def is_under_way(self) -> bool:
         """Tell whether it has started and is neither finished nor closed."""
         source = self._steps.source
