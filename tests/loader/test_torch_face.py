@@ -277,6 +277,31 @@ def test_a_sub_class_may_make_its_own_iterator() -> None:
         aiter(loader)
 
 
+class Negated(DataLoader[Any]):
+    """Changes the batches of a plain loop."""
+
+    def __iter__(self) -> Any:
+        return (-batch for batch in super().__iter__())
+
+
+class NegatedForTasks(Negated):
+    """Changes those for tasks, too."""
+
+    async def __aiter__(self) -> Any:
+        async for batch in super().__aiter__():
+            yield -batch
+
+
+async def test_async_for_does_not_bypass_a_sub_class() -> None:
+    """One that changes ``for`` must say what ``async for`` gives."""
+    with pytest.raises(TypeError, match="Negated overrides __iter__"):
+        aiter(Negated(range(2), 2))
+    both = NegatedForTasks(range(2), 2)
+    expected = [[0, -1]]
+    assert batches(both) == expected
+    assert [batch.tolist() async for batch in both] == expected
+
+
 def test_torchs_own_iterator_can_be_made_of_it() -> None:
     """All private names that it reads are there."""
     loader: Any = DataLoader(Numbers(), batch_size=4)

@@ -103,6 +103,22 @@ def dataset_kind(dataset: Any, kind: Kind) -> int:
     return _DatasetKind.Map if kind is Kind.MAP else _DatasetKind.Iterable
 
 
+def refuse_overridden(cls: Any, base: Any) -> None:
+    """Refuse ``async for`` over a subclass of ``base`` that changes ``for`` alone.
+
+    Raises:
+        TypeError: If it overrides how ``for`` iterates, and not ``__aiter__``.
+    """
+    if cls.__aiter__ is not base.__aiter__:
+        return
+    for name in ("__iter__", "_get_iterator"):
+        if getattr(cls, name) is not getattr(base, name):
+            raise TypeError(
+                f"{cls.__name__} overrides {name}, which serves `for` alone: iterate "
+                "with `for`, or override __aiter__ too"
+            )
+
+
 def check_torch_suffices(loader: TorchLoader[Any]) -> None:
     """Check that torch's loader, made from these arguments, gives the same batches.
 
