@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _DatasetKind
 from typing_extensions import TypeVar
 
+from aioloader._loader.arguments import check_context, context_of
 from aioloader._observe.warnings import warn
 from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
 
@@ -34,14 +35,31 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
     ``_DataLoader__initialized``.
     """
 
-    # Torch's property checks the value; here the constructor has done so.
-    multiprocessing_context: Any = None
     dataset: Any
+    workers: Any
     _live: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         _make_explicit(cls)
+
+    @property
+    def multiprocessing_context(self) -> Any:
+        """The context that chooses how worker processes start, or None."""
+        return vars(self).get("multiprocessing_context")
+
+    @multiprocessing_context.setter
+    def multiprocessing_context(self, context: Any) -> None:
+        """Set it to a context or to the name of a start method.
+
+        Raises:
+            ValueError: If there are no worker processes, or no such start method.
+            TypeError: If it is neither.
+        """
+        if vars(self).get("_DataLoader__initialized"):  # the constructor checks, too
+            check_context(context, self.num_workers, self.workers)
+            context = context_of(context)
+        vars(self)["multiprocessing_context"] = context
 
     @property
     def _iterator(self) -> Any:
