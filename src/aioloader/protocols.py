@@ -156,18 +156,35 @@ def kind_of(dataset: object) -> Kind:
     Raises:
         TypeError: If ``dataset`` has none of the three methods.
     """
-    if hasattr(dataset, "__aiter__") or _chains_async(dataset):
+    cls = type(dataset)  # where Python looks for them: an object may answer any name
+    if has_aiter(dataset) or _chains_async(dataset):
         return Kind.ASYNC_ITERABLE
     if isinstance(dataset, IterableDataset):
         return Kind.ITERABLE
-    if hasattr(dataset, "__getitem__"):
+    if hasattr(cls, "__getitem__"):
         return Kind.MAP
-    if hasattr(dataset, "__iter__"):
+    if hasattr(cls, "__iter__"):
         return Kind.ITERABLE
     raise TypeError(
-        f"dataset must have __getitem__, __iter__ or __aiter__, got "
-        f"{type(dataset).__name__!r}"
+        f"dataset must have __getitem__, __iter__ or __aiter__, got {cls.__name__!r}"
     )
+
+
+def has_aiter(value: object) -> bool:
+    """Tell whether the class of ``value`` defines ``__aiter__``."""
+    return _defines(type(value), "__aiter__")
+
+
+def _defines(cls: type, method: str) -> bool:
+    """Tell whether a class defines a method; None says in Python that it does not.
+
+    Unlike ``hasattr``, it has no effects: a ``MagicMock`` makes its methods when they
+    are looked up, and each is another mock.
+    """
+    found = next(
+        (vars(one)[method] for one in cls.__mro__ if method in vars(one)), None
+    )
+    return callable(found)
 
 
 def is_async_function(function: object) -> bool:
@@ -217,8 +234,8 @@ def _is_dataset(value: object) -> bool:
     """Tell whether ``value`` is map-style and no builtin, array or tensor."""
     cls = type(value)
     return (
-        hasattr(cls, "__getitem__")
-        and hasattr(cls, "__len__")
+        _defines(cls, "__getitem__")
+        and _defines(cls, "__len__")
         and hasattr(value, "__dict__")
         and not isinstance(value, torch.Tensor)
     )

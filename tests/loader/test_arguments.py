@@ -110,6 +110,29 @@ def test_fixed_attributes(name: str) -> None:
     assert loader.timeout == 3
 
 
+def test_a_context_may_be_set_later() -> None:
+    """By name or as an object; checked as in the constructor, in torch's words."""
+    ours: Any = DataLoader(DATA, 3, num_workers=1)
+    theirs: Any = torch.utils.data.DataLoader(DATA, 3, num_workers=1)  # type: ignore[arg-type]
+    for value in ("spawn", multiprocessing.get_context("fork"), None, "forkserver"):
+        for loader in (ours, theirs):
+            loader.multiprocessing_context = value
+        assert ours.multiprocessing_context is theirs.multiprocessing_context
+    assert [batch.tolist() for batch in ours] == [[0, 1, 2], [3, 4, 5]]
+    for wrong in ("no", 3):
+        with pytest.raises((ValueError, TypeError)) as expected:
+            theirs.multiprocessing_context = wrong
+        with pytest.raises(expected.type) as caught:
+            ours.multiprocessing_context = wrong
+        assert str(caught.value) == str(expected.value)
+    with pytest.raises(ValueError, match="can only be used with multi-process"):
+        DataLoader(DATA).multiprocessing_context = "fork"
+    with pytest.raises(ValueError, match="only be used with workers='process'"):
+        DataLoader(
+            DATA, num_workers=1, workers="thread"
+        ).multiprocessing_context = "fork"
+
+
 def test_attributes_that_frameworks_read() -> None:
     """Names and values are torch's."""
     loader = DataLoader(DATA, 2, shuffle=True)

@@ -43,6 +43,40 @@ def test_as_torch(options: dict[str, Any], shuffle: bool) -> None:
             assert torch.equal(one, other)
 
 
+DTYPES = sorted(
+    {one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str
+)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 2)], ids=["vector", "matrix"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore:.*(ComplexHalf|quint|qint|QInt|QUInt)")
+def test_every_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Torch selects rows of some, and copies of others one by one alone."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    octets = torch.arange(size, dtype=torch.uint8)
+    try:
+        data = TensorDataset(octets.view(dtype).view(shape))
+        theirs = list(torch.utils.data.DataLoader(data, 2, sampler=[2, 0, 1]))
+    except RuntimeError as error:
+        pytest.skip(f"torch: {error}")
+    in_turn: Any = DataLoader(data, 2)
+    assert [len(batch) for (batch,) in in_turn] == [2, 1]
+    for factor in (None, 2):
+        ours: Any = list(DataLoader(data, 2, sampler=[2, 0, 1], prefetch_factor=factor))
+        for (one,), (other,) in zip(ours, theirs, strict=True):
+            assert one.dtype is other.dtype is dtype
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors() -> None:
+    """Their parts are stacked, as by torch."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.zeros(2)])
+    ((batch,),) = DataLoader(TensorDataset(nested), 2)
+    assert batch.tolist() == [[1, 1], [0, 0]]
+
+
 @pytest.mark.parametrize("options", KINDS, ids=["ahead", "processes", "threads"])
 def test_indices_from_the_end(options: dict[str, Any]) -> None:
     """As a list has them; beyond either end is an IndexError that names its place."""

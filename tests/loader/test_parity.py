@@ -1,6 +1,7 @@
 """Every dataset, every way to iterate: the batches are torch's."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -216,6 +217,27 @@ def test_gathered_batches_are_copies() -> None:
         for rows, _ in DataLoader(dataset, batch_size=4, shuffle=shuffle):
             rows.add_(100)
     assert dataset.tensors[0].max() == 7
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(4)},
+        lambda: {"sampler": [4, 0, -1]},
+        lambda: {"sampler": [4, 0, -1], "rng": "worker"},
+        lambda: {"rank": 1, "world_size": 2},
+    ],
+    ids=["generator", "sampler", "workers' draws", "rank"],
+)
+def test_rows_are_selected_on_the_cpu(make: Any) -> None:
+    """Where the tensors are, whatever torch's default device is."""
+
+    def epoch(context: Any) -> list[Any]:
+        iterator = iter(DataLoader(tensors(5), batch_size=2, **make()))
+        with context:  # from here on: torch's seed cannot be drawn on "meta"
+            return [[part.tolist() for part in batch] for batch in iterator]
+
+    assert epoch(torch.device("meta")) == epoch(contextlib.nullcontext())
 
 
 @pytest.mark.parametrize(

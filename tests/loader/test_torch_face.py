@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data
+from torch.profiler import ProfilerActivity
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -276,11 +277,75 @@ def test_a_sub_class_may_make_its_own_iterator() -> None:
         aiter(loader)
 
 
+class Negated(DataLoader[Any]):
+    """Changes the batches of a plain loop."""
+
+    def __iter__(self) -> Any:
+        return (-batch for batch in super().__iter__())
+
+
+class NegatedForTasks(Negated):
+    """Changes those for tasks, too."""
+
+    async def __aiter__(self) -> Any:
+        async for batch in super().__aiter__():
+            yield -batch
+
+
+async def test_async_for_does_not_bypass_a_sub_class() -> None:
+    """One that changes ``for`` must say what ``async for`` gives."""
+    with pytest.raises(TypeError, match="Negated overrides __iter__"):
+        aiter(Negated(range(2), 2))
+    both = NegatedForTasks(range(2), 2)
+    expected = [[0, -1]]
+    assert batches(both) == expected
+    assert [batch.tolist() async for batch in both] == expected
+
+
 def test_torchs_own_iterator_can_be_made_of_it() -> None:
     """All private names that it reads are there."""
     loader: Any = DataLoader(Numbers(), batch_size=4)
     found = batches(_SingleProcessDataLoaderIter(loader))
     assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def ranges_of(profile: Any) -> list[str]:
+    names = [event.name for event in profile.events()]
+    return [name for name in names if name.startswith("enumerate(DataLoader)#")]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
+def test_profilers_see_the_steps_of_a_loop(options: dict[str, Any]) -> None:
+    """A range for each, and for the one that ends it, as with torch's loader."""
+
+    def ranges(cls: Any) -> list[str]:
+        loader = cls(range(4), 2, **options)
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
+            list(loader)
+        return ranges_of(profile)
+
+    assert ranges(DataLoader) == ["enumerate(DataLoader)#BatchIterator.__next__"] * 3
+    assert len(ranges(torch.utils.data.DataLoader)) == 3
+
+
+async def test_profilers_see_no_steps_of_async_for() -> None:
+    """Other tasks run while one waits: their work would count as data loading."""
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
+        assert [batch.tolist() async for batch in DataLoader(range(2), 2)] == [[0, 1]]
+    assert ranges_of(profile) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
+def test_batches_are_counted_under_torchs_name(options: dict[str, Any]) -> None:
+    """Checkpoints of SpeechBrain read it, also after the end."""
+
+    def counts(cls: Any) -> list[int]:
+        iterator = iter(cls(range(5), 2, **options))
+        found = [iterator._num_yielded]
+        found += [iterator._num_yielded for _ in iterator]
+        return [*found, iterator._num_yielded]
+
+    assert counts(DataLoader) == counts(torch.utils.data.DataLoader) == [0, 1, 2, 3, 3]
 
 
 def test_samplers_are_guarded_as_in_torch() -> None:

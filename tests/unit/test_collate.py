@@ -158,6 +158,34 @@ def test_buffers_stay_a_list() -> None:
     obstore = pytest.importorskip("obstore")
     bodies = [obstore.Bytes(b"ab"), obstore.Bytes(b"c")]
     assert default_collate(bodies) == bodies
+    with torch.device("meta"):
+        assert default_collate(bodies) == bodies
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [1, 2],
+        [1.5, 2.5],
+        [True, 2],
+        [np.float32(1.5), np.float32(2.5)],
+        [np.arange(3), np.arange(3)],
+        [np.zeros(1 << 16), np.zeros(1 << 16)],
+        [torch.zeros(2), torch.ones(2)],
+        [{"a": 1, "b": [np.int16(1)]}, {"a": 2, "b": [np.int16(2)]}],
+    ],
+)
+def test_the_default_device_is_torchs(samples: Any) -> None:
+    """Numbers and arrays are placed there; tensors stay where they are."""
+    with torch.device("meta"):
+        ours, theirs = default_collate(samples), torch_collate(samples)
+    if isinstance(theirs, dict):
+        ours, theirs = [ours["a"], *ours["b"]], [theirs["a"], *theirs["b"]]
+    else:
+        ours, theirs = [ours], [theirs]
+    for one, expected in zip(ours, theirs, strict=True):
+        assert (one.device, one.dtype) == (expected.device, expected.dtype)
+        assert one.shape == expected.shape
 
 
 def test_default_convert_is_torchs() -> None:

@@ -198,6 +198,18 @@ def test_containers_keep_their_types(n: int) -> None:
     assert (found["raw"], found["text"]) == (value["raw"], value["text"])
 
 
+def test_tensors_arrive_on_the_cpu() -> None:
+    """Whatever torch's default device is where they are sent and received."""
+    value: list[Any] = [
+        torch.zeros((0, 3), dtype=torch.bfloat16),
+        torch.ones(3).untyped_storage(),
+    ]
+    with Post() as post, torch.device("meta"):
+        empty, storage = post.sent(value)
+    assert same(empty, value[0])
+    assert (storage.device.type, list(storage)) == ("cpu", list(value[1]))
+
+
 def test_one_object_twice_arrives_as_one() -> None:
     """Identity within a batch is kept."""
     tensor = torch.zeros(200, 200)

@@ -2,6 +2,7 @@
 
 import functools
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from aioloader import DataLoader
 from aioloader.protocols import (
     Kind,
     batch_getter,
@@ -53,6 +55,43 @@ class AsyncIterableDataset(IterableDataset[int]):
 def test_kind(dataset: Any, kind: Kind) -> None:
     """The kind follows from the methods."""
     assert kind_of(dataset) is kind
+
+
+class AnyName(dict[int, int]):
+    """Answers any attribute, with None if it has no such key."""
+
+    __getattr__ = dict.get
+
+
+class Refusing(SyncStream):
+    """Says in Python's way that it is no async iterable."""
+
+    __aiter__ = None
+
+
+@pytest.mark.parametrize(
+    ("dataset", "kind"),
+    [
+        (AnyName({0: 5}), Kind.MAP),
+        (Refusing(), Kind.ITERABLE),
+        (MagicMock(), Kind.MAP),
+    ],
+    ids=["any name", "refusing", "mock"],
+)
+def test_methods_are_looked_up_in_the_class(dataset: Any, kind: Kind) -> None:
+    """As Python does for special methods."""
+    assert kind_of(dataset) is kind
+
+
+@pytest.mark.parametrize("spec", [None, SyncMap])
+def test_objects_that_answer_any_name_are_read(spec: Any) -> None:
+    """By index, as torch reads them."""
+    mock = MagicMock(spec=spec)
+    mock.__len__.return_value = 4
+    mock.__getitem__.side_effect = range(4, 8).__getitem__
+    for dataset in (AnyName(enumerate(range(4, 8))), mock):
+        loader: Any = DataLoader(dataset, 2)
+        assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7]]
 
 
 def test_what_is_no_dataset_is_refused() -> None:

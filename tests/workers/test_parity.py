@@ -215,6 +215,20 @@ def test_stacked_datasets() -> None:
     assert torch.equal(batch["a"][1], batch["b"][1])
 
 
+def be_meta(_: int) -> None:
+    torch.set_default_device("meta")
+
+
+def test_workers_collate_on_the_cpu() -> None:
+    """A forked one inherits a default device, which may be one that it cannot use."""
+    loader: Any = DataLoader(
+        [(1, 0.5), (2, 1.5)], 2, num_workers=1, worker_init_fn=be_meta
+    )
+    assert [[part.tolist() for part in batch] for batch in loader] == [
+        [[1, 2], [0.5, 1.5]]
+    ]
+
+
 def test_shuffled_indices() -> None:
     """A lazy order serves as a sampler; each epoch has its own."""
     order = ShuffledIndices(20, seed=3)

@@ -23,8 +23,10 @@ from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
+from torch._C import _len_torch_function_stack
 from torch.utils.data import default_collate as torch_collate
 from torch.utils.data import default_convert as torch_convert
+from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as torch_rules
 
 from aioloader._transport.slots import MIN_BYTES, Lender
@@ -188,6 +190,8 @@ def _stack_arrays(samples: Sequence[Any]) -> torch.Tensor:
         raise TypeError(torch_rules.default_collate_err_msg_format.format(first.dtype))
     if first.dtype.kind in "mM":
         _refuse_time(first.dtype)
+    if _has_default_device():
+        return _stack_tensors([torch.as_tensor(sample) for sample in samples])
     shape, dtype = first.shape, first.dtype
     for sample in samples:
         if type(sample) is not np.ndarray or (
@@ -228,6 +232,16 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
+def _has_default_device() -> bool:
+    """Tell whether a new tensor may be placed elsewhere than by ``from_numpy``.
+
+    ``torch.set_default_device`` and ``with torch.device(...)`` change what torch's
+    functions do in one thread. Workers collate on the CPU: a forked one inherits the
+    setting, but cannot use CUDA.
+    """
+    return _len_torch_function_stack() > 0 and get_worker_info() is None
+
+
 def _floats(samples: Sequence[float]) -> torch.Tensor:
     return _numbers(samples, np.float64, torch.float64)
 
@@ -243,7 +257,7 @@ def _numbers(
 
     Torch handles mixed types and integers of more than 64 bits, for its error messages.
     """
-    if {*map(type, samples)} <= {int, float}:
+    if {*map(type, samples)} <= {int, float} and not _has_default_device():
         with contextlib.suppress(OverflowError):
             array = np.array(samples)
             if array.dtype == exact:
@@ -253,9 +267,11 @@ def _numbers(
 
 def _scalars(samples: Sequence[Any]) -> torch.Tensor:
     """Return a tensor of numpy scalars, made through an array: three times as fast."""
-    if len({*map(type, samples)}) == 1 and samples[0].dtype.kind in "biufc":
+    kind = samples[0].dtype.kind
+    is_plain = len({*map(type, samples)}) == 1 and kind in "biufc"
+    if is_plain and not _has_default_device():
         return torch.from_numpy(np.array(samples))
-    if samples[0].dtype.kind == "m":
+    if kind == "m":
         _refuse_time(samples[0].dtype)
     return torch.as_tensor(samples)
 
@@ -330,10 +346,11 @@ _NUMBERS = {int, float, bool, np.float32, np.float64, np.int32, np.int64, type(N
 def collates_quickly(collate_fn: Any, samples: Sequence[Any]) -> bool:
     """Tell whether ``collate_fn`` takes a fraction of a millisecond for ``samples``.
 
-    True for this module's rules and a few small samples.
+    True for this module's rules and a few small samples. False if the caller's thread
+    has a default device: other batches are made in a thread that has none.
     """
     is_known = collate_fn is default_collate or collate_fn is default_convert
-    if not (is_known and samples and collates_as_torch()):
+    if not (is_known and samples and collates_as_torch()) or _has_default_device():
         return False
     leaves, nbytes = _size_of(samples[0])
     count = len(samples)

@@ -3,6 +3,7 @@
 Used for a ``TensorDataset``, in this process and in workers.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +17,28 @@ def gatherable(dataset: Any) -> tuple[torch.Tensor, ...] | None:
     """Return the tensors of an exact ``TensorDataset`` that can be gathered."""
     if type(dataset) is not TensorDataset:
         return None
-    for tensor in dataset.tensors:
-        plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
-        if not plain or tensor.layout is not torch.strided or tensor.is_quantized:
-            return None
-    return dataset.tensors
+    return dataset.tensors if all(map(_has_rows, dataset.tensors)) else None
+
+
+def _has_rows(tensor: torch.Tensor) -> bool:
+    """Tell whether rows of ``tensor`` can be selected and copied by torch."""
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+        return False
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return False
+    return _is_implemented(tensor.dtype, min(tensor.dim(), 2))
+
+
+@functools.cache
+def _is_implemented(dtype: torch.dtype, dimensions: int) -> bool:
+    """Tell whether torch can select and copy rows: of vectors of uint16 it cannot."""
+    one = torch.empty((1,) * dimensions, dtype=dtype, device="cpu")
+    try:
+        one.index_select(0, torch.zeros(1, dtype=torch.int64, device="cpu"))
+        one.clone()
+    except RuntimeError:
+        return False
+    return True
 
 
 class Rows:
@@ -60,13 +78,13 @@ def _as_index(indices: Any) -> torch.Tensor | None:
     try:
         # A copy, unless it is a tensor: arrays may be read-only.
         known = isinstance(indices, torch.Tensor)
-        index: torch.Tensor = indices if known else torch.tensor(indices)
+        index = indices if known else torch.tensor(indices, device="cpu")
     except (TypeError, ValueError, RuntimeError):  # e.g. slices
         return None
     is_whole = not index.is_floating_point() and index.dtype is not torch.bool
     if len(indices) and (index.dim() != 1 or not is_whole):
         return None
-    return index.to(torch.int64)
+    return index.to("cpu", torch.int64)
 
 
 def _gather(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,28 @@ def count_workers(num_workers: Any, workers: Any) -> Any:
     return workers.num_workers
 
 
+def check_context(context: Any, num_workers: int, workers: Any) -> None:
+    """Check a ``multiprocessing_context``, and that processes will use it.
+
+    Raises:
+        ValueError: If they do not, or if it is a string that names no start method.
+        TypeError: If it is neither a name nor a context.
+    """
+    if context is None:
+        return
+    if num_workers == 0:
+        raise ValueError(
+            "multiprocessing_context can only be used with multi-process loading "
+            f"(num_workers > 0), but got num_workers={num_workers}"
+        )
+    if workers != "process":
+        raise ValueError(
+            "multiprocessing_context can only be used with workers='process', but "
+            f"got workers={workers!r}"
+        )
+    context_of(context)
+
+
 def context_of(context: Any) -> Any:
     """Return the context object for ``multiprocessing_context``, or None.
 
@@ -235,18 +257,7 @@ def _check_workers(options: Options) -> None:
         )
     if options.persistent_workers and num_workers == 0:
         raise ValueError("persistent_workers option needs num_workers > 0")
-    if options.multiprocessing_context is not None:
-        if num_workers == 0:
-            raise ValueError(
-                "multiprocessing_context can only be used with multi-process loading "
-                f"(num_workers > 0), but got num_workers={num_workers}"
-            )
-        if workers != "process":
-            raise ValueError(
-                "multiprocessing_context can only be used with workers='process', but "
-                f"got workers={workers!r}"
-            )
-        context_of(options.multiprocessing_context)
+    check_context(options.multiprocessing_context, num_workers, workers)
     if options.has_processes:
         if not hasattr(os, "memfd_create"):
             raise ValueError(

@@ -11,7 +11,7 @@ import torch
 
 from aioloader._collate.collate import default_collate, default_convert
 from aioloader._device.naming import Keys, device_of
-from aioloader._loader import arguments, auto
+from aioloader._loader import arguments, auto, torch_compat
 from aioloader._loader.observed import Observed
 from aioloader._loader.options import Options, attributes_of
 from aioloader._loader.ranks import Rank, Ranks, repeats_samples, warn_of_repeats
@@ -355,11 +355,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         return self._get_iterator()
 
     def __aiter__(self) -> "BatchIterator[Batch]":
-        if type(self)._get_iterator is not DataLoader._get_iterator:
-            raise TypeError(
-                f"{type(self).__name__} overrides _get_iterator, which serves `for` "
-                "alone: iterate with `for`, or override __aiter__ too"
-            )
+        torch_compat.refuse_overridden(type(self), DataLoader)
         refuse_trio()
         return self._iterate(is_async=True)
 

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _DatasetKind
 from typing_extensions import TypeVar
 
+from aioloader._loader.arguments import check_context, context_of
 from aioloader._observe.warnings import warn
 from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
 
@@ -36,9 +37,8 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
     ``_DataLoader__initialized``.
     """
 
-    # Torch's property checks the value; here the constructor has done so.
-    multiprocessing_context: Any = None
     dataset: Any
+    workers: Any
     _live: Any
     # The arguments that torch does not have, in a subclass of aioloader's loader.
     _own: SimpleNamespace | None = None
@@ -72,6 +72,24 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
         if name in vars(self) and vars(self)[name] is getattr(own, name):
             setattr(self, name, value)  # not the subclass's own
         self._own = SimpleNamespace(**{**vars(own), name: value})
+
+    @property
+    def multiprocessing_context(self) -> Any:
+        """The context that chooses how worker processes start, or None."""
+        return vars(self).get("multiprocessing_context")
+
+    @multiprocessing_context.setter
+    def multiprocessing_context(self, context: Any) -> None:
+        """Set it to a context or to the name of a start method.
+
+        Raises:
+            ValueError: If there are no worker processes, or no such start method.
+            TypeError: If it is neither.
+        """
+        if vars(self).get("_DataLoader__initialized"):  # the constructor checks, too
+            check_context(context, self.num_workers, self.workers)
+            context = context_of(context)
+        vars(self)["multiprocessing_context"] = context
 
     @property
     def _iterator(self) -> Any:
@@ -131,6 +149,22 @@ def dataset_kind(dataset: Any, kind: Kind) -> int:
         if is_of_user and not hasattr(cls, "__getitem__"):
             IterableDataset.register(cls)
     return _DatasetKind.Map if kind is Kind.MAP else _DatasetKind.Iterable
+
+
+def refuse_overridden(cls: Any, base: Any) -> None:
+    """Refuse ``async for`` over a subclass of ``base`` that changes ``for`` alone.
+
+    Raises:
+        TypeError: If it overrides how ``for`` iterates, and not ``__aiter__``.
+    """
+    if cls.__aiter__ is not base.__aiter__:
+        return
+    for name in ("__iter__", "_get_iterator"):
+        if getattr(cls, name) is not getattr(base, name):
+            raise TypeError(
+                f"{cls.__name__} overrides {name}, which serves `for` alone: iterate "
+                "with `for`, or override __aiter__ too"
+            )
 
 
 def check_torch_suffices(loader: TorchLoader[Any]) -> None:

@@ -108,19 +108,20 @@ class IndexOrder:
         self.prepare()
         generator = self._generator
         indices: Indices = self._shuffled or range(n)
+        own: torch.Generator | None = None
         if generator is not None:
-            indices = torch.randperm(n, generator=generator)
+            indices = _permutation(n, generator)
+            own = generator if generator is self._sampler.generator else None
         # Torch's sampler draws another, unused permutation at its end: with a short
         # last batch, which runs into the end, or else after the last one.
-        is_own = generator is not None and generator is self._sampler.generator
         short = n // size if n % size and not self._cutting.drop_last else None
         for batch in cut(indices, self._cutting, start, as_lists=as_lists):
-            if is_own and batch.number == short:
-                torch.randperm(n, generator=generator)
-                is_own = False
+            if own is not None and batch.number == short:
+                _permutation(n, own)
+                own = None
             yield batch
-        if is_own:
-            torch.randperm(n, generator=generator)
+        if own is not None:
+            _permutation(n, own)
 
     def state(self) -> State:
         """Return the state that restores the order, ready for JSON."""
@@ -202,6 +203,11 @@ def described(sampler: Any) -> State:
     return state
 
 
+def _permutation(n: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw on the generator's device, whatever torch's default; return on the CPU."""
+    return torch.randperm(n, generator=generator, device=generator.device).cpu()
+
+
 def _own_part(
     indices: Indices, found: Chunk, first: int, part: Part
 ) -> tuple[Chunk, int]:
@@ -219,7 +225,7 @@ def _own_part(
         # As in torch, the order wraps around at its end.
         place = (first + part.rank + mine * part.world_size) % len(indices)
         again = _taken(indices, place, place + 1)
-        chunk = torch.tensor([*_listed(chunk), *_listed(again)])
+        chunk = torch.tensor([*_listed(chunk), *_listed(again)], device="cpu")
     return chunk, padding
 
 

@@ -22,7 +22,7 @@ from aioloader._order.blocks import (
     read_block,
     read_block_async,
 )
-from aioloader.protocols import BlockIterator, HasLifespan
+from aioloader.protocols import BlockIterator, HasLifespan, has_aiter
 
 
 class Read(NamedTuple):
@@ -140,7 +140,7 @@ class OwnSource:
 
 async def open_async(dataset: Any, stack: contextlib.AsyncExitStack) -> Any:
     """Return an async iterator of ``dataset``, which ``stack`` closes."""
-    is_chain = isinstance(dataset, ChainDataset) and not hasattr(dataset, "__aiter__")
+    is_chain = isinstance(dataset, ChainDataset) and not has_aiter(dataset)
     iterator = _chained(dataset.datasets) if is_chain else aiter(dataset)
     if isinstance(iterator, HasLifespan):
         await stack.enter_async_context(iterator.lifespan())
@@ -152,7 +152,7 @@ async def open_async(dataset: Any, stack: contextlib.AsyncExitStack) -> Any:
 async def _chained(datasets: Any) -> AsyncIterator[Any]:
     """Yield from plain and async iterables, one after the other."""
     for dataset in datasets:
-        if not hasattr(dataset, "__aiter__"):
+        if not has_aiter(dataset):
             for sample in dataset:
                 yield sample
             continue

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
+from torch.autograd import profiler
 from typing_extensions import TypeVar
 
 from aioloader._observe.warnings import warn
@@ -31,6 +32,8 @@ Batch = TypeVar("Batch", default=Any)
 # Importing it takes tens of milliseconds, for which no consumer's loop is blocked.
 _ENGINE = "aioloader._pipeline.pipeline_iterator"
 Source: TypeAlias = "LocalIterator | PipelineIterator"
+# Profilers find the time of data loading by torch's form of this name.
+_RANGE = "enumerate(DataLoader)#BatchIterator.__next__"
 _LENGTH = (  # torch's words
     "Length of IterableDataset {} was reported to be {}(when accessing "
     "len(dataloader)), but {} samples have been fetched. {}"
@@ -91,7 +94,12 @@ class BatchIterator(Generic[Batch]):
     def __next__(self) -> Batch:
         steps = self._steps
         del self
-        batch: Batch = steps.next()
+        batch: Batch
+        if profiler._is_profiler_enabled:  # noqa: SLF001  (nothing public is so quick)
+            with profiler.record_function(_RANGE):
+                batch = steps.next()
+            return batch
+        batch = steps.next()
         return batch  # nothing is called here: an interrupt would lose it
 
     def __anext__(self) -> Coroutine[Any, Any, Batch]:
@@ -121,6 +129,12 @@ class BatchIterator(Generic[Batch]):
     def _shutdown_workers(self) -> None:
         """Close, under torch's name."""
         self.close()
+
+    @property
+    def _num_yielded(self) -> int:
+        """The number of batches that it has delivered, under torch's name."""
+        source = self._steps.source
+        return 0 if source is None else source.counters.batches
 
     def is_under_way(self) -> bool:
         """Tell whether it has started and is neither finished nor closed."""

@@ -112,7 +112,7 @@ def _rebuild_rare(
 def _rebuild_empty(
     dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype)
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
 
 
 def _rebuild_quietly(rebuild: Callable[..., torch.Tensor], args: Any) -> torch.Tensor:
@@ -127,7 +127,7 @@ def _reduce_storage(spans: Spans, storage: torch.UntypedStorage) -> Any:
         return storage.__reduce__()  # type: ignore[no-untyped-call]
     if not storage.nbytes():  # torch cannot load what it makes of it
         return torch.UntypedStorage, ()
-    octets = torch.empty(0, dtype=torch.uint8).set_(storage)
+    octets = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
     return _rebuild_storage, (_noted(spans, octets),)
 
 
