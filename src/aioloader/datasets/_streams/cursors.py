@@ -109,9 +109,9 @@ async def skip(cursor: Pulls, count: int, known: list[int] | None = None) -> int
     found = 0
     while found < count:
         block = await cursor.pull(count - found)
+        check_again(block, found, count, known)
         if not len(block):
             break
-        check_again(block, found, count, known)
         found += len(block)
     return count - found
 
@@ -123,16 +123,21 @@ def check_again(block: Block, at: int, count: int, known: list[int] | None) -> N
     one no longer can, all later samples shift, and the wrong ones would be dropped.
 
     Args:
-        block: Samples that were read again.
+        block: Samples that were read again; empty at the end.
         at: Position of the block among the samples passed on.
         count: How many samples were passed on.
         known: Positions of those that were unreadable then; None: not known.
 
     Raises:
-        ShardChangedError: If other samples fail now.
+        ShardChangedError: If other samples fail now, or if there are fewer samples.
     """
     if known is None:
         return
+    if not len(block) and at < count:
+        raise ShardChangedError(
+            f"of the {count:,} samples that the state says to read again, there are "
+            f"{at:,} now; restore the others, or restart the epoch"
+        )
     found = {at + place: block[place].error for place in unreadable(block)}
     stop = min(at + len(block), count)
     now = {place for place in found if place < stop}
