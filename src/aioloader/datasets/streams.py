@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 from aioloader._order.permutation import ShuffledIndices, keyed_order
 from aioloader._order.ranks import Tail
 from aioloader.datasets._options import check_at_least
+from aioloader.datasets._streams.counts import Batched, Skipped, Taken
 from aioloader.datasets._streams.cursors import (
     Ahead,
-    Batched,
     Cursor,
     Filtered,
     Mapped,
     MappedAsync,
-    Skipped,
     State,
-    Taken,
 )
 from aioloader.datasets._streams.decoded import Decoded
 from aioloader.datasets._streams.descriptions import name_of
