@@ -4,7 +4,7 @@ import functools
 import gzip
 import io
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from aioloader.datasets import (
     Requests,
     TarDataset,
     TextDataset,
+    from_async_iterable,
+    from_iterable,
 )
 from aioloader.datasets._stores.bytes import Version
 from aioloader.errors import DatasetError, ShardChangedError
@@ -220,6 +222,43 @@ async def test_a_shard_that_grew_before_it_is_resumed(tmp_path: Path) -> None:
         stream.load_state_dict(loaded)
         with pytest.raises(ShardChangedError, match="changed since"):
             await rest_of(stream)
+
+
+async def one_by_one(count: int) -> AsyncIterator[int]:
+    """Yield the first numbers."""
+    for number in range(count):
+        yield number
+
+
+async def same(number: int) -> int:
+    """Return a number."""
+    return number
+
+
+ITERABLES: dict[str, Callable[[int], Any]] = {
+    "list": lambda count: from_iterable([*range(count)]),
+    "generator": lambda count: from_iterable(lambda: iter(range(count))),
+    "async generator": lambda count: from_async_iterable(lambda: one_by_one(count)),
+    "map": lambda count: from_iterable([*range(count)]).map(same),
+    "mix": lambda count: from_iterable([*range(count)]).mix(from_iterable([])),
+    "readers": lambda count: from_iterable([*range(count)]).readers(2),
+}
+
+
+@pytest.mark.parametrize("kind", ITERABLES)
+async def test_an_iterable_that_shrank_before_it_is_resumed(kind: str) -> None:
+    """Its epoch does not just end; at the very end nothing is missing."""
+    make = ITERABLES[kind]
+    for taken in range(1, 9):
+        first, state = await read(make(8), taken)
+        stream = make(8)
+        stream.load_state_dict(state)
+        assert first + await rest_of(stream) == [*range(8)]
+        for count in range(taken):
+            stream = make(count)
+            stream.load_state_dict(state)
+            with pytest.raises(ShardChangedError, match="restart the epoch"):
+                await rest_of(stream)
 
 
 async def test_a_file_that_is_written_in_place(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -182,6 +183,31 @@ async def test_goes_on_behind_a_failure(make: Samples) -> None:
         first, state = await read(made, {}, itertools.cycle([3, 7]), count)
         rest, _ = await read(made, state, itertools.repeat(5))
         assert first + rest == whole
+
+
+@KINDS
+async def test_a_failure_before_the_position_of_a_state(make: Samples) -> None:
+    """Until it is passed on, the samples before that position still count."""
+    made = Memory(make)
+    whole = made.in_turn()
+    first, state = await read(made, {}, itertools.repeat(1), 6)
+    made.made[1][0] = -1
+    one, state = await read(made, state, itertools.repeat(1), 1)
+    made.made[1][0] = 100
+    rest, _ = await read(made, state, itertools.repeat(5))
+    assert first + one + rest == whole
+
+
+@KINDS
+async def test_the_shard_after_such_a_failure_is_whole(make: Samples) -> None:
+    """Nothing of it was passed on before."""
+    made = Memory(make)
+    whole = made.in_turn()
+    _, state = await read(made, {}, itertools.repeat(1), 6)
+    made.made[0][0] = -1
+    rest, _ = await read(made, state, itertools.repeat(5))
+    lost = {*range(2, 7)}
+    assert Counter(rest) == Counter({*whole[6:]} - lost | {"sample -1"})
 
 
 async def test_a_cancelled_pull_loses_nothing() -> None:

@@ -7,6 +7,7 @@ is one failed sample there: to count over it would lose samples, or double them.
 import itertools
 import json
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 
 from aioloader import DataLoader
 from aioloader._order.blocks import Bad
+from aioloader._order.shares import Share
 from aioloader.datasets import TextDataset, from_iterable
+from aioloader.datasets._streams.iterators import Reading
 from aioloader.errors import DatasetError, ShardChangedError
 from beside import beside
 
@@ -172,6 +175,46 @@ async def test_a_shard_before_what_is_skipped(tmp_path: Path) -> None:
     hide(tmp_path, is_hidden=True)
     samples, errors, _ = await read(stream)
     assert (len(samples), len(errors)) == (20 - 11, 1)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+async def test_each_shard_before_what_is_skipped(limit: int, tmp_path: Path) -> None:
+    """However few samples are pulled at once, and wherever it is resumed."""
+    stream = lines(tmp_path, interleave=5).skip(12)
+    for name in ("0.txt", "1.txt", "3.txt"):
+        (tmp_path / name).unlink()
+
+    async def pulled(state: Any) -> tuple[list[Any], list[Any]]:
+        found: list[Any] = []
+        async with AsyncExitStack() as stack:
+            cursor = await stream.open(Reading(0, Share(), stack), state)
+            states = [(0, cursor.state())]
+            while len(block := await cursor.pull(limit)):
+                assert len(block) <= limit
+                found += [one if type(one) is str else "lost" for one in block]
+                states.append((len(found), json.loads(json.dumps(cursor.state()))))
+            await cursor.aclose()
+        return found, states
+
+    whole, states = await pulled({})
+    assert whole == ["lost"] * 3 + ["4-4"]  # nine samples of the others are dropped
+    for count, state in states:
+        again, _ = await pulled(state)
+        assert again == whole[count:]
+
+
+@pytest.mark.parametrize("size", [4, 30])
+async def test_a_shard_in_a_batch_that_is_dropped(size: int, tmp_path: Path) -> None:
+    """Its failure is passed on, wherever it is resumed; the good samples are not."""
+    stream = lines(tmp_path).batch(size, drop_last=True)
+    (tmp_path / "4.txt").unlink()
+    samples, errors, _ = await read(stream)
+    assert (len(samples), len(errors)) == (20 // size * size, 1)
+    for count in range(20 // size + 2):
+        before, errors, state = await read(stream, count)
+        after, more, _ = await read(stream, None, state)
+        assert [*before, *after] == samples
+        assert len(errors) + len(more) == 1
 
 
 def unsteady(fails: list[bool]) -> Callable[[str], str]:

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from aioloader.datasets import Requests
+from aioloader.datasets._stores.fetching import LoopRequests, WholeObject
 from aioloader.datasets._stores.requests import RefusedError, Tries
+from aioloader.datasets._stores.stores import StoreSource
 from aioloader.errors import DatasetError, ObjectNotFoundError
+from datasets.changing import ChangingServer
 
 Attempt = Callable[[], Coroutine[Any, Any, Any]]
 AT_ONCE = Requests(base_delay=0)
@@ -138,6 +141,36 @@ async def test_a_slow_request_is_sent_twice() -> None:
 
     assert await tries.make(attempt, "s3://b/k") == "second"
     assert ended.is_set()
+
+
+async def test_what_may_not_run_twice_is_sent_once() -> None:
+    """However long it takes."""
+    tries = await hedging()
+    calls = itertools.count()
+
+    async def attempt() -> int:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        return next(calls)
+
+    assert await tries.make(attempt, "s3://b/k", may_hedge=False) == 0
+    assert next(calls) == 1
+
+
+async def test_a_response_has_one_reader() -> None:
+    """Without ranges the next chunk is not requested twice, or some would be lost."""
+    body = b"".join(b"%09d\n" % line for line in range(500_000))
+    here = LoopRequests(Requests(hedge=True, base_delay=0))
+    for _ in range(20):
+        await here.tries.make(attempts("quick"), "http://h/k")
+    with ChangingServer(body, has_ranges=False) as server:
+        whole = WholeObject(here, StoreSource(server.url, {}), "k")
+        found = bytearray()
+        while piece := (await whole.read()).data:
+            found += piece
+        await here.aclose()
+    assert bytes(found) == body
+    assert server.requests == 1
 
 
 async def test_of_two_requests_one_may_fail() -> None:

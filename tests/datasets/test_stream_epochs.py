@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,61 @@ async def test_failed_samples_do_not_count(
                     again.load_state_dict(state)
                     rest = [_listed(batch) for batch in again]
                 assert before + rest == both[rank]
+
+    await beside(check)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+async def test_states_of_ranks_that_skip_differently(
+    world_size: int, tmp_path: Path
+) -> None:
+    """They are of one moment, and any number of ranks can load them."""
+    for shard in range(2):
+        text = "\n".join(f"{shard + 1}{n:02}" for n in range(40))
+        (tmp_path / f"{shard}.jsonl").write_text(("{\n" if shard else "") + text)
+    stream = JSONLinesDataset(str(tmp_path / "*"), interleave=2).epoch_length(20)
+
+    def make(rank: int, world_size: int) -> Any:
+        options: Any = {"on_error": "skip", "tail": "pad"}
+        size = 8 // world_size
+        return DataLoader(stream, size, rank=rank, world_size=world_size, **options)
+
+    def check() -> None:
+        states, found = [], Counter[int]()
+        for rank in range(2):
+            with make(rank, 2) as loader:
+                found.update(_listed(next(iter(loader)))[0])
+                states.append(json.loads(json.dumps(loader.state_dict())))
+        for rank in range(world_size):
+            with make(rank, world_size) as loader:
+                loader.load_state_dict(merge_states(states))
+                for samples, mask in map(_listed, loader):
+                    assert mask == [True] * len(samples)
+                    found.update(samples)
+        assert found == Counter([*range(100, 110), *range(200, 210)])
+
+    await beside(check)
+
+
+async def test_masks_on_another_number_of_ranks() -> None:
+    """What they mark as padding is at the end of the epoch."""
+    stream = numbers(40).readers(2).epoch_length(13)
+
+    def make(rank: int, world_size: int) -> Any:
+        options: Any = {"on_error": "skip", "tail": "pad"}
+        size = 4 // world_size
+        return DataLoader(stream, size, rank=rank, world_size=world_size, **options)
+
+    def check() -> None:
+        with make(0, 1) as loader:
+            found = _listed(next(iter(loader)))[0]
+            state = json.loads(json.dumps(loader.state_dict()))
+        for rank in range(2):
+            with make(rank, 2) as loader:
+                loader.load_state_dict(state)
+                for samples, mask in map(_listed, loader):
+                    found += [*compress(samples, mask)]
+        assert sorted(found) == [*range(13)]
 
     await beside(check)
 

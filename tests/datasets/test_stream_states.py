@@ -1,14 +1,18 @@
 """States of streams: of one rank, of all ranks as one, and those that do not fit."""
 
+import json
 import warnings
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from aioloader import DataLoader
 from aioloader._order.stream_states import merge_states
+from aioloader.datasets import TextDataset
 from aioloader.errors import StateMismatchError
 from beside import beside
 from datasets.ranks import Ranks, numbers
@@ -76,6 +80,41 @@ async def test_states_that_do_not_belong_together() -> None:
     ) as caught:
         numbers().load_state_dict({"version": 0})
     assert (caught.value.expected, caught.value.found) == (0, 3)
+
+
+async def test_a_rank_that_had_a_batch_less(tmp_path: Path) -> None:
+    """Up to the position of the others its readers have no more samples."""
+    for shard, length in enumerate((9, 2, 9, 2)):
+        text = "".join(f"{shard}-{line}\n" for line in range(length))
+        (tmp_path / f"{shard}.txt").write_text(text)
+    stream = TextDataset(str(tmp_path / "*"), interleave=4).readers(4)
+    async with Ranks(stream, 2) as reading:
+        found = await reading.batches(4, 2)
+        over = {**reading.states()[1], "ended": True}
+        found += await reading.batches(4, 1)
+        state = merge_states([reading.states()[0], over])
+    async with Ranks(stream, 1, state) as reading:
+        found += await reading.batches(4)
+    assert len({*chain(*found)}) == len([*chain(*found)]) == 9 + 2 + 9 + 2
+
+
+async def test_integers_of_numpy(tmp_path: Path) -> None:
+    """A state is JSON whatever integers its stream was made with."""
+    (tmp_path / "a.txt").write_text("".join(f"{n}\n" for n in range(40)))
+    two: Any = np.int64(2)
+    order: Any = {"shuffle": True, "seed": two, "interleave": two}
+    stream: Any = TextDataset([str(tmp_path / "a.txt")] * 4, **order)
+    stream = (
+        stream.skip(two).take(two * 9).shuffle(two, seed=two).batch(two).repeat(two)
+    )
+    stream = stream.mix(stream, seed=two).readers(two).epoch_length(two * 8)
+    stream.set_epoch(two)
+    _, state = await read(stream.shard(two - 1, two), 1)
+    assert json.loads(json.dumps(state)) == state
+    loader: Any = DataLoader(stream, 2, rank=two - 1, world_size=two)
+    async with loader:
+        await anext(aiter(loader))
+        json.dumps(loader.state_dict())
 
 
 async def test_a_rank_that_ended_too_far_on() -> None:

@@ -127,9 +127,11 @@ def merge_states(states: Iterable[State]) -> State:
     position = _position(states)
     streams: State = {}
     for state in states:
+        # Up to a later position there may be no more samples, or more that failed.
+        left_out = {"failed"} if state["position"] < position else set()
         for reader, one in state["streams"].items():
             if reader not in streams or _progress(one) > _progress(streams[reader]):
-                streams[reader] = one
+                streams[reader] = {k: v for k, v in one.items() if k not in left_out}
     missing = [reader for reader in range(readers) if str(reader) not in streams]
     if missing:
         raise StateMismatchError(

@@ -82,7 +82,7 @@ class Position:
         if self._is_own and isinstance(iterator, BlockIterator):
             # The dataset loads its state, and the next iterator starts there.
             self._stateful = {"dataset": iterator}
-            if self.read and not iterator.leaves_out:
+            if self.read:
                 # The state may be of another number of ranks, each of which read more.
                 self.read = self._at = iterator.at
         else:

@@ -31,6 +31,7 @@ from aioloader.datasets._streams.cursors import Ahead, Cursor, State
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterators import Reading
 from aioloader.datasets.streams import Stream
+from aioloader.errors import ShardChangedError
 
 Source: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 AsyncSource: TypeAlias = AsyncIterable[Any] | Callable[[], AsyncIterable[Any]]
@@ -146,6 +147,12 @@ class _Cursor:
             # The error that ended it goes to every reader, and is not a sample.
             self._error = block[-1].error
             return mine if (self._read - 1 - reader) % readers else mine[:-1]
+        if self._has_ended and self._read < self._start:
+            self._error = ShardChangedError(
+                f"{name_of(self._source)!r} ended after {self._read:,} samples, but "
+                f"the state was saved after {self._start:,}; resume with the same "
+                "samples, or restart the epoch"
+            )
         return mine
 
 

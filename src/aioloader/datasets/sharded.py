@@ -1,6 +1,7 @@
 """Streams of shards: order, lanes and shares, common to all formats."""
 
 import asyncio
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -123,8 +124,8 @@ class ShardedStream(Stream[Sample_co]):
         check_at_least(max_bytes, 1, "max_bytes")
         self.made_by = made_by
         self._shuffle = shuffle
-        self._seed = seed
-        self._interleave = interleave
+        self._seed = operator.index(seed)
+        self._interleave = operator.index(interleave)
         self._deterministic = deterministic
         self._max_bytes = max_bytes
 

@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 from aioloader._order.permutation import ShuffledIndices, keyed_order
 from aioloader._order.ranks import Tail
 from aioloader.datasets._options import check_at_least
+from aioloader.datasets._streams.counts import Batched, Skipped, Taken
 from aioloader.datasets._streams.cursors import (
     Ahead,
-    Batched,
     Cursor,
     Filtered,
     Mapped,
     MappedAsync,
-    Skipped,
     State,
-    Taken,
 )
 from aioloader.datasets._streams.decoded import Decoded
 from aioloader.datasets._streams.descriptions import name_of
@@ -101,16 +99,18 @@ class Stream(Iterated[Sample_co]):
         samples of many places into one window.
         """
         check_at_least(size, 1, "size")
-        return _Shuffle(self, size, operator.index(seed))
+        return _Shuffle(self, operator.index(size), operator.index(seed))
 
     def take(self, count: int) -> "Stream[Sample_co]":
         """Return the stream of the first ``count`` samples of each reader."""
         check_at_least(count, 0, "count")
+        count = operator.index(count)
         return _Step(self, _Making(Taken, count), "take", count=count)
 
     def skip(self, count: int) -> "Stream[Sample_co]":
         """Return the stream without the first ``count`` samples of each reader."""
         check_at_least(count, 0, "count")
+        count = operator.index(count)
         return _Step(self, _Making(Skipped, count), "skip", count=count)
 
     def repeat(self, times: int | None = None) -> "Stream[Sample_co]":
@@ -139,6 +139,7 @@ class Stream(Iterated[Sample_co]):
     def batch(self, size: int, *, drop_last: bool = False) -> "Stream[Any]":
         """Return the stream of lists of ``size`` samples (of ``Rows`` for tables)."""
         check_at_least(size, 1, "size")
+        size = operator.index(size)
         making = _Making(Batched, size, drop_last=drop_last)
         return _Step(self, making, "batch", size=size, drop_last=drop_last)
 

@@ -155,9 +155,9 @@ class WholeObject:
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + self._here.requests.deadline
-        location = self._source.locate(self._key)
+        location, tries = self._source.locate(self._key), self._here.tries
         while True:
-            piece = await self._here.tries.make(self._next, location)
+            piece = await tries.make(self._next, location, may_hedge=False)
             data = memoryview(piece.data)
             fresh = data[max(0, self._given - (self._at - len(data))) :]
             if fresh or not data:

@@ -12,6 +12,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from aioloader.datasets._stores.failures import Reason, failure_of
@@ -43,6 +44,7 @@ class Requests:
         max_delay: Upper bound of every delay, in seconds.
         hedge: Whether a request that takes longer than 95 % of the latest ones is sent
             a second time; the first answer counts. Costs up to 5 % more requests.
+            Never for a shard on a server without ranges, which is one response.
     """
 
     timeout: float = 30.0
@@ -111,6 +113,8 @@ class Tries:
         attempt: Attempt[T],
         location: str,
         failed: DatasetError | None = None,
+        *,
+        may_hedge: bool = True,
     ) -> T:
         """Return the result of ``attempt``, retried until the deadline.
 
@@ -119,11 +123,13 @@ class Tries:
                 ``RefusedError`` is not.
             location: Redacted address, for errors.
             failed: Error of a first attempt that was already made.
+            may_hedge: Whether two attempts may run at once.
 
         Raises:
             DatasetError: If no attempt succeeded.
         """
         policy = self._policy
+        attempt = partial(self._timed, attempt) if may_hedge else attempt
         loop = asyncio.get_running_loop()
         until = loop.time() + policy.deadline
         sent, error = 0, failed
@@ -155,7 +161,7 @@ class Tries:
         timeout = self._policy.timeout
         try:
             async with asyncio.timeout(min(timeout, seconds)):
-                return await self._timed(attempt)
+                return await attempt()
         except TimeoutError:
             text = f"{location!r}: no answer within {min(timeout, seconds):.3g} s"
             return DatasetError(text, location=location)

@@ -16,7 +16,6 @@ from aioloader._order.blocks import (
     Block,
     failed,
     is_cancelled,
-    join,
     unreadable,
 )
 from aioloader.errors import ShardChangedError
@@ -109,9 +108,9 @@ async def skip(cursor: Pulls, count: int, known: list[int] | None = None) -> int
     found = 0
     while found < count:
         block = await cursor.pull(count - found)
+        check_again(block, found, count, known)
         if not len(block):
             break
-        check_again(block, found, count, known)
         found += len(block)
     return count - found
 
@@ -123,16 +122,21 @@ def check_again(block: Block, at: int, count: int, known: list[int] | None) -> N
     one no longer can, all later samples shift, and the wrong ones would be dropped.
 
     Args:
-        block: Samples that were read again.
+        block: Samples that were read again; empty at the end.
         at: Position of the block among the samples passed on.
         count: How many samples were passed on.
         known: Positions of those that were unreadable then; None: not known.
 
     Raises:
-        ShardChangedError: If other samples fail now.
+        ShardChangedError: If other samples fail now, or if there are fewer samples.
     """
     if known is None:
         return
+    if not len(block) and at < count:
+        raise ShardChangedError(
+            f"of the {count:,} samples that the state says to read again, there are "
+            f"{at:,} now; restore the others, or restart the epoch"
+        )
     found = {at + place: block[place].error for place in unreadable(block)}
     stop = min(at + len(block), count)
     now = {place for place in found if place < stop}
@@ -359,128 +363,3 @@ class Filtered:
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
                 said.append(bad(error, "filter"))
         return said
-
-
-class Taken:
-    """Takes the first samples; the stream after them is not read."""
-
-    has_state = True
-
-    def __init__(self, upstream: Cursor, count: int) -> None:
-        self._upstream = upstream
-        self._left = count
-        self.aclose = upstream.aclose
-
-    def load(self, state: State) -> None:
-        """Resume from ``state``."""
-        self._left = state.get("left", self._left)
-
-    async def pull(self, limit: int) -> Block:
-        """Return the next samples, until the count is reached."""
-        if self._left <= 0:
-            return []
-        block = await self._upstream.pull(min(limit, self._left))
-        self._left -= len(block)
-        return block
-
-    def state(self) -> State:
-        """Return how many samples are left, and the position."""
-        return {"up": self._upstream.state(), "left": self._left}
-
-
-class Skipped:
-    """Drops the first samples, which are read, and gives the rest."""
-
-    has_state = True
-
-    def __init__(self, upstream: Cursor, count: int) -> None:
-        self._upstream = upstream
-        self._left = count
-        self.aclose = upstream.aclose
-
-    def load(self, state: State) -> None:
-        """Resume from ``state``."""
-        self._left = state.get("left", self._left)
-
-    async def pull(self, limit: int) -> Block:
-        """Return the next samples, preceded by those that could not be read.
-
-        A failure may be a whole shard, in place of which others' samples were dropped.
-        """
-        while self._left > 0:
-            block = await self._upstream.pull(self._left)
-            self._left = self._left - len(block) if len(block) else 0
-            lost = [block[place] for place in unreadable(block)]
-            if lost:
-                return lost[:limit]
-        return await self._upstream.pull(limit)
-
-    def state(self) -> State:
-        """Return how many samples are still to be dropped, and the position."""
-        return {"up": self._upstream.state(), "left": self._left}
-
-
-class Batched:
-    """Makes batches, as lists or as columns; each is one sample of this stream.
-
-    Failed samples of a batch come before it, one by one.
-    """
-
-    has_state = True
-
-    def __init__(self, upstream: Cursor, size: int, *, drop_last: bool) -> None:
-        self._upstream = upstream
-        self._size = size
-        self._drop_last = drop_last
-        self._made: list[Any] = []  # of the samples read since:
-        self._before: State = {}
-        self._taken = 0
-        self._failed: list[int] | None = None  # its unreadable samples
-        self.aclose = upstream.aclose
-
-    def load(self, state: State) -> None:
-        """Drop the batches and failures passed on before ``state`` was taken."""
-        self._taken = state.get("taken", 0)
-        self._failed = state.get("failed") if self._taken else None
-
-    async def pull(self, limit: int) -> Block:  # noqa: ARG002  (one is enough)
-        """Return the next batch."""
-        if not self._made:
-            self._before = self._upstream.state()
-            self._made = await self._make()
-        if not self._made:
-            return []
-        self._taken += 1
-        one = self._made.pop(0)
-        if not self._made:
-            self._taken, self._failed = 0, None
-        return [one]
-
-    def state(self) -> State:
-        """Return the state before the current samples, and how many were passed on."""
-        up = self._before if self._made else self._upstream.state()
-        failed = {} if self._failed is None else {"failed": self._failed}
-        return {"up": up, "taken": self._taken, **failed}
-
-    async def _make(self) -> list[Any]:
-        parts: list[Block] = []
-        found = 0
-        while found < self._size:
-            block = await self._upstream.pull(self._size - found)
-            if not len(block):
-                break
-            parts.append(block)
-            found += len(block)
-        if not found or (self._drop_last and found < self._size):
-            return []
-        whole = join(parts)
-        check_again(whole, 0, found, self._failed)
-        self._failed = None
-        if not isinstance(whole, list):
-            return [whole]
-        good = [sample for sample in whole if type(sample) is not Bad]
-        if len(good) == len(whole):
-            return [good]
-        self._failed = unreadable(whole)
-        failed = [sample for sample in whole if type(sample) is Bad][self._taken :]
-        return [*failed, good] if good else failed

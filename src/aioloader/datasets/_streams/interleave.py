@@ -131,9 +131,9 @@ class Lane:
         except ShardChangedError:
             raise
         except Exception as error:  # noqa: BLE001  (the loader's policy decides)
-            # The rest of the shard is lost.
-            self._skip = self._taken = 0
-            self._block, self._is_broken = [Bad(error)], True
+            # The rest of the shard is lost. Until this is passed on, `_skip` still
+            # counts for the state if the samples before it could not be dropped.
+            self._block, self._taken, self._is_broken = [Bad(error)], 0, True
             return
         if not len(self._block):
             await self._turn()
@@ -190,7 +190,7 @@ class Lane:
         self._reader = self._ahead.popleft() if self._ahead else None
         self._number += 1
         self._position, self._is_broken = {}, False
-        self._block, self._taken = [], 0
+        self._block, self._taken, self._skip = [], 0, 0
         if self._done is not None:
             await self._done.aclose()
             self._done = None

@@ -87,7 +87,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in range({world_size}), got {rank}")
         clone = self._clone()
-        clone.ranks = rank, world_size
+        clone.ranks = operator.index(rank), operator.index(world_size)
         return clone
 
     def agree(self, store: Any = None, *, timeout: float = TIMEOUT) -> Self:

@@ -210,7 +210,9 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
                 self._cursors.append(cursor)
             if self.fills and cursor is not None:
                 ahead = _AHEAD if self._stream.ahead() is Ahead.FREE else 1
-                return Alone(reader, cursor, at, known, ahead=ahead)
+                return Alone(
+                    reader, cursor, at, known, ahead=ahead, leaves_out=self.leaves_out
+                )
             given = -(-(self._state["position"] - reader) // deal.readers)
             hosted.append(Hosted(cursor, known, wanted, deal.stride, given))
         return Turns(deal, hosted, at)

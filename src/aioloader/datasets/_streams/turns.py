@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
-from aioloader._order.blocks import Block, cut, join, unreadable, weave
+from aioloader._order.blocks import Bad, Block, cut, join, unreadable, weave
 from aioloader._order.shares import Deal
 from aioloader.datasets._streams.cursors import Cursor, State, check_again, skip
 
@@ -40,10 +40,18 @@ class Alone:
         known: What ``streams`` returned for it.
         ahead: Most samples that ``one`` reads at once; after a load, those not given
             are read again.
+        leaves_out: Whether failed samples have no position.
     """
 
     def __init__(
-        self, reader: int, cursor: Cursor, at: int, known: State, *, ahead: int
+        self,
+        reader: int,
+        cursor: Cursor,
+        at: int,
+        known: State,
+        *,
+        ahead: int,
+        leaves_out: bool,
     ) -> None:
         self.at = at
         self._name = str(reader)
@@ -62,6 +70,7 @@ class Alone:
         self._given = 0
         self._before: State = {}
         self._limit, self._most = 1, ahead
+        self._leaves_out = leaves_out
 
     async def pull(self, limit: int) -> Block | None:
         """Return the next samples, from 1 to ``limit``; None at the end."""
@@ -101,11 +110,13 @@ class Alone:
         if self._lag > 0:
             await self._catch_up()
         block = await self._cursor.pull(limit)
+        self._has_ended = not len(block)
         count = len(block)
+        if self._leaves_out and isinstance(block, list):
+            count -= sum(type(one) is Bad for one in block)
         self.at += count
         self._taken += count
-        self._has_ended = not count
-        return block if count else None
+        return None if self._has_ended else block
 
     async def _catch_up(self) -> None:
         missing = await skip(self._cursor, self._lag, self._known.get("failed"))
