@@ -12,9 +12,7 @@ import torch
 
 from aioloader import DataLoader
 from aioloader.datasets.sql import SQLRows
-from aioloader.errors import (
-    ObjectNotFoundError,
-)
+from aioloader.errors import DatasetError, ObjectNotFoundError
 from aioloader.protocols import Kind, batch_getter, kind_of, reads_async
 from beside import beside
 from datasets.pg import Database, database, postgresql, server, sqlite
@@ -112,6 +110,34 @@ async def test_keys_of_text_and_bytes_in_sqlite(sqlite: Database) -> None:
                 keys[0],
                 keys[1],
             ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "twice"),
+    [("INTEGER", "(2), (1), (1)", "1"), ("TEXT", "('b'), ('a'), ('b')", "'b'")],
+)
+async def test_keys_that_come_twice(
+    database: Database, kind: str, values: str, twice: str
+) -> None:
+    """One of the rows could not be read."""
+    database.run(f"CREATE TABLE t (id {kind})", f"INSERT INTO t VALUES {values}")
+    words = f"list the keys of table 't' of .*: key 'id' is not unique: {twice} appears"
+    with pytest.raises(DatasetError, match=words):
+        await SQLRows.discover(database.url, "t", key="id")
+    with pytest.raises(DatasetError, match=words):
+        await asyncio.to_thread(SQLRows, database.url, "t", key="id")
+
+
+async def test_keys_that_are_equal_in_their_collation(sqlite: Database) -> None:
+    """They are told apart by their bytes."""
+    sqlite.run("CREATE TABLE t (id TEXT COLLATE NOCASE, n INT)")
+    sqlite.run("INSERT INTO t VALUES ('A', 1), ('a', 2), ('b', 3)")
+    async with listed(sqlite) as rows:
+        found = [await rows[at] for at in range(3)]
+        assert {row["id"]: row["n"] for row in found} == {"A": 1, "a": 2, "b": 3}
+    sqlite.run("INSERT INTO t VALUES ('A', 4)")
+    with pytest.raises(DatasetError, match="not unique: 'A' appears twice"):
+        await SQLRows.discover(sqlite.url, "t", key="id")
 
 
 async def test_given_keys_are_kept_in_their_order(database: Database) -> None:

@@ -273,6 +273,50 @@ async def test_going_on_at_a_key_that_comes_twice(database: Database) -> None:
         await reader.aclose()
 
 
+@pytest.mark.parametrize(
+    ("collation", "keys"), [("NOCASE", "('A'), ('a')"), ("RTRIM", "('a'), ('a ')")]
+)
+async def test_keys_that_are_equal_in_their_collation(
+    sqlite: Database, collation: str, keys: str
+) -> None:
+    """Reading could not resume between them; a query can tell them apart."""
+    sqlite.run(f"CREATE TABLE t (id TEXT COLLATE {collation})")
+    sqlite.run(f"INSERT INTO t VALUES {keys}, ('b')")
+    with pytest.raises(ValueError, match=r"unique: '[Aa]' and 'a ?' are equal in"):
+        await rows_of(SQLFormat(sqlite.url, "t", key="id", partitions=1))
+    query = "SELECT id COLLATE BINARY AS id FROM t WHERE id <> ?"
+    made = SQLFormat(sqlite.url, query, key="id", parameters=["x"], partitions=1)
+    for count in (1, 2):
+        assert len(await resumed(made, 0, count)) == 3
+
+
+async def test_unique_keys_in_a_collation(sqlite: Database) -> None:
+    """They are read in its order."""
+    sqlite.run("CREATE TABLE t (id TEXT COLLATE NOCASE PRIMARY KEY)")
+    sqlite.run("INSERT INTO t VALUES ('b'), ('A'), ('C')")
+    made = SQLFormat(sqlite.url, "t", key="id", partitions=1)
+    assert [row["id"] for row in await resumed(made, 0, 1)] == ["A", "b", "C"]
+
+
+async def test_keys_in_a_collation_of_postgresql(postgresql: Database) -> None:
+    """Those that equate texts are looked through; others have no equal keys."""
+    postgresql.run(
+        "CREATE COLLATION \"c I\" (provider = icu, locale = 'und-u-ks-level2', "
+        "deterministic = false)",
+        'CREATE TABLE t (id TEXT COLLATE "c I", n VARCHAR COLLATE "C")',
+        "INSERT INTO t VALUES ('A', 'A'), ('b', 'a')",
+    )
+    for key in ("id", "n"):
+        made = SQLFormat(postgresql.url, "t", key=key, partitions=1)
+        assert len(await resumed(made, 0, 1)) == 2
+    postgresql.run("INSERT INTO t VALUES ('a', 'b')")
+    with pytest.raises(ValueError, match=r"unique: 'A' and 'a' are equal in its c"):
+        await rows_of(SQLFormat(postgresql.url, "t", key="id"))
+    query = 'SELECT id COLLATE "C" AS id FROM t WHERE n <> $1'
+    made = SQLFormat(postgresql.url, query, key="id", parameters=["x"], partitions=1)
+    assert len(await resumed(made, 0, 1)) == 3
+
+
 async def test_going_on_at_a_row_that_is_gone(database: Database) -> None:
     """Reading goes on with what follows it."""
     database.fill("t", 10)

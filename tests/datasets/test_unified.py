@@ -1,8 +1,11 @@
 """Files that were not written quite alike: one table, as Arrow unifies them."""
 
+import asyncio
 import decimal
+import io
 import json
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +14,23 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyarrow import csv as pacsv
 from pyarrow import dataset as ds
 from pyarrow import parquet as pq
 
 from aioloader import DataLoader
 from aioloader.datasets import ArrowDataset, ParquetDataset
+from aioloader.datasets._arrow.csv import CSVFormat
 from aioloader.datasets._arrow.ipc import ArrowFormat
+from aioloader.datasets._arrow.lines import Dialect
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.errors import DatasetError
-from datasets.tables import Local, expected, plain, read_all, shards
+from datasets.tables import Local, expected, plain, read_all, read_shard, shards
 from datasets.tables import write_parquet as write
+
+# The first call in the main thread makes a pipe, for signals, which Arrow keeps.
+pacsv.read_csv(io.BytesIO(b"a\n1\n"))
 
 Columns = dict[str, pa.Array]
 
@@ -73,6 +82,70 @@ async def test_what_differs_but_means_the_same(tmp_path: Path) -> None:
         rows = await read_all(ParquetFormat(order, Local()))
         assert plain(rows) == one_table(order, [*rows[0]])
         assert {type(row["n"]) for row in rows} == {np.int64, type(None)}
+
+
+class Held(Local):
+    """Objects; ``held`` has no length until ``release``, if it is asked for once."""
+
+    def __init__(self) -> None:
+        super().__init__(is_remote=True)
+        self.held = ""
+        self.release = asyncio.Event()
+
+    async def size(self, address: str) -> int:
+        """Return the length of a file."""
+        if address == self.held:
+            self.held = ""
+            self.entered.set()
+            await self.release.wait()
+        return await super().size(address)
+
+
+FORMATS: dict[str, Any] = {
+    "parquet": ParquetFormat,
+    "arrow": ArrowFormat,
+    "csv": partial(CSVFormat, dialect=Dialect()),
+}
+
+
+def stored(path: Path, table: pa.Table) -> str:
+    """Write a file; of which kind, its ending tells."""
+    match path.suffix:
+        case ".parquet":
+            write(path, table)
+        case ".arrow":
+            with pa.ipc.new_file(path, table.schema) as writer:
+                writer.write_table(table)
+        case ".csv":
+            pacsv.write_csv(table, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+async def test_a_second_listing_leaves_readers_alone(tmp_path: Path, kind: str) -> None:
+    """They keep the types of all files while those are found again."""
+    narrow = {"n": pa.array([1, 2], pa.int32()), "x": pa.nulls(2)}
+    wide = {"n": pa.array([2.5, None]), "x": pa.array([0.5, None])}
+    paths = [
+        stored(tmp_path / f"{name}.{kind}", pa.table(columns))
+        for name, columns in (("a", narrow), ("b", wide))
+    ]
+    opener = Held()
+    made: Any = FORMATS[kind](paths, opener)
+    found = await shards(made)
+    before = [await read_shard(made, shard) for shard in found]
+    opener.held = paths[1]
+    listing = asyncio.create_task(shards(made))
+    await opener.entered.wait()
+    meanwhile = [await read_shard(made, shard) for shard in found]
+    opener.release.set()
+    assert await listing == found
+    for rows in (before, meanwhile):
+        assert plain(rows) == [
+            [{"n": 1.0, "x": None}, {"n": 2.0, "x": None}],
+            [{"n": 2.5, "x": 0.5}, {"n": None, "x": None}],
+        ]
+        assert type(rows[0][0]["n"]) is np.float64
 
 
 async def test_one_kind_of_columns_in_batches(tmp_path: Path) -> None:

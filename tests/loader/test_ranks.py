@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     TensorDataset,
 )
 
-from aioloader import DataLoader, ShuffledIndices
+from aioloader import DataLoader, ShuffledIndices, merge_states
+from aioloader.errors import StateMismatchError
 from samples import AsyncMap
 from working import AsyncNumbers, Numbers
 
@@ -227,3 +229,52 @@ def test_from_four_onto_three(kind: str, order: str, tail: str, k: int) -> None:
         for loader in three:
             loader.load_state_dict(state)
         assert batches(three) == whole[k:]
+
+
+@pytest.mark.parametrize("delivered", [0, 1])
+@pytest.mark.parametrize(
+    ("sampler", "word"),
+    [
+        (lambda seed: ShuffledIndices(60, seed), "seed"),
+        (lambda seed: RandomSampler(range(60), replacement=seed == 1), "replacement"),
+        (lambda seed: range(60 + seed), "length"),
+    ],
+)
+def test_ranks_with_other_orders_are_not_merged(
+    sampler: Callable[[int], Any], word: str, delivered: int
+) -> None:
+    """One of the orders would be lost; those of one run are merged."""
+    states = [state_of_rank(rank, sampler(1), delivered) for rank in range(2)]
+    assert merge_states(states) == states[0]
+    states[1] = state_of_rank(1, sampler(2), delivered)
+    words = f"not of one run .*: {word} of the order is .* sampler, seeded alike"
+    with pytest.raises(StateMismatchError, match=words):
+        merge_states(states)
+
+
+@pytest.mark.parametrize("seeds", [(1, 1), (1, 2)])
+def test_ranks_with_generators(seeds: tuple[int, int]) -> None:
+    """Seeded alike they have one order; the error names the seeds."""
+    states = []
+    for rank, seed in enumerate(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        sampler = RandomSampler(range(60), generator=generator)
+        states.append(state_of_rank(rank, sampler, 1))
+    if len(set(seeds)) == 1:
+        assert merge_states(states)["order"] == states[1]["order"]
+        return
+    words = "generator of the order is {'seed': 1, .* and {'seed': 2, .{,70} in another"
+    with pytest.raises(StateMismatchError, match=words):
+        merge_states(states)
+
+
+def state_of_rank(rank: int, sampler: Any, delivered: int) -> Any:
+    """Return the state of one rank of two after some batches."""
+    torch.manual_seed(3)
+    loader = Loader(Numbers(60), 6, sampler=sampler, rank=rank, world_size=2)
+    iterator = iter(loader)
+    for _ in range(delivered):
+        next(iterator)
+    state = loader.state_dict()
+    iterator.close()
+    return state

@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from aioloader import DataLoader, ShuffledIndices
 from aioloader.errors import StateMismatchError
@@ -62,6 +68,13 @@ CASES: dict[str, Case] = {
         50,
         60,
         "a sampler of 50 indices, but the loader has a sampler of 60",
+    ),
+    "replacement": (
+        lambda: numbers(9, shuffle=True),
+        lambda: numbers(9, sampler=RandomSampler(range(9), replacement=True)),
+        False,
+        True,
+        "with replacement=False of the sampler, but the loader has replacement=True",
     ),
     "seed": (
         lambda: numbers(sampler=ShuffledIndices(60_000, 1)),
@@ -130,6 +143,88 @@ def test_mismatches(name: str, delivered: int) -> None:
         other.load_state_dict(state)
     assert (caught.value.expected, caught.value.found) == (expected, found)
     assert other.state_dict() == before
+    iterator.close()
+
+
+def subset(indices: Any) -> Any:
+    """Return a sampler of some indices."""
+    return SubsetRandomSampler(indices, generator=seeded(1))
+
+
+def weighted(weights: Any, *, replacement: bool = True) -> Any:
+    """Return a sampler of nine weighted indices."""
+    return WeightedRandomSampler(weights, 9, replacement, generator=seeded(1))
+
+
+WEIGHTS = [1.0] * 9 + [0.0] * 9
+# Samplers, equal ones, and others.
+CONTENTS: dict[str, tuple[Any, Any, Any]] = {
+    "indices": (
+        lambda: subset(range(9)),
+        lambda: subset(torch.arange(9)),
+        lambda: subset([*range(9, 18)]),
+    ),
+    "weights": (
+        lambda: weighted(WEIGHTS),
+        lambda: weighted(torch.tensor(WEIGHTS)),
+        lambda: weighted(WEIGHTS[::-1]),
+    ),
+    "in a batch sampler": (
+        lambda: BatchSampler(subset(range(9)), 3, drop_last=False),
+        lambda: BatchSampler(subset([*range(9)]), 3, drop_last=False),
+        lambda: BatchSampler(subset(range(9, 18)), 3, drop_last=False),
+    ),
+}
+
+
+def sampled(sampler: Any) -> Any:
+    """Return a loader with a sampler, or a batch sampler."""
+    if isinstance(sampler, BatchSampler):
+        return Loader(Numbers(18), batch_sampler=sampler)
+    return Loader(Numbers(18), 3, sampler=sampler)
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_samplers_of_other_indices_or_weights(name: str) -> None:
+    """Refused within an epoch; the next one is drawn from those of then."""
+    make, make_equal, make_other = CONTENTS[name]
+    loader = sampled(make())
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    equal, other = sampled(make_equal()), sampled(make_other())
+    equal.load_state_dict(state)
+    assert [one.tolist() for one in equal] == [one.tolist() for one in iterator]
+    words = r"with checksum \d+, but .*; set them as they were at the start"
+    with pytest.raises(StateMismatchError, match=words):
+        other.load_state_dict(state)
+    other.load_state_dict(sampled(make()).state_dict())
+    del state["order"][0]["contents"]  # as an older version saved it
+    other.load_state_dict(state)
+
+
+def test_weights_that_change_within_an_epoch() -> None:
+    """They are for the next one: the order of this one is known."""
+    sampler = weighted(WEIGHTS)
+    loader = sampled(sampler)
+    iterator = iter(loader)
+    next(iterator)
+    sampler.weights = torch.tensor(WEIGHTS[::-1])
+    resumed = sampled(weighted(WEIGHTS))
+    resumed.load_state_dict(loader.state_dict())
+    assert [one.tolist() for one in resumed] == [one.tolist() for one in iterator]
+
+
+@pytest.mark.parametrize("indices", [["a", "b"], [None], [2**70]], ids=repr)
+def test_indices_that_are_no_numbers(indices: Any) -> None:
+    """They are not compared, and iterated as in torch."""
+    keys = dict.fromkeys([*indices, "c", "d"], 1)
+    loader = Loader(keys, 1, sampler=subset([*indices, "c"]))
+    iterator = iter(loader)
+    next(iterator)
+    Loader(keys, 1, sampler=subset([*indices, "d"])).load_state_dict(
+        loader.state_dict()
+    )
     iterator.close()
 
 

@@ -118,8 +118,9 @@ def test_the_state_of_the_generator_is_that_before_the_order() -> None:
     """It is read when the epoch begins, and no permutation is drawn for it."""
     generator = torch.Generator().manual_seed(3)
     epoch = epoch_of(RandomSampler(range(9), generator=generator))
-    assert epoch.order.state() == {"sampler": "RandomSampler", "length": 9}
+    known = {"sampler": "RandomSampler", "length": 9, "replacement": False}
+    assert epoch.order.state() == known
     before = generator.get_state()
     epoch.begin(0)
-    assert list(epoch.order.state()) == ["sampler", "length", "generator"]
+    assert list(epoch.order.state()) == [*known, "generator"]
     assert torch.equal(generator.get_state(), before)

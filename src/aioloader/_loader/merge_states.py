@@ -13,6 +13,11 @@ from aioloader._order.stream_states import merge_states as merge_streams
 from aioloader.errors import StateMismatchError
 
 _ALIKE = ("kind", "length", "batch_size", "readers")
+_SAVE = (
+    "save all ranks after the same batch (with in_order=True, if there are batches "
+    "beyond it)"
+)
+_SEED = "give the loaders of all ranks the same sampler, seeded alike"
 
 
 def merge_states(states: Iterable[State]) -> State:
@@ -44,6 +49,7 @@ def merge_states(states: Iterable[State]) -> State:
             _refuse("epoch", epoch, state["epoch"])
     for key in ("done", "beyond"):
         _check_alike(going, key, going[0][key])
+    _check_orders(going)
     merged = dict(going[0])
     if merged["states"]:
         merged["states"] = {
@@ -75,11 +81,20 @@ def _check_alike(states: Sequence[State], key: str, value: Any) -> None:
             _refuse(key, value, state.get(key))
 
 
-def _refuse(key: str, one: Any, other: Any) -> None:
+def _check_orders(states: Sequence[State]) -> None:
+    """Check that all draw from one order; before an epoch, not all may have drawn."""
+    first = states[0].get("order", {})
+    for state in states:
+        for key, one in state.get("order", {}).items():
+            if first.get(key, one) != one:
+                _refuse(f"{key} of the order", first[key], one, _SEED)
+
+
+def _refuse(key: str, one: Any, other: Any, hint: str = _SAVE) -> None:
+    # The state of a generator is long; its seed comes first.
     raise StateMismatchError(
-        f"the states are not of one run and one moment: {key} is {one!r} in one of "
-        f"them and {other!r} in another; save all ranks after the same batch (with "
-        "in_order=True, if there are batches beyond it)",
+        f"the states are not of one run and one moment: {key} is {one!r:.80} in one of "
+        f"them and {other!r:.80} in another; {hint}",
         expected=one,
         found=other,
     )

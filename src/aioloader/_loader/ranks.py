@@ -16,7 +16,7 @@ from torch.utils.data import DistributedSampler
 
 from aioloader._loader.options import Options
 from aioloader._observe.warnings import warn
-from aioloader._order.orders import nested
+from aioloader._order.indices import nested
 from aioloader._order.ranks import WHOLE, Part, Tail
 from aioloader.protocols import Kind, is_own_stream
 

@@ -13,7 +13,7 @@ from torch.utils.data import RandomSampler
 from aioloader._loader.options import Options
 from aioloader._loader.state import VERSION, State, generators_of, identity
 from aioloader._order.generators import is_packed
-from aioloader._order.indices import described
+from aioloader._order.indices import contents_of, described
 from aioloader._order.orders import drawing_part_of
 from aioloader.errors import StateMismatchError
 from aioloader.protocols import Kind, is_own_stream
@@ -86,17 +86,26 @@ _MESSAGES = {
 }
 
 
+_ORDER = {
+    "sampler": "the sampler {!r}",
+    "length": "a sampler of {!r} indices",
+    "seed": "the seed {!r} of ShuffledIndices",
+    "replacement": "replacement={!r} of the sampler",
+    "contents": "indices or weights of the sampler with checksum {!r}",
+}
+_NEWER = {"replacement", "contents"}
+
+
 def _check_order(options: Options, state: State, saved: State) -> None:
-    """Check sampler, number of indices and seed."""
+    """Check the sampler, and the seed of its generator."""
     mine = described(options.index_sampler)
-    for name, what in (
-        ("sampler", "the sampler {!r}"),
-        ("length", "a sampler of {!r} indices"),
-        ("seed", "the seed {!r} of ShuffledIndices"),
-    ):
-        is_drawn = name == "seed" and "seed" not in mine
-        if not is_drawn and saved.get(name) != mine.get(name):
-            _refuse(what, saved.get(name), mine.get(name))
+    if "contents" in saved:  # not between epochs
+        mine |= contents_of(options.index_sampler)
+    for name, what in _ORDER.items():
+        # States of older versions lack some keys.
+        is_known = name in mine and (name in saved or name not in _NEWER)
+        if is_known and saved.get(name) != mine[name]:
+            _refuse(what, saved.get(name), mine[name])
     _check_generator(options, state, saved)
 
 
@@ -127,6 +136,8 @@ def _refuse(what: str, saved: Any, found: Any) -> NoReturn:
         hint = " (shuffle=True with ranks: rank=0, world_size=1 is one rank)"
     elif "generator" in what and not (saved is None or found is None):
         hint = f"; give it the same seed with manual_seed({saved})"
+    elif "checksum" in what:
+        hint = "; set them as they were at the start of the epoch, before loading"
     raise StateMismatchError(
         f"the state was saved with {what.format(saved)}, but the loader has "
         f"{what.format(found)}{hint}",

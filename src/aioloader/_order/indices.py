@@ -5,12 +5,19 @@ The exact torch classes are recognised here and cut from one index tensor instea
 ``ShuffledIndices`` is computed in blocks. Nothing before the start is computed.
 """
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import (
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from aioloader._order.generators import Draws
 from aioloader._order.permutation import ShuffledIndices
@@ -26,6 +33,7 @@ _BLOCK, _SHUFFLED_BLOCK = 1 << 15, 1 << 13
 _VIEWS = 256
 # Indices up to which a permutation is drawn in about a millisecond.
 QUICK = 1 << 16
+_DEEPEST = 8  # limit on wrappers around a sampler
 
 
 class IndexBatch(NamedTuple):
@@ -200,12 +208,49 @@ def described(sampler: Any) -> State:
     state: State = {"sampler": type(sampler).__name__, "length": length}
     if isinstance(sampler, ShuffledIndices):
         state |= {"seed": sampler.seed, "epoch": sampler.epoch}
+    for part in nested(sampler):
+        if type(part) in {RandomSampler, WeightedRandomSampler}:
+            state["replacement"] = part.replacement
     return state
 
 
 def _permutation(n: int, generator: torch.Generator) -> torch.Tensor:
     """Draw on the generator's device, whatever torch's default; return on the CPU."""
     return torch.randperm(n, generator=generator, device=generator.device).cpu()
+
+
+def contents_of(sampler: Any) -> State:
+    """Return a checksum of the indices or weights that an epoch is drawn from.
+
+    They may change from epoch to epoch, but not within one. Empty if there are none, or
+    they are no numbers.
+    """
+    values: Any
+    for part in nested(sampler):
+        if type(part) is SubsetRandomSampler:
+            values, dtype = part.indices, "<i8"
+        elif type(part) is WeightedRandomSampler:
+            values, dtype = part.weights, "<f8"
+        else:
+            continue
+        try:
+            return {"contents": zlib.crc32(np.ascontiguousarray(values, dtype).data)}
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            return {}
+    return {}
+
+
+def nested(sampler: Any) -> Iterator[Any]:
+    """Yield a sampler and those it wraps, by the attributes that wrappers use."""
+    seen: list[Any] = []
+    waiting = [sampler]
+    while waiting:
+        part = waiting.pop(0)
+        if part is None or any(part is one for one in seen) or len(seen) == _DEEPEST:
+            continue
+        seen.append(part)
+        yield part
+        waiting += [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
 
 
 def _own_part(

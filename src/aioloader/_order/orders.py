@@ -24,12 +24,13 @@ from aioloader._order.generators import Draws
 from aioloader._order.indices import (
     IndexBatch,
     State,
+    contents_of,
     described,
+    nested,
 )
 from aioloader._order.ranks import Part
 from aioloader.protocols import is_stateful
 
-_DEEPEST = 8  # limit on wrappers around a sampler
 _WITH_GENERATOR = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
 
 
@@ -136,6 +137,7 @@ class IteratedOrder:
         self._part = part
         self._draws: Draws | None = None
         self._name = described(sampler)
+        self._contents: State | None = None  # as the order is drawn
         self._is_again = bool(saved)
         self._epoch = saved.get("epoch", getattr(sampler, "epoch", None))
         owner = drawing_part_of(sampler)
@@ -148,7 +150,9 @@ class IteratedOrder:
             self._iterator = self._begin(None)
 
     def prepare(self, _epoch: int | None = None) -> None:
-        """Draw a seed, or note the state of the generator."""
+        """Draw a seed, or note the state of the generator; and what is drawn from."""
+        if self._contents is None:
+            self._contents = contents_of(self._sampler)
         if self._draws is not None and self._generator is None:
             self._generator = self._draws.begin()
 
@@ -217,7 +221,7 @@ class IteratedOrder:
     def state(self) -> State:
         """Return what makes the order again, ready for JSON."""
         drawn = {} if self._draws is None else self._draws.state()
-        state = self._name | drawn
+        state = self._name | (self._contents or {}) | drawn
         if type(self._epoch) is int:
             state["epoch"] = self._epoch
         return state
@@ -274,19 +278,6 @@ def seeds_itself(sampler: Any) -> bool:
     return hasattr(sampler, "epoch") and isinstance(
         getattr(sampler, "initial_seed", None), int
     )
-
-
-def nested(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler and those it wraps, by the attributes that wrappers use."""
-    seen: list[Any] = []
-    waiting = [sampler]
-    while waiting:
-        part = waiting.pop(0)
-        if part is None or any(part is one for one in seen) or len(seen) == _DEEPEST:
-            continue
-        seen.append(part)
-        yield part
-        waiting += [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
 
 
 def _stepped(iterator: Iterator[Any]) -> Iterator[Any]:

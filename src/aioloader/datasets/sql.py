@@ -27,6 +27,7 @@ from aioloader.datasets._sql.lookup import (
     Lookup,
     PostgresLookup,
     SQLiteLookup,
+    check_unique,
     compact,
     import_asyncpg,
 )
@@ -69,7 +70,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
     Raises:
         ImportError: If asyncpg is not installed, for PostgreSQL.
         ValueError: If an argument is wrong.
-        DatasetError: If the keys cannot be listed.
+        DatasetError: If the keys cannot be listed, or are not unique.
     """
 
     # Without this, `for x in dataset` would never end: IndexError comes when awaited.
@@ -140,7 +141,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
 
         Raises:
             ValueError: If an argument is wrong.
-            DatasetError: If the keys cannot be listed.
+            DatasetError: If the keys cannot be listed, or are not unique.
         """
         made = cls(
             url,
@@ -256,10 +257,13 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         self._check_loop()
         lookup = self._new_lookup()
         try:
-            return await lookup.list_keys()
+            keys = await lookup.list_keys()
+            await asyncio.to_thread(check_unique, keys, self._source.key)
         except Exception as exc:  # noqa: BLE001  (reported without its traceback)
             what = self._source.label
             failure = failure_of("list the keys of", what, self._address, exc)
+        else:
+            return keys
         finally:
             await lookup.aclose()
         raise failure

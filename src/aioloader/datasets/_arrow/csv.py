@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from aioloader._order.blocks import Bad
+    from aioloader.datasets._arrow.unified import Table
     from aioloader.datasets._streams.shards import Position, Summary
 
 # An address, the first byte, and one past the last (0: the end of the file).
@@ -259,15 +260,16 @@ class CSVFormat(TableFormat[Head]):
                 in_order=True,
             )
         lines = _Lines(path, ranges, packing, span)
-        found = partial(self._batches, lines, head, place)
-        rows_of = partial(self._wanted.rows_of, location=place.location)
+        wanted = self._wanted  # a later listing replaces it
+        found = partial(self._batches, lines, head, place, wanted.table)
+        rows_of = partial(wanted.rows_of, location=place.location)
         return Source(found, rows_of, None, ranges, head.size)
 
     def _batches(
-        self, lines: "_Lines", head: Head, place: Place
+        self, lines: "_Lines", head: Head, place: Place, table: "Table"
     ) -> "Iterator[pa.RecordBatch | Bad]":
         """Parse lines, in the thread that iterates."""
-        table, dialect, location = self._wanted.table, self._dialect, place.location
+        dialect, location = self._dialect, place.location
         names = [*head.schema.names]
         present = table.present(head.schema)
         known = {one.name: one.type for one in table.schema}

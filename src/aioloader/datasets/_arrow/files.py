@@ -122,18 +122,22 @@ class TableFormat(CutsShards, Generic[SomeEnd]):
         stack.push_async_callback(self._opener.aclose)
         addresses = await self._opener.expand(self._addresses)
         self._kept.clear()
+        # Other iterations use the previous table until this one is complete.
+        wanted = copy.copy(self._wanted)
         # The first file decides which columns are read; all decide their types.
         found = [await self._look(addresses[0])]
-        await asyncio.to_thread(self._wanted.begin, found[0].schema, found[0].location)
+        await asyncio.to_thread(wanted.begin, found[0].schema, found[0].location)
         found += await each(self._look, addresses[1:])
-        return await asyncio.to_thread(self._unified, found)
+        parts = await asyncio.to_thread(self._unified, found, wanted)
+        self._wanted = wanted
+        return parts
 
-    def _unified(self, files: "Sequence[_File]") -> list[Part]:
+    def _unified(self, files: "Sequence[_File]", wanted: Wanted) -> list[Part]:
         """Unify the files into one table, and return their shards; in a thread."""
-        table, filters = self._wanted.table, self._wanted.filters
+        table, filters = wanted.table, wanted.filters
         for file in files:
             table.add(file.schema, file.location)
-        self._wanted.settle()
+        wanted.settle()
         shards: list[Part] = []
         skipped: list[Part] = []
         about = [] if filters is None else filters.names(table.schema)

@@ -181,6 +181,7 @@ class ParquetFormat(TableFormat[Footer], OpensTogether):
         window: int,
     ) -> Source:
         footer = await self._end(address)
+        wanted = self._wanted  # a later listing replaces it
         check_size(place.location, footer.size, expected, 0)
         if number >= footer.metadata.num_row_groups:
             text = f"{place.location!r} has {footer.metadata.num_row_groups} row groups"
@@ -188,7 +189,7 @@ class ParquetFormat(TableFormat[Footer], OpensTogether):
                 f"{text}, number {number} is wanted; it was rewritten meanwhile",
                 location=place.location,
             )
-        names = self._wanted.table.present(footer.schema)
+        names = wanted.table.present(footer.schema)
         if footer.is_sound and len(footer.leaves or names) <= _FEW:
             group = _group_of(footer, number, names, place)
         else:
@@ -206,9 +207,9 @@ class ParquetFormat(TableFormat[Footer], OpensTogether):
         buffer = _buffer_for(group, window)
         first, stop = place.part.bounds(group.rows)
         batches = partial(
-            _between, first, stop, file, footer, number, group, buffer, self._wanted
+            _between, first, stop, file, footer, number, group, buffer, wanted
         )
-        rows_of = partial(self._wanted.rows_of, location=place.location)
+        rows_of = partial(wanted.rows_of, location=place.location)
         return Source(batches, rows_of, stop - first, ranges, footer.size)
 
 

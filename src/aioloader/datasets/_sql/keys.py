@@ -4,6 +4,7 @@ A key is a number, or its text as the database reads it; bytes are hexadecimal. 
 check works on whole columns: about a nanosecond per row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -68,7 +69,27 @@ def as_bytes(key: Key) -> bytes:
 
 
 class NotUniqueError(ValueError):
-    """A key is not unique; caught by a reader."""
+    """A key is not unique; becomes a ``DatasetError`` where rows are read."""
+
+
+def refuse_equal(name: str, found: Sequence[tuple[Any, ...]]) -> None:
+    """Refuse a key of which two values are equal in its collation.
+
+    Their order is arbitrary, so reading could not resume between them.
+
+    Args:
+        name: The key's column.
+        found: The rows of the query ``equal_keys``.
+
+    Raises:
+        NotUniqueError: If there is a row.
+    """
+    if found:
+        one, other = found[0]
+        raise NotUniqueError(
+            f"key {name!r} is not unique: {one!r} and {other!r} are equal in its "
+            "collation; choose a unique column, or make one in a query"
+        )
 
 
 class KeyCheck:

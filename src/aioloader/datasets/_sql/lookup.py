@@ -6,6 +6,7 @@ A lookup belongs to one event loop.
 
 import asyncio
 import sqlite3
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from aioloader.datasets._sql.address import Address
+from aioloader.datasets._sql.keys import NotUniqueError
 from aioloader.datasets._sql.postgres_values import (
     FLAG,
     Values,
@@ -299,6 +301,30 @@ def _short(kind: "asyncpg.Type") -> str:
 
 def _has_failed(done: "asyncio.Future[Any]") -> bool:
     return done.cancelled() or done.exception() is not None
+
+
+def check_unique(keys: Keys, name: str) -> None:
+    """Check that each of the listed keys is there once.
+
+    Args:
+        keys: All keys, as ``list_keys`` returns them.
+        name: Their column.
+
+    Raises:
+        NotUniqueError: If one appears twice.
+    """
+    if isinstance(keys, np.ndarray):
+        twice = keys[1:][keys[1:] == keys[:-1]].tolist()
+    # In a collation that ignores case, "a" may be between "A" and "A".
+    elif len(set(keys)) < len(keys):
+        twice = [Counter(keys).most_common(1)[0][0]]
+    else:
+        twice = []
+    if twice:
+        raise NotUniqueError(
+            f"key {name!r} is not unique: {twice[0]!r} appears twice; choose a unique "
+            "column, or make one in a view"
+        )
 
 
 def compact(pages: Sequence[Sequence[Any]]) -> Keys:

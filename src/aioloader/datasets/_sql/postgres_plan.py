@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aioloader.datasets._sql.keys import Key, Span, spans_of
+from aioloader.datasets._sql.keys import Key, Span, refuse_equal, spans_of
 from aioloader.datasets._sql.links import Connection, fetch
 from aioloader.datasets._sql.postgres_values import FLAG, POINTS, Values, finite
 from aioloader.datasets._sql.source import (
@@ -17,6 +17,7 @@ from aioloader.datasets._sql.source import (
     any_null,
     checked_names,
     column,
+    equal_keys,
     quoted,
     rising,
     select,
@@ -44,6 +45,13 @@ _EXACT_CASTS = {
     "money": "{}::numeric::text",
     "_numeric": "{}::text[]",
 }
+_TEXTS = frozenset({"text", "varchar", "bpchar"})
+# In versions before 12, all collations are deterministic, and there is no such column.
+_LOOSE = """
+SELECT 1 FROM pg_collation AS c JOIN pg_namespace AS n ON n.oid = c.collnamespace
+WHERE to_jsonb(c) ->> 'collisdeterministic' = 'false' AND ({key}) IN
+(quote_ident(c.collname), quote_ident(n.nspname) || '.' || quote_ident(c.collname))
+"""
 _TYPE = "SELECT typname::text FROM pg_type WHERE oid = $1::oid"
 # Enough pages for shares within about a tenth of each other.
 _PAGES, _PAGE_BYTES = 400, 8192
@@ -94,6 +102,9 @@ def planned(connection: Connection, source: Source, values: Values) -> Plan:
     casts = [_cast(types[name], schema.field(name).type, values) for name in read]
     if fetch(connection, any_null(source), source.parameters):
         raise ValueError(f"key {source.key!r} is NULL in some rows; it must not be")
+    if types[source.key] in _TEXTS and _is_loose(connection, source):
+        found = fetch(connection, equal_keys(source, '"C"'), source.parameters)
+        refuse_equal(source.key, found)
     if types[source.key] in POINTS:
         casts[read.index(source.key)] = "{}"
         _refuse_infinite(connection, source)
@@ -108,6 +119,13 @@ def planned(connection: Connection, source: Source, values: Values) -> Plan:
         selected += f", {flag} AS {quoted(FLAG)}"
     decimals = tuple(name for name in names if values.is_decimal(types[name]))
     return Plan(selected, types[source.key], names, decimals, bool(flag))
+
+
+def _is_loose(connection: Connection, source: Source) -> bool:
+    """Return whether the key's collation equates different texts."""
+    named = f"pg_collation_for(max({column(source.key)}))"
+    key = select(named, source.relation(), "WHERE false")
+    return bool(fetch(connection, _LOOSE.format(key=key), source.parameters))
 
 
 def _refuse_infinite(connection: Connection, source: Source) -> None:

@@ -8,13 +8,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from aioloader.datasets._sql.keys import Key, Span, as_bytes, encoded, spans_of
+from aioloader.datasets._sql.keys import (
+    Key,
+    Span,
+    as_bytes,
+    encoded,
+    refuse_equal,
+    spans_of,
+)
 from aioloader.datasets._sql.links import Connection, execute, fetch
 from aioloader.datasets._sql.source import (
     Source,
     any_null,
     checked_names,
     column,
+    equal_keys,
     quoted,
     rising,
     select,
@@ -71,6 +79,9 @@ def planned(connection: Connection, source: Source) -> Plan:
     read = names if source.key in names else (*names, source.key)
     types, row_bytes = _types(connection, source, {n: declared[n] for n in read})
     key_type = _key_type(connection, source)
+    if key_type == "text" and _is_collated(connection, source):
+        found = fetch(connection, equal_keys(source, "BINARY"), source.parameters)
+        refuse_equal(source.key, found)
     types[source.key] = _KEY_TYPES[key_type]
     casts = [
         "{}" if name == source.key else _CASTS.get(types[name], "{}") for name in read
@@ -182,6 +193,17 @@ def _key_type(connection: Connection, source: Source) -> str:
             "integer, all text or all blob"
         )
     return str(found.pop())
+
+
+def _is_collated(connection: Connection, source: Source) -> bool:
+    """Return whether the key's collation ignores case, or spaces at the end.
+
+    An empty part with the key itself provides it.
+    """
+    none = select(f"{column(source.key)} AS k", source.relation(), "WHERE 1 = 0")
+    texts = " UNION ".join((none, "SELECT 'a'", "SELECT 'A'", "SELECT 'a '"))
+    count = select("count(*)", f"({texts})")
+    return fetch(connection, count, source.parameters) != [(3,)]
 
 
 def conformed(plan: Plan, batch: "pa.RecordBatch") -> "pa.RecordBatch":
