@@ -45,8 +45,8 @@ class LoaderStats:
     Attributes:
         epoch: Epoch number, from 0; -1 before the first.
         batches: Batches delivered.
-        waited: Seconds the consumer waited for batches that were not ready. The time
-            that an inline ``for`` spends making a batch is not a wait.
+        waited: Seconds the consumer waited for batches that were not ready. A plain
+            ``for`` that makes its batches itself waits while it makes them.
         in_flight: Batches requested and not yet delivered.
         failures: Samples that failed and were skipped or replaced.
         retries: Reads that the loader's ``retry`` has repeated.

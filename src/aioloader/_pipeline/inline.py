@@ -198,6 +198,7 @@ class PlainIterator(LocalIterator):
             cpu = time.thread_time() - cpu
             self.counters.weigh(batch)
         taken = perf_counter()
+        self.counters.waited += taken - asked
         made = asked, read, read, read, taken, 0.0, cpu
         self._records.latest.append((number, asked, taken, 0, len(indices), made))
         self._progress.take(number, state)
@@ -303,6 +304,7 @@ class InlineIterator(LocalIterator):
                     task.cpu = time.thread_time() - cpu
                     self.counters.weigh(result.batch)
                 size, taken = len(task.indices), task.collated
+                self.counters.waited += taken - asked
                 self._records.latest.append(
                     (task.number, asked, taken, 0, size, task.made())
                 )
@@ -373,6 +375,7 @@ class GatherIterator(LocalIterator):
             raise
         self.counters.batches += 1
         taken = perf_counter()
+        self.counters.waited += taken - asked
         chunk_size = len(chunk) if type(chunk) is range else chunk.numel()
         made = asked, taken, taken, taken, taken, 0.0, 0.0
         self._records.latest.append((number, asked, taken, 0, chunk_size, made))
