@@ -39,6 +39,7 @@ class Observed:
             listed=counters.listed,
             loop_lag=None if counters.lag is None else counters.lag(),
             device_bytes=_ahead_bytes(counters) if is_under_way else 0,
+            iteration=counters.iteration,
         )
         recorded, copied = list(counters.records.latest), _copies_of(counters)
         return with_records(stats, recorded, self._live.setting(), copied)

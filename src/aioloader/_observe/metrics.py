@@ -304,9 +304,9 @@ class _Watched:
         self.name = name
         self._loader = weakref.ref(loader)
         self._lock = threading.Lock()  # scrapes may come from several threads
-        self._epoch = -1
-        self._latest: dict[Any, float] = {}  # of the current epoch
-        self._before: dict[Any, float] = {}  # of earlier epochs
+        self._iteration: object = None  # referred to, so that no other has its id
+        self._latest: dict[Any, float] = {}  # of the current iteration
+        self._before: dict[Any, float] = {}  # of earlier iterations
 
     def read(self) -> dict[str, list[Value]]:
         """Return the values of all figures; none if the loader is gone."""
@@ -322,7 +322,7 @@ class _Watched:
                 if figure.kind == "sum"
                 for one in found[figure.name]
             }
-            self._settle(stats.epoch, sums)
+            self._settle(stats.iteration, sums)
             for figure in FIGURES:
                 if figure.kind == "sum":
                     found[figure.name] = [
@@ -332,14 +332,12 @@ class _Watched:
                     ]
             return found
 
-    def _settle(self, epoch: int, sums: dict[Any, float]) -> None:
-        """Add the figures of the previous epoch if a new one has started."""
-        batches = ("batches", ())
-        has_fallen = sums.get(batches, 0) < self._latest.get(batches, 0)
-        if epoch != self._epoch or has_fallen:
+    def _settle(self, iteration: object, sums: dict[Any, float]) -> None:
+        """Add the figures of the previous iteration if a new one has started."""
+        if iteration is not self._iteration:
             for key, value in self._latest.items():
                 self._before[key] = self._before.get(key, 0.0) + value
-        self._epoch, self._latest = epoch, sums
+        self._iteration, self._latest = iteration, sums
 
     def _total(self, name: str, labels: Any) -> float:
         key = name, labels

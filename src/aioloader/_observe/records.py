@@ -251,6 +251,7 @@ class Counters:
         lag: Returns how the event loop that reads samples is blocked; None if there is
             no loop.
         copies: The copies to the device; None without one.
+        iteration: Identifies the iteration: two may have the same epoch number.
     """
 
     epoch: int = -1
@@ -264,6 +265,7 @@ class Counters:
     listed: Listed | None = None
     lag: Callable[[], LoopLag | None] | None = None
     copies: Copies | None = None
+    iteration: object = field(default_factory=object)
 
     def weigh(self, batch: Any) -> None:
         """Count the bytes of a batch; called for every 16th."""
