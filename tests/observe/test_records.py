@@ -13,7 +13,7 @@ from aioloader import DataLoader
 from aioloader._observe.records import MadeAt, Record, bytes_of
 from aioloader.datasets import from_iterable
 from beside import beside
-from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
+from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
 
 KINDS = [SyncMap, AsyncMap, SyncStream, AsyncStream]
 PLACES: dict[str, dict[str, Any]] = {
@@ -75,6 +75,15 @@ async def test_each_batch_has_a_record(
         lanes = {one.lane for one in found}
         assert lanes <= ({0} if place == "in process" else {0, 1})
         assert [one.number for one in found] == list(range(batches))
+
+
+async def test_reading_a_whole_batch_is_one_read() -> None:
+    """Its seconds count once, however many samples it has."""
+    async with DataLoader(AsyncBatchMap(40), 20) as loader:
+        await beside(partial(list, loader))
+        for one in records(loader):
+            made = MadeAt._make(one.made)
+            assert made.busy == pytest.approx(made.read - made.began)
 
 
 async def test_processor_time_of_some() -> None:
