@@ -125,6 +125,31 @@ async def test_failed_and_skipped_batches_have_none() -> None:
     assert [one.number for one in records(loader)] == [2, 3, 4, 5]
 
 
+def refuse_odd(sample: Any) -> Any:
+    """Fail at each second sample."""
+    if sample[1] % 2:
+        raise ValueError("planted")
+    return sample
+
+
+@pytest.mark.parametrize("transform", [None, refuse_odd])
+@pytest.mark.parametrize("place", [*PLACES, "executor"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_samples_of_a_batch(kind: Any, place: str, transform: Any) -> None:
+    """Neither those that were skipped nor those after the end of a stream."""
+    with ThreadPoolExecutor(2) as pool:
+        options = PLACES.get(place, {"num_workers": 2, "workers": pool})
+        loader = DataLoader(
+            kind(10), 4, transform=transform, on_error="skip", **options
+        )
+        async with loader:
+            batches: list[Any] = await beside(partial(list, loader))
+    sizes = [len(batch[1]) for batch in batches]
+    assert 1 <= min(sizes) <= 2
+    assert [one.samples for one in records(loader)] == sizes
+    assert loader.stats().samples == sum(sizes)
+
+
 async def test_only_the_latest_are_kept() -> None:
     """The memory of a long epoch is bounded."""
     loader = DataLoader(range(5000), 1)

@@ -303,10 +303,10 @@ class InlineIterator(LocalIterator):
                 if is_clocked:
                     task.cpu = time.thread_time() - cpu
                     self.counters.weigh(result.batch)
-                size, taken = len(task.indices), task.collated
+                taken = task.collated
                 self.counters.waited += taken - asked
                 self._records.latest.append(
-                    (task.number, asked, taken, 0, size, task.made())
+                    (task.number, asked, taken, 0, task.size, task.made())
                 )
             self._progress.take(task.number, task.state)
             if is_delivered:
