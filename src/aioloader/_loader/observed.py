@@ -1,7 +1,6 @@
 """What a loader reports: figures, what limits training, traces."""
 
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from aioloader._observe.records import Copy, Counters, Record, Setting
@@ -51,10 +50,9 @@ class Observed:
         arguments; the change that gains most is the advice. Takes 0.05 to 0.3 s.
         ``print`` shows it.
         """
-        from aioloader._observe import machine, verdict
+        from aioloader._observe import verdict
 
         records, setting = self._recorded()
-        setting = replace(setting, cores=machine.cores())
         stats, copies = self.stats(), self._copied()
         return verdict.report(records, setting, stats, copies=copies)
 

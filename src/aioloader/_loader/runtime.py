@@ -3,6 +3,7 @@
 import copy
 import weakref
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -91,6 +92,13 @@ class Runtime:
         from aioloader._device.opening import Devices
 
         return Devices()
+
+    @cached_property
+    def cores(self) -> int:
+        """How many cores this process may use, when first needed."""
+        from aioloader._observe.machine import cores
+
+        return cores()
 
     # -- an epoch starts ----------------------------------------------------------
 
@@ -188,7 +196,8 @@ class Runtime:
         """Return how the loader is set up for the latest epoch."""
         setting = None if self.epoch is None else self.epoch.counters.setting
         size = None if self.options is None else self.options.batch_size
-        return setting or Setting("inline", batch_size=size)
+        setting = setting or Setting("inline", batch_size=size)
+        return replace(setting, cores=self.cores)
 
     def _source(self, options: Options, epoch: Epoch, *, is_async: bool) -> "Source":
         # Imported late: a plain ``for`` needs none of it.
