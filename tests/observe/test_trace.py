@@ -9,13 +9,14 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from aioloader import merge_traces
+from aioloader import DataLoader, merge_traces
 from aioloader._observe.records import (
     NOT_MADE,
     Copies,
@@ -27,6 +28,7 @@ from aioloader._observe.records import (
 )
 from aioloader._observe.trace import Clock, Trace, Traced, trace_events
 from observe.trace_format import check_trace, of_kind, tracks
+from samples import AsyncMap
 
 CLOCK = Clock(unix=0, base=0)
 WORKERS = Setting("workers", workers=2, worker_kind="process", reads_in_workers=True)
@@ -206,6 +208,20 @@ def test_all_records_of_all_epochs(tmp_path: Path) -> None:
     assert type(under_way.latest) is deque
     assert len(under_way.all()) == 1024
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_loader_with_numbers_of_numpys(tmp_path: Path) -> None:
+    """They are written as numbers; the loader takes them as well as Python's."""
+    numbers = {
+        name: np.int64(3)
+        for name in ("concurrency", "prefetch_factor", "prefetch_device")
+    }
+    path = tmp_path / "run.json"
+    loader: Any = DataLoader(AsyncMap(8), 2, device_transform=tuple, **numbers)  # type: ignore[call-overload]
+    with loader, loader.trace(path):
+        assert len(list(loader)) == 4
+    (epoch,) = loaded(path)["otherData"]["epochs"]
+    assert (epoch["concurrency"], epoch["window"], epoch["on_device"]) == (3, 6, 3)
 
 
 def test_two_traces_at_once(tmp_path: Path) -> None:
