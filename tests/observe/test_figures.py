@@ -1,8 +1,10 @@
 """Bytes, retries, listings and queues in ``stats()``, wherever batches are made."""
 
 import asyncio
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -135,6 +137,25 @@ def test_a_plain_for_waits_while_it_makes_a_batch(loader: DataLoader[Any]) -> No
         assert len(each) == number
         assert found.waited == pytest.approx(sum(each))
     assert found.waited > 0
+
+
+def test_another_thread_makes_iterators() -> None:
+    """While figures are read: it may come between any two lines."""
+    loader = DataLoader(range(8), 2)
+    open_ = [iter(loader)]
+
+    def come_between(frame: FrameType, _event: str, _argument: Any) -> Any:
+        if "weakref" in frame.f_code.co_filename:
+            open_.append(iter(loader))
+        return come_between
+
+    before = sys.gettrace()
+    sys.settrace(come_between)
+    try:
+        loader.stats()
+    finally:
+        sys.settrace(before)
+    assert len(open_) > 1
 
 
 def test_batches_that_were_ready() -> None:

@@ -5,7 +5,6 @@ import gzip
 import json
 import math
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +137,11 @@ def test_copies_are_collected_in_the_block_alone(tmp_path: Path) -> None:
     records, copies, path = Records(), Copies(), tmp_path / "run.json"
     trace = Trace(path, [])
     trace.follow(0, records, Setting("thread", on_device=1), copies)
-    copies.latest.append(Copy(0, 1.0, 1.0, 2.0, 64))
+    copies.append(Copy(0, 1.0, 1.0, 2.0, 64))
     with trace:
-        copies.latest.append(Copy(1, 2.0, 3.0, 5.0, 64))
-        copies.latest.append(Copy(2, 3.0, 4.0, 6.0, 64))
-    copies.latest.append(Copy(3, 4.0, 5.0, 7.0, 64))
+        copies.append(Copy(1, 2.0, 3.0, 5.0, 64))
+        copies.append(Copy(2, 3.0, 4.0, 6.0, 64))
+    copies.append(Copy(3, 4.0, 5.0, 7.0, 64))
     events = json.loads(path.read_text())["traceEvents"]
     shown = [(one["args"], one["dur"]) for one in events if one["ph"] == "X"]
     assert shown == [
@@ -188,24 +187,24 @@ def test_all_records_of_all_epochs(tmp_path: Path) -> None:
     traces: list[Trace] = []
     path = tmp_path / "run.json"
     under_way, next_one = Records(), Records()
-    under_way.latest.append(record(0, 0.0))
+    under_way.append(record(0, 0.0))
     trace = Trace(path, traces)
     trace.follow(0, under_way, WORKERS)
     with trace:
         assert traces == [trace]
         for number in range(1, 3000):
-            under_way.latest.append(record(number, 8.0 * number))
+            under_way.append(record(number, 8.0 * number))
         for one in traces:
             one.follow(1, next_one, WORKERS)
-        next_one.latest.append(record(0, 8.0 * 3000))
+        next_one.append(record(0, 8.0 * 3000))
         assert not path.exists()
-    under_way.latest.append(record(3000, 8.0 * 3001))
+    under_way.append(record(3000, 8.0 * 3001))
     assert traces == []
     events = loaded(path)["traceEvents"]
     found = [one["args"] for one in of_kind(events, "collate")]
     batches = [(one["epoch"], one["batch"]) for one in found]
     assert sorted(batches) == [*((0, n) for n in range(1, 3000)), (1, 0)]
-    assert type(under_way.latest) is deque
+    assert under_way.append == under_way.latest.append
     assert len(under_way.all()) == 1024
     assert list(tmp_path.iterdir()) == [path]
 
@@ -232,10 +231,10 @@ def test_two_traces_at_once(tmp_path: Path) -> None:
     for one in (outer, inner):
         one.follow(0, records, WORKERS)
     with outer:
-        records.latest.append(record(0, 0.0))
+        records.append(record(0, 0.0))
         with inner:
-            records.latest.append(record(1, 8.0))
-        records.latest.append(record(2, 16.0))
+            records.append(record(1, 8.0))
+        records.append(record(2, 16.0))
     a, b = (loaded(tmp_path / name) for name in ("a.json", "b.json.gz"))
     for trace, batches in ((a, 3), (b, 1)):
         assert len(of_kind(trace["traceEvents"], "collate")) == batches
@@ -245,6 +244,20 @@ def test_two_traces_at_once(tmp_path: Path) -> None:
     assert len(of_kind(merged, "collate")) == 4
 
 
+def test_a_record_added_as_a_trace_begins_or_ends() -> None:
+    """Is kept: its thread may be about to add it when another changes the sinks."""
+    records, found = Records(), list[RecordTuple]()
+    before = records.append
+    records.add_sink(found.append)
+    before(record(0, 0.0))
+    during = records.append
+    records.remove_sink(found.append)
+    during(record(1, 8.0))
+    records.append(record(2, 16.0))
+    assert [one.number for one in records.all()] == [0, 1, 2]
+    assert found == [record(1, 8.0)]
+
+
 def test_a_block_that_raises(tmp_path: Path) -> None:
     """Is written too; what is there is replaced."""
     path = tmp_path / "run.json"
@@ -252,7 +265,7 @@ def test_a_block_that_raises(tmp_path: Path) -> None:
     records, trace = Records(), Trace(path, [])
     trace.follow(0, records, WORKERS)
     with pytest.raises(LookupError), trace:
-        records.latest.append(record(0, 0.0))
+        records.append(record(0, 0.0))
         raise LookupError
     assert of_kind(loaded(path)["traceEvents"], "collate")
 
@@ -309,7 +322,7 @@ def test_on_torchs_clock(tmp_path: Path, suffix: str) -> None:
     trace.follow(0, records, Setting("thread"))
     with trace:
         began, ended = profiled(theirs)
-        records.latest.append((0, began, ended, 0, 1, NOT_MADE))
+        records.append((0, began, ended, 0, 1, NOT_MADE))
     merge_traces(ours, theirs, tmp_path / "both.json")
     events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     (block,) = of_kind(events, "block")
@@ -355,7 +368,7 @@ async def test_another_thread_writes(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with trace:
-            records.latest.append(record(0, 0.0))
+            records.append(record(0, 0.0))
             began.set()
             await asyncio.Event().wait()
 

@@ -23,7 +23,7 @@ class Observed:
         epoch, tally = self._live.epoch, self._live.tally
         counters = Counters() if epoch is None else epoch.counters
         policy = None if epoch is None else epoch.failures
-        is_under_way = any(one.is_under_way() for one in list(self._live.open))
+        is_under_way = any(one.is_under_way() for one in self._live.iterators())
         stats = LoaderStats(
             epoch=counters.epoch,
             batches=counters.batches,

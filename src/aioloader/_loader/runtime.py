@@ -75,7 +75,8 @@ class Runtime:
         self.tally = Tally()
         self.tuning = Tuning()
         self.traces: list[Follower] = []
-        self.open: weakref.WeakSet[BatchIterator[Any]] = weakref.WeakSet()
+        self.open: weakref.WeakKeyDictionary[BatchIterator[Any], None]
+        self.open = weakref.WeakKeyDictionary()
         self.numbers = numbers
         self.loaded = loaded
         self.options: Options | None = None  # the latest
@@ -217,6 +218,11 @@ class Runtime:
 
     # -- what is known of epochs --------------------------------------------------
 
+    def iterators(self) -> "list[BatchIterator[Any]]":
+        """Return the iterators that still exist; other threads may make more."""
+        found = [reference() for reference in self.open.keyrefs()]
+        return [iterator for iterator in found if iterator is not None]
+
     def drawn(self) -> Epoch | None:
         """Return the epoch of the latest iterator, if it has not started."""
         epoch = self._latest_drawn()
@@ -249,7 +255,7 @@ class Runtime:
         """Let the next iteration start where ``state`` was saved."""
         check(options, state)
         state = fitted(options, state, strict=strict)
-        if any(iterator.is_under_way() for iterator in self.open):
+        if any(iterator.is_under_way() for iterator in self.iterators()):
             warn("an iteration is under way: the state takes effect with the next one")
         self.forget_ahead()
         self.loaded = copy.deepcopy(state)
@@ -307,7 +313,7 @@ class Runtime:
 
     def _dismissed(self) -> "list[BatchIterator[Any]]":
         """Dismiss all iterations; return their iterators."""
-        iterators = list(self.open)
+        iterators = self.iterators()
         for iterator in iterators:
             iterator.dismiss()
         return iterators

@@ -200,7 +200,7 @@ class PlainIterator(LocalIterator):
         taken = perf_counter()
         self.counters.waited += taken - asked
         made = asked, read, read, read, taken, 0.0, cpu
-        self._records.latest.append((number, asked, taken, 0, len(indices), made))
+        self._records.append((number, asked, taken, 0, len(indices), made))
         self._progress.take(number, state)
         return batch
 
@@ -305,7 +305,7 @@ class InlineIterator(LocalIterator):
                     self.counters.weigh(result.batch)
                 taken = task.collated
                 self.counters.waited += taken - asked
-                self._records.latest.append(
+                self._records.append(
                     (task.number, asked, taken, 0, task.size, task.made())
                 )
             self._progress.take(task.number, task.state)
@@ -378,7 +378,7 @@ class GatherIterator(LocalIterator):
         self.counters.waited += taken - asked
         chunk_size = len(chunk) if type(chunk) is range else chunk.numel()
         made = asked, taken, taken, taken, taken, 0.0, 0.0
-        self._records.latest.append((number, asked, taken, 0, chunk_size, made))
+        self._records.append((number, asked, taken, 0, chunk_size, made))
         if number % CLOCKED == 1:
             self.counters.weigh(batch)
         self._progress.take(number)
