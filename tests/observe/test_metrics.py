@@ -86,7 +86,7 @@ def test_a_scrape() -> None:
 
 
 def test_opentelemetry_has_the_same() -> None:
-    """By its own names and attributes; counters only rise."""
+    """By its own names and attributes, of one moment; counters only rise."""
     loader, reader = full(), InMemoryMetricReader()
     provider = MeterProvider([reader])
     observe_with_opentelemetry(provider.get_meter("test"), train=loader)
@@ -100,6 +100,10 @@ def test_opentelemetry_has_the_same() -> None:
     assert found["aioloader.wait.time", "s", True, key] == 1.5
     assert found["aioloader.batches.in_flight", "{batch}", False, key] == 3
     assert found["aioloader.stage.utilization", "1", False, key, *stage] == 0.75
+    assert loader.looks == 1
+    loader.figures.batches += 1
+    assert observed(reader)["aioloader.batches", "{batch}", True, key] == 10
+    assert loader.looks == 2
     del loader
     gc.collect()
     assert observed(reader) == {}

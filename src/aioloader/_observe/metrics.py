@@ -280,7 +280,7 @@ def _observer(
 
     def observe(_options: "CallbackOptions") -> "Iterator[Observation]":
         for one in watched:
-            for value, labels in one.read().get(figure.name, ()):
+            for value, labels in one.take(figure.name):
                 attributes = {f"aioloader.{key}": text for key, text in labels}
                 yield Observation(value, {"aioloader.loader": one.name, **attributes})
 
@@ -303,7 +303,8 @@ class _Watched:
     def __init__(self, name: str, loader: Any) -> None:
         self.name = name
         self._loader = weakref.ref(loader)
-        self._lock = threading.Lock()  # scrapes may come from several threads
+        self._lock = threading.RLock()  # scrapes may come from several threads
+        self._left: dict[str, list[Value]] = {}  # of a collection under way
         self._iteration: object = None  # referred to, so that no other has its id
         self._latest: dict[Any, float] = {}  # of the current iteration
         self._before: dict[Any, float] = {}  # of earlier iterations
@@ -331,6 +332,16 @@ class _Watched:
                         if name == figure.name
                     ]
             return found
+
+    def take(self, name: str) -> list[Value]:
+        """Return the values of one figure, of the same moment as those of others.
+
+        A collection takes each figure once: the next one begins with a new reading.
+        """
+        with self._lock:
+            if name not in self._left:
+                self._left = self.read()
+            return self._left.pop(name, [])
 
     def _settle(self, iteration: object, sums: dict[Any, float]) -> None:
         """Add the figures of the previous iteration if a new one has started."""
