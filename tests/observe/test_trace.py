@@ -244,6 +244,22 @@ def test_two_traces_at_once(tmp_path: Path) -> None:
     assert len(of_kind(merged, "collate")) == 4
 
 
+def test_iterations_under_way(tmp_path: Path) -> None:
+    """All that deliver batches in the block, also earlier ones than the latest."""
+    path, loader = tmp_path / "run.json", DataLoader(range(12), 2)
+    over, first, second = iter(loader), iter(loader), iter(loader)
+    assert [len(list(over)), len(next(first)), len(next(second))] == [6, 2, 2]
+    with loader.trace(path):
+        next(first), next(second), next(first)
+        list(loader)
+    epochs = loaded(path)["otherData"]["epochs"]
+    assert [(one["epoch"], one["batches"]) for one in epochs] == [
+        (1, 2),
+        (2, 1),
+        (3, 6),
+    ]
+
+
 def test_a_record_added_as_a_trace_begins_or_ends() -> None:
     """Is kept: its thread may be about to add it when another changes the sinks."""
     records, found = Records(), list[RecordTuple]()

@@ -21,7 +21,7 @@ from aioloader._loader.state import (
     state_of,
 )
 from aioloader._loader.state_check import check, fitted
-from aioloader._observe.records import Copies, Records, Setting
+from aioloader._observe.records import Copies, Counters, Records, Setting
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import Epoch, EpochNumbers
 from aioloader._pipeline.hosts import Hosts
@@ -181,21 +181,30 @@ class Runtime:
         self.numbers.begin(epoch)
         self.epoch = epoch
         for trace in self.traces:
-            self.show(trace)
+            self._show(trace, epoch.counters)
         if self.loaded is epoch.saved:  # no other was loaded meanwhile
             self.loaded = None
         return source
 
     def show(self, trace: "Follower") -> None:
-        """Let a trace follow the latest epoch."""
-        if self.epoch is not None:
-            counters = self.epoch.counters
-            number, setting = self.epoch.number, self.setting()
-            trace.follow(number, counters.records, setting, counters.copies)
+        """Let a trace follow the latest iteration, and others under way."""
+        latest = None if self.epoch is None else self.epoch.counters
+        for iterator in self.iterators():
+            counters = iterator.counters
+            if counters and counters is not latest and iterator.is_under_way():
+                self._show(trace, counters)
+        if latest is not None:
+            self._show(trace, latest)
+
+    def _show(self, trace: "Follower", counters: Counters) -> None:
+        setting = self._whole(counters.setting)
+        trace.follow(counters.epoch, counters.records, setting, counters.copies)
 
     def setting(self) -> Setting:
         """Return how the loader is set up for the latest epoch."""
-        setting = None if self.epoch is None else self.epoch.counters.setting
+        return self._whole(None if self.epoch is None else self.epoch.counters.setting)
+
+    def _whole(self, setting: Setting | None) -> Setting:
         size = None if self.options is None else self.options.batch_size
         setting = setting or Setting("inline", batch_size=size)
         return replace(setting, cores=self.cores)

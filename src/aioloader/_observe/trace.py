@@ -117,8 +117,8 @@ class Trace:
     ) -> None:
         """Collect the records of an epoch during the block.
 
-        The loader calls it for the current epoch when it makes the trace, and for each
-        epoch that starts in the block, before its first batch.
+        The loader calls it for the epochs under way when it makes the trace, and for
+        each that starts in the block, before its first batch.
 
         Args:
             epoch: Its number.

@@ -24,6 +24,7 @@ from aioloader._pipeline.inline import ClosedIterator, LocalIterator
 from aioloader._pipeline.waiting import require_asyncio
 
 if TYPE_CHECKING:
+    from aioloader._observe.records import Counters
     from aioloader._pipeline.pipeline import Pipeline
     from aioloader._pipeline.pipeline_iterator import PipelineIterator
 
@@ -121,6 +122,12 @@ class BatchIterator(Generic[Batch]):
     def _shutdown_workers(self) -> None:
         """Close, under torch's name."""
         self.close()
+
+    @property
+    def counters(self) -> "Counters | None":
+        """The figures of its iteration, once it has started."""
+        source = self._steps.source
+        return None if source is None else source.counters
 
     def is_under_way(self) -> bool:
         """Tell whether it has started and is neither finished nor closed."""
