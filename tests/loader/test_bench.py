@@ -1,10 +1,13 @@
 """``aioloader bench``: what it measures, what it says of torch, and mistakes."""
 
+import multiprocessing
+import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import torch
 from aioloader import DataLoader
 from aioloader._cli.main import main
 from aioloader._cli.torch_twin import twin_of
-from samples import AsyncMap
+from samples import AsyncMap, SyncMap
 
 MODULE = """\
 import os
@@ -215,6 +218,28 @@ def test_the_same_batches() -> None:
     made = twin_of(both)
     assert made.loader is not None
     assert [batch.tolist() for batch in made.loader] == ours
+
+
+class Pids(SyncMap):
+    """The process that reads."""
+
+    def __getitem__(self, index: int) -> Any:
+        return os.getpid()
+
+
+@pytest.mark.parametrize("persists", [False, True])
+def test_workers_between_rounds(*, persists: bool) -> None:
+    """Torch's persist if ours do; none is left at the end."""
+    loader = DataLoader(Pids(), num_workers=1, persistent_workers=persists)
+    made, found = twin_of(loader), []
+    for _ in range(2):
+        with closing(iter(loader)) as ours, made.iterating() as theirs:
+            found.append((int(next(ours)), int(next(theirs))))
+    loader.close()
+    made.close()
+    (ours_0, theirs_0), (ours_1, theirs_1) = found
+    assert (ours_0 == ours_1) is (theirs_0 == theirs_1) is persists
+    assert not multiprocessing.active_children()
 
 
 def test_the_twin_is_torchs_in_a_program_that_replaces_torchs_class(

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from aioloader._observe.records import LoopLag
@@ -72,6 +72,7 @@ class Figures:
     samples: int = 0
     waits: tuple[float, float, float] = (0.0, 0.0, 0.0)
     stages: tuple[Stage, ...] = ()
+    iteration: object = field(default_factory=object)
 
 
 class Counting:

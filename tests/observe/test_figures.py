@@ -1,8 +1,10 @@
 """Bytes, retries, listings and queues in ``stats()``, wherever batches are made."""
 
 import asyncio
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from aioloader import DataLoader, Retry
 from aioloader._observe.records import Record, Setting
 from aioloader._observe.stats import LoaderStats, with_records
 from aioloader.datasets import JSONLinesDataset
-from samples import AsyncMap, SyncMap
+from samples import AsyncMap, SyncMap, SyncStream
 
 BATCH = 4
 PLACES: dict[str, dict[str, Any]] = {
@@ -116,6 +118,44 @@ def test_listing(tmp_path: Path) -> None:
     with DataLoader(AsyncMap(8), 4) as loader:
         assert sum(1 for _ in loader) == 2
         assert "listed" not in str(loader.stats())
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(SyncMap(20), BATCH),
+        DataLoader(SyncMap(20), BATCH, transform=tuple),
+        DataLoader(SyncStream(20), BATCH),
+        DataLoader(TensorDataset(torch.zeros(20)), BATCH),
+    ],
+    ids=["plain", "transform", "stream", "in memory"],
+)
+def test_a_plain_for_waits_while_it_makes_a_batch(loader: DataLoader[Any]) -> None:
+    for number, _ in enumerate(loader, start=1):
+        found = loader.stats()
+        each = [one.taken - one.asked for one in loader._recorded()[0]]
+        assert len(each) == number
+        assert found.waited == pytest.approx(sum(each))
+    assert found.waited > 0
+
+
+def test_another_thread_makes_iterators() -> None:
+    """While figures are read: it may come between any two lines."""
+    loader = DataLoader(range(8), 2)
+    open_ = [iter(loader)]
+
+    def come_between(frame: FrameType, _event: str, _argument: Any) -> Any:
+        if "weakref" in frame.f_code.co_filename:
+            open_.append(iter(loader))
+        return come_between
+
+    before = sys.gettrace()
+    sys.settrace(come_between)
+    try:
+        loader.stats()
+    finally:
+        sys.settrace(before)
+    assert len(open_) > 1
 
 
 def test_batches_that_were_ready() -> None:

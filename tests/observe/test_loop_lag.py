@@ -5,13 +5,14 @@ import os
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 import aioloader
-from aioloader._pipeline.loop_watch import watch_of
+from aioloader._pipeline.loop_watch import LoopWatch, Mark, watch_of
 
 STEPS = 24
 
@@ -103,6 +104,25 @@ def test_a_loop_that_is_free() -> None:
         lag = loader.stats().loop_lag
     assert lag is None or not lag.culprit
     assert "event loop blocked" not in str(loader.stats()) or lag is not None
+
+
+async def test_lag_is_asked_for_as_a_timer_is_late() -> None:
+    """By another thread, which may come between any two statements."""
+    watch, found = LoopWatch(is_callers=True), []
+
+    class Asking(deque[float]):
+        def append(self, late: float) -> None:
+            found.append(watch.lag(Mark(0, 0, 0)))
+            super().append(late)
+            found.append(watch.lag(Mark(0, 0, 0)))
+
+    watch._lateness = Asking()
+    with watch.reading():
+        watch.due -= 1.0
+        watch._tick()
+        assert watch._timer is not None
+    assert found == [None, None]
+    assert watch.lag(Mark(0, 0, 0)) is not None
 
 
 def test_nobody_looks_on_after_the_end() -> None:

@@ -86,7 +86,7 @@ def test_a_scrape() -> None:
 
 
 def test_opentelemetry_has_the_same() -> None:
-    """By its own names and attributes; counters only rise."""
+    """By its own names and attributes, of one moment; counters only rise."""
     loader, reader = full(), InMemoryMetricReader()
     provider = MeterProvider([reader])
     observe_with_opentelemetry(provider.get_meter("test"), train=loader)
@@ -100,6 +100,10 @@ def test_opentelemetry_has_the_same() -> None:
     assert found["aioloader.wait.time", "s", True, key] == 1.5
     assert found["aioloader.batches.in_flight", "{batch}", False, key] == 3
     assert found["aioloader.stage.utilization", "1", False, key, *stage] == 0.75
+    assert loader.looks == 1
+    loader.figures.batches += 1
+    assert observed(reader)["aioloader.batches", "{batch}", True, key] == 10
+    assert loader.looks == 2
     del loader
     gc.collect()
     assert observed(reader) == {}
@@ -124,16 +128,39 @@ def observed(reader: InMemoryMetricReader) -> dict[tuple[Any, ...], float]:
 
 
 def test_counters_never_fall() -> None:
-    """Epochs are added up, whenever they are read; also one of the same number."""
+    """Iterations are added up, whenever they are read; also of the same number."""
     loader = Counting(Clock())
     registry = CollectorRegistry()
     registry.register(PrometheusCollector(train=loader))
     name = "aioloader_batches_total", ("loader", "train")
     totals = []
-    for epoch, batches in ((0, 5), (0, 8), (1, 2), (1, 10), (1, 10), (1, 4), (3, 6)):
-        loader.figures.epoch, loader.figures.batches = epoch, batches
-        totals.append(scraped(registry)[name])
+    for epoch, readings in ((0, (5, 8)), (1, (2, 10, 10)), (1, (4,)), (3, (6,))):
+        loader.figures = Figures(epoch)
+        for loader.figures.batches in readings:
+            totals.append(scraped(registry)[name])
     assert totals == [5, 8, 10, 18, 18, 22, 28]
+
+
+@pytest.mark.parametrize("way", ["set_epoch", "load_state_dict"])
+def test_epochs_of_the_same_number(way: str) -> None:
+    """Two whole ones are two, also if both were read at their ends alone."""
+    loader = DataLoader(range(16), 2)
+    state = loader.state_dict()
+    registry = CollectorRegistry()
+    registry.register(PrometheusCollector(train=loader))
+    batches = "aioloader_batches_total", ("loader", "train")
+    waits = "aioloader_wait_time_seconds_total", ("loader", "train")
+    found = []
+    for _ in range(2):
+        if way == "set_epoch":
+            loader.set_epoch(0)
+        else:
+            loader.load_state_dict(state)
+        list(loader)
+        assert loader.stats().epoch == 0
+        found.append(scraped(registry))
+    assert [one[batches] for one in found] == [8, 16]
+    assert found[1][waits] == pytest.approx(found[0][waits] + loader.stats().waited)
 
 
 def test_several_loaders() -> None:

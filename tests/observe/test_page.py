@@ -1,5 +1,6 @@
 """The report page: well-formed, self-contained, true to the records; in a browser."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from aioloader import DataLoader
 from aioloader._observe.drawings import seconds_text
 from aioloader._observe.page import report_html
 from aioloader._observe.records import NOT_MADE, Made, Record, Setting
@@ -115,6 +117,20 @@ def test_any_page(tmp_path: Path, setting: Setting, count: int) -> None:
     assert "@import" not in text
     assert len(root.findall(".//svg")) == (4 if count else 0)
     assert {"NaN", "nan", "inf"}.isdisjoint(re.findall(r"[\w.]+", text))
+
+
+def test_the_cores_of_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are on its page and in its trace, as in its report."""
+    monkeypatch.setattr("aioloader._observe.machine.cores", lambda: 12)
+    page, trace = tmp_path / "page.html", tmp_path / "run.json"
+    for ahead in (None, 2):
+        with DataLoader(range(8), 2, prefetch_factor=ahead) as loader:
+            with loader.trace(trace):
+                list(loader)
+            loader.report_html(page)
+        (epoch,) = json.loads(trace.read_text())["otherData"]["epochs"]
+        assert epoch["cores"] == 12
+        assert "<td>cores</td><td>12</td>" in page.read_text()
 
 
 def test_what_is_said(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from aioloader import DataLoader, progress
 from aioloader._observe import progress as module
+from aioloader._pipeline import batch_maker, inline
 from observe.showing import Clock, Counting, Terminal
 from samples import AsyncMap
 from scripts.running import KERNEL
@@ -86,6 +87,36 @@ def test_a_loader_that_is_resumed(clock: Clock, terminal: Terminal) -> None:
     assert len(list(progress(again, file=terminal))) == 4
     last = terminal.lines()[-1]
     assert "6/6" in last or "6 of 6" in last
+
+
+class Slow:
+    """Samples that take 3 ms to arrive."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        self.clock.now += 0.003
+        return index
+
+
+@pytest.mark.parametrize("options", [{}, {"rng": "batch"}])
+def test_batches_made_by_the_for_itself(
+    clock: Clock,
+    terminal: Terminal,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+) -> None:
+    """Making a batch takes 12 ms and a step 4: the loop waits 75 % of the time."""
+    for place in (inline, batch_maker):
+        monkeypatch.setattr(place, "perf_counter", clock)
+    loader = DataLoader(Slow(clock), 4, **options)
+    for _ in progress(loader, file=terminal):
+        clock.now += 0.004
+    assert "waiting 75%" in terminal.lines()[-1]
 
 
 def test_looks_seldom(clock: Clock) -> None:
@@ -319,6 +350,7 @@ CELL = """
 import time
 from aioloader import DataLoader, progress
 from aioloader._observe import progress as module
+from aioloader._pipeline import batch_maker, inline
 module.SHOWN_EVERY = 0.0
 async for _ in progress(DataLoader(range(6), 2), desc="train"):
     pass

@@ -13,7 +13,7 @@ from aioloader import DataLoader
 from aioloader._observe.records import MadeAt, Record, bytes_of
 from aioloader.datasets import from_iterable
 from beside import beside
-from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
+from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
 
 KINDS = [SyncMap, AsyncMap, SyncStream, AsyncStream]
 PLACES: dict[str, dict[str, Any]] = {
@@ -77,6 +77,15 @@ async def test_each_batch_has_a_record(
         assert [one.number for one in found] == list(range(batches))
 
 
+async def test_reading_a_whole_batch_is_one_read() -> None:
+    """Its seconds count once, however many samples it has."""
+    async with DataLoader(AsyncBatchMap(40), 20) as loader:
+        await beside(partial(list, loader))
+        for one in records(loader):
+            made = MadeAt._make(one.made)
+            assert made.busy == pytest.approx(made.read - made.began)
+
+
 async def test_processor_time_of_some() -> None:
     """Of each 16th, where one thread makes the whole batch."""
     for options in PLACES.values():
@@ -114,6 +123,31 @@ async def test_failed_and_skipped_batches_have_none() -> None:
     loader = DataLoader(SyncMap(24), 4, transform=refuse, on_error="skip")
     await beside(lambda: list(loader))
     assert [one.number for one in records(loader)] == [2, 3, 4, 5]
+
+
+def refuse_odd(sample: Any) -> Any:
+    """Fail at each second sample."""
+    if sample[1] % 2:
+        raise ValueError("planted")
+    return sample
+
+
+@pytest.mark.parametrize("transform", [None, refuse_odd])
+@pytest.mark.parametrize("place", [*PLACES, "executor"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_samples_of_a_batch(kind: Any, place: str, transform: Any) -> None:
+    """Neither those that were skipped nor those after the end of a stream."""
+    with ThreadPoolExecutor(2) as pool:
+        options = PLACES.get(place, {"num_workers": 2, "workers": pool})
+        loader = DataLoader(
+            kind(10), 4, transform=transform, on_error="skip", **options
+        )
+        async with loader:
+            batches: list[Any] = await beside(partial(list, loader))
+    sizes = [len(batch[1]) for batch in batches]
+    assert 1 <= min(sizes) <= 2
+    assert [one.samples for one in records(loader)] == sizes
+    assert loader.stats().samples == sum(sizes)
 
 
 async def test_only_the_latest_are_kept() -> None:

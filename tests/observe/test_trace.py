@@ -5,17 +5,17 @@ import gzip
 import json
 import math
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from aioloader import merge_traces
+from aioloader import DataLoader, merge_traces
 from aioloader._observe.records import (
     NOT_MADE,
     Copies,
@@ -27,6 +27,7 @@ from aioloader._observe.records import (
 )
 from aioloader._observe.trace import Clock, Trace, Traced, trace_events
 from observe.trace_format import check_trace, of_kind, tracks
+from samples import AsyncMap
 
 CLOCK = Clock(unix=0, base=0)
 WORKERS = Setting("workers", workers=2, worker_kind="process", reads_in_workers=True)
@@ -136,11 +137,11 @@ def test_copies_are_collected_in_the_block_alone(tmp_path: Path) -> None:
     records, copies, path = Records(), Copies(), tmp_path / "run.json"
     trace = Trace(path, [])
     trace.follow(0, records, Setting("thread", on_device=1), copies)
-    copies.latest.append(Copy(0, 1.0, 1.0, 2.0, 64))
+    copies.append(Copy(0, 1.0, 1.0, 2.0, 64))
     with trace:
-        copies.latest.append(Copy(1, 2.0, 3.0, 5.0, 64))
-        copies.latest.append(Copy(2, 3.0, 4.0, 6.0, 64))
-    copies.latest.append(Copy(3, 4.0, 5.0, 7.0, 64))
+        copies.append(Copy(1, 2.0, 3.0, 5.0, 64))
+        copies.append(Copy(2, 3.0, 4.0, 6.0, 64))
+    copies.append(Copy(3, 4.0, 5.0, 7.0, 64))
     events = json.loads(path.read_text())["traceEvents"]
     shown = [(one["args"], one["dur"]) for one in events if one["ph"] == "X"]
     assert shown == [
@@ -186,26 +187,40 @@ def test_all_records_of_all_epochs(tmp_path: Path) -> None:
     traces: list[Trace] = []
     path = tmp_path / "run.json"
     under_way, next_one = Records(), Records()
-    under_way.latest.append(record(0, 0.0))
+    under_way.append(record(0, 0.0))
     trace = Trace(path, traces)
     trace.follow(0, under_way, WORKERS)
     with trace:
         assert traces == [trace]
         for number in range(1, 3000):
-            under_way.latest.append(record(number, 8.0 * number))
+            under_way.append(record(number, 8.0 * number))
         for one in traces:
             one.follow(1, next_one, WORKERS)
-        next_one.latest.append(record(0, 8.0 * 3000))
+        next_one.append(record(0, 8.0 * 3000))
         assert not path.exists()
-    under_way.latest.append(record(3000, 8.0 * 3001))
+    under_way.append(record(3000, 8.0 * 3001))
     assert traces == []
     events = loaded(path)["traceEvents"]
     found = [one["args"] for one in of_kind(events, "collate")]
     batches = [(one["epoch"], one["batch"]) for one in found]
     assert sorted(batches) == [*((0, n) for n in range(1, 3000)), (1, 0)]
-    assert type(under_way.latest) is deque
+    assert under_way.append == under_way.latest.append
     assert len(under_way.all()) == 1024
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_loader_with_numbers_of_numpys(tmp_path: Path) -> None:
+    """They are written as numbers; the loader takes them as well as Python's."""
+    numbers = {
+        name: np.int64(3)
+        for name in ("concurrency", "prefetch_factor", "prefetch_device")
+    }
+    path = tmp_path / "run.json"
+    loader: Any = DataLoader(AsyncMap(8), 2, device_transform=tuple, **numbers)  # type: ignore[call-overload]
+    with loader, loader.trace(path):
+        assert len(list(loader)) == 4
+    (epoch,) = loaded(path)["otherData"]["epochs"]
+    assert (epoch["concurrency"], epoch["window"], epoch["on_device"]) == (3, 6, 3)
 
 
 def test_two_traces_at_once(tmp_path: Path) -> None:
@@ -216,10 +231,10 @@ def test_two_traces_at_once(tmp_path: Path) -> None:
     for one in (outer, inner):
         one.follow(0, records, WORKERS)
     with outer:
-        records.latest.append(record(0, 0.0))
+        records.append(record(0, 0.0))
         with inner:
-            records.latest.append(record(1, 8.0))
-        records.latest.append(record(2, 16.0))
+            records.append(record(1, 8.0))
+        records.append(record(2, 16.0))
     a, b = (loaded(tmp_path / name) for name in ("a.json", "b.json.gz"))
     for trace, batches in ((a, 3), (b, 1)):
         assert len(of_kind(trace["traceEvents"], "collate")) == batches
@@ -229,6 +244,36 @@ def test_two_traces_at_once(tmp_path: Path) -> None:
     assert len(of_kind(merged, "collate")) == 4
 
 
+def test_iterations_under_way(tmp_path: Path) -> None:
+    """All that deliver batches in the block, also earlier ones than the latest."""
+    path, loader = tmp_path / "run.json", DataLoader(range(12), 2)
+    over, first, second = iter(loader), iter(loader), iter(loader)
+    assert [len(list(over)), len(next(first)), len(next(second))] == [6, 2, 2]
+    with loader.trace(path):
+        next(first), next(second), next(first)
+        list(loader)
+    epochs = loaded(path)["otherData"]["epochs"]
+    assert [(one["epoch"], one["batches"]) for one in epochs] == [
+        (1, 2),
+        (2, 1),
+        (3, 6),
+    ]
+
+
+def test_a_record_added_as_a_trace_begins_or_ends() -> None:
+    """Is kept: its thread may be about to add it when another changes the sinks."""
+    records, found = Records(), list[RecordTuple]()
+    before = records.append
+    records.add_sink(found.append)
+    before(record(0, 0.0))
+    during = records.append
+    records.remove_sink(found.append)
+    during(record(1, 8.0))
+    records.append(record(2, 16.0))
+    assert [one.number for one in records.all()] == [0, 1, 2]
+    assert found == [record(1, 8.0)]
+
+
 def test_a_block_that_raises(tmp_path: Path) -> None:
     """Is written too; what is there is replaced."""
     path = tmp_path / "run.json"
@@ -236,7 +281,7 @@ def test_a_block_that_raises(tmp_path: Path) -> None:
     records, trace = Records(), Trace(path, [])
     trace.follow(0, records, WORKERS)
     with pytest.raises(LookupError), trace:
-        records.latest.append(record(0, 0.0))
+        records.append(record(0, 0.0))
         raise LookupError
     assert of_kind(loaded(path)["traceEvents"], "collate")
 
@@ -293,7 +338,7 @@ def test_on_torchs_clock(tmp_path: Path, suffix: str) -> None:
     trace.follow(0, records, Setting("thread"))
     with trace:
         began, ended = profiled(theirs)
-        records.latest.append((0, began, ended, 0, 1, NOT_MADE))
+        records.append((0, began, ended, 0, 1, NOT_MADE))
     merge_traces(ours, theirs, tmp_path / "both.json")
     events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     (block,) = of_kind(events, "block")
@@ -339,7 +384,7 @@ async def test_another_thread_writes(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with trace:
-            records.latest.append(record(0, 0.0))
+            records.append(record(0, 0.0))
             began.set()
             await asyncio.Event().wait()
 

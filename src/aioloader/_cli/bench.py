@@ -57,6 +57,7 @@ def run(options: argparse.Namespace) -> None:
     twin = twin_of(loader)
     with ExitStack() as stack, _users(f"{options.loader} raised"):
         stack.enter_context(loader)
+        stack.callback(twin.close)
         ours, theirs = _measure(loader, twin, options)
         report = loader.report()
         if page is not None:

@@ -55,16 +55,23 @@ class Twin:
 
     @contextmanager
     def iterating(self) -> Iterator[Iterator[Any]]:
-        """Iterate; leave no worker running."""
+        """Iterate; only persistent workers are left, until ``close``."""
         loader = self.loader
         assert loader is not None
         iterator: Any = iter(loader)
         try:
             yield iterator
         finally:
-            if loader.num_workers:
+            if loader.num_workers and not loader.persistent_workers:
                 iterator._shutdown_workers()  # noqa: SLF001  (torch has no other way)
-                loader._iterator = None  # noqa: SLF001
+
+    def close(self) -> None:
+        """End persistent workers."""
+        loader = self.loader
+        if loader is not None and loader._iterator is not None:  # noqa: SLF001
+            kept: Any = loader._iterator  # noqa: SLF001
+            loader._iterator = None  # noqa: SLF001
+            kept._shutdown_workers()  # noqa: SLF001
 
 
 def twin_of(loader: DataLoader[Any]) -> Twin:

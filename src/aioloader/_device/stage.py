@@ -222,7 +222,7 @@ class Staged:
         delivery, number, asked, began = self._in_flight.popleft()
         delivery.release()
         ended, nbytes = time.perf_counter(), delivery.copied_bytes
-        self._copies.latest.append(Copy(number, asked, began, ended, nbytes))
+        self._copies.append(Copy(number, asked, began, ended, nbytes))
 
     def _move(self, number: int, result: BatchResult) -> None:
         """Replace a batch in its result with its delivery, or with an error."""

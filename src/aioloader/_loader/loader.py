@@ -428,7 +428,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         iterator: BatchIterator[Batch] = BatchIterator(
             start, self.__len__, check, seed, prepared
         )
-        live.open.add(iterator)
+        live.open[iterator] = None
         if prepared is not None and prepared.pipeline is not None:
             prepared.open(fills=not is_async)
         return iterator

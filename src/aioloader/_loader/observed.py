@@ -1,7 +1,6 @@
 """What a loader reports: figures, what limits training, traces."""
 
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from aioloader._observe.records import Copy, Counters, Record, Setting
@@ -24,7 +23,7 @@ class Observed:
         epoch, tally = self._live.epoch, self._live.tally
         counters = Counters() if epoch is None else epoch.counters
         policy = None if epoch is None else epoch.failures
-        is_under_way = any(one.is_under_way() for one in list(self._live.open))
+        is_under_way = any(one.is_under_way() for one in self._live.iterators())
         stats = LoaderStats(
             epoch=counters.epoch,
             batches=counters.batches,
@@ -39,6 +38,7 @@ class Observed:
             listed=counters.listed,
             loop_lag=None if counters.lag is None else counters.lag(),
             device_bytes=_ahead_bytes(counters) if is_under_way else 0,
+            iteration=counters.iteration,
         )
         recorded, copied = list(counters.records.latest), _copies_of(counters)
         return with_records(stats, recorded, self._live.setting(), copied)
@@ -50,10 +50,9 @@ class Observed:
         arguments; the change that gains most is the advice. Takes 0.05 to 0.3 s.
         ``print`` shows it.
         """
-        from aioloader._observe import machine, verdict
+        from aioloader._observe import verdict
 
         records, setting = self._recorded()
-        setting = replace(setting, cores=machine.cores())
         stats, copies = self.stats(), self._copied()
         return verdict.report(records, setting, stats, copies=copies)
 

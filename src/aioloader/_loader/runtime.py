@@ -3,6 +3,7 @@
 import copy
 import weakref
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +21,7 @@ from aioloader._loader.state import (
     state_of,
 )
 from aioloader._loader.state_check import check, fitted
-from aioloader._observe.records import Copies, Records, Setting
+from aioloader._observe.records import Copies, Counters, Records, Setting
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import Epoch, EpochNumbers
 from aioloader._pipeline.hosts import Hosts
@@ -74,7 +75,8 @@ class Runtime:
         self.tally = Tally()
         self.tuning = Tuning()
         self.traces: list[Follower] = []
-        self.open: weakref.WeakSet[BatchIterator[Any]] = weakref.WeakSet()
+        self.open: weakref.WeakKeyDictionary[BatchIterator[Any], None]
+        self.open = weakref.WeakKeyDictionary()
         self.numbers = numbers
         self.loaded = loaded
         self.options: Options | None = None  # the latest
@@ -91,6 +93,13 @@ class Runtime:
         from aioloader._device.opening import Devices
 
         return Devices()
+
+    @cached_property
+    def cores(self) -> int:
+        """How many cores this process may use, when first needed."""
+        from aioloader._observe.machine import cores
+
+        return cores()
 
     # -- an epoch starts ----------------------------------------------------------
 
@@ -172,23 +181,33 @@ class Runtime:
         self.numbers.begin(epoch)
         self.epoch = epoch
         for trace in self.traces:
-            self.show(trace)
+            self._show(trace, epoch.counters)
         if self.loaded is epoch.saved:  # no other was loaded meanwhile
             self.loaded = None
         return source
 
     def show(self, trace: "Follower") -> None:
-        """Let a trace follow the latest epoch."""
-        if self.epoch is not None:
-            counters = self.epoch.counters
-            number, setting = self.epoch.number, self.setting()
-            trace.follow(number, counters.records, setting, counters.copies)
+        """Let a trace follow the latest iteration, and others under way."""
+        latest = None if self.epoch is None else self.epoch.counters
+        for iterator in self.iterators():
+            counters = iterator.counters
+            if counters and counters is not latest and iterator.is_under_way():
+                self._show(trace, counters)
+        if latest is not None:
+            self._show(trace, latest)
+
+    def _show(self, trace: "Follower", counters: Counters) -> None:
+        setting = self._whole(counters.setting)
+        trace.follow(counters.epoch, counters.records, setting, counters.copies)
 
     def setting(self) -> Setting:
         """Return how the loader is set up for the latest epoch."""
-        setting = None if self.epoch is None else self.epoch.counters.setting
+        return self._whole(None if self.epoch is None else self.epoch.counters.setting)
+
+    def _whole(self, setting: Setting | None) -> Setting:
         size = None if self.options is None else self.options.batch_size
-        return setting or Setting("inline", batch_size=size)
+        setting = setting or Setting("inline", batch_size=size)
+        return replace(setting, cores=self.cores)
 
     def _source(self, options: Options, epoch: Epoch, *, is_async: bool) -> "Source":
         # Imported late: a plain ``for`` needs none of it.
@@ -207,6 +226,11 @@ class Runtime:
         note_first(options, epoch, self.epoch, is_kept=is_kept)
 
     # -- what is known of epochs --------------------------------------------------
+
+    def iterators(self) -> "list[BatchIterator[Any]]":
+        """Return the iterators that still exist; other threads may make more."""
+        found = [reference() for reference in self.open.keyrefs()]
+        return [iterator for iterator in found if iterator is not None]
 
     def drawn(self) -> Epoch | None:
         """Return the epoch of the latest iterator, if it has not started."""
@@ -240,7 +264,7 @@ class Runtime:
         """Let the next iteration start where ``state`` was saved."""
         check(options, state)
         state = fitted(options, state, strict=strict)
-        if any(iterator.is_under_way() for iterator in self.open):
+        if any(iterator.is_under_way() for iterator in self.iterators()):
             warn("an iteration is under way: the state takes effect with the next one")
         self.forget_ahead()
         self.loaded = copy.deepcopy(state)
@@ -298,7 +322,7 @@ class Runtime:
 
     def _dismissed(self) -> "list[BatchIterator[Any]]":
         """Dismiss all iterations; return their iterators."""
-        iterators = list(self.open)
+        iterators = self.iterators()
         for iterator in iterators:
             iterator.dismiss()
         return iterators

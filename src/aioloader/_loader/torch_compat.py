@@ -96,7 +96,7 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
         """The iterator of persistent workers, as in torch, or None."""
         if not (self.persistent_workers and self.num_workers):
             return None
-        return next(iter(self._live.open), None)
+        return next(iter(self._live.iterators()), None)
 
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:

@@ -16,8 +16,6 @@ _UNLIMITED = 1 << 60  # cgroup version 1 has a number near 2 ** 63 for no limit
 def cores(groups: Path = _GROUPS) -> int:
     """Return how many cores this process may use; with several ranks, its share."""
     found = float(os.cpu_count() or 1)
-    if hasattr(os, "sched_getaffinity"):
-        found = float(os.cpu_count() or 1)
     if hasattr(os, "sched_getaffinity"):  # Linux
         found = float(len(os.sched_getaffinity(0)))
     for read in (_quota_2, _quota_1):

@@ -280,7 +280,7 @@ def _observer(
 
     def observe(_options: "CallbackOptions") -> "Iterator[Observation]":
         for one in watched:
-            for value, labels in one.read().get(figure.name, ()):
+            for value, labels in one.take(figure.name):
                 attributes = {f"aioloader.{key}": text for key, text in labels}
                 yield Observation(value, {"aioloader.loader": one.name, **attributes})
 
@@ -303,10 +303,11 @@ class _Watched:
     def __init__(self, name: str, loader: Any) -> None:
         self.name = name
         self._loader = weakref.ref(loader)
-        self._lock = threading.Lock()  # scrapes may come from several threads
-        self._epoch = -1
-        self._latest: dict[Any, float] = {}  # of the current epoch
-        self._before: dict[Any, float] = {}  # of earlier epochs
+        self._lock = threading.RLock()  # scrapes may come from several threads
+        self._left: dict[str, list[Value]] = {}  # of a collection under way
+        self._iteration: object = None  # referred to, so that no other has its id
+        self._latest: dict[Any, float] = {}  # of the current iteration
+        self._before: dict[Any, float] = {}  # of earlier iterations
 
     def read(self) -> dict[str, list[Value]]:
         """Return the values of all figures; none if the loader is gone."""
@@ -322,7 +323,7 @@ class _Watched:
                 if figure.kind == "sum"
                 for one in found[figure.name]
             }
-            self._settle(stats.epoch, sums)
+            self._settle(stats.iteration, sums)
             for figure in FIGURES:
                 if figure.kind == "sum":
                     found[figure.name] = [
@@ -332,14 +333,22 @@ class _Watched:
                     ]
             return found
 
-    def _settle(self, epoch: int, sums: dict[Any, float]) -> None:
-        """Add the figures of the previous epoch if a new one has started."""
-        batches = ("batches", ())
-        has_fallen = sums.get(batches, 0) < self._latest.get(batches, 0)
-        if epoch != self._epoch or has_fallen:
+    def take(self, name: str) -> list[Value]:
+        """Return the values of one figure, of the same moment as those of others.
+
+        A collection takes each figure once: the next one begins with a new reading.
+        """
+        with self._lock:
+            if name not in self._left:
+                self._left = self.read()
+            return self._left.pop(name, [])
+
+    def _settle(self, iteration: object, sums: dict[Any, float]) -> None:
+        """Add the figures of the previous iteration if a new one has started."""
+        if iteration is not self._iteration:
             for key, value in self._latest.items():
                 self._before[key] = self._before.get(key, 0.0) + value
-        self._epoch, self._latest = epoch, sums
+        self._iteration, self._latest = iteration, sums
 
     def _total(self, name: str, labels: Any) -> float:
         key = name, labels

@@ -97,44 +97,40 @@ class Copy(NamedTuple):
     nbytes: int
 
 
-class _Forwarding(deque[T]):
-    """Records that are passed to sinks as they are added."""
-
-    sinks: tuple[Callable[[T], None], ...] = ()
-
-    def append(self, note: T) -> None:
-        super().append(note)
-        for sink in self.sinks:
-            sink(note)
-
-
 @dataclass(slots=True)
 class Latest(Generic[T]):
     """The latest records of one epoch.
 
     Attributes:
-        latest: The kept records, the latest last. Look it up for each record to add:
-            it is replaced when a sink is added.
+        latest: The kept records, the latest last.
+        append: Adds a record and passes it to the sinks. Replaced when these change,
+            so that without any it is as fast as the deque's.
     """
 
     latest: deque[T] = field(default_factory=partial(deque, maxlen=KEPT))
+    append: Callable[[T], None] = field(init=False, repr=False)
+    _sinks: tuple[Callable[[T], None], ...] = ()
+
+    def __post_init__(self) -> None:
+        self.append = self.latest.append
 
     def add_sink(self, sink: Callable[[T], None]) -> None:
         """Call ``sink`` with each later record, in the thread that adds it."""
-        forwarding = _Forwarding(self.latest, KEPT)
-        forwarding.sinks = (*self._sinks(), sink)
-        self.latest = forwarding
+        self._pass_to((*self._sinks, sink))
 
     def remove_sink(self, sink: Callable[[T], None]) -> None:
         """Undo ``add_sink``."""
-        left = tuple(one for one in self._sinks() if one != sink)
-        if not left:
-            self.latest = deque(self.latest, KEPT)
-        elif isinstance(self.latest, _Forwarding):
-            self.latest.sinks = left
+        self._pass_to(tuple(one for one in self._sinks if one != sink))
 
-    def _sinks(self) -> tuple[Callable[[T], None], ...]:
-        return self.latest.sinks if isinstance(self.latest, _Forwarding) else ()
+    def _pass_to(self, sinks: tuple[Callable[[T], None], ...]) -> None:
+        self._sinks = sinks
+        each = (self.latest.append, *sinks)
+        self.append = partial(_add, each) if sinks else self.latest.append
+
+
+def _add(each: tuple[Callable[[T], None], ...], note: T) -> None:
+    for append in each:
+        append(note)
 
 
 class Records(Latest[RecordTuple]):
@@ -251,6 +247,7 @@ class Counters:
         lag: Returns how the event loop that reads samples is blocked; None if there is
             no loop.
         copies: The copies to the device; None without one.
+        iteration: Identifies the iteration: two may have the same epoch number.
     """
 
     epoch: int = -1
@@ -264,6 +261,7 @@ class Counters:
     listed: Listed | None = None
     lag: Callable[[], LoopLag | None] | None = None
     copies: Copies | None = None
+    iteration: object = field(default_factory=object)
 
     def weigh(self, batch: Any) -> None:
         """Count the bytes of a batch; called for every 16th."""

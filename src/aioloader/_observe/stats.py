@@ -45,8 +45,8 @@ class LoaderStats:
     Attributes:
         epoch: Epoch number, from 0; -1 before the first.
         batches: Batches delivered.
-        waited: Seconds the consumer waited for batches that were not ready. The time
-            that an inline ``for`` spends making a batch is not a wait.
+        waited: Seconds the consumer waited for batches that were not ready. A plain
+            ``for`` that makes its batches itself waits while it makes them.
         in_flight: Batches requested and not yet delivered.
         failures: Samples that failed and were skipped or replaced.
         retries: Reads that the loader's ``retry`` has repeated.
@@ -59,6 +59,7 @@ class LoaderStats:
         loop_lag: How the event loop that reads samples in this process is blocked;
             None if it is not, or there is none.
         device_bytes: Device memory of batches that were moved and not yet delivered.
+        iteration: Identifies the iteration: two may have the same epoch number.
     """
 
     epoch: int
@@ -74,6 +75,7 @@ class LoaderStats:
     listed: Listed | None = None
     loop_lag: LoopLag | None = None
     device_bytes: int = 0
+    iteration: object = field(default=None, repr=False, compare=False)
     _recorded: Sequence[RecordTuple] = field(default=(), repr=False, compare=False)
     _setting: Setting | None = field(default=None, repr=False, compare=False)
     _copies: Sequence[Copy] = field(default=(), repr=False, compare=False)

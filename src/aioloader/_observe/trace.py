@@ -117,8 +117,8 @@ class Trace:
     ) -> None:
         """Collect the records of an epoch during the block.
 
-        The loader calls it for the current epoch when it makes the trace, and for each
-        epoch that starts in the block, before its first batch.
+        The loader calls it for the epochs under way when it makes the trace, and for
+        each that starts in the block, before its first batch.
 
         Args:
             epoch: Its number.
@@ -429,6 +429,11 @@ def _read_json(path: StrPath) -> dict[str, Any]:
     return trace
 
 
+def _plain(value: Any) -> int:
+    """Return a number of numpy's, which the loader accepts, as one of Python's."""
+    return int(value)
+
+
 def _write_json(path: Path, head: dict[str, Any], events: Iterable[Event]) -> None:
     """Write a trace event by event; the file appears once it is complete."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -438,7 +443,7 @@ def _write_json(path: Path, head: dict[str, Any], events: Iterable[Event]) -> No
             if path.suffix == ".gz"
             else partial.open("w", encoding="utf-8") as file
         ):
-            file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
+            file.write(json.dumps(head, default=_plain)[:-1] + ', "traceEvents": [\n')
             for number, event in enumerate(events):
                 file.write((",\n" if number else "") + json.dumps(event))
             file.write("\n]}\n")

@@ -286,10 +286,11 @@ class BatchMaker:
         return torch.tensor(kept if self.batched else kept[0])
 
     def kept(self, task: BatchTask) -> Any:
-        """Return the samples of ``task`` that were not skipped."""
+        """Return the samples of ``task`` that were not skipped; count the others."""
         samples = task.samples
         if self._may_skip() and type(samples) is list:
             samples = [sample for sample in samples if sample is not SKIP]
+            task.missing += len(task.samples) - len(samples)
         return samples
 
     def is_void(self, samples: Any) -> bool:

@@ -36,7 +36,7 @@ class BatchResult:
             this process), and the state of that copy after it.
         made: When it was made, for the records.
         lane: Which worker made it.
-        size: How many samples were requested.
+        size: How many samples it has.
     """
 
     batch: Any = None
@@ -72,6 +72,7 @@ class BatchTask:
         cursor: Position of the next sample that a fetcher will take.
         pending: Samples that fetchers have not finished.
         result: The result, once known; late samples are dropped.
+        missing: How many samples it lacks: skipped ones, or after a stream's end.
         state: As in ``BatchResult``.
         began: With ``read``, ``started``, ``transformed``, ``collated``, ``busy`` and
             ``cpu``: as in ``MadeAt``.
@@ -87,6 +88,7 @@ class BatchTask:
     cursor: int = 0
     pending: int = 0
     result: BatchResult | None = None
+    missing: int = 0
     state: Any = None
     began: float = 0.0
     read: float = 0.0
@@ -95,6 +97,11 @@ class BatchTask:
     collated: float = 0.0
     busy: float = 0.0
     cpu: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """How many samples it has."""
+        return len(self.indices) - self.missing
 
     def made(self) -> Made:
         """Return when it was made, as far as it is."""

@@ -188,7 +188,7 @@ class FetcherPool:
                 self._idle.append(waiting)
                 await waiting
                 continue
-            task, job, position = found
+            task, job, jobs, position = found
             began = self._begin(task, position)
             try:
                 await job(task, position)
@@ -197,15 +197,15 @@ class FetcherPool:
             except BaseException as error:  # handed to the consumer
                 rest = self._failed_by(task, error)
             else:
-                rest = self._did(task, position, began)
+                rest = self._did(task, position, jobs, began)
             if self._tuner is not None:
                 self._tune(self._tuner, began)
             if rest is not None and not await self._give_way(rest):
                 return
         self._fetching -= 1
 
-    def _next(self) -> tuple[BatchTask, Job, int] | None:
-        """Take the next job and its position in its batch, or None."""
+    def _next(self) -> tuple[BatchTask, Job, int, int] | None:
+        """Take the next job, how many its batch has, and its position; or None."""
         queue = self._queue
         while queue:
             task, job, jobs = queue[0]
@@ -214,7 +214,7 @@ class FetcherPool:
             if task.result or task.cursor == jobs:
                 queue.popleft()
             if not task.result:
-                return task, job, position
+                return task, job, jobs, position
         return None
 
     def _begin(self, task: BatchTask, position: int) -> float:
@@ -236,15 +236,15 @@ class FetcherPool:
         return self._done(task)
 
     def _did(
-        self, task: BatchTask, position: int, began: float
+        self, task: BatchTask, position: int, jobs: int, began: float
     ) -> Coroutine[Any, Any, None] | None:
         """Count a finished job; after the last one return the rest to await."""
         task.pending -= 1  # never 0 again once a sample failed
         if task.stage == "fetch" and (began or not task.pending):
             task.read = time.perf_counter()
             if not position % _TIMED_EVERY:  # counts for the untimed jobs after it too
-                jobs = min(_TIMED_EVERY, len(task.indices) - position)
-                task.busy += (task.read - began) * jobs
+                timed = min(_TIMED_EVERY, jobs - position)
+                task.busy += (task.read - began) * timed
         return None if task.pending else self._done(task)
 
     def _tune(self, tuner: Tuner, began: float) -> None:

@@ -198,8 +198,9 @@ class PlainIterator(LocalIterator):
             cpu = time.thread_time() - cpu
             self.counters.weigh(batch)
         taken = perf_counter()
+        self.counters.waited += taken - asked
         made = asked, read, read, read, taken, 0.0, cpu
-        self._records.latest.append((number, asked, taken, 0, len(indices), made))
+        self._records.append((number, asked, taken, 0, len(indices), made))
         self._progress.take(number, state)
         return batch
 
@@ -302,9 +303,10 @@ class InlineIterator(LocalIterator):
                 if is_clocked:
                     task.cpu = time.thread_time() - cpu
                     self.counters.weigh(result.batch)
-                size, taken = len(task.indices), task.collated
-                self._records.latest.append(
-                    (task.number, asked, taken, 0, size, task.made())
+                taken = task.collated
+                self.counters.waited += taken - asked
+                self._records.append(
+                    (task.number, asked, taken, 0, task.size, task.made())
                 )
             self._progress.take(task.number, task.state)
             if is_delivered:
@@ -373,9 +375,10 @@ class GatherIterator(LocalIterator):
             raise
         self.counters.batches += 1
         taken = perf_counter()
+        self.counters.waited += taken - asked
         chunk_size = len(chunk) if type(chunk) is range else chunk.numel()
         made = asked, taken, taken, taken, taken, 0.0, 0.0
-        self._records.latest.append((number, asked, taken, 0, chunk_size, made))
+        self._records.append((number, asked, taken, 0, chunk_size, made))
         if number % CLOCKED == 1:
             self.counters.weigh(batch)
         self._progress.take(number)

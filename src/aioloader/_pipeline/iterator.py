@@ -25,6 +25,7 @@ from aioloader._pipeline.inline import ClosedIterator, LocalIterator
 from aioloader._pipeline.waiting import require_asyncio
 
 if TYPE_CHECKING:
+    from aioloader._observe.records import Counters
     from aioloader._pipeline.pipeline import Pipeline
     from aioloader._pipeline.pipeline_iterator import PipelineIterator
 
@@ -133,8 +134,14 @@ class BatchIterator(Generic[Batch]):
     @property
     def _num_yielded(self) -> int:
         """The number of batches that it has delivered, under torch's name."""
+        counters = self.counters
+        return 0 if counters is None else counters.batches
+
+    @property
+    def counters(self) -> "Counters | None":
+        """The figures of its iteration, once it has started."""
         source = self._steps.source
-        return 0 if source is None else source.counters.batches
+        return None if source is None else source.counters
 
     def is_under_way(self) -> bool:
         """Tell whether it has started and is neither finished nor closed."""

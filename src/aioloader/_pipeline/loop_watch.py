@@ -158,8 +158,8 @@ class LoopWatch:
         self.timers += counted
         if late > _TOLERANCE:
             self.late += counted
-            self.times += 1
             self._lateness.append(late)
+            self.times += 1  # after it: another thread may call ``lag``
             self._late_at.append(now)
             self._held += now - self._clocks[0]
             self._computed += own - self._clocks[1]

@@ -462,7 +462,7 @@ class Pipeline:
                 result.state = task.state
             if result.made is NOT_MADE:
                 result.made = task.made()
-            result.size = len(task.indices)
+            result.size = task.size
             if self._keeps_state:
                 result = self.maker.leave(task, result)
             if self._sink is None:

@@ -384,7 +384,7 @@ class PipelineIterator:
                 )
                 self.counters.batches += is_delivered
                 if is_delivered:
-                    self._records.latest.append(self._record(number, result))
+                    self._records.append(self._record(number, result))
                     if number % CLOCKED == 1:
                         self.counters.weigh(result.batch)
                 # Last: an interrupt after this would lose the batch, and user code,

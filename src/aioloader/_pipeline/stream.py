@@ -229,6 +229,7 @@ class _Stream(abc.ABC):
             task.padding = max(0, len(task.samples) - real)
         if not isinstance(task.samples, list) and not self._takes_columns():
             task.samples = list(task.samples)
+        task.missing = len(task.indices) - len(task.samples)
         if self._source is not None and not self._source.fills and not task.result:
             # Only this batch is empty here: other ranks may have samples of it.
             least = len(task.indices) if self._drop_last else 1

@@ -117,6 +117,7 @@ def pack_answer(
         result.batch,
         error,
         result.is_empty,
+        missing=task.missing,
         failures=failures,
         retries=maker.policy.take_retries(),
         made=task.made(),
@@ -145,6 +146,7 @@ class Answer(NamedTuple):
         dataset: As in ``BatchResult``.
         made: As in ``BatchResult``, if the pool does not send it separately.
         lane: As in ``BatchResult``.
+        missing: As in ``BatchTask``, if not known to the loader.
     """
 
     batch: Any = None
@@ -157,6 +159,7 @@ class Answer(NamedTuple):
     dataset: tuple[int, Any] | None = None
     made: Made = NOT_MADE
     lane: int = 0
+    missing: int = 0
 
 
 def sendable(failures: deque[Failure], worker: int) -> list[Failure]:
@@ -170,6 +173,7 @@ def sendable(failures: deque[Failure], worker: int) -> list[Failure]:
 
 def opened(answer: Answer, task: BatchTask) -> tuple[BatchResult, list[Failure]]:
     """Return the pipeline's form of an answer: the result and the failures."""
+    task.missing += answer.missing
     error = answer.error.raisable() if answer.error is not None else None
     failures = [
         Failure(**{**vars(one), "error": one.error.raisable()})

@@ -193,8 +193,8 @@ class Endpoint:
         if self.maker.policy.retries:
             result.retries = self.maker.policy.take_retries()
         try:
-            if failures or not _is_just_a_batch(result):
-                self._send_answer(ticket, result, failures, task.made())
+            if failures or task.missing or not _is_just_a_batch(result):
+                self._send_answer(ticket, result, failures, task)
             else:
                 self.send(BATCH, ticket, result.batch, task.made())
         except (BrokenPipeError, ConnectionResetError):
@@ -203,7 +203,7 @@ class Endpoint:
             error.add_note(f"aioloader: {self.maker.place('send', task)}")
             self._packers.packer.reset()
             refused = BatchResult(error=error, state=result.state)
-            self._send_answer(ticket, refused, failures)
+            self._send_answer(ticket, refused, failures, task)
         self._table.clear(self.id, place)
 
     def send(self, kind: int, ticket: int, value: Any, made: Made = NOT_MADE) -> None:
@@ -222,7 +222,7 @@ class Endpoint:
         ticket: int,
         result: BatchResult,
         failures: list[Failure],
-        made: Made = NOT_MADE,
+        task: BatchTask,
     ) -> None:
         answer = Answer(
             result.batch,
@@ -233,8 +233,9 @@ class Endpoint:
             result.retries,
             result.state,
             result.dataset,
+            missing=task.missing,
         )
-        self.send(ANSWER, ticket, answer, made)
+        self.send(ANSWER, ticket, answer, task.made())
 
 
 def _is_just_a_batch(result: BatchResult) -> bool:
