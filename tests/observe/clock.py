@@ -258,7 +258,7 @@ class Clock:
     def _work(self) -> None:
         """Let lanes work; those that need a processor take turns."""
         setting = self._setting
-        is_one = self._locks or setting.worker_kind == "thread"
+        is_one = self._locks or setting.worker_kind in {"thread", "ThreadPoolExecutor"}
         processors = 1 if is_one else setting.cores
         lanes = [job for job in self._lanes if job is not None and job.left]
         computing = [job for job in lanes if job.stage in job.ticks.uses_cpu]

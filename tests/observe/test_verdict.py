@@ -96,6 +96,13 @@ PLANTS = [
         ("workers", "process"),
     ),
     Plant(
+        "an executor's threads, which share it too",
+        replace(THREADS, worker_kind="ThreadPoolExecutor"),
+        (Ticks((1,) * 4, transform=30, collate=2, step=5, uses_cpu=ALL_CPU),),
+        "transform",
+        ("workers", "process"),
+    ),
+    Plant(
         "a tiny prefetch",
         replace(LOOP, window=1, concurrency=64),
         (Ticks((20,) * 4, collate=1, step=8),),

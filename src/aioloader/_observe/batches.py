@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import NamedTuple
 
-from aioloader._observe.lock import lock_waits
+from aioloader._observe.lock import lock_waits, processors
 from aioloader._observe.records import Copy, Record, Setting
 from aioloader._observe.stages import (
     copy_seconds,
@@ -242,9 +242,9 @@ def _undisturbed(batches: list[Batch], setting: Setting, seconds: float) -> list
         return batches
     factor = 1.0
     if setting.place == "workers":
-        processors = 1 if setting.worker_kind == "thread" else max(1, setting.cores)
-        is_crowded = making_lanes(setting) > processors
-        used = mean(one.cpu for one in batches) / (seconds * processors)
+        cores = processors(setting)
+        is_crowded = making_lanes(setting) > cores
+        used = mean(one.cpu for one in batches) / (seconds * cores)
         factor = 1 - min(1.0, used) ** 8 if is_crowded else 1.0
     readers_used = mean(one.read for one in batches) / (
         seconds * reading_lanes(setting)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import mean, median
 
 from aioloader._observe.batches import Batch, scaled
+from aioloader._observe.lock import is_shared
 from aioloader._observe.records import Setting
 from aioloader._observe.replay import window_of
 from aioloader._observe.stages import is_coupled, reading_lanes
@@ -136,11 +137,11 @@ def _orders(
 
 
 def _workers(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
-    if setting.worker_kind == "thread":
+    old, kind = setting.workers, setting.worker_kind
+    if setting.place == "workers" and is_shared(setting):
         why = "threads take turns at the interpreter's lock, processes do not"
         apart = replace(setting, worker_kind="process")
-        yield Change("workers", "thread", "process", why, 3, apart, batches)
-    old = setting.workers
+        yield Change("workers", kind, "process", why, 3, apart, batches)
     why = "more batches are made at the same time"
     most = min(_MOST_WORKERS, max(4 * setting.cores, 2 * old))
     numbers = {2, 4, 8, 16, 32, setting.cores, 2 * old}

@@ -38,6 +38,12 @@ def is_shared(setting: Setting) -> bool:
     return setting.place in {"thread", "loop"}
 
 
+def processors(setting: Setting) -> int:
+    """Return how many lanes may compute at a time: one if workers share the GIL."""
+    is_one = setting.place == "workers" and is_shared(setting)
+    return 1 if is_one else max(1, setting.cores)
+
+
 def lock_waits(records: Sequence[Record], setting: Setting) -> list[float]:
     """Return how long each step but the last waited for the GIL.
 

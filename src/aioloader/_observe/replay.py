@@ -25,7 +25,7 @@ from statistics import mean, median
 from typing import NamedTuple
 
 from aioloader._observe.batches import Batch
-from aioloader._observe.lock import is_shared
+from aioloader._observe.lock import is_shared, processors
 from aioloader._observe.records import Setting
 from aioloader._observe.simulation import Process, Simulation
 from aioloader._observe.stages import (
@@ -113,8 +113,7 @@ class _Pipeline:
         self._batches, self._setting, self._window = batches, setting, window
         self._is_lazy = setting.window == 0
         clock = self._clock = Simulation()
-        shares_one = setting.place == "workers" and setting.worker_kind == "thread"
-        self._processors = clock.lanes(1 if shares_one else max(1, setting.cores))
+        self._processors = clock.lanes(processors(setting))
         self._locks = is_shared(setting) and any(one.locked for one in batches)
         self._lock = clock.lanes(1)  # the GIL
         self._makers = clock.lanes(making_lanes(setting))
