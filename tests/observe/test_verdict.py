@@ -1,10 +1,15 @@
 """The verdict on planted bottlenecks, and its gain against a loader that is changed."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
+from aioloader import DataLoader
 from aioloader._observe.batches import batches_of, slow_workers
+from aioloader._observe.changes import changes
 from aioloader._observe.records import LoopLag, Record, Setting
 from aioloader._observe.replay import window_of
 from aioloader._observe.stats import LoaderStats
@@ -374,3 +379,30 @@ def test_batches_that_cost_nothing_stay_where_they_are(cost: float) -> None:
         records.append(Record(number, now, now + 2 * cost, 0, 4, made))
         now += 2.2 * cost
     assert report(records, Setting("inline", batch_size=4, cores=8)).advice is None
+
+
+# -- what is never advised ------------------------------------------------------------
+
+WAITING = Ticks((20,) * 4, collate=1, step=5)
+
+
+def set_up(loader: DataLoader[Any]) -> Setting:
+    """Return how a loader is set up, after an epoch."""
+    assert list(loader)
+    return replace(loader._live.setting(), cores=8)
+
+
+def offered(setting: Setting, ticks: Ticks = WAITING) -> dict[str, str]:
+    """Return the arguments whose change is tried if batches take that long, and why."""
+    clock = Clock(replace(setting, window=setting.window or 4), [ticks])
+    batches = batches_of(clock.run(64), setting)
+    return {one.argument: one.why for one in changes(batches, setting)}
+
+
+def test_tensors_in_memory() -> None:
+    """They wait for no store, and none is gathered ahead."""
+    loader = DataLoader(TensorDataset(torch.zeros(160, 8)), 4)
+    assert {*offered(set_up(loader))} == {"num_workers"}
+    records = [Record._make(one) for one in loader.stats()._recorded]
+    for one in batches_of(records, set_up(loader)):
+        assert one.read_cpu == 1

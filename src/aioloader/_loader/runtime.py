@@ -186,9 +186,14 @@ class Runtime:
 
     def setting(self) -> Setting:
         """Return how the loader is set up for the latest epoch."""
-        setting = None if self.epoch is None else self.epoch.counters.setting
-        size = None if self.options is None else self.options.batch_size
-        return setting or Setting("inline", batch_size=size)
+        if self.epoch is None or self.options is None:
+            return Setting("inline")
+        counters = self.epoch.counters
+        if counters.setting is None:
+            from aioloader._loader.sources import inline_setting
+
+            counters.setting = inline_setting(self.options, self.epoch)
+        return counters.setting
 
     def _source(self, options: Options, epoch: Epoch, *, is_async: bool) -> "Source":
         # Imported late: a plain ``for`` needs none of it.

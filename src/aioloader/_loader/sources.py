@@ -79,8 +79,8 @@ def make_source(
     Raises:
         RuntimeError: If a plain ``for`` would block the loop that serves it.
     """
-    tensors = _gathered(options)
-    if tensors is not None and isinstance(epoch.order, IndexOrder):
+    tensors = _gathered(options, epoch)
+    if tensors is not None:
         return GatherIterator(tensors, epoch)
     epoch.on_error, epoch.max_failures = options.on_error, options.max_failures
     hosts = resources.hosts
@@ -123,7 +123,7 @@ def make_source(
     return PipelineIterator(pipeline, epoch, window, patience)
 
 
-def _gathered(options: Options) -> tuple[torch.Tensor, ...] | None:
+def _gathered(options: Options, epoch: Epoch) -> tuple[torch.Tensor, ...] | None:
     """Return the tensors of a dataset whose batches can be gathered by index."""
     is_more = (
         options.num_workers
@@ -133,6 +133,7 @@ def _gathered(options: Options) -> tuple[torch.Tensor, ...] | None:
         or options.transform is not None
         or options.lifespan is not None
         or options.part.tail == "pad"
+        or not isinstance(epoch.order, IndexOrder)
     )
     if is_more or type(options.dataset) is not TensorDataset:
         return None
@@ -221,6 +222,15 @@ def _setting(
         in_order=options.in_order,
         on_device=on_device,
     )
+
+
+def inline_setting(options: Options, epoch: Epoch) -> Setting:
+    """Return how a loader is set up that makes batches in its consumer's thread."""
+    window = Window(1, is_lazy=options.is_keyed)
+    setting = replace(_setting(options, None, window, on_device=0), place="inline")
+    if _gathered(options, epoch) is None:
+        return setting
+    return replace(setting, fixed=("prefetch_factor", "dataset"))
 
 
 def _fixed(window: Window) -> int | None:

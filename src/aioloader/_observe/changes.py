@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import mean, median
 
 from aioloader._observe.batches import Batch, scaled
@@ -63,12 +64,15 @@ def changes(
         setting: The loader's setting.
         slow: How many times longer each worker takes.
     """
-    yield from _windows(batches, setting)
-    yield from _reads(batches, setting)
-    yield from _moves(batches, setting)
-    yield from _orders(batches, setting, max(slow, default=1.0))
-    yield from _workers(batches, setting)
-    yield from _datasets(batches, setting)
+    found = chain(
+        _windows(batches, setting),
+        _reads(batches, setting),
+        _moves(batches, setting),
+        _orders(batches, setting, max(slow, default=1.0)),
+        _workers(batches, setting),
+        _datasets(batches, setting),
+    )
+    yield from (one for one in found if one.argument not in setting.fixed)
 
 
 def _windows(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:

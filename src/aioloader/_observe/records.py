@@ -182,6 +182,7 @@ class Setting:
         in_order: Whether batches are delivered in the sampler's order.
         on_device: How many batches are moved to the device ahead; 0 without ``device``.
         cores: How many cores this process may use; filled in when needed.
+        fixed: Arguments that are not advised: they would change nothing here.
     """
 
     place: Literal["inline", "thread", "loop", "workers"]
@@ -195,6 +196,7 @@ class Setting:
     in_order: bool = True
     on_device: int = 0
     cores: int = 1
+    fixed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,8 @@ class Counters:
         waited: Seconds the consumer waited for batches that were not ready.
         in_flight: Batches requested and not yet delivered.
         records: The records of the latest batches.
-        setting: How the loader is set up; None for a plain loop over a dataset.
+        setting: How the loader is set up; for batches made in the consumer's thread,
+            None until it is asked for.
         weighed: How many batches had their bytes counted.
         bytes: The bytes of these.
         listed: The listing of a stream's shards, if done here.

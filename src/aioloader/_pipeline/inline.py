@@ -374,10 +374,12 @@ class GatherIterator(LocalIterator):
         self.counters.batches += 1
         taken = perf_counter()
         chunk_size = len(chunk) if type(chunk) is range else chunk.numel()
-        made = asked, taken, taken, taken, taken, 0.0, 0.0
-        self._records.latest.append((number, asked, taken, 0, chunk_size, made))
+        cpu = 0.0
         if number % CLOCKED == 1:
+            cpu = taken - asked  # copying memory never waits
             self.counters.weigh(batch)
+        made = asked, taken, taken, taken, taken, 0.0, cpu
+        self._records.latest.append((number, asked, taken, 0, chunk_size, made))
         self._progress.take(number)
         return batch
 
