@@ -15,6 +15,7 @@ from aioloader._observe.replay import window_of
 from aioloader._observe.stats import LoaderStats
 from aioloader._observe.verdict import Advice, Report, best_change, report
 from observe.clock import TICK, Clock, Ticks, seconds_per_batch
+from samples import SyncMap
 
 PROCESSES = Setting(
     "workers", 2, "process", reads_in_workers=True, window=4, batch_size=4, cores=8
@@ -406,3 +407,22 @@ def test_tensors_in_memory() -> None:
     records = [Record._make(one) for one in loader.stats()._recorded]
     for one in batches_of(records, set_up(loader)):
         assert one.read_cpu == 1
+
+
+@pytest.mark.parametrize("prefetch_factor", [None, 4])
+def test_batches_that_draw_from_the_callers_generators(
+    prefetch_factor: int | None,
+) -> None:
+    """Each is made when it is requested, whatever is asked for ahead."""
+    loader = DataLoader(SyncMap(8), rng="batch", prefetch_factor=prefetch_factor)
+    setting = set_up(loader)
+    assert {*offered(setting)} == {"num_workers", "dataset"}
+    assert {*offered(replace(setting, place="thread", on_device=1))}.isdisjoint(
+        {"prefetch_factor", "prefetch_device"}
+    )
+    asynchronous = [
+        one.setting
+        for one in changes(batches_of(Clock(LOOP, [WAITING]).run(64), LOOP), setting)
+        if one.argument == "dataset"
+    ]
+    assert [one.window for one in asynchronous] == [0]

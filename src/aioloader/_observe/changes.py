@@ -76,13 +76,13 @@ def changes(
 
 
 def _windows(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
+    if setting.window == 0:  # keyed generators of this process: one at a time
+        return
     if setting.place == "inline":
         why = "a thread makes batches while the step runs"
         beside = replace(setting, place="thread", window=2)
         batches = [one._replace(step=one.step + _HANDED) for one in batches]
         yield Change("prefetch_factor", None, 2, why, 1, beside, batches)
-    elif setting.window == 0:  # keyed generators of this process: one at a time
-        return
     else:
         readers = max(1, setting.workers)
         on_device = setting.on_device
@@ -109,7 +109,7 @@ def _reads(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
 def _moves(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
     old, window = setting.on_device, setting.window
     why = "more batches are copied ahead, so a slow copy or a long step is bridged"
-    for new in (2 * old, 4 * old) if old else ():
+    for new in (2 * old, 4 * old) if old and window != 0 else ():
         wider = None if window is None else window + new - old
         ahead = replace(setting, on_device=new, window=wider)
         yield Change("prefetch_device", old, new, why, 1, ahead, batches)
@@ -164,9 +164,8 @@ def _with_workers(setting: Setting, number: int) -> Setting:
     if window is not None:
         readers = max(1, setting.workers)
         ahead = (window - setting.on_device) // readers
-        has_own = setting.place in {"thread", "workers"} and ahead > 0
-        each = ahead if has_own or setting.place == "loop" else 2
-        window = max(1, each) * number + setting.on_device
+        each = ahead if setting.place != "inline" and ahead > 0 else 2
+        window = each * number + setting.on_device
     if setting.place == "workers":
         return replace(setting, workers=number, window=window)
     # Workers read everything but async iterables.
@@ -195,7 +194,7 @@ def _datasets(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
             worker_kind="",
             reads_in_workers=False,
             concurrency=_CONCURRENCY,
-            window=None,
+            window=None if setting.window != 0 else 0,
             batch_size=size,
         )
         yield Change("dataset", "plain", new, why, 4, asynchronous, batches)
