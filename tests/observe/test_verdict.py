@@ -14,8 +14,9 @@ from aioloader._observe.records import LoopLag, Record, Setting
 from aioloader._observe.replay import window_of
 from aioloader._observe.stats import LoaderStats
 from aioloader._observe.verdict import Advice, Report, best_change, report
+from aioloader.datasets import from_iterable
 from observe.clock import TICK, Clock, Ticks, seconds_per_batch
-from samples import SyncMap
+from samples import AsyncStream, SyncMap, SyncStream
 
 PROCESSES = Setting(
     "workers", 2, "process", reads_in_workers=True, window=4, batch_size=4, cores=8
@@ -426,3 +427,18 @@ def test_batches_that_draw_from_the_callers_generators(
         if one.argument == "dataset"
     ]
     assert [one.window for one in asynchronous] == [0]
+
+
+@pytest.mark.parametrize("prefetch_factor", [None, 2])
+def test_a_stream_of_the_users(prefetch_factor: int | None) -> None:
+    """It has no ``__getitem__``, and each worker would yield all of its samples."""
+    found = offered(set_up(DataLoader(SyncStream(8), prefetch_factor=prefetch_factor)))
+    assert {*found} == {"prefetch_factor", "num_workers"}
+    assert "its own part (get_worker_info())" in found["num_workers"]
+
+
+def test_a_stream_that_splits_itself() -> None:
+    """So does one that the loader reads alone."""
+    for dataset in (from_iterable(range(8)), AsyncStream(8)):
+        found = offered(set_up(DataLoader(dataset, 4)))
+        assert found["num_workers"] == "more batches are made at the same time"

@@ -210,6 +210,8 @@ def _setting(
     workers = options.workers
     kind = workers if isinstance(workers, str) else type(workers).__name__
     host: Literal["thread", "loop"] = "thread" if options.is_plain else "loop"
+    is_stream = options.kind is not Kind.MAP
+    is_users = is_stream and not options.is_own_stream
     return Setting(
         host if pool is None else "workers",
         workers=options.num_workers,
@@ -218,7 +220,8 @@ def _setting(
         concurrency=options.concurrency if options.reads_async else 1,
         window=_fixed(window),
         batch_size=options.batch_size,
-        is_stream=options.kind is not Kind.MAP,
+        is_stream=is_stream,
+        is_replicated=is_users and options.reads_in_workers,
         in_order=options.in_order,
         on_device=on_device,
     )

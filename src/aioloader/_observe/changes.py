@@ -147,6 +147,8 @@ def _workers(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
         apart = replace(setting, worker_kind="process")
         yield Change("workers", kind, "process", why, 3, apart, batches)
     why = "more batches are made at the same time"
+    if setting.is_replicated:
+        why += ", if __iter__ yields each worker its own part (get_worker_info())"
     most = min(_MOST_WORKERS, max(4 * setting.cores, 2 * old))
     numbers = {2, 4, 8, 16, 32, setting.cores, 2 * old}
     if not old:

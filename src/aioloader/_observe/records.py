@@ -179,6 +179,7 @@ class Setting:
             sizes or speed; 0 if a batch only starts when requested.
         batch_size: Samples per batch; None if a batch sampler decides.
         is_stream: Whether an iterable is read, block by block.
+        is_replicated: Whether each worker iterates over a copy of the user's iterable.
         in_order: Whether batches are delivered in the sampler's order.
         on_device: How many batches are moved to the device ahead; 0 without ``device``.
         cores: How many cores this process may use; filled in when needed.
@@ -193,6 +194,7 @@ class Setting:
     window: int | None = 1
     batch_size: int | None = 1
     is_stream: bool = False
+    is_replicated: bool = False
     in_order: bool = True
     on_device: int = 0
     cores: int = 1
