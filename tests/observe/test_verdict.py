@@ -12,11 +12,12 @@ from aioloader._observe.batches import batches_of, slow_workers
 from aioloader._observe.changes import changes
 from aioloader._observe.records import LoopLag, Record, Setting
 from aioloader._observe.replay import window_of
+from aioloader._observe.stages import reading_lanes, transforming_lanes
 from aioloader._observe.stats import LoaderStats
 from aioloader._observe.verdict import Advice, Report, best_change, report
 from aioloader.datasets import from_iterable
 from observe.clock import TICK, Clock, Ticks, seconds_per_batch
-from samples import AsyncStream, SyncMap, SyncStream
+from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
 
 PROCESSES = Setting(
     "workers", 2, "process", reads_in_workers=True, window=4, batch_size=4, cores=8
@@ -66,6 +67,15 @@ PLANTS = [
         (Ticks((10,) * 4, collate=1, step=3),),
         "read",
         ("dataset", "async __getitem__, concurrency=64"),
+    ),
+    Plant(
+        "a transform that waits",
+        replace(
+            LOOP, concurrency=4, window=16, reads_async=False, transforms_async=True
+        ),
+        (Ticks((0,) * 4, transform=20, collate=1, step=6),),
+        "transform",
+        ("concurrency", 16),
     ),
     Plant(
         "reads that a few workers hide",
@@ -442,3 +452,36 @@ def test_a_stream_that_splits_itself() -> None:
     for dataset in (from_iterable(range(8)), AsyncStream(8)):
         found = offered(set_up(DataLoader(dataset, 4)))
         assert found["num_workers"] == "more batches are made at the same time"
+
+
+async def waiting(found: Any) -> Any:
+    """Transform, or collate."""
+    return found
+
+
+def test_plain_reads_before_an_async_transform() -> None:
+    """Coroutines transform as many samples at a time as ``concurrency`` says."""
+    setting = set_up(DataLoader(SyncMap(8), 4, transform=waiting, concurrency=8))
+    assert (setting.place, setting.concurrency) == ("loop", 8)
+    assert "in the transform" in offered(setting)["concurrency"]
+    assert (reading_lanes(setting), transforming_lanes(setting)) == (1, 8)
+    for dataset in (AsyncStream(8), AsyncBatchMap(8)):
+        assert set_up(DataLoader(dataset, 4, transform=waiting)).transforms_async
+    # There each sample is transformed by the coroutine that has read it.
+    assert not set_up(DataLoader(AsyncMap(8), 4, transform=waiting)).transforms_async
+
+
+def test_plain_reads_before_an_async_collate_fn() -> None:
+    """It changes nothing how many samples coroutines would read."""
+    found = offered(set_up(DataLoader(SyncMap(8), 4, collate_fn=waiting)))
+    assert {*found} == {"prefetch_factor", "num_workers"}
+
+
+def test_plain_reads_that_wait() -> None:
+    """The dataset may become async, in the setting of a real loader."""
+    setting = set_up(DataLoader(SyncMap(8), 4, prefetch_factor=2))
+    records = Clock(setting, [Ticks((10,) * 4, collate=1, step=3)]).run(64)
+    advice = report(records, replace(setting, cores=2)).advice
+    assert advice is not None
+    assert advice.argument == "dataset"
+    assert advice.gain > 500

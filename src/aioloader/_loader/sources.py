@@ -41,7 +41,7 @@ from aioloader._workers.rng import (
 )
 from aioloader._workers.rng_streams import seed_batch
 from aioloader._workers.threads import KeyedHere, ThreadWorkers
-from aioloader.protocols import Kind, is_async_function
+from aioloader.protocols import Kind, batch_getter, is_async_function
 
 if TYPE_CHECKING:
     from aioloader._device.opening import Devices, DeviceSide
@@ -216,8 +216,10 @@ def _setting(
         host if pool is None else "workers",
         workers=options.num_workers,
         worker_kind=kind if pool is not None else "",
-        reads_in_workers=options.reads_in_workers,
-        concurrency=options.concurrency if options.reads_async else 1,
+        reads_in_workers=pool is not None and pool.reads,
+        concurrency=1 if options.is_plain else options.concurrency,
+        reads_async=options.reads_async,
+        transforms_async=_transforms_batches(options),
         window=_fixed(window),
         batch_size=options.batch_size,
         is_stream=is_stream,
@@ -225,6 +227,17 @@ def _setting(
         in_order=options.in_order,
         on_device=on_device,
     )
+
+
+def _transforms_batches(options: Options) -> bool:
+    """Tell whether coroutines transform the samples of a batch after its last read.
+
+    If they read single samples, they transform each one after its read.
+    """
+    reads_each = options.reads_async and options.kind is Kind.MAP
+    if options.batched and batch_getter(options.dataset) is not None:
+        reads_each = False
+    return is_async_function(options.transform) and not reads_each
 
 
 def inline_setting(options: Options, epoch: Epoch) -> Setting:

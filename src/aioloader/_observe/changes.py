@@ -96,10 +96,12 @@ def _windows(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
 
 def _reads(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
     has_coroutines = setting.place == "loop" or setting.concurrency > 1
-    if setting.is_stream or not has_coroutines:
+    reads_many = setting.reads_async and not setting.is_stream
+    if not has_coroutines or not (reads_many or setting.transforms_async):
         return
     old = setting.concurrency
-    why = "samples wait for the store, and more of them can wait at the same time"
+    where = "in the transform" if setting.transforms_async else "for the store"
+    why = f"samples wait {where}, and more of them can wait at the same time"
     for new in (2 * old, 4 * old, 8 * old, 16 * old):
         if new <= _MOST_READS:
             wider = replace(setting, concurrency=new)
@@ -171,7 +173,8 @@ def _with_workers(setting: Setting, number: int) -> Setting:
     if setting.place == "workers":
         return replace(setting, workers=number, window=window)
     # Workers read everything but async iterables.
-    reads = not (setting.place == "loop" and setting.is_stream)
+    is_async = setting.place == "loop" and setting.reads_async
+    reads = not (is_async and setting.is_stream)
     return replace(
         setting,
         place="workers",
@@ -196,11 +199,12 @@ def _datasets(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
             worker_kind="",
             reads_in_workers=False,
             concurrency=_CONCURRENCY,
+            reads_async=True,
             window=None if setting.window != 0 else 0,
             batch_size=size,
         )
         yield Change("dataset", "plain", new, why, 4, asynchronous, batches)
-    elif setting.concurrency >= _MANY_READS:
+    elif setting.reads_async and setting.concurrency >= _MANY_READS:
         why = "one request then brings many samples; assumed to take a tenth"
         packed = scaled(batches, "read", _PACKED)
         yield Change("dataset", "a read each", "shards", why, 4, setting, packed)

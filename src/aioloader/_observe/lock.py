@@ -16,8 +16,8 @@ from aioloader._observe.records import Record, Setting
 from aioloader._observe.stages import (
     Floats,
     hand_over,
-    is_coupled,
     is_made,
+    making_starts,
     seen_transports,
 )
 
@@ -61,7 +61,7 @@ def lock_waits(records: Sequence[Record], setting: Setting) -> list[float]:
     makes = [one for one in records if is_made(one)]
     if not is_shared(setting) or setting.on_device or not (none and makes):
         return none
-    begins = _times(makes, 0 if is_coupled(setting) else 2)
+    begins = _times(makes, making_starts(setting))
     ends = _times(makes, 4)
     turn = sys.getswitchinterval()
     steps = [later.asked - one.taken for one, later in pairwise(records)]

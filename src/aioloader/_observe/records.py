@@ -44,8 +44,8 @@ class MadeAt(NamedTuple):
         started: Transform and collate started; later than ``read`` if they had to wait.
         transformed: All of its samples were transformed.
         collated: It was collated.
-        busy: Seconds spent in reading, summed over samples that were read
-            concurrently; 0: as long as from ``began`` to ``read``.
+        busy: Seconds that coroutines took for single samples, summed over these: to
+            read them, or else to transform them; 0 if there were none.
         cpu: Seconds of processor time from ``began`` to ``collated`` if one thread did
             all of it; measured only for every 16th batch, otherwise 0.
     """
@@ -173,8 +173,10 @@ class Setting:
         worker_kind: ``"process"``, ``"thread"``, or the name of an executor's class;
             ``""`` without workers.
         reads_in_workers: Whether workers read the samples.
-        concurrency: How many samples each reader reads at a time, if coroutines do;
-            otherwise 1.
+        concurrency: How many samples coroutines of each reader read, or transform, at a
+            time; 1 without coroutines.
+        reads_async: Whether coroutines read, if there are any.
+        transforms_async: Whether coroutines transform batches that have been read.
         window: Limit on batches requested and not delivered; None if it follows their
             sizes or speed; 0 if a batch only starts when requested.
         batch_size: Samples per batch; None if a batch sampler decides.
@@ -191,6 +193,8 @@ class Setting:
     worker_kind: str = ""
     reads_in_workers: bool = False
     concurrency: int = 1
+    reads_async: bool = True
+    transforms_async: bool = False
     window: int | None = 1
     batch_size: int | None = 1
     is_stream: bool = False
