@@ -485,3 +485,19 @@ def test_plain_reads_that_wait() -> None:
     assert advice is not None
     assert advice.argument == "dataset"
     assert advice.gain > 500
+
+
+def test_what_the_loader_chooses() -> None:
+    """It is not advised, and what is chosen now counts, not what an epoch began with."""
+    loader: DataLoader[Any] = DataLoader(AsyncMap(40), 4, concurrency="auto")
+    assert "concurrency" not in offered(set_up(loader))
+    loader._live.tuning.controllers["concurrency"].value = 100
+    assert loader._live.setting().concurrency == loader.stats().stages[0].lanes == 100
+    loader.concurrency = 8
+    assert set_up(loader).concurrency == 8
+    assert "concurrency" in offered(set_up(loader))
+
+    plain: DataLoader[Any] = DataLoader(SyncMap(40), 4, prefetch_factor="auto")
+    assert "prefetch_factor" not in offered(set_up(plain))
+    plain._live.tuning.controllers["prefetch_factor"].value = 7
+    assert plain._live.setting().window == 7

@@ -185,7 +185,7 @@ class Runtime:
             trace.follow(number, counters.records, setting, counters.copies)
 
     def setting(self) -> Setting:
-        """Return how the loader is set up for the latest epoch."""
+        """Return how the loader is set up for the latest epoch, as it is tuned now."""
         if self.epoch is None or self.options is None:
             return Setting("inline")
         counters = self.epoch.counters
@@ -193,7 +193,7 @@ class Runtime:
             from aioloader._loader.sources import inline_setting
 
             counters.setting = inline_setting(self.options, self.epoch)
-        return counters.setting
+        return self.tuning.tuned(counters.setting)
 
     def _source(self, options: Options, epoch: Epoch, *, is_async: bool) -> "Source":
         # Imported late: a plain ``for`` needs none of it.

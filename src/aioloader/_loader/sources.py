@@ -14,7 +14,7 @@ from torch.utils.data._utils import pin_memory as torch_pin
 
 from aioloader._collate.collate import collates_as_torch, default_collate
 from aioloader._collate.gather import gatherable
-from aioloader._loader.auto import MOST_PER_WORKER, is_chosen, tuner_of
+from aioloader._loader.auto import MOST_PER_WORKER, NAMES, is_chosen, tuner_of
 from aioloader._loader.options import Options
 from aioloader._observe.records import Copies, Setting
 from aioloader._order.epoch import Epoch
@@ -226,7 +226,13 @@ def _setting(
         is_replicated=is_users and options.reads_in_workers,
         in_order=options.in_order,
         on_device=on_device,
+        fixed=_fixed_arguments(options),
     )
+
+
+def _fixed_arguments(options: Options) -> tuple[str, ...]:
+    """Return the arguments that the report must not advise to change."""
+    return tuple(name for name in NAMES if is_chosen(getattr(options, name)))
 
 
 def _transforms_batches(options: Options) -> bool:
@@ -246,7 +252,8 @@ def inline_setting(options: Options, epoch: Epoch) -> Setting:
     setting = replace(_setting(options, None, window, on_device=0), place="inline")
     if _gathered(options, epoch) is None:
         return setting
-    return replace(setting, fixed=("prefetch_factor", "dataset"))
+    fixed = *setting.fixed, "prefetch_factor", "dataset"
+    return replace(setting, fixed=fixed)
 
 
 def _fixed(window: Window) -> int | None:

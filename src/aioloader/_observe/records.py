@@ -185,7 +185,8 @@ class Setting:
         in_order: Whether batches are delivered in the sampler's order.
         on_device: How many batches are moved to the device ahead; 0 without ``device``.
         cores: How many cores this process may use; filled in when needed.
-        fixed: Arguments that are not advised: they would change nothing here.
+        fixed: Arguments that are not advised: they would change nothing here, or the
+            loader chooses them.
     """
 
     place: Literal["inline", "thread", "loop", "workers"]
