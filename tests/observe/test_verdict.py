@@ -1,5 +1,6 @@
 """The verdict on planted bottlenecks, and its gain against a loader that is changed."""
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -501,3 +502,18 @@ def test_what_the_loader_chooses() -> None:
     assert "prefetch_factor" not in offered(set_up(plain))
     plain._live.tuning.controllers["prefetch_factor"].value = 7
     assert plain._live.setting().window == 7
+
+
+def test_workers_that_would_have_nothing_to_do() -> None:
+    """All of it runs on the loop."""
+    loader = DataLoader(AsyncStream(8), 4, collate_fn=waiting)
+    assert "num_workers" not in offered(set_up(loader))
+    assert "num_workers" in offered(set_up(DataLoader(AsyncStream(8), 4)))
+
+
+def test_workers_that_this_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    loader = DataLoader(SyncMap(8), 4)
+    assert {*offered(set_up(loader))} == {"prefetch_factor", "dataset"}
+    threads = DataLoader(SyncMap(8), 4, num_workers=2, workers="thread")
+    assert {*offered(set_up(threads))} == {"prefetch_factor", "num_workers", "dataset"}

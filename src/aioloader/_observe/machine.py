@@ -28,6 +28,11 @@ def cores(groups: Path = _GROUPS) -> int:
     return max(1, math.floor(found))
 
 
+def has_processes() -> bool:
+    """Tell whether worker processes can be used: they share memory files."""
+    return hasattr(os, "memfd_create")
+
+
 def memory_left(groups: Path = _GROUPS) -> int:
     """Return how many bytes this process could still use, memory files included."""
     left = _UNLIMITED
