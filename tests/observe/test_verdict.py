@@ -237,6 +237,18 @@ def test_a_slow_copy_has_no_remedy_here() -> None:
     assert found.wait_share == pytest.approx(0.75, abs=0.03)
 
 
+def test_batches_that_stay_on_the_host() -> None:
+    """There is no copy and no link."""
+    setting = Setting("thread", window=6, on_device=2, stays_on_host=True, cores=8)
+    clock = Clock(setting, [Ticks(collate=1, transport=20, step=5)])
+    found = report(clock.run(64), setting, copies=clock.copies)
+    assert (found.stage, found.advice) == ("device", None)
+    assert found.headline.startswith(
+        "Page-locking batches, or device_transform, holds training back"
+    )
+    assert found.limit == "No argument gains 5 % or more: this stage must get cheaper."
+
+
 def test_a_slow_copy_of_known_size() -> None:
     """Half the bytes take half the time, as a loader that has them shows."""
     setting = Setting("thread", window=6, on_device=2, cores=8)
@@ -489,7 +501,7 @@ def test_plain_reads_that_wait() -> None:
 
 
 def test_what_the_loader_chooses() -> None:
-    """It is not advised, and what is chosen now counts, not what an epoch began with."""
+    """It is not advised; what is chosen now counts, not what an epoch began with."""
     loader: DataLoader[Any] = DataLoader(AsyncMap(40), 4, concurrency="auto")
     assert "concurrency" not in offered(set_up(loader))
     loader._live.tuning.controllers["concurrency"].value = 100
@@ -517,3 +529,12 @@ def test_workers_that_this_system_refuses(monkeypatch: pytest.MonkeyPatch) -> No
     assert {*offered(set_up(loader))} == {"prefetch_factor", "dataset"}
     threads = DataLoader(SyncMap(8), 4, num_workers=2, workers="thread")
     assert {*offered(set_up(threads))} == {"prefetch_factor", "num_workers", "dataset"}
+
+
+def test_a_device_transform_without_a_device() -> None:
+    setting = set_up(DataLoader(SyncMap(8), 4, device_transform=tuple))
+    assert setting.stays_on_host
+    assert "ready ahead" in offered(setting)["prefetch_device"]
+    moved = replace(setting, stays_on_host=False)
+    assert "copied ahead" in offered(moved)["prefetch_device"]
+    assert not set_up(DataLoader(SyncMap(8), 4, prefetch_factor=2)).stays_on_host

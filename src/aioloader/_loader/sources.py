@@ -227,6 +227,7 @@ def _setting(
         is_replicated=is_users and options.reads_in_workers,
         in_order=options.in_order,
         on_device=on_device,
+        stays_on_host=on_device > 0 and options.device is None,
         fixed=_fixed_arguments(options),
     )
 
@@ -234,7 +235,9 @@ def _setting(
 def _fixed_arguments(options: Options) -> tuple[str, ...]:
     """Return the arguments that the report must not advise to change."""
     names = [name for name in NAMES if is_chosen(getattr(options, name))]
-    needs_no_pool = not options.reads_in_workers and is_async_function(options.collate_fn)
+    needs_no_pool = not options.reads_in_workers and is_async_function(
+        options.collate_fn
+    )
     is_refused = options.workers == "process" and not has_processes()
     if needs_no_pool or is_refused:
         names.append("num_workers")

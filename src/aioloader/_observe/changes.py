@@ -111,11 +111,14 @@ def _reads(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
 def _moves(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
     old, window = setting.on_device, setting.window
     why = "more batches are copied ahead, so a slow copy or a long step is bridged"
+    if setting.stays_on_host:
+        why = "more batches are ready ahead, so a slow one or a long step is bridged"
     for new in (2 * old, 4 * old) if old and window != 0 else ():
         wider = None if window is None else window + new - old
         ahead = replace(setting, on_device=new, window=wider)
         yield Change("prefetch_device", old, new, why, 1, ahead, batches)
-    nbytes = mean(one.nbytes for one in batches) if old else 0
+    is_copied = old and not setting.stays_on_host
+    nbytes = mean(one.nbytes for one in batches) if is_copied else 0
     if nbytes:
         size, half = (f"{each / 1e6:,.3g} MB" for each in (nbytes, nbytes / 2))
         seconds = sum(one.copy for one in batches)

@@ -183,7 +183,9 @@ class Setting:
         is_stream: Whether an iterable is read, block by block.
         is_replicated: Whether each worker iterates over a copy of the user's iterable.
         in_order: Whether batches are delivered in the sampler's order.
-        on_device: How many batches are moved to the device ahead; 0 without ``device``.
+        on_device: How many batches are moved to the device ahead, or page-locked or
+            passed to ``device_transform``; 0 without such a stage.
+        stays_on_host: Whether there is such a stage without a device.
         cores: How many cores this process may use; filled in when needed.
         fixed: Arguments that are not advised: they would change nothing here, or the
             loader chooses them.
@@ -202,6 +204,7 @@ class Setting:
     is_replicated: bool = False
     in_order: bool = True
     on_device: int = 0
+    stays_on_host: bool = False
     cores: int = 1
     fixed: tuple[str, ...] = ()
 
