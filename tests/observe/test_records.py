@@ -92,7 +92,8 @@ async def test_batches_that_coroutines_read_as_a_whole() -> None:
 
 async def test_async_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
     """They start after the read, and their seconds are summed."""
-    clock = SimpleNamespace(now=5.0, perf_counter=lambda: clock.now)
+    clock: Any = SimpleNamespace(now=5.0)
+    clock.perf_counter = lambda: clock.now
     monkeypatch.setattr(fetcher_pool, "time", clock)
 
     async def transform(sample: int) -> int:

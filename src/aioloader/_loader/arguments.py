@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from aioloader._loader.auto import NAMES, check_auto, is_chosen, placed
 from aioloader._loader.options import Options, suits
-from aioloader._observe.machine import has_processes
+from aioloader._observe.machine import allows_processes
 from aioloader._observe.warnings import warn
 from aioloader._order.failures import check_failure_options
 from aioloader._order.retry import Retry
@@ -249,7 +249,7 @@ def _check_workers(options: Options) -> None:
             )
         context_of(options.multiprocessing_context)
     if options.has_processes:
-        if not has_processes():
+        if not allows_processes():
             raise ValueError(
                 "worker processes need Linux (memory files, pidfds); use "
                 "workers='thread' or num_workers=0"

@@ -16,7 +16,7 @@ from aioloader._collate.collate import collates_as_torch, default_collate
 from aioloader._collate.gather import gatherable
 from aioloader._loader.auto import MOST_PER_WORKER, NAMES, is_chosen, tuner_of
 from aioloader._loader.options import Options
-from aioloader._observe.machine import has_processes
+from aioloader._observe.machine import allows_processes
 from aioloader._observe.records import Copies, Setting
 from aioloader._order.epoch import Epoch
 from aioloader._order.indices import IndexOrder
@@ -235,14 +235,11 @@ def _setting(
 def _fixed_arguments(options: Options) -> tuple[str, ...]:
     """Return the arguments that the report must not advise to change."""
     names = [name for name in NAMES if is_chosen(getattr(options, name))]
-    needs_no_pool = not options.reads_in_workers and is_async_function(
-        options.collate_fn
-    )
-    is_refused = options.workers == "process" and not has_processes()
-    if needs_no_pool or is_refused:
-        names.append("num_workers")
-    if not has_processes():
-        names.append("workers")
+    collates_async = is_async_function(options.collate_fn)
+    if collates_async and not options.reads_in_workers:
+        names.append("num_workers")  # everything runs on the loop
+    if not allows_processes():
+        names.append("num_workers" if options.workers == "process" else "workers")
     return tuple(names)
 
 

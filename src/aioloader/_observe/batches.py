@@ -43,9 +43,9 @@ class Batch(NamedTuple):
         nbytes: Bytes copied to the device.
         read_cpu: Share of ``read`` that is processor time.
         make_cpu: The same for ``transform`` and ``collate``.
+        locked: How long the consumer waited for the GIL, in addition to ``step``.
         awaited: Transforming its samples by coroutines, one after another.
         samples: How many samples it has.
-        locked: How long the consumer waited for the GIL, in addition to ``step``.
     """
 
     read: float = 0.0

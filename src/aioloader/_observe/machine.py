@@ -28,8 +28,8 @@ def cores(groups: Path = _GROUPS) -> int:
     return max(1, math.floor(found))
 
 
-def has_processes() -> bool:
-    """Tell whether worker processes can be used: they share memory files."""
+def allows_processes() -> bool:
+    """Tell whether this system has what worker processes need."""
     return hasattr(os, "memfd_create")
 
 

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from aioloader._observe.records import Copy, Record, Setting
 
 Floats: TypeAlias = NDArray[np.float64]
+# Name, begins and ends of a step of all batches, and how many samples run at a time.
+_Step: TypeAlias = tuple[str, Floats, Floats, Floats | None]
 
 # Limit on the seconds in which the consumer takes a batch that is ready.
 _HAND_OVER = 200e-6
@@ -325,7 +327,7 @@ class _Span:
         reading, making = reading_lanes(setting), making_lanes(setting)
         began, read, started, transformed, collated, busy, _ = self._made
         lying = _Overlap(self._clip(collated), self._taken[self._is_made])
-        steps = [
+        steps: list[_Step] = [
             ("read", began, read, None),
             ("transform", started, transformed, None),
             ("collate", transformed, collated, None),
@@ -352,7 +354,7 @@ class _Span:
     def _shared(
         self,
         lanes: int,
-        steps: list[tuple[str, Floats, Floats, Floats | None]],
+        steps: list[_Step],
         lying: _Overlap,
     ) -> list[StageStats]:
         """Return stages that share lanes, which run one step after another."""
