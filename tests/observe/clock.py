@@ -19,6 +19,7 @@ class Ticks(NamedTuple):
 
     Attributes:
         reads: For each of its samples.
+        transform: For the batch; for each sample if coroutines transform.
         uses_cpu: Which of "read", "transform" and "collate" are processor time.
     """
 
@@ -33,9 +34,12 @@ class Ticks(NamedTuple):
 class _Job:
     """A batch on its way."""
 
-    def __init__(self, number: int, ticks: Ticks) -> None:
+    def __init__(self, number: int, ticks: Ticks, *, awaits: bool = False) -> None:
         self.number, self.ticks = number, ticks
-        self.reads = deque(ticks.reads)
+        # What coroutines do for its samples: read them, or else transform them.
+        self.reads = deque(
+            (ticks.transform,) * len(ticks.reads) if awaits else ticks.reads
+        )
         self.reading: list[list[int]] = []
         self.stage, self.left, self.lane = "read", sum(ticks.reads), 0
         self.at: dict[str, int] = {}
@@ -43,7 +47,7 @@ class _Job:
 
 
 class Clock:
-    """A loader and its consumer.
+    """A loader and its consumer. Reads take no time if coroutines transform.
 
     Args:
         setting: The loader.
@@ -69,6 +73,7 @@ class Clock:
             setting.place == "workers"
             and setting.reads_in_workers
             and setting.concurrency == 1
+            and not setting.transforms_async
         )
         self._now, self._numbers = 0, count()
         self._open = 0  # requested and not taken
@@ -114,8 +119,11 @@ class Clock:
             return True
         job = self._ready.popleft()
         made = [job.at[name] for name in ("read", "there", "transform", "collate")]
-        times = [at * TICK + 1 for at in (*made, job.at["made"])]
         busy = 0 if self._is_coupled else sum(job.ticks.reads) * TICK
+        if self._setting.transforms_async:
+            made[1:3] = made[0], made[0]
+            busy = job.ticks.transform * len(job.ticks.reads) * TICK
+        times = [at * TICK + 1 for at in (*made, job.at["made"])]
         cpu = job.cpu * TICK if self._is_coupled and job.number % 4 == 0 else 0.0
         asked, taken = self._asked * TICK + 1, self._now * TICK + 1
         began, read, started, transformed, collated = times
@@ -134,7 +142,8 @@ class Clock:
         if self._open >= window or (setting.place == "inline" and self._step):
             return False
         number = next(self._numbers)
-        job = _Job(number, self._batches[number % len(self._batches)])
+        ticks = self._batches[number % len(self._batches)]
+        job = _Job(number, ticks, awaits=setting.transforms_async)
         self._open += 1
         (self._to_make if self._is_coupled else self._queue).append(job)
         return True
@@ -198,8 +207,9 @@ class Clock:
 
     def _enter(self, job: _Job, stage: str) -> None:
         ticks = job.ticks
-        taking = {"read": sum(ticks.reads), "transform": ticks.transform,
-                  "collate": ticks.collate}  # fmt: skip
+        is_awaited = self._setting.transforms_async
+        taking = {"read": sum(ticks.reads), "collate": ticks.collate,
+                  "transform": 0 if is_awaited else ticks.transform}  # fmt: skip
         job.stage, job.left = stage, taking[stage]
         job.left *= self._slow if job.lane == 0 else 1
         job.at[stage] = self._now
@@ -258,7 +268,7 @@ class Clock:
     def _work(self) -> None:
         """Let lanes work; those that need a processor take turns."""
         setting = self._setting
-        is_one = self._locks or setting.worker_kind == "thread"
+        is_one = self._locks or setting.worker_kind in {"thread", "ThreadPoolExecutor"}
         processors = 1 if is_one else setting.cores
         lanes = [job for job in self._lanes if job is not None and job.left]
         computing = [job for job in lanes if job.stage in job.ticks.uses_cpu]

@@ -3,6 +3,7 @@
 import asyncio
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from torch.utils.data import TensorDataset
 
 from aioloader import DataLoader
 from aioloader._observe.records import MadeAt, Record, bytes_of
+from aioloader._pipeline import fetcher_pool
+from aioloader._pipeline.batch_task import BatchTask
+from aioloader._pipeline.fetcher_pool import FetcherPool
 from aioloader.datasets import from_iterable
 from beside import beside
 from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
@@ -71,19 +75,43 @@ async def test_each_batch_has_a_record(
             batches = len([batch async for batch in loader])
         found = records(loader)
         assert len(found) == batches == loader.stats().batches
-        check(found, size=4, busy=kind is AsyncMap)
+        is_awaited = kind is AsyncMap or transform is plus_async
+        check(found, size=4, busy=is_awaited)
         lanes = {one.lane for one in found}
         assert lanes <= ({0} if place == "in process" else {0, 1})
         assert [one.number for one in found] == list(range(batches))
 
 
-async def test_reading_a_whole_batch_is_one_read() -> None:
-    """Its seconds count once, however many samples it has."""
-    async with DataLoader(AsyncBatchMap(40), 20) as loader:
+async def test_batches_that_coroutines_read_as_a_whole() -> None:
+    """No sample has a time of its own; but its transform has."""
+    for transform in (None, plus_async):
+        loader = DataLoader(AsyncBatchMap(24), 4, transform=transform)
         await beside(partial(list, loader))
-        for one in records(loader):
-            made = MadeAt._make(one.made)
-            assert made.busy == pytest.approx(made.read - made.began)
+        check(records(loader), size=4, busy=transform is not None)
+
+
+async def test_async_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They start after the read, and their seconds are summed."""
+    clock: Any = SimpleNamespace(now=5.0)
+    clock.perf_counter = lambda: clock.now
+    monkeypatch.setattr(fetcher_pool, "time", clock)
+
+    async def transform(sample: int) -> int:
+        clock.now += 0.25
+        return sample + 1
+
+    maker: Any = SimpleNamespace(
+        reads_async=False, get=None, get_batch=None, at=None, transform=transform
+    )
+    done = asyncio.Event()
+    task = BatchTask(0, range(20), samples=[*range(20)], began=1.0, read=2.0)
+    pool = FetcherPool(4, maker, lambda _task: done.set(), head_start=False)
+    pool.transform(task)
+    await done.wait()
+    await pool.aclose()
+    assert task.samples == [*range(1, 21)]
+    assert (task.began, task.read, task.started) == (1, 2, 5)
+    assert task.busy == 20 * 0.25
 
 
 async def test_processor_time_of_some() -> None:

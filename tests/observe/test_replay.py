@@ -60,10 +60,11 @@ def test_one_slow_sample_holds_up_a_batch_of_its_own() -> None:
     assert replay([batch], setting).seconds == pytest.approx(0.055)
 
 
-def test_threads_share_one_processor() -> None:
+@pytest.mark.parametrize("kind", ["thread", "ThreadPoolExecutor"])
+def test_threads_share_one_processor(kind: str) -> None:
     batch = BATCH._replace(read_cpu=0.5, make_cpu=1.0)
     assert replay([batch], workers(8)).seconds == pytest.approx(0.005)
-    threads = replay([batch], workers(8, worker_kind="thread"))
+    threads = replay([batch], workers(8, worker_kind=kind))
     assert threads.seconds == pytest.approx(0.011)
 
 

@@ -61,6 +61,15 @@ PLANTS = [
         ("dataset", "async __getitem__, concurrency=64"),
     ),
     Plant(
+        "a transform that waits",
+        replace(
+            LOOP, concurrency=4, window=16, reads_async=False, transforms_async=True
+        ),
+        (Ticks((0,) * 4, transform=20, collate=1, step=6),),
+        "transform",
+        ("concurrency", 16),
+    ),
+    Plant(
         "reads that a few workers hide",
         Setting("thread", window=2, batch_size=4, cores=4),
         (Ticks((5,) * 4, collate=1, step=15),),
@@ -91,6 +100,13 @@ PLANTS = [
     Plant(
         "threads that share the interpreter's lock",
         THREADS,
+        (Ticks((1,) * 4, transform=30, collate=2, step=5, uses_cpu=ALL_CPU),),
+        "transform",
+        ("workers", "process"),
+    ),
+    Plant(
+        "an executor's threads, which share it too",
+        replace(THREADS, worker_kind="ThreadPoolExecutor"),
         (Ticks((1,) * 4, transform=30, collate=2, step=5, uses_cpu=ALL_CPU),),
         "transform",
         ("workers", "process"),
@@ -210,6 +226,18 @@ def test_a_slow_copy_has_no_remedy_here() -> None:
     assert found.headline.startswith("The copy to the device holds training back")
     assert "link to the device" in found.limit
     assert found.wait_share == pytest.approx(0.75, abs=0.03)
+
+
+def test_batches_that_stay_on_the_host() -> None:
+    """There is no copy and no link."""
+    setting = Setting("thread", window=6, on_device=2, stays_on_host=True, cores=8)
+    clock = Clock(setting, [Ticks(collate=1, transport=20, step=5)])
+    found = report(clock.run(64), setting, copies=clock.copies)
+    assert (found.stage, found.advice) == ("device", None)
+    assert found.headline.startswith(
+        "Page-locking batches, or device_transform, holds training back"
+    )
+    assert found.limit == "No argument gains 5 % or more: this stage must get cheaper."
 
 
 def test_a_slow_copy_of_known_size() -> None:

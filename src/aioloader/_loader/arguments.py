@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from aioloader._loader.auto import NAMES, check_auto, is_chosen, placed
 from aioloader._loader.options import Options, suits
+from aioloader._observe.machine import allows_processes
 from aioloader._observe.warnings import warn
 from aioloader._order.failures import check_failure_options
 from aioloader._order.retry import Retry
@@ -259,7 +260,7 @@ def _check_workers(options: Options) -> None:
         raise ValueError("persistent_workers option needs num_workers > 0")
     check_context(options.multiprocessing_context, num_workers, workers)
     if options.has_processes:
-        if not hasattr(os, "memfd_create"):
+        if not allows_processes():
             raise ValueError(
                 "worker processes need Linux (memory files, pidfds); use "
                 "workers='thread' or num_workers=0"

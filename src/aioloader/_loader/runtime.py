@@ -197,17 +197,23 @@ class Runtime:
             self._show(trace, latest)
 
     def _show(self, trace: "Follower", counters: Counters) -> None:
-        setting = self._whole(counters.setting)
+        setting = self._whole(counters)
         trace.follow(counters.epoch, counters.records, setting, counters.copies)
 
     def setting(self) -> Setting:
-        """Return how the loader is set up for the latest epoch."""
-        return self._whole(None if self.epoch is None else self.epoch.counters.setting)
+        """Return how the loader is set up for the latest epoch, as it is tuned now."""
+        if self.epoch is None:
+            return replace(Setting("inline"), cores=self.cores)
+        return self._whole(self.epoch.counters)
 
-    def _whole(self, setting: Setting | None) -> Setting:
-        size = None if self.options is None else self.options.batch_size
-        setting = setting or Setting("inline", batch_size=size)
-        return replace(setting, cores=self.cores)
+    def _whole(self, counters: Counters) -> Setting:
+        if counters.setting is None:
+            from aioloader._loader.sources import inline_setting
+
+            assert self.options is not None
+            assert self.epoch is not None
+            counters.setting = inline_setting(self.options, self.epoch)
+        return replace(self.tuning.tuned(counters.setting), cores=self.cores)
 
     def _source(self, options: Options, epoch: Epoch, *, is_async: bool) -> "Source":
         # Imported late: a plain ``for`` needs none of it.

@@ -14,8 +14,9 @@ from torch.utils.data._utils import pin_memory as torch_pin
 
 from aioloader._collate.collate import collates_as_torch, default_collate
 from aioloader._collate.gather import gatherable
-from aioloader._loader.auto import MOST_PER_WORKER, is_chosen, tuner_of
+from aioloader._loader.auto import MOST_PER_WORKER, NAMES, is_chosen, tuner_of
 from aioloader._loader.options import Options
+from aioloader._observe.machine import allows_processes
 from aioloader._observe.records import Copies, Setting
 from aioloader._order.epoch import Epoch
 from aioloader._order.indices import IndexOrder
@@ -41,7 +42,7 @@ from aioloader._workers.rng import (
 )
 from aioloader._workers.rng_streams import seed_batch
 from aioloader._workers.threads import KeyedHere, ThreadWorkers
-from aioloader.protocols import Kind, is_async_function
+from aioloader.protocols import Kind, batch_getter, is_async_function
 
 if TYPE_CHECKING:
     from aioloader._device.opening import Devices, DeviceSide
@@ -79,8 +80,8 @@ def make_source(
     Raises:
         RuntimeError: If a plain ``for`` would block the loop that serves it.
     """
-    tensors = _gathered(options)
-    if tensors is not None and isinstance(epoch.order, IndexOrder):
+    tensors = _gathered(options, epoch)
+    if tensors is not None:
         return GatherIterator(tensors, epoch)
     epoch.on_error, epoch.max_failures = options.on_error, options.max_failures
     hosts = resources.hosts
@@ -123,7 +124,7 @@ def make_source(
     return PipelineIterator(pipeline, epoch, window, patience)
 
 
-def _gathered(options: Options) -> tuple[torch.Tensor, ...] | None:
+def _gathered(options: Options, epoch: Epoch) -> tuple[torch.Tensor, ...] | None:
     """Return the tensors of a dataset whose batches can be gathered by index."""
     is_more = (
         options.num_workers
@@ -133,6 +134,7 @@ def _gathered(options: Options) -> tuple[torch.Tensor, ...] | None:
         or options.transform is not None
         or options.lifespan is not None
         or options.part.tail == "pad"
+        or not isinstance(epoch.order, IndexOrder)
     )
     if is_more or type(options.dataset) is not TensorDataset:
         return None
@@ -209,18 +211,57 @@ def _setting(
     workers = options.workers
     kind = workers if isinstance(workers, str) else type(workers).__name__
     host: Literal["thread", "loop"] = "thread" if options.is_plain else "loop"
+    is_stream = options.kind is not Kind.MAP
+    is_users = is_stream and not options.is_own_stream
     return Setting(
         host if pool is None else "workers",
         workers=options.num_workers,
         worker_kind=kind if pool is not None else "",
-        reads_in_workers=options.reads_in_workers,
-        concurrency=options.concurrency if options.reads_async else 1,
+        reads_in_workers=pool is not None and pool.reads,
+        concurrency=1 if options.is_plain else options.concurrency,
+        reads_async=options.reads_async,
+        transforms_async=_transforms_batches(options),
         window=_fixed(window),
         batch_size=options.batch_size,
-        is_stream=options.kind is not Kind.MAP,
+        is_stream=is_stream,
+        is_replicated=is_users and options.reads_in_workers,
         in_order=options.in_order,
         on_device=on_device,
+        stays_on_host=on_device > 0 and options.device is None,
+        fixed=_fixed_arguments(options),
     )
+
+
+def _fixed_arguments(options: Options) -> tuple[str, ...]:
+    """Return the arguments that the report must not advise to change."""
+    names = [name for name in NAMES if is_chosen(getattr(options, name))]
+    collates_async = is_async_function(options.collate_fn)
+    if collates_async and not options.reads_in_workers:
+        names.append("num_workers")  # everything runs on the loop
+    if not allows_processes():
+        names.append("num_workers" if options.workers == "process" else "workers")
+    return tuple(names)
+
+
+def _transforms_batches(options: Options) -> bool:
+    """Tell whether coroutines transform the samples of a batch after its last read.
+
+    If they read single samples, they transform each one after its read.
+    """
+    reads_each = options.reads_async and options.kind is Kind.MAP
+    if options.batched and batch_getter(options.dataset) is not None:
+        reads_each = False
+    return is_async_function(options.transform) and not reads_each
+
+
+def inline_setting(options: Options, epoch: Epoch) -> Setting:
+    """Return how a loader is set up that makes batches in its consumer's thread."""
+    window = Window(1, is_lazy=options.is_keyed)
+    setting = replace(_setting(options, None, window, on_device=0), place="inline")
+    if _gathered(options, epoch) is None:
+        return setting
+    fixed = *setting.fixed, "prefetch_factor", "dataset"
+    return replace(setting, fixed=fixed)
 
 
 def _fixed(window: Window) -> int | None:

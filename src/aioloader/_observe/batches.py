@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import NamedTuple
 
-from aioloader._observe.lock import lock_waits
+from aioloader._observe.lock import lock_waits, processors
 from aioloader._observe.records import Copy, Record, Setting
 from aioloader._observe.stages import (
     copy_seconds,
@@ -14,6 +14,7 @@ from aioloader._observe.stages import (
     is_coupled,
     is_made,
     making_lanes,
+    making_starts,
     on_one_clock,
     reading_lanes,
     transports,
@@ -43,6 +44,8 @@ class Batch(NamedTuple):
         read_cpu: Share of ``read`` that is processor time.
         make_cpu: The same for ``transform`` and ``collate``.
         locked: How long the consumer waited for the GIL, in addition to ``step``.
+        awaited: Transforming its samples by coroutines, one after another.
+        samples: How many samples it has.
     """
 
     read: float = 0.0
@@ -58,6 +61,8 @@ class Batch(NamedTuple):
     read_cpu: float = 0.0
     make_cpu: float = 1.0
     locked: float = 0.0
+    awaited: float = 0.0
+    samples: int = 1
 
     @property
     def make(self) -> float:
@@ -81,6 +86,7 @@ def scaled(batches: Sequence[Batch], stage: str, factor: float) -> list[Batch]:
     """
     fields: dict[str, tuple[str, ...]] = {
         "read": ("read", "slowest"),
+        "transform": ("transform", "awaited"),
         "transport": ("transport", "sending"),
         "device": ("copy",),
         "consumer": ("step",),
@@ -128,6 +134,9 @@ def batches_of(
         by_number, steps, waits, strict=False
     ):
         began, read, started, transformed, collated, busy, _ = one.made
+        awaited = 0.0
+        if setting.transforms_async:
+            awaited, busy, started = busy, 0.0, transformed
         factor = slow[one.lane] if one.lane < len(slow) else 1.0
         wall = (read - began) / (factor if is_coupled(setting) else 1.0)
         making = (collated - started) / factor
@@ -149,6 +158,8 @@ def batches_of(
                 read_cpu=min(1.0, max(0.0, cpu - making) / wall) if wall else 0.0,
                 make_cpu=min(1.0, cpu / making) if making else 0.0,
                 locked=wait,
+                awaited=awaited,
+                samples=max(1, one.samples),
             )
         )
     seconds = records[-1].taken - records[0].taken
@@ -199,7 +210,7 @@ def _sending_share(
     Its lane is idle at least that long, but may be idle for other reasons: so a low
     percentile is taken.
     """
-    begins = 0 if is_coupled(setting) else 2
+    begins = making_starts(setting)
     shares: list[float] = []
     latest: dict[int, tuple[Record, float]] = {}
     pairs = zip(records, moved, strict=True)
@@ -242,9 +253,9 @@ def _undisturbed(batches: list[Batch], setting: Setting, seconds: float) -> list
         return batches
     factor = 1.0
     if setting.place == "workers":
-        processors = 1 if setting.worker_kind == "thread" else max(1, setting.cores)
-        is_crowded = making_lanes(setting) > processors
-        used = mean(one.cpu for one in batches) / (seconds * processors)
+        cores = processors(setting)
+        is_crowded = making_lanes(setting) > cores
+        used = mean(one.cpu for one in batches) / (seconds * cores)
         factor = 1 - min(1.0, used) ** 8 if is_crowded else 1.0
     readers_used = mean(one.read for one in batches) / (
         seconds * reading_lanes(setting)

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import mean, median
 
 from aioloader._observe.batches import Batch, scaled
+from aioloader._observe.lock import is_shared
 from aioloader._observe.records import Setting
 from aioloader._observe.replay import window_of
 from aioloader._observe.stages import is_coupled, reading_lanes
@@ -62,22 +64,25 @@ def changes(
         setting: The loader's setting.
         slow: How many times longer each worker takes.
     """
-    yield from _windows(batches, setting)
-    yield from _reads(batches, setting)
-    yield from _moves(batches, setting)
-    yield from _orders(batches, setting, max(slow, default=1.0))
-    yield from _workers(batches, setting)
-    yield from _datasets(batches, setting)
+    found = chain(
+        _windows(batches, setting),
+        _reads(batches, setting),
+        _moves(batches, setting),
+        _orders(batches, setting, max(slow, default=1.0)),
+        _workers(batches, setting),
+        _datasets(batches, setting),
+    )
+    yield from (one for one in found if one.argument not in setting.fixed)
 
 
 def _windows(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
+    if setting.window == 0:  # keyed generators of this process: one at a time
+        return
     if setting.place == "inline":
         why = "a thread makes batches while the step runs"
         beside = replace(setting, place="thread", window=2)
         batches = [one._replace(step=one.step + _HANDED) for one in batches]
         yield Change("prefetch_factor", None, 2, why, 1, beside, batches)
-    elif setting.window == 0:  # keyed generators of this process: one at a time
-        return
     else:
         readers = max(1, setting.workers)
         on_device = setting.on_device
@@ -91,10 +96,12 @@ def _windows(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
 
 def _reads(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
     has_coroutines = setting.place == "loop" or setting.concurrency > 1
-    if setting.is_stream or not has_coroutines:
+    reads_many = setting.reads_async and not setting.is_stream
+    if not has_coroutines or not (reads_many or setting.transforms_async):
         return
     old = setting.concurrency
-    why = "samples wait for the store, and more of them can wait at the same time"
+    where = "in the transform" if setting.transforms_async else "for the store"
+    why = f"samples wait {where}, and more of them can wait at the same time"
     for new in (2 * old, 4 * old, 8 * old, 16 * old):
         if new <= _MOST_READS:
             wider = replace(setting, concurrency=new)
@@ -104,11 +111,14 @@ def _reads(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
 def _moves(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
     old, window = setting.on_device, setting.window
     why = "more batches are copied ahead, so a slow copy or a long step is bridged"
-    for new in (2 * old, 4 * old) if old else ():
+    if setting.stays_on_host:
+        why = "more batches are ready ahead, so a slow one or a long step is bridged"
+    for new in (2 * old, 4 * old) if old and window != 0 else ():
         wider = None if window is None else window + new - old
         ahead = replace(setting, on_device=new, window=wider)
         yield Change("prefetch_device", old, new, why, 1, ahead, batches)
-    nbytes = mean(one.nbytes for one in batches) if old else 0
+    is_copied = old and not setting.stays_on_host
+    nbytes = mean(one.nbytes for one in batches) if is_copied else 0
     if nbytes:
         size, half = (f"{each / 1e6:,.3g} MB" for each in (nbytes, nbytes / 2))
         seconds = sum(one.copy for one in batches)
@@ -136,12 +146,14 @@ def _orders(
 
 
 def _workers(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
-    if setting.worker_kind == "thread":
+    old, kind = setting.workers, setting.worker_kind
+    if setting.place == "workers" and is_shared(setting):
         why = "threads take turns at the interpreter's lock, processes do not"
         apart = replace(setting, worker_kind="process")
-        yield Change("workers", "thread", "process", why, 3, apart, batches)
-    old = setting.workers
+        yield Change("workers", kind, "process", why, 3, apart, batches)
     why = "more batches are made at the same time"
+    if setting.is_replicated:
+        why += ", if __iter__ yields each worker its own part (get_worker_info())"
     most = min(_MOST_WORKERS, max(4 * setting.cores, 2 * old))
     numbers = {2, 4, 8, 16, 32, setting.cores, 2 * old}
     if not old:
@@ -159,13 +171,13 @@ def _with_workers(setting: Setting, number: int) -> Setting:
     if window is not None:
         readers = max(1, setting.workers)
         ahead = (window - setting.on_device) // readers
-        has_own = setting.place in {"thread", "workers"} and ahead > 0
-        each = ahead if has_own or setting.place == "loop" else 2
-        window = max(1, each) * number + setting.on_device
+        each = ahead if setting.place != "inline" and ahead > 0 else 2
+        window = each * number + setting.on_device
     if setting.place == "workers":
         return replace(setting, workers=number, window=window)
     # Workers read everything but async iterables.
-    reads = not (setting.place == "loop" and setting.is_stream)
+    is_async = setting.place == "loop" and setting.reads_async
+    reads = not (is_async and setting.is_stream)
     return replace(
         setting,
         place="workers",
@@ -190,11 +202,12 @@ def _datasets(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
             worker_kind="",
             reads_in_workers=False,
             concurrency=_CONCURRENCY,
-            window=None,
+            reads_async=True,
+            window=None if setting.window != 0 else 0,
             batch_size=size,
         )
         yield Change("dataset", "plain", new, why, 4, asynchronous, batches)
-    elif setting.concurrency >= _MANY_READS:
+    elif setting.reads_async and setting.concurrency >= _MANY_READS:
         why = "one request then brings many samples; assumed to take a tenth"
         packed = scaled(batches, "read", _PACKED)
         yield Change("dataset", "a read each", "shards", why, 4, setting, packed)

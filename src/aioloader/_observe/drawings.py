@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from aioloader._observe.records import Record, Setting
+from aioloader._observe.stages import is_coupled
 from aioloader._observe.trace import made_times
 
 _WIDTH = 920
@@ -72,15 +73,13 @@ def draw_pipeline(
 
 
 def _sharing_lanes(stages: Sequence[Any], setting: Setting) -> list[list[Any]]:
-    is_together = setting.place in {"inline", "thread"} or (
-        setting.reads_in_workers and setting.concurrency == 1
-    )
+    shared = set() if setting.transforms_async else {("transform", "collate")}
+    if is_coupled(setting):
+        shared.add(("read", "transform"))
     lines: list[list[Any]] = []
     for one in stages:
         before = lines[-1][-1].name if lines else ""
-        if (before, one.name) == ("transform", "collate") or (
-            (before, one.name) == ("read", "transform") and is_together
-        ):
+        if (before, one.name) in shared:
             lines[-1].append(one)
         else:
             lines.append([one])

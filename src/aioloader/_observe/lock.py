@@ -16,8 +16,8 @@ from aioloader._observe.records import Record, Setting
 from aioloader._observe.stages import (
     Floats,
     hand_over,
-    is_coupled,
     is_made,
+    making_starts,
     seen_transports,
 )
 
@@ -38,6 +38,12 @@ def is_shared(setting: Setting) -> bool:
     return setting.place in {"thread", "loop"}
 
 
+def processors(setting: Setting) -> int:
+    """Return how many lanes may compute at a time: one if workers share the GIL."""
+    is_one = setting.place == "workers" and is_shared(setting)
+    return 1 if is_one else max(1, setting.cores)
+
+
 def lock_waits(records: Sequence[Record], setting: Setting) -> list[float]:
     """Return how long each step but the last waited for the GIL.
 
@@ -55,7 +61,7 @@ def lock_waits(records: Sequence[Record], setting: Setting) -> list[float]:
     makes = [one for one in records if is_made(one)]
     if not is_shared(setting) or setting.on_device or not (none and makes):
         return none
-    begins = _times(makes, 0 if is_coupled(setting) else 2)
+    begins = _times(makes, making_starts(setting))
     ends = _times(makes, 4)
     turn = sys.getswitchinterval()
     steps = [later.asked - one.taken for one, later in pairwise(records)]

@@ -26,6 +26,11 @@ def cores(groups: Path = _GROUPS) -> int:
     return max(1, math.floor(found))
 
 
+def allows_processes() -> bool:
+    """Tell whether this system has what worker processes need."""
+    return hasattr(os, "memfd_create")
+
+
 def memory_left(groups: Path = _GROUPS) -> int:
     """Return how many bytes this process could still use, memory files included."""
     left = _UNLIMITED

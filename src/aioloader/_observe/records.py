@@ -44,8 +44,8 @@ class MadeAt(NamedTuple):
         started: Transform and collate started; later than ``read`` if they had to wait.
         transformed: All of its samples were transformed.
         collated: It was collated.
-        busy: Seconds spent in reading, summed over samples that were read
-            concurrently; 0: as long as from ``began`` to ``read``.
+        busy: Seconds that coroutines took for single samples, summed over these: to
+            read them, or else to transform them; 0 if there were none.
         cpu: Seconds of processor time from ``began`` to ``collated`` if one thread did
             all of it; measured only for every 16th batch, otherwise 0.
     """
@@ -169,15 +169,22 @@ class Setting:
         worker_kind: ``"process"``, ``"thread"``, or the name of an executor's class;
             ``""`` without workers.
         reads_in_workers: Whether workers read the samples.
-        concurrency: How many samples each reader reads at a time, if coroutines do;
-            otherwise 1.
+        concurrency: How many samples coroutines of each reader read, or transform, at a
+            time; 1 without coroutines.
+        reads_async: Whether coroutines read, if there are any.
+        transforms_async: Whether coroutines transform batches that have been read.
         window: Limit on batches requested and not delivered; None if it follows their
             sizes or speed; 0 if a batch only starts when requested.
         batch_size: Samples per batch; None if a batch sampler decides.
         is_stream: Whether an iterable is read, block by block.
+        is_replicated: Whether each worker iterates over a copy of the user's iterable.
         in_order: Whether batches are delivered in the sampler's order.
-        on_device: How many batches are moved to the device ahead; 0 without ``device``.
+        on_device: How many batches are moved to the device ahead, or page-locked or
+            passed to ``device_transform``; 0 without such a stage.
+        stays_on_host: Whether there is such a stage without a device.
         cores: How many cores this process may use; filled in when needed.
+        fixed: Arguments that are not advised: they would change nothing here, or the
+            loader chooses them.
     """
 
     place: Literal["inline", "thread", "loop", "workers"]
@@ -185,12 +192,17 @@ class Setting:
     worker_kind: str = ""
     reads_in_workers: bool = False
     concurrency: int = 1
+    reads_async: bool = True
+    transforms_async: bool = False
     window: int | None = 1
     batch_size: int | None = 1
     is_stream: bool = False
+    is_replicated: bool = False
     in_order: bool = True
     on_device: int = 0
+    stays_on_host: bool = False
     cores: int = 1
+    fixed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -240,7 +252,8 @@ class Counters:
         waited: Seconds the consumer waited for batches that were not ready.
         in_flight: Batches requested and not yet delivered.
         records: The records of the latest batches.
-        setting: How the loader is set up; None for a plain loop over a dataset.
+        setting: How the loader is set up; for batches made in the consumer's thread,
+            None until it is asked for.
         weighed: How many batches had their bytes counted.
         bytes: The bytes of these.
         listed: The listing of a stream's shards, if done here.

@@ -11,7 +11,7 @@ first to last. Assumptions:
   (``lock``), it does so whenever threads make batches, after each step and each wait.
   The consumer's own processor time is not known, and not modelled.
 - If coroutines read, all samples of a batch but one take equally long. Readers in
-  several workers are one pool.
+  several workers are one pool. If coroutines transform, all samples take equally long.
 - Transport is a delay; the part before a worker starts its next batch keeps that worker
   busy. Batches are copied to a device one after another.
 - A batch is requested when another is delivered; with a window of 0, on demand.
@@ -25,19 +25,20 @@ from statistics import mean, median
 from typing import NamedTuple
 
 from aioloader._observe.batches import Batch
-from aioloader._observe.lock import is_shared
+from aioloader._observe.lock import is_shared, processors
 from aioloader._observe.records import Setting
 from aioloader._observe.simulation import Process, Simulation
 from aioloader._observe.stages import (
     is_coupled,
     making_lanes,
     reading_lanes,
+    transforming_lanes,
 )
 
 # Limit on warm-up batches, before the clock counts.
 _MOST = 256
-# Reads of one batch that are simulated one by one; more are grouped.
-_READS = 16
+# Samples of one batch that are simulated one by one; more are grouped.
+_SAMPLES = 16
 
 
 class Replayed(NamedTuple):
@@ -66,7 +67,8 @@ def window_of(setting: Setting, batches: Sequence[Batch]) -> int:
     """Return how many batches may be requested and not delivered."""
     if setting.window is not None:
         return max(1, setting.window)
-    size = setting.batch_size or mean(one.reads for one in batches)
+    sizes = (max(one.reads, one.samples) for one in batches)
+    size = setting.batch_size or mean(sizes)
     readers = max(1, setting.workers)
     samples = setting.concurrency * readers
     return math.ceil(samples / max(1, size)) + 3 * readers + setting.on_device
@@ -113,18 +115,17 @@ class _Pipeline:
         self._batches, self._setting, self._window = batches, setting, window
         self._is_lazy = setting.window == 0
         clock = self._clock = Simulation()
-        shares_one = setting.place == "workers" and setting.worker_kind == "thread"
-        self._processors = clock.lanes(1 if shares_one else max(1, setting.cores))
+        self._processors = clock.lanes(processors(setting))
         self._locks = is_shared(setting) and any(one.locked for one in batches)
         self._lock = clock.lanes(1)  # the GIL
         self._makers = clock.lanes(making_lanes(setting))
         factors = [*slow, *(1.0,) * making_lanes(setting)][: making_lanes(setting)]
         self._free = deque(factors)  # slowness of idle makers
-        reading = reading_lanes(setting)
-        most = int(median(one.reads for one in batches)) // _READS
-        groups = range(max(1, min(most, reading)), 0, -1)
-        self._group = next(size for size in groups if reading % size == 0)
-        self._readers = clock.lanes(reading // self._group)
+        reads = median(one.reads for one in batches)
+        self._readers = _Coroutines(clock, reading_lanes(setting), int(reads))
+        samples = median(one.samples for one in batches)
+        transforming = transforming_lanes(setting)
+        self._transformers = _Coroutines(clock, transforming, int(samples))
         self._made: dict[int, Batch] = {}
         self._delivered = 0
         self._there = clock.lanes(0)  # batches that the consumer can take
@@ -172,7 +173,9 @@ class _Pipeline:
         if is_coupled(self._setting):
             seconds, cpu = one.read + one.make, one.cpu
         else:
-            yield from self._read(one)
+            yield from self._readers.work(one.reads, one.read, one.slowest)
+            if one.awaited:
+                yield from self._transformers.work(one.samples, one.awaited)
         yield self._makers
         factor = self._free.popleft()
         yield from self._compute(cpu * factor)
@@ -195,24 +198,6 @@ class _Pipeline:
             yield min(turn, seconds)
             lanes.release()
             seconds -= turn
-
-    def _read(self, one: Batch) -> Process:
-        """Read the samples of a batch as lanes become free."""
-        there = self._clock.lanes(0)
-        parts = math.ceil(one.reads / self._group)
-        each = one.read / self._group
-        longest = min(each, max(one.slowest, each / parts))
-        others = (each - longest) / (parts - 1) if parts > 1 else 0.0
-        for seconds in (longest, *(others,) * (parts - 1)):
-            self._clock.start(self._read_one(seconds, there.release))
-        for _ in range(parts):
-            yield there
-
-    def _read_one(self, seconds: float, done: Callable[[], None]) -> Process:
-        yield self._readers
-        yield seconds
-        self._readers.release()
-        done()
 
     def _deliver(self, number: int, one: Batch) -> None:
         """Pass a batch on, in order, to the device or to the consumer."""
@@ -239,4 +224,41 @@ class _Pipeline:
             self._there.release()
 
 
-# -- from records ---------------------------------------------------------------------
+class _Coroutines:
+    """Lanes of coroutines that read or transform one sample each.
+
+    Args:
+        clock: The simulation.
+        lanes: How many samples at a time.
+        samples: How many a batch usually has.
+    """
+
+    def __init__(self, clock: Simulation, lanes: int, samples: int) -> None:
+        groups = range(max(1, min(samples // _SAMPLES, lanes)), 0, -1)
+        self._group = next(size for size in groups if lanes % size == 0)
+        self._lanes = clock.lanes(lanes // self._group)
+        self._clock = clock
+
+    def work(self, samples: int, seconds: float, slowest: float = 0.0) -> Process:
+        """Do the samples of a batch as lanes become free.
+
+        Args:
+            samples: Their number.
+            seconds: Seconds that they take, one after another.
+            slowest: Seconds of the longest.
+        """
+        done = self._clock.lanes(0)
+        parts = math.ceil(samples / self._group)
+        each = seconds / self._group
+        longest = min(each, max(slowest, each / parts))
+        others = (each - longest) / (parts - 1) if parts > 1 else 0.0
+        for part in (longest, *(others,) * (parts - 1)):
+            self._clock.start(self._do(part, done.release))
+        for _ in range(parts):
+            yield done
+
+    def _do(self, seconds: float, done: Callable[[], None]) -> Process:
+        yield self._lanes
+        yield seconds
+        self._lanes.release()
+        done()

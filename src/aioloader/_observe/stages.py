@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from aioloader._observe.records import Copy, Record, Setting
 
 Floats: TypeAlias = NDArray[np.float64]
+# Name, begins and ends of a step of all batches, and how many samples run at a time.
+_Step: TypeAlias = tuple[str, Floats, Floats, Floats | None]
 
 # Limit on the seconds in which the consumer takes a batch that is ready.
 _HAND_OVER = 200e-6
@@ -109,6 +111,14 @@ def copy_seconds(copies: Sequence[Copy]) -> dict[int, float]:
     return found
 
 
+def _weight(busy: Floats, seconds: Floats) -> Floats:
+    """Return how many samples of each batch were in work at the same time."""
+    weight = np.ones(len(busy))
+    is_summed = (busy > 0) & (seconds > 0)
+    weight[is_summed] = busy[is_summed] / seconds[is_summed]
+    return weight
+
+
 def percentiles(seconds: Sequence[float] | Floats) -> tuple[float, float, float]:
     """Return the 50th, 95th and 99th percentile; zeros without values."""
     if not len(seconds):
@@ -120,20 +130,36 @@ def percentiles(seconds: Sequence[float] | Floats) -> tuple[float, float, float]
 def is_coupled(setting: Setting) -> bool:
     """Tell whether one lane reads, transforms and collates a batch in one go."""
     if setting.place == "workers":
-        return setting.reads_in_workers and setting.concurrency == 1
+        is_plain = setting.concurrency == 1 or not setting.reads_async
+        return setting.reads_in_workers and is_plain and not setting.transforms_async
     return setting.place != "loop"
 
 
 def reading_lanes(setting: Setting) -> int:
     """Return how many reads run at a time: of batches if coupled, or of samples."""
+    is_one_by_one = is_coupled(setting) or setting.is_stream or not setting.reads_async
+    return _readers(setting) * (1 if is_one_by_one else max(1, setting.concurrency))
+
+
+def transforming_lanes(setting: Setting) -> int:
+    """Return how many samples coroutines transform at a time, after reading."""
+    return _readers(setting) * max(1, setting.concurrency)
+
+
+def _readers(setting: Setting) -> int:
     reads_here = setting.place != "workers" or not setting.reads_in_workers
-    readers = 1 if reads_here else max(1, setting.workers)
-    is_one_by_one = is_coupled(setting) or setting.is_stream
-    return readers * (1 if is_one_by_one else max(1, setting.concurrency))
+    return 1 if reads_here else max(1, setting.workers)
+
+
+def making_starts(setting: Setting) -> int:
+    """Return which of a batch's times (``MadeAt``) is when a making lane gets it."""
+    if setting.transforms_async:
+        return 3
+    return 0 if is_coupled(setting) else 2
 
 
 def making_lanes(setting: Setting) -> int:
-    """Return how many batches are transformed and collated at a time."""
+    """Return how many batches are collated, or transformed by plain code, at a time."""
     return max(1, setting.workers) if setting.place == "workers" else 1
 
 
@@ -301,38 +327,39 @@ class _Span:
         reading, making = reading_lanes(setting), making_lanes(setting)
         began, read, started, transformed, collated, busy, _ = self._made
         lying = _Overlap(self._clip(collated), self._taken[self._is_made])
-        weight = np.ones(len(read))
-        if not is_coupled(setting) and not setting.is_stream:
-            # Samples are read at the same time: as many as lanes on average.
-            is_summed = (busy > 0) & (read > began)
-            weight[is_summed] = busy[is_summed] / (read - began)[is_summed]
-        begins, ends = (
-            [began, started, transformed],
-            [read, transformed, collated],
-        )
-        names = ["read", "transform", "collate"]
-        groups = [(0, 1, 2)] if is_coupled(setting) else [(0,), (1, 2)]
+        steps: list[_Step] = [
+            ("read", began, read, None),
+            ("transform", started, transformed, None),
+            ("collate", transformed, collated, None),
+        ]
+        if setting.transforms_async:
+            weight = _weight(busy, transformed - started)
+            steps[1] = ("transform", started, transformed, weight)
+            groups = [
+                (0, 1, reading),
+                (1, 2, transforming_lanes(setting)),
+                (2, 3, making),
+            ]
+        elif is_coupled(setting):
+            groups = [(0, 3, making)]
+        else:
+            if not setting.is_stream:
+                steps[0] = ("read", began, read, _weight(busy, read - began))
+            groups = [(0, 1, reading), (1, 3, making)]
         stages = []
-        for group in groups:
-            lanes = making if 1 in group else reading
-            stages += self._shared(
-                [names[at] for at in group],
-                lanes,
-                [(begins[at], ends[at], weight if not at else None) for at in group],
-                lying,
-            )
+        for first, end, lanes in groups:
+            stages += self._shared(lanes, steps[first:end], lying)
         return tuple(stages)
 
     def _shared(
         self,
-        names: list[str],
         lanes: int,
-        steps: list[tuple[Any, Any, Any]],
+        steps: list[_Step],
         lying: _Overlap,
     ) -> list[StageStats]:
         """Return stages that share lanes, which run one step after another."""
         busy, within = [], 0.0
-        for begin, end, weight in steps:
+        for _, begin, end, weight in steps:
             begins, ends = self._clip(begin), self._clip(end)
             weights = 1.0 if weight is None else weight
             busy.append(float(((ends - begins) * weights).sum()))
@@ -350,9 +377,9 @@ class _Span:
                 busy[at],
                 sum(busy[:at]) + idle - blocked,
                 sum(busy[at + 1 :]) + blocked,
-                *percentiles(steps[at][1] - steps[at][0]),
+                *percentiles(end - begin),
             )
-            for at, name in enumerate(names)
+            for at, (name, begin, end, _) in enumerate(steps)
         ]
 
     def transport(self) -> StageStats:

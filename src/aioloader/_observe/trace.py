@@ -348,7 +348,7 @@ def _made(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[_J
     if times[0] != made.began:
         args = {**args, "placed": "as late as possible: another machine's clock"}
     if made.busy:
-        args = {**args, "seconds of reading, summed over samples": made.busy}
+        args = {**args, "seconds of coroutines, summed over samples": made.busy}
     if made.cpu:
         args = {**args, "seconds of processor time": made.cpu}
     names = ("read", "queued", "transform", "collate")

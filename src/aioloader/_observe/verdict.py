@@ -40,6 +40,7 @@ _WORDS = {
     "transport": "The transport of batches to the consumer",
     "device": "The copy to the device",
 }
+_ON_HOST = "Page-locking batches, or device_transform,"
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def report(
         if stats is not None and stats.loop_lag is not None:
             found = _lagging(Replayed(each, now.step), stats.loop_lag, found) or found
     return Report(
-        headline=_headline(found, share, is_locked=locked >= _WAITS),
+        headline=_headline(found, setting, share, is_locked=locked >= _WAITS),
         stage=found.stage,
         advice=found.advice,
         limit="" if found.advice else _limit(found.stage, batches, setting, now),
@@ -270,7 +271,9 @@ def _freed(lag: LoopLag, now: Replayed) -> Advice:
     return Advice(lag.culprit, "the event loop", new, gain, why)
 
 
-def _headline(found: "_Found", share: float, *, is_locked: bool) -> str:
+def _headline(
+    found: "_Found", setting: Setting, share: float, *, is_locked: bool
+) -> str:
     stage, lag = found.stage, found.lag
     what = "batches and for the interpreter's lock" if is_locked else "batches"
     waits = f"training waits for {what} {share:.0%} of the time"
@@ -283,7 +286,9 @@ def _headline(found: "_Found", share: float, *, is_locked: bool) -> str:
         )
     if lag is not None:
         return f"{lag.culprit} blocks the event loop and holds training back: {waits}."
-    return f"{_WORDS[stage]} holds training back: {waits}."
+    is_on_host = stage == "device" and setting.stays_on_host
+    words = _ON_HOST if is_on_host else _WORDS[stage]
+    return f"{words} holds training back: {waits}."
 
 
 def _limit(
@@ -300,7 +305,7 @@ def _limit(
         return f"The cores set the pace: all {setting.cores} are busy making batches."
     if stage == "read" and waits_for_store(batches):
         return "The store sets the pace: no argument gains 5 % or more."
-    if stage == "device":
+    if stage == "device" and not setting.stays_on_host:
         return "The link to the device sets the pace: make batches smaller in bytes."
     return "No argument gains 5 % or more: this stage must get cheaper."
 

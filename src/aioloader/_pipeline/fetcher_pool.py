@@ -224,6 +224,8 @@ class FetcherPool:
         began = time.perf_counter()
         if not position and task.stage == "fetch":
             task.began = began
+        elif not position:
+            task.started = began
         return began
 
     def _failed_by(
@@ -240,11 +242,16 @@ class FetcherPool:
     ) -> Coroutine[Any, Any, None] | None:
         """Count a finished job; after the last one return the rest to await."""
         task.pending -= 1  # never 0 again once a sample failed
-        if task.stage == "fetch" and (began or not task.pending):
-            task.read = time.perf_counter()
-            if not position % _TIMED_EVERY:  # counts for the untimed jobs after it too
+        if began or not task.pending:
+            now = time.perf_counter()
+            is_read = task.stage == "fetch"
+            if is_read:
+                task.read = now
+            is_single = not (is_read and self._maker.get_batch)
+            if is_single and not position % _TIMED_EVERY:
+                # It counts for the untimed jobs after it too.
                 timed = min(_TIMED_EVERY, jobs - position)
-                task.busy += (task.read - began) * timed
+                task.busy += (now - began) * timed
         return None if task.pending else self._done(task)
 
     def _tune(self, tuner: Tuner, began: float) -> None:

@@ -377,10 +377,12 @@ class GatherIterator(LocalIterator):
         taken = perf_counter()
         self.counters.waited += taken - asked
         chunk_size = len(chunk) if type(chunk) is range else chunk.numel()
-        made = asked, taken, taken, taken, taken, 0.0, 0.0
-        self._records.append((number, asked, taken, 0, chunk_size, made))
+        cpu = 0.0
         if number % CLOCKED == 1:
+            cpu = taken - asked  # copying memory never waits
             self.counters.weigh(batch)
+        made = asked, taken, taken, taken, taken, 0.0, cpu
+        self._records.append((number, asked, taken, 0, chunk_size, made))
         self._progress.take(number)
         return batch
 

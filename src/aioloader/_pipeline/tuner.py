@@ -6,11 +6,12 @@ many batches are requested ahead.
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from aioloader._observe.autotune import Controller, Held, Observation
 from aioloader._observe.machine import memory_left
+from aioloader._observe.records import Setting
 
 if TYPE_CHECKING:
     from collections.abc import Sized
@@ -65,6 +66,21 @@ class Tuning:
         if found is None:
             found = self.controllers[name] = Controller(name, start, least, most)
         return found
+
+    def tuned(self, setting: Setting) -> Setting:
+        """Return how a loader is set up now that started with ``setting``."""
+        chosen = {
+            name: one.value
+            for name, one in self.controllers.items()
+            if name in setting.fixed
+        }
+        if "concurrency" in chosen:
+            setting = replace(setting, concurrency=chosen["concurrency"])
+        if "prefetch_factor" in chosen and setting.window:
+            readers = max(1, setting.workers)
+            batches = readers * chosen["prefetch_factor"]
+            setting = replace(setting, window=batches + setting.on_device)
+        return setting
 
     def observe_workers(self, controller: Controller, deaths: int) -> None:
         """Decide on the number of workers after an epoch.

@@ -97,6 +97,7 @@ def of_both(task: BatchTask, made: Sequence[float]) -> Made:
     began, read, started, transformed, collated, busy, cpu = made
     if not began:
         began, read, busy = task.began, task.read, task.busy
+        started = task.started or started
     return began, read, started, transformed, collated, busy, cpu
 
 

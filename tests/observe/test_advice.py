@@ -1,0 +1,147 @@
+"""What the verdict may advise, in the settings of real loaders: nothing impossible."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from aioloader import DataLoader
+from aioloader._observe.batches import Batch, batches_of
+from aioloader._observe.changes import changes
+from aioloader._observe.records import Record, Setting
+from aioloader._observe.stages import reading_lanes, transforming_lanes
+from aioloader._observe.verdict import report
+from aioloader.datasets import from_iterable
+from observe.clock import Clock, Ticks
+from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
+
+WAITING = Ticks((20,) * 4, collate=1, step=5)
+
+
+def set_up(loader: DataLoader[Any]) -> Setting:
+    """Return how a loader is set up, after an epoch."""
+    assert list(loader)
+    return replace(loader._live.setting(), cores=8)
+
+
+def offered(setting: Setting, ticks: Ticks = WAITING) -> dict[str, str]:
+    """Return the arguments whose change is tried if batches take that long, and why."""
+    clock = Clock(replace(setting, window=setting.window or 4), [ticks])
+    batches = batches_of(clock.run(64), setting)
+    return {one.argument: one.why for one in changes(batches, setting)}
+
+
+def test_tensors_in_memory() -> None:
+    """They wait for no store, and none is gathered ahead."""
+    loader = DataLoader(TensorDataset(torch.zeros(160, 8)), 4)
+    assert {*offered(set_up(loader))} == {"num_workers"}
+    records = [Record._make(one) for one in loader.stats()._recorded]
+    for one in batches_of(records, set_up(loader)):
+        assert one.read_cpu == 1
+
+
+@pytest.mark.parametrize("prefetch_factor", [None, 4])
+def test_batches_that_draw_from_the_callers_generators(
+    prefetch_factor: int | None,
+) -> None:
+    """Each is made when it is requested, whatever is asked for ahead."""
+    loader = DataLoader(SyncMap(8), rng="batch", prefetch_factor=prefetch_factor)
+    setting = set_up(loader)
+    assert {*offered(setting)} == {"num_workers", "dataset"}
+    assert {*offered(replace(setting, place="thread", on_device=1))}.isdisjoint(
+        {"prefetch_factor", "prefetch_device"}
+    )
+    batches = [Batch(read=0.08, reads=4, slowest=0.02, step=0.005)]
+    found = {one.argument: one.setting for one in changes(batches, setting)}
+    assert found["dataset"].window == 0
+
+
+@pytest.mark.parametrize("prefetch_factor", [None, 2])
+def test_a_stream_of_the_users(prefetch_factor: int | None) -> None:
+    """It has no ``__getitem__``, and each worker would yield all of its samples."""
+    found = offered(set_up(DataLoader(SyncStream(8), prefetch_factor=prefetch_factor)))
+    assert {*found} == {"prefetch_factor", "num_workers"}
+    assert "its own part (get_worker_info())" in found["num_workers"]
+
+
+def test_a_stream_that_splits_itself() -> None:
+    """So does one that the loader reads alone."""
+    for dataset in (from_iterable(range(8)), AsyncStream(8)):
+        found = offered(set_up(DataLoader(dataset, 4)))
+        assert found["num_workers"] == "more batches are made at the same time"
+
+
+async def waiting(found: Any) -> Any:
+    """Transform, or collate."""
+    return found
+
+
+def test_plain_reads_before_an_async_transform() -> None:
+    """Coroutines transform as many samples at a time as ``concurrency`` says."""
+    setting = set_up(DataLoader(SyncMap(8), 4, transform=waiting, concurrency=8))
+    assert (setting.place, setting.concurrency) == ("loop", 8)
+    assert "in the transform" in offered(setting)["concurrency"]
+    assert (reading_lanes(setting), transforming_lanes(setting)) == (1, 8)
+    for dataset in (AsyncStream(8), AsyncBatchMap(8)):
+        assert set_up(DataLoader(dataset, 4, transform=waiting)).transforms_async
+    # There each sample is transformed by the coroutine that has read it.
+    assert not set_up(DataLoader(AsyncMap(8), 4, transform=waiting)).transforms_async
+
+
+def test_plain_reads_before_an_async_collate_fn() -> None:
+    """It changes nothing how many samples coroutines would read."""
+    found = offered(set_up(DataLoader(SyncMap(8), 4, collate_fn=waiting)))
+    assert {*found} == {"prefetch_factor", "num_workers"}
+
+
+def test_plain_reads_that_wait() -> None:
+    """The dataset may become async, in the setting of a real loader."""
+    setting = set_up(DataLoader(SyncMap(8), 4, prefetch_factor=2))
+    records = Clock(setting, [Ticks((10,) * 4, collate=1, step=3)]).run(64)
+    advice = report(records, replace(setting, cores=2)).advice
+    assert advice is not None
+    assert advice.argument == "dataset"
+    assert advice.gain > 500
+
+
+def test_what_the_loader_chooses() -> None:
+    """It is not advised; what is chosen now counts, not what an epoch began with."""
+    loader: DataLoader[Any] = DataLoader(AsyncMap(40), 4, concurrency="auto")
+    assert "concurrency" not in offered(set_up(loader))
+    loader._live.tuning.controllers["concurrency"].value = 100
+    assert loader._live.setting().concurrency == loader.stats().stages[0].lanes == 100
+    loader.concurrency = 8
+    assert set_up(loader).concurrency == 8
+    assert "concurrency" in offered(set_up(loader))
+
+    plain: DataLoader[Any] = DataLoader(SyncMap(40), 4, prefetch_factor="auto")
+    assert "prefetch_factor" not in offered(set_up(plain))
+    plain._live.tuning.controllers["prefetch_factor"].value = 7
+    assert plain._live.setting().window == 7
+
+
+def test_workers_that_would_have_nothing_to_do() -> None:
+    """All of it runs on the loop."""
+    loader = DataLoader(AsyncStream(8), 4, collate_fn=waiting)
+    assert "num_workers" not in offered(set_up(loader))
+    assert "num_workers" in offered(set_up(DataLoader(AsyncStream(8), 4)))
+
+
+def test_workers_that_this_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    loader = DataLoader(SyncMap(8), 4)
+    assert {*offered(set_up(loader))} == {"prefetch_factor", "dataset"}
+    threads = DataLoader(SyncMap(8), 4, num_workers=2, workers="thread")
+    assert {*offered(set_up(threads))} == {"prefetch_factor", "num_workers", "dataset"}
+
+
+def test_a_device_transform_without_a_device() -> None:
+    setting = set_up(DataLoader(SyncMap(8), 4, device_transform=tuple))
+    assert setting.stays_on_host
+    assert "ready ahead" in offered(setting)["prefetch_device"]
+    moved = replace(setting, stays_on_host=False)
+    assert "copied ahead" in offered(moved)["prefetch_device"]
+    assert not set_up(DataLoader(SyncMap(8), 4, prefetch_factor=2)).stays_on_host
