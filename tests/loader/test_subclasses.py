@@ -106,7 +106,7 @@ def test_what_reaches_the_constructor_counts() -> None:
     """It is an attribute too, for frameworks that make a loader again from these."""
     loader = Plain(range(4), batch_size=2, transform=tenfold, concurrency=3)
     assert vars(loader)["concurrency"] == 3
-    again = pickle.loads(pickle.dumps(loader))  # noqa: S301
+    again = pickle.loads(pickle.dumps(loader))
     for one in (loader, again, Mapped(range(4), tenfold, batch_size=2)):
         assert [batch.tolist() for batch in one] == [[0, 10], [20, 30]]
 

@@ -1,4 +1,4 @@
-"""The repository holds what is written by hand, and small figures; nothing left over."""
+"""The repository holds what is written by hand, small figures, and nothing else."""
 
 import subprocess
 import tomllib
