@@ -184,6 +184,7 @@ class Named(SyncMap):
 def test_shared_memory_is_found() -> None:
     """In attributes, in tensors, and by the names of globals."""
     assert holds_shared_memory(Named())
-    assert holds_shared_memory({"a": [torch.zeros(3).share_memory_()]})
+    shared: Any = torch.zeros(3)
+    assert holds_shared_memory({"a": [shared.share_memory_()]})
     assert holds_shared_memory(multiprocessing.RawValue("i", 0))
     assert not holds_shared_memory(SyncMap(), torch.zeros(3), np.zeros(3), labels)

@@ -8,6 +8,7 @@ torch's ``__init__``, which does not support async datasets, is not called.
 import functools
 import inspect
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Generic
 
@@ -38,9 +39,29 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
     """
 
     dataset: Any
+    # The arguments that torch does not have.
+    snapshot_every_n_steps: int | None
+    transform: Callable[[Any], Any] | None
+    concurrency: int
+    device: Any
+    prefetch_device: int
+    device_keys: Any
+    device_transform: Callable[[Any], Any] | None
     workers: Any
+    fetch: str
+    rng: str | None
+    on_timeout: str
+    loop: str
+    on_error: Any
+    max_failures: float | None
+    retry: Any
+    rank: Any
+    world_size: int | None
+    tail: str | None
+    lifespan: Any
+    prefetch_bytes: int | None
     _live: Any
-    # The arguments that torch does not have, in a subclass of aioloader's loader.
+    # These in a subclass of aioloader's loader.
     _own: SimpleNamespace | None = None
     _is_subclassed = False
 

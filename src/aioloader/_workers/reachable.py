@@ -75,7 +75,9 @@ def holds_shared_memory(*objects: Any) -> bool:
         if module in sys.modules
     )
     return any(
-        one.is_shared() if isinstance(one, torch.Tensor) else isinstance(one, types)
+        one.is_shared()  # type: ignore[no-untyped-call]
+        if isinstance(one, torch.Tensor)
+        else isinstance(one, types)
         for one in reachable(*objects)
     )
 
@@ -96,10 +98,9 @@ def reachable(*objects: Any) -> Iterator[Any]:
 
 
 def _held(one: Any) -> Iterable[Any]:
-    if type(one) in {list, tuple}:
-        return one[:_MOST_ITEMS]
-    if type(one) is dict:
-        return itertools.islice(one.values(), _MOST_ITEMS)
+    if type(one) in {list, tuple, dict}:
+        items = one.values() if type(one) is dict else one
+        return itertools.islice(items, _MOST_ITEMS)
     if isinstance(one, type):
         return _methods(one)
     found = [*_attributes(one).values(), *type(one).__mro__]
