@@ -272,6 +272,7 @@ QUESTION = Question(
     ],
     limits=[Limit("aioloader", "hung", 0), Limit("aioloader", "deaf", 0)],
     rounds=1,
+    seconds=1800.0,
 )
 
 if __name__ == "__main__":

@@ -88,7 +88,8 @@ class Limit:
 class Question:
     """One benchmark; the first metric is the one that ratios are taken of.
 
-    With an ``axis`` the metrics are points on it, and their keys are numbers.
+    With an ``axis`` the metrics are points on it, and their keys are numbers. A
+    contender is given ``seconds`` for a round.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Question:
     limits: Sequence[Limit] = ()
     rounds: int = 5
     axis: str = ""
+    seconds: float = 300.0
     serve: Callable[[], AbstractContextManager[str]] = field(
         default=lambda: contextlib.nullcontext("")
     )
@@ -189,7 +191,9 @@ def limits(question: Question, rounds: Rounds) -> list[dict[str, object]]:
     return found
 
 
-def run_fresh(script: Path, name: str, options: Options) -> Figures:
+def run_fresh(
+    script: Path, name: str, options: Options, seconds: float = 300.0
+) -> Figures:
     """Run one contender in a separate process and read its figures."""
     command = [sys.executable, str(script), "--contender", name, "--url", options.url]
     machine = MachineMeter()
@@ -197,7 +201,7 @@ def run_fresh(script: Path, name: str, options: Options) -> Figures:
         [*command, *(["--quick"] if options.quick else [])],
         stdout=subprocess.PIPE,
         text=True,
-        timeout=300,
+        timeout=seconds,
         check=False,
     )
     if done.returncode:
@@ -217,7 +221,8 @@ def measure(
             for name in chosen:
                 if number < question.contenders[name].max_rounds:
                     show(f"round {number + 1}: {name}")
-                    rounds[name].append(run_fresh(script, name, options))
+                    seconds = question.seconds
+                    rounds[name].append(run_fresh(script, name, options, seconds))
     show("")
     return rounds
 
