@@ -145,10 +145,12 @@ class FetcherPool:
         if not jobs:
             self._finish(task)
             return
-        if first:
-            self._queue.appendleft((task, job, jobs))
-        else:
-            self._queue.append((task, job, jobs))
+        place = len(self._queue)
+        if first:  # before later batches, not before earlier ones
+            numbers = (one.number for one, *_ in self._queue)
+            later = (k for k, number in enumerate(numbers) if number > task.number)
+            place = next(later, place)
+        self._queue.insert(place, (task, job, jobs))
         self._rouse(jobs)
 
     def _rouse(self, jobs: int) -> None:
