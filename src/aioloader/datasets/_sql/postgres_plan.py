@@ -49,7 +49,7 @@ _TEXTS = frozenset({"text", "varchar", "bpchar"})
 # In versions before 12, all collations are deterministic, and there is no such column.
 _LOOSE = """
 SELECT 1 FROM pg_collation AS c JOIN pg_namespace AS n ON n.oid = c.collnamespace
-WHERE to_jsonb(c) ->> 'collisdeterministic' = 'false' AND ({key}) IN
+WHERE to_jsonb(c) ->> 'collisdeterministic' = 'false' AND ({key}) COLLATE "C" IN
 (quote_ident(c.collname), quote_ident(n.nspname) || '.' || quote_ident(c.collname))
 """
 _TYPE = "SELECT typname::text FROM pg_type WHERE oid = $1::oid"
