@@ -213,9 +213,16 @@ def run_fresh(
 def measure(
     question: Question, script: Path, chosen: Sequence[str], args: argparse.Namespace
 ) -> Rounds:
-    """Run all chosen contenders, round after round."""
+    """Run all chosen contenders, round after round.
+
+    If there is one round, all run once before, briefly: the first ones would read
+    files from the disk that the others find in memory.
+    """
     rounds: Rounds = {name: [] for name in chosen}
     with question.serve() as url:
+        for name in chosen if args.rounds == 1 and not args.quick else ():
+            show(f"warm-up: {name}")
+            run_fresh(script, name, Options(quick=True, url=url), question.seconds)
         options = Options(quick=args.quick, url=url)
         for number in range(args.rounds):
             for name in chosen:

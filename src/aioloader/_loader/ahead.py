@@ -29,7 +29,7 @@ def can_look_ahead(options: Options) -> bool:
 
     True for torch's samplers and ours; a user's may depend on anything. So may a user's
     ``__iter__``, such as on a number of the epoch in shared memory, which is how
-    workers that persist are told of it; samples are made early only without such
+    workers that persist learn of it; samples are made early only without such
     memory.
     """
     sampler, batch_type = options.index_sampler, type(options.batch_sampler)
