@@ -122,6 +122,9 @@ def nodes_with_neighbours(kit: Kit, workers: int) -> Any:
                 metadata=(inputs.input_id, inputs.time),
             )
 
+        def sample_from_edges(self, *_: Any, **_options: Any) -> Any:
+            raise NotImplementedError
+
     edges = torch.stack([torch.arange(20), torch.arange(20).roll(3)])
     graph = Data(x=torch.arange(40.0).view(20, 2), edge_index=edges)
     loader = loaders.NodeLoader(
