@@ -180,9 +180,9 @@ async def test_missing_and_other_columns_are_named(
     with pytest.raises(DatasetError, match=message) as caught:
         await shards(made)
     assert caught.value.location == "other.parquet"
-    write(other, pq.read_table(numbered))
+    write(Path(other), pq.read_table(numbered))
     await shards(made)
-    write(other, pa.table(columns))
+    write(Path(other), pa.table(columns))
     with pytest.raises(DatasetError, match=message):
         await read_shard(pickle.loads(pickle.dumps(made)), (other, 0))
 
