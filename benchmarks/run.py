@@ -1,9 +1,9 @@
 """Run every benchmark, one after the other, and write ``RESULTS.md``: ``make bench``.
 
-Each script gets its number of rounds from ``ROUNDS``, so that all take about an hour
-and a half; other options (``--quick``, ``--all``, ``--rounds``) go to each of them.
-Those of ``BESIDE`` run with the Python that ``AIOLOADER_PEERS`` names, if it is set. A
-script that fails does not stop the others; the exit status is that of the first one.
+Each script gets its number of rounds from ``ROUNDS``, so that all take two hours;
+other options (``--quick``, ``--all``, ``--rounds``) go to each of them. Those of
+``PYTHONS`` run in an environment of their own, if its Python is named there. A script
+that fails does not stop the others; the exit status is that of the first one.
 """
 
 from __future__ import annotations
@@ -47,14 +47,20 @@ ROUNDS = {
     "crossover": 1,
     "growth": 1,
     "device": 1,
+    "dlio/run": 3,
 }
-BESIDE = {"parquet", "peers", "shuffle_quality"}
+PYTHONS = {
+    "parquet": "AIOLOADER_PEERS",
+    "peers": "AIOLOADER_PEERS",
+    "shuffle_quality": "AIOLOADER_PEERS",
+    "dlio/run": "AIOLOADER_DLIO",
+}  # a script, and the variable of the environment that names its Python
 HERE = Path(__file__).parent
 
 
 def command_of(name: str, options: list[str]) -> list[str] | None:
     """Return the command of a script, or None if its packages are not installed."""
-    python = os.environ.get("AIOLOADER_PEERS") if name in BESIDE else sys.executable
+    python = os.environ.get(PYTHONS[name]) if name in PYTHONS else sys.executable
     if not python:
         return None
     chosen = "--quick" in options or "--rounds" in options
@@ -68,9 +74,7 @@ def run_all(options: list[str]) -> int:
     for name in ROUNDS:
         command = command_of(name, options)
         if command is None:
-            print(
-                f"\n{name}: left out, for AIOLOADER_PEERS names no Python", flush=True
-            )
+            print(f"\n{name}: left out: {PYTHONS[name]} names no Python", flush=True)
         elif status := subprocess.call(command):
             failed[name] = status
             print(f"\n{name}: FAILED with {status}", flush=True)

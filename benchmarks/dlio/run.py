@@ -247,6 +247,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, help="default 5")
     parser.add_argument("--quick", action="store_true", help="one small round")
+    parser.add_argument("--all", action="store_true", help="no more than without")
     parser.add_argument("--only", choices=FILES, help="one workload; keeps no results")
     parser.add_argument("--data", type=Path, help="folder that keeps the files")
     parser.add_argument(
