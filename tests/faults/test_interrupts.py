@@ -168,6 +168,44 @@ def test_an_interrupt_while_batches_are_exchanged(where: str, is_kept: bool) -> 
         assert list(loader) == [0, 1, 2, 3, 4, 5]
 
 
+UNNOTICED = """
+import asyncio, signal, sys, threading, time, torch
+from aioloader import DataLoader
+def handled_elsewhere():
+    time.sleep(0.2)  # the main thread waits by now; otherwise it sees the signal anyway
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+class Plain:
+    def __len__(self): return 9
+    def __getitem__(self, i):
+        if i: time.sleep(60)
+        return i
+class Async(Plain):
+    async def __getitem__(self, i):
+        if i: await asyncio.sleep(60)
+        return i
+ways = {
+    'coroutines': lambda: DataLoader(Async()),
+    'timed': lambda: DataLoader(Async(), timeout=50),
+    'workers': lambda: DataLoader(Plain(), num_workers=1),
+    'device': lambda: DataLoader(Async(), device='cpu'),
+}
+batches = iter(ways[sys.argv[1]]())
+next(batches)
+threading.Thread(target=handled_elsewhere).start()
+next(batches)
+"""
+
+
+@pytest.mark.parametrize("way", ["coroutines", "timed", "workers", "device"])
+def test_an_interrupt_that_does_not_wake_the_main_thread(way: str) -> None:
+    """The kernel gave it to another thread, or just before the main one fell asleep."""
+    process = started(way, code=UNNOTICED)
+    _, errors = process.communicate(timeout=40)
+    assert process.returncode == -signal.SIGINT, errors
+    assert "KeyboardInterrupt" in errors
+    assert await_gone(session(process.pid)) == []
+
+
 def test_an_interrupt_while_the_fork_server_starts() -> None:
     """A terminal sends it to all processes; the fork server is not ended by it."""
     server = ForkServer()

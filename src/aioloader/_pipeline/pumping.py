@@ -6,6 +6,7 @@ waiting task lets its loop watch them, and either reads the results that arrive.
 
 import asyncio
 import contextlib
+import math
 import os
 import select
 import threading
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from aioloader._order.forks import fork_safe
-from aioloader._pipeline.waiting import Waiters
+from aioloader._pipeline.waiting import LOOK_UP, Waiters
 
 
 class Pump(Protocol):
@@ -54,20 +55,21 @@ class PumpingWaiters(Waiters):
             return not self._leave(wake) or is_true
 
     def _pump_until(self, bell: "_Bell", timeout: float | None) -> bool:
-        until = None if timeout is None else time.monotonic() + timeout
+        left = math.inf if timeout is None else max(0.0, timeout)
+        until = time.monotonic() + left
         while True:
-            left = None if until is None else max(0.0, until - time.monotonic()) * 1000
             poll = select.poll()
             for descriptor in (bell.fileno, *self._pump.descriptors()):
                 poll.register(descriptor, select.POLLIN)
-            ready = poll.poll(left)
+            ready = poll.poll(min(left, LOOK_UP) * 1000)
             self._pump.collect()
             if self._is_true():
                 return True
-            if not ready:
-                return False
             if any(descriptor == bell.fileno for descriptor, _ in ready):
                 return True
+            left = max(0.0, until - time.monotonic())
+            if not ready and not left:
+                return False
 
     def drop_pump(self) -> None:
         """Release the pump: nobody waits any longer."""

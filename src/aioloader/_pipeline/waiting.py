@@ -1,10 +1,16 @@
-"""Waiting, for threads and for tasks of any loop: woken, never polling."""
+"""Waiting, for threads and for tasks of any loop: both are woken.
+
+A signal that comes just before the main thread falls asleep does not wake it, and its
+handler runs when the thread next does, so a waiting thread looks up every second.
+"""
 
 import asyncio
 import contextlib
 import contextvars
+import math
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,6 +18,7 @@ from typing import Final
 
 from aioloader._order.forks import fork_safe
 
+LOOK_UP: Final = 1.0  # seconds; how late Ctrl-C may be
 _NOTHING: Final = contextlib.nullcontext()
 
 
@@ -40,7 +47,7 @@ class Waiters:
         if not self._enter(gate.release):
             return True
         try:
-            woken = gate.acquire(timeout=-1 if timeout is None else timeout)
+            woken = _acquire(gate, timeout)
         except BaseException:
             self._leave(gate.release)
             raise
@@ -121,6 +128,17 @@ class Latch:
     async def wait_async(self, timeout: float | None = None) -> bool:
         """Suspend until set; return whether it is."""
         return await self._waiters.wait_async(timeout)
+
+
+def _acquire(gate: threading.Lock, timeout: float | None) -> bool:
+    """Block until it is released; return False after ``timeout`` seconds."""
+    left = math.inf if timeout is None else max(0.0, timeout)
+    until = time.monotonic() + left
+    while not gate.acquire(timeout=min(left, LOOK_UP)):
+        left = until - time.monotonic()
+        if left <= 0:
+            return False
+    return True
 
 
 def call_threadsafe(
