@@ -48,6 +48,7 @@ def test_on_fake(part: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.fuzz
 def test_the_script_for_a_gpu(tmp_path: Path) -> None:
     """It runs to its end on the fake device, and prints what it finds."""
     script, found = HERE.parents[1] / "tools" / "check_gpu.py", tmp_path / "found.json"

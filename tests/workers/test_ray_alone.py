@@ -27,6 +27,7 @@ def ran(*command: str) -> Any:
     )
 
 
+@pytest.mark.fuzz
 def test_the_example() -> None:
     """Without a main guard; its cluster ends with it."""
     done = ran(str(Path(train_digits.__file__).with_name("ray_workers.py")))
