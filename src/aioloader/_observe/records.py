@@ -292,10 +292,12 @@ def bytes_of(batch: Any, items: int = _ITEMS, depth: int = 8) -> int:
         items: Limit on measured items, over all levels.
         depth: Limit on levels.
     """
-    if isinstance(batch, (bytes, bytearray, str)):
-        return len(batch)
-    if isinstance(batch, Mapping):
-        return bytes_of(list(batch.values()), items, depth)
+    try:
+        nbytes = getattr(batch, "nbytes", None)
+        if nbytes is not None:
+            return int(nbytes)
+    except Exception:  # noqa: BLE001, S110  (a sparse tensor's; any class's own)
+        pass
     if isinstance(batch, (list, tuple)):
         if not depth or not batch:
             return 0
@@ -303,8 +305,9 @@ def bytes_of(batch: Any, items: int = _ITEMS, depth: int = 8) -> int:
         items = max(1, items // len(some))
         found = sum(bytes_of(one, items, depth - 1) for one in some)
         return found * len(batch) // len(some)
-    try:
-        return int(batch.nbytes)
-    except Exception:  # noqa: BLE001  (a sparse tensor's; any class's own)
-        own = getattr(batch, "__dict__", None)
-        return bytes_of(own, items, depth - 1) if own and depth else 8
+    if isinstance(batch, (bytes, bytearray, str)):
+        return len(batch)
+    if isinstance(batch, Mapping):
+        return bytes_of(list(batch.values()), items, depth)
+    own = getattr(batch, "__dict__", None)
+    return bytes_of(own, items, depth - 1) if own and depth else 8
