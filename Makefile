@@ -7,6 +7,10 @@ COMPAT := .venv-compat
 DLIO := .venv-dlio
 PEERS := .venv-peers
 INPUTS := pyproject.toml constraints.txt
+# Tests start hundreds of processes on two cores: modules stay compiled, and threads of
+# torch that wait do not spin.
+unexport PYTHONDONTWRITEBYTECODE
+pytest fuzz lowest compat: export OMP_WAIT_POLICY := passive
 
 .PHONY: demo test compat lint types imports pytest fuzz lowest package pythons bench dlio gpu docs docs-serve format clean
 
