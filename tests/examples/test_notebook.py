@@ -7,10 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import train_digits
 
 from scripts.running import KERNEL, end
 
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 THREADS = """
 import threading
 print([one.name for one in threading.enumerate() if "aioloader" in one.name])
@@ -19,8 +19,7 @@ print([one.name for one in threading.enumerate() if "aioloader" in one.name])
 
 def code_cells() -> dict[str, dict[str, object]]:
     """Return the notebook's cells of code by their ids."""
-    path = Path(train_digits.__file__).with_name("notebook.ipynb")
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     return {cell["id"]: cell for cell in cells if cell["cell_type"] == "code"}
 
 
