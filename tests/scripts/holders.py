@@ -12,6 +12,7 @@ import logging
 import mmap
 import multiprocessing as mp
 import multiprocessing.shared_memory
+import os
 import queue
 import random
 import re
@@ -132,13 +133,14 @@ simple("asyncio.Lock", asyncio.Lock, lambda held, index: asyncio.run(take(held, 
 # -- files and sockets --------------------------------------------------------------
 
 
-@holder("text file", lambda held, index: (held.seek(0), held.readline())[1])
+# Both workers share a file's place, so none of these moves it.
+@holder("text file", lambda held, index: os.pread(held.fileno(), 5, index))
 def make_text(stack: ExitStack, folder: Path) -> Any:
     (folder / "text").write_text("first\nsecond\n")
     return stack.enter_context((folder / "text").open(encoding="utf-8"))
 
 
-@holder("binary file", lambda held, index: (held.seek(0), held.read(9))[1][index])
+@holder("binary file", lambda held, index: os.pread(held.fileno(), 1, index))
 def make_binary(stack: ExitStack, folder: Path) -> Any:
     (folder / "binary").write_bytes(b"abcdefghi")
     return stack.enter_context((folder / "binary").open("rb", buffering=0))
