@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import httpx
 import pytest
 import torch
+import train_digits
 from starlette.applications import Starlette
 
 import service
@@ -22,8 +23,7 @@ from datasets.pg import Server, server
 __all__ = ["server"]
 
 
-FOLDER = Path(service.__file__).parent
-EXAMPLES = sorted(FOLDER.glob("*.py"))
+EXAMPLES = sorted(Path(train_digits.__file__).parent.glob("*.py"))
 # The demo writes, trains, chooses a device and draws.
 MAX_LINES = {"train_digits": 100}
 
@@ -87,8 +87,6 @@ def test_training_reaches_its_accuracy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The demo learns, says what share of the time it waited, and draws its losses."""
-    import train_digits  # noqa: PLC0415  (of 90 MB, which each fork would copy)
-
     url, path = (tmp_path / "digits").as_uri(), tmp_path / "loss.svg"
     (tmp_path / "digits").mkdir()
     assert asyncio.run(train_digits.train(url, 6, path)) >= 0.95
@@ -112,8 +110,6 @@ def test_the_demo_says_what_it_fell_back_to(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Without the device that was asked for."""
-    import train_digits  # noqa: PLC0415
-
     assert train_digits.choose_device("cpu") == "cpu"
     found = train_digits.choose_device("xpu:0")
     assert found == ("xpu:0" if torch.xpu.is_available() else "cpu")
@@ -124,7 +120,7 @@ def test_the_demo_says_what_it_fell_back_to(
 @pytest.mark.slow
 def test_augmentations_do_not_depend_on_the_number_of_workers() -> None:
     """A script without a main guard, as a user runs it."""
-    script = FOLDER / "augment.py"
+    script = Path(train_digits.__file__).with_name("augment.py")
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, check=False
     )
@@ -142,7 +138,7 @@ RANKS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 def ran(name: str, *options: str, by: Sequence[str] = ()) -> list[str]:
     """Run an example as a user does; return what it printed."""
-    path = FOLDER / name
+    path = Path(train_digits.__file__).with_name(name)
     done = subprocess.run(
         [sys.executable, *by, str(path), *options],
         capture_output=True,

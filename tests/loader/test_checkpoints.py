@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import Dataset
 
 from aioloader import DataLoader
@@ -61,9 +64,6 @@ def fresh() -> Any:
 @pytest.mark.parametrize("make", [shuffled, streamed, counted, fresh])
 def test_a_checkpoint(make: Any, taken: int, tmp_path: Path) -> None:
     """The loader is given as it is; the rest is the same, and so is the model."""
-    from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415
-    from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415
-
     loader, model = make(), nn.Linear(1, 1)
     iterator = iter(loader)
     for _ in range(taken):
@@ -86,10 +86,6 @@ def test_a_checkpoint(make: Any, taken: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [shuffled, streamed, counted])
 def test_keys(make: Any) -> None:
     """They are the same at every moment."""
-    from torch.distributed.checkpoint._nested_dict import (  # noqa: PLC0415
-        flatten_state_dict,
-    )
-
     loader = make()
     states = [loader.state_dict(), *(loader.state_dict() for _ in loader)]
     states.append(loader.state_dict())

@@ -1,6 +1,5 @@
 """Clusters that a loader starts for itself, in processes of their own."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -13,10 +12,8 @@ from workers.ray_cluster import ENVIRONMENT
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs Ray"),
-]
+pytestmark = pytest.mark.slow
+pytest.importorskip("ray")
 
 
 def ran(*command: str) -> Any:

@@ -1,6 +1,5 @@
 """What ``RayWorkers`` is told, and what it refuses: without a cluster."""
 
-import importlib.util
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +10,7 @@ from aioloader import DataLoader, RayWorkers
 from samples import AsyncStream
 from working import Numbers
 
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs Ray")
+pytest.importorskip("ray")
 
 
 def make(dataset: Any, actors: int = 1, **options: Any) -> Any:
