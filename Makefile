@@ -35,9 +35,9 @@ imports: $(VENV)/.dev
 pytest: $(VENV)/.dev
 	$(BIN)/pytest -n 3 --dist worksteal -m "not fuzz"
 
-# slow combinations of what the others hold
+# slow combinations of what the others hold, and laws with ten times as many examples
 fuzz: $(VENV)/.dev
-	$(BIN)/pytest -n 3 --dist worksteal -m fuzz
+	$(BIN)/pytest -n 3 --dist worksteal -m "fuzz or law" --hypothesis-profile fuzz
 
 # the same tests, but the slow ones, with the lowest versions that are allowed
 lowest: $(LOWEST)/.dev

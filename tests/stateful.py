@@ -133,3 +133,62 @@ class Batches(Sampler[list[int]]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.epoch, self.place = state["epoch"], state["place"]
+
+
+class Streamed(Plain):
+    """As Hugging Face's: each epoch starts from a loaded state of the same epoch."""
+
+    def __init__(self, n: int = 10) -> None:
+        super().__init__(n)
+        self.epoch = 0
+        self.start: dict[str, int] | None = None
+        self.now = {"epoch": 0, "place": 0}
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.now = {"epoch": self.epoch, "place": 0}
+        if self.start is not None and self.start["epoch"] == self.epoch:
+            self.now = dict(self.start)
+        for number in mine(self.n)[self.now["place"] :]:
+            self.now["place"] += 1
+            yield 100 * self.epoch + number
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self.now)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state
+
+
+class Started(Plain):
+    """It shows a loaded state at once, and keeps it as the start of each epoch."""
+
+    start = place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.place = self.start
+        for number in mine(self.n)[self.start :]:
+            self.place += 1
+            yield number
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = self.start = state["place"]
+
+
+class Postponed(Epochs):
+    """It applies a loaded state once, when it is iterated, and counts its epochs."""
+
+    loaded: int | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        if self.loaded is not None:
+            self.epoch, self.loaded = self.loaded, None
+        return super().__iter__()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state["epoch"]

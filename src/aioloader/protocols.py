@@ -12,14 +12,18 @@ import abc
 import enum
 import functools
 import inspect
-import itertools
 import types
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
-import torch
-from torch.utils.data import ChainDataset, IterableDataset, Subset
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+)
 
 _FUNCTIONS = types.FunctionType, types.MethodType
 
@@ -60,12 +64,15 @@ class BlockIterator(HasLifespan):
         at: How many positions of an epoch this rank had passed where it starts.
         real: How many samples of an epoch are not padding; None: all.
         leaves_out: Whether a failed sample has no position: the next one takes it.
+        refills: Whether samples of its beginning fill a short batch, as all ranks have
+            full ones.
     """
 
     fills: bool
     leaves_out: bool
     at: int
     real: int | None
+    refills: bool
 
     @abc.abstractmethod
     async def pull(self, limit: int) -> Any:
@@ -79,8 +86,16 @@ class BlockIterator(HasLifespan):
         """
 
     @abc.abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last block, for ``load_state_dict``."""
+    def position(self) -> dict[str, Any]:
+        """Return the position after the last block, for ``load_position``."""
+
+    @abc.abstractmethod
+    def again(self, state: dict[str, Any] | None) -> "BlockIterator":
+        """Return an iteration over the same samples, from the first one or a state."""
+
+    @abc.abstractmethod
+    async def aclose(self) -> None:
+        """Stop pending work and wait for it to end."""
 
 
 class OwnStream(abc.ABC):
@@ -109,12 +124,64 @@ class OwnStream(abc.ABC):
         """Return how many samples an epoch of all ranks has, if known."""
 
     @abc.abstractmethod
+    def reread(self) -> list[str]:
+        """Return the names of its parts without a state, which are read again.
+
+        Resuming is exact only if they give the same samples again.
+        """
+
+    @abc.abstractmethod
+    def is_endless(self) -> bool:
+        """Tell whether an epoch never ends."""
+
+    @abc.abstractmethod
+    def check_batches(self, ranks: int, size: int) -> None:
+        """Check that in each step all ranks deliver a batch, or have ended.
+
+        Args:
+            ranks: Number of ranks (times workers).
+            size: Samples per batch.
+
+        Raises:
+            ValueError: If not: their states could not be merged.
+        """
+
+    @abc.abstractmethod
     def evened(self, tail: Any, *, is_skipped: bool = False) -> "OwnStream":
-        """Return the stream whose ranks have equal parts of a known total.
+        """Return the stream whose ranks have equal parts.
 
         Args:
             tail: What happens to a remainder that cannot be split evenly.
             is_skipped: Whether failed samples are left out.
+        """
+
+    @abc.abstractmethod
+    def has_store(self) -> bool:
+        """Tell whether its ranks can agree through a store now."""
+
+    @abc.abstractmethod
+    def end_talk(self, tail: Any, at: tuple[int, int]) -> Any:
+        """Return the ``EndTalk`` by which its ranks agree on the end of an iteration.
+
+        Args:
+            tail: What happens to the remainder.
+            at: The epoch, and how many of its batches were delivered before.
+        """
+
+    @abc.abstractmethod
+    def continues(self) -> bool:
+        """Tell whether an epoch continues where the previous one stopped."""
+
+    @abc.abstractmethod
+    def following(
+        self, state: dict[str, Any], epoch: int, workers: int = 1
+    ) -> dict[str, Any]:
+        """Return where the epoch after one that stopped at ``state`` starts.
+
+        Args:
+            state: The state of an iterator; the stream ``continues``.
+            epoch: Number of the next epoch, unless the user has chosen one.
+            workers: Number of workers of each rank that read.
         """
 
     @abc.abstractmethod
@@ -131,8 +198,8 @@ class OwnStream(abc.ABC):
         """
 
     @abc.abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Start the next iteration where ``state`` was taken from an iterator."""
+    def load_position(self, state: dict[str, Any]) -> None:
+        """Start the next iteration at the ``position`` of an iterator."""
 
     @abc.abstractmethod
     def __aiter__(self) -> BlockIterator:
@@ -165,9 +232,37 @@ def kind_of(dataset: object) -> Kind:
         return Kind.MAP
     if hasattr(cls, "__iter__"):
         return Kind.ITERABLE
+    if inspect.isgeneratorfunction(dataset) or inspect.isasyncgenfunction(dataset):
+        raise TypeError(f"dataset is a generator function: {_ONCE}")
     raise TypeError(
         f"dataset must have __getitem__, __iter__ or __aiter__, got {cls.__name__!r}"
     )
+
+
+_ONCE = (
+    "each epoch needs a new generator; pass "
+    "aioloader.datasets.from_async_iterable(function), or from_iterable(function) for "
+    "a plain one, which call the function for each epoch"
+)
+
+
+def refuse_ended(dataset: object) -> None:
+    """Refuse a generator that has ended: it can be iterated only once.
+
+    Raises:
+        TypeError: If ``dataset`` is one; the epoch would be empty.
+    """
+    if isinstance(dataset, types.AsyncGeneratorType):
+        frame = dataset.ag_frame
+    elif isinstance(dataset, types.GeneratorType):
+        frame = dataset.gi_frame
+    else:
+        return
+    if frame is None:
+        raise TypeError(
+            f"the dataset is a {type(dataset).__name__} that has ended, and this epoch "
+            f"would be empty: {_ONCE}"
+        )
 
 
 def has_aiter(value: object) -> bool:
@@ -197,48 +292,31 @@ def is_async_function(function: object) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
+# Torch's wrappers, by their own methods: those of a subclass may do anything.
+_WRAPPERS: dict[object, str] = {
+    Subset.__getitem__: "dataset",
+    ConcatDataset.__getitem__: "datasets",
+    StackDataset.__getitem__: "datasets",
+}
+
+
 def reads_async(dataset: object) -> bool:
-    """Tell whether reading samples of a map-style ``dataset`` may return awaitables.
+    """Tell whether the loop reads samples of a map-style ``dataset``.
 
-    True if its own method is a coroutine function, or if it is a wrapper, such as
-    ``Subset`` or ``ConcatDataset``, of such a dataset.
+    True if its own method is a coroutine function, or if it is torch's ``Subset``,
+    ``ConcatDataset`` or ``StackDataset`` over such a dataset. Any other plain method
+    runs off the loop, whatever it holds; if it returns an awaitable, that is awaited.
     """
-    return _reads_async(dataset, set())
-
-
-def _reads_async(dataset: object, seen: set[int]) -> bool:
-    if id(dataset) in seen:
-        return False
-    seen.add(id(dataset))
     cls = type(dataset)
-    methods = (getattr(cls, "__getitem__", None), getattr(cls, "__getitems__", None))
-    return any(is_async_function(method) for method in methods) or any(
-        _reads_async(inner, seen) for inner in _held_datasets(dataset)
-    )
-
-
-def _held_datasets(dataset: object) -> list[object]:
-    """Return the datasets that a wrapper holds in attributes and their items."""
-    held: list[object] = []
-    for value in getattr(dataset, "__dict__", {}).values():
-        if type(value) is dict:
-            held += itertools.islice(value.values(), 1024)
-        elif type(value) in {list, tuple}:
-            held += value[:1024]
-        else:
-            held.append(value)
-    return [value for value in held if _is_dataset(value)]
-
-
-def _is_dataset(value: object) -> bool:
-    """Tell whether ``value`` is map-style and no builtin, array or tensor."""
-    cls = type(value)
-    return (
-        _defines(cls, "__getitem__")
-        and _defines(cls, "__len__")
-        and hasattr(value, "__dict__")
-        and not isinstance(value, torch.Tensor)
-    )
+    item = getattr(cls, "__getitem__", None)
+    if is_async_function(item) or is_async_function(getattr(cls, "__getitems__", None)):
+        return True
+    if item not in _WRAPPERS:
+        return False
+    held = getattr(dataset, _WRAPPERS[item])
+    if isinstance(held, dict):
+        held = list(held.values())
+    return any(map(reads_async, held if isinstance(held, (list, tuple)) else [held]))
 
 
 def _chains_async(dataset: object) -> bool:

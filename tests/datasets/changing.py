@@ -28,6 +28,8 @@ class ChangingServer:
         self.tags = tags.split()
         self.has_ranges = has_ranges
         self.requests = 0
+        # Whether it answers each GET as if the object were empty.
+        self.seems_empty = False
         self.connections: list[socket.socket] = []
         self._failing = 0
         self._breaking = (0, 0)
@@ -96,8 +98,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         super().setup()
         self.served.connections.append(self.connection)
 
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.served.body)))
+        self.send_header("Last-Modified", formatdate(1e9, usegmt=True))
+        self.end_headers()
+
     def do_GET(self) -> None:
         served = self.served
+        if served.seems_empty:
+            self._answer(416 if served.has_ranges else 200, b"")
+            return
         if served.fails():
             self._answer(503, b"")
             return

@@ -47,7 +47,7 @@ QUICK = {
     "backoff": {"init_backoff": timedelta(milliseconds=1)},
 }
 # A first try, and none behind it.
-ONCE = Requests(deadline=1e-6)
+ONCE = Requests(base_delay=1e12, max_delay=1e12)
 
 
 @dataclass

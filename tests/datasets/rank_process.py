@@ -118,9 +118,22 @@ class Rank:
     async def load(self, workers: int = 0, **stream: Any) -> list[Any]:
         """Read all through a loader, whose workers read the stream."""
         where: Any = {"num_workers": workers, "fetch": "workers"} if workers else {}
+        where["tail"] = "uneven"
         loader: Any = DataLoader(self.stream(**stream), 4, collate_fn=list, **where)
         async with loader:
             return [one async for batch in loader for one in batch]
+
+    async def begin(self, count: int, **stream: Any) -> list[Any]:
+        """Take some batches of an epoch that all ranks end together."""
+        agreeing = self.stream(**stream).agree(timeout=1)
+        self.loader: Any = DataLoader(agreeing, collate_fn=list, tail="drop")
+        self.iterator = aiter(self.loader)
+        return [await anext(self.iterator) for _ in range(count)]
+
+    async def finish(self) -> list[Any]:
+        """Take all others."""
+        async with self.loader:
+            return [batch async for batch in self.iterator]
 
     async def steps(self, batch_size: int, **options: Any) -> list[Any]:
         """Train by DDP, a step per batch; return each batch and its mask."""

@@ -19,6 +19,7 @@ from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._stores.file_bytes import FileBytes
+from aioloader.datasets._stores.versions import Version
 from aioloader.errors import DatasetError
 
 Format = ParquetFormat | ArrowFormat | CSVFormat
@@ -61,11 +62,13 @@ class Local:
         """Return all bytes of a file."""
         return FileBytes(address, start, budget)
 
-    async def size(self, address: str) -> int:
-        """Return the length of a file."""
-        return len(await asyncio.to_thread(contents, address))
+    async def version(self, address: str) -> Version:
+        """Return the length of a file, and nothing else."""
+        return Version(len(await asyncio.to_thread(contents, address)))
 
-    async def read(self, address: str, start: int, stop: int) -> bytes:
+    async def read(
+        self, address: str, start: int, stop: int, version: Version
+    ) -> bytes:
         """Return some bytes of a file."""
         number = len(self.spans)
         self.spans.append((start, stop))

@@ -1,16 +1,28 @@
 """Streams through a local cache: read once from the store, and never something old."""
 
 import asyncio
+import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from obstore.store import MemoryStore
+from pyarrow import parquet as pq
 
 from aioloader import DataLoader
-from aioloader.datasets import TarDataset, TextDataset, from_iterable
+from aioloader.datasets import (
+    ArrowDataset,
+    ParquetDataset,
+    TarDataset,
+    TextDataset,
+    from_iterable,
+)
+from aioloader.errors import DatasetError
 from aioloader.testing import Faults, ObjectServer
 from beside import beside
+from datasets.changing import ChangingServer
 from datasets.shards import NAMES, name_of, names, read
 from datasets.test_places import QUICK, big_shard, shards
 
@@ -106,3 +118,73 @@ async def test_stores_in_memory_are_not_mixed_up(tmp_path: Path) -> None:
         store.put("a.txt", text)
         stream = TextDataset("a.txt", store=store, cache=tmp_path)
         assert (await read(stream))[0] == [text.decode()]
+
+
+def table_bytes(rows: int) -> bytes:
+    """Return a Parquet file of two row groups and four columns."""
+    file = io.BytesIO()
+    columns = {name: np.random.default_rng(0).random(rows) for name in "abcd"}
+    pq.write_table(pa.table(columns), file, row_group_size=rows // 2)
+    return file.getvalue()
+
+
+def arrow_bytes(rows: int) -> bytes:
+    """Return an Arrow file of two batches and four columns."""
+    file = io.BytesIO()
+    table = pa.table({name: np.arange(float(rows)) for name in "abcd"})
+    with pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, rows // 2)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("make", "body"), [(ParquetDataset, table_bytes), (ArrowDataset, arrow_bytes)]
+)
+async def test_tables_through_a_cache(tmp_path: Path, make: Any, body: Any) -> None:
+    """No more is read than without it, and in a warm epoch nothing is asked for."""
+    with ObjectServer({f"{at}.x": body(16_000) for at in range(2)}) as server:
+
+        async def epoch(**options: Any) -> int:
+            stream = make("{0..1}.x", store=server.url, columns=["b"], **options)
+            assert len((await read(stream))[0]) == 32_000
+            return server.counts().bytes
+
+        plain = await epoch()
+        cold = await epoch(cache=tmp_path) - plain
+        requests = server.counts().requests
+        assert cold <= plain
+        await epoch(cache=tmp_path)
+        await epoch(cache=tmp_path)
+        assert server.counts().requests == requests
+
+
+async def test_a_table_that_changes_behind_its_cache(tmp_path: Path) -> None:
+    """What is not kept is not mixed with what is; then it is read anew."""
+    with ObjectServer({"a.x": table_bytes(100)}) as server:
+        options: Any = {"store": server.url, "cache": tmp_path}
+        await read(ParquetDataset("a.x", columns=["a"], **options))
+        server.replace("a.x", table_bytes(200))
+        with pytest.raises(DatasetError, match="changed while being read"):
+            await read(ParquetDataset("a.x", columns=["c"], **options))
+        assert len((await read(ParquetDataset("a.x", **options)))[0]) == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tags": "date"}, "sends no ETag, so changes would not be noticed"),
+        ({"has_ranges": False}, "has no ranges"),
+    ],
+)
+@pytest.mark.parametrize("kind", [TextDataset, ParquetDataset])
+async def test_what_cannot_be_kept(
+    tmp_path: Path, options: Any, words: str, kind: Any
+) -> None:
+    """One warning says so, whatever is read, and all is read."""
+    body = b"a\n" * 9 if kind is TextDataset else table_bytes(9)
+    with ChangingServer(body, **options) as server:
+        stream = kind(["a", "b"], store=server.url, cache=tmp_path)
+        with pytest.warns(RuntimeWarning, match=f"keeps nothing of .*{words}") as said:
+            for _ in range(2):
+                assert len((await read(stream))[0]) >= 16
+    assert len(said) == 1

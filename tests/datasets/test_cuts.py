@@ -16,7 +16,7 @@ from aioloader.datasets._cuts import at_line_ends
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests
 from aioloader.datasets._tar.index import write_index
-from aioloader.errors import DatasetError, StateMismatchError
+from aioloader.errors import DatasetError, StateMismatchError, TruncatedReadError
 from aioloader.testing import ObjectServer
 from datasets.shards import names, read
 from datasets.tar_archives import Member, archive
@@ -197,7 +197,7 @@ async def test_a_part_that_became_shorter_is_told(tmp_path: Path) -> None:
         path.write_text("line\n" * 900)
         reader = reading.made_by.open(parts[1], {}, 1 << 20)
         with pytest.raises(
-            DatasetError, match=r"has changed since .* it had 5,000 bytes and has 4,500"
+            TruncatedReadError, match=r"changed while .* had 5,000 bytes and has 4,500"
         ):
             await reader.pull(1)
         await reader.aclose()

@@ -160,15 +160,6 @@ async def test_a_pass_that_was_lost_is_not_repeated(tmp_path: Path) -> None:
     await iterator.aclose()
 
 
-async def test_states_of_before_are_loaded(tmp_path: Path) -> None:
-    """They do not say what failed."""
-    stream = lines(tmp_path).shuffle(20)
-    _, _, state = await read(stream, 3)
-    del state["streams"]["0"]["state"]["failed"]
-    hide(tmp_path, is_hidden=True)
-    assert len((await read(stream, None, state))[0]) == 20 - 3
-
-
 async def test_a_shard_before_what_is_skipped(tmp_path: Path) -> None:
     """It is told: samples of others are dropped in its place."""
     stream = lines(tmp_path).skip(12)

@@ -118,9 +118,8 @@ async def test_shards_are_cut_for_more_readers(folder: Path) -> None:
     assert all(parts)
     _, state = await read(MDSDataset(folder / "raw").shard(0, 5), 1)
     other = MDSDataset(folder / "zstd").shard(0, 2)
-    other.load_state_dict({**state, "readers": 2})
-    with pytest.raises((StateMismatchError, KeyError)):
-        await read(other)
+    with pytest.raises(StateMismatchError):
+        other.load_state_dict({**state, "readers": 2})
     with pytest.raises(ValueError, match=r"2 parts only, but .* 3 readers.*compressed"):
         await read(MDSDataset(folder / "zstd").shard(0, 3))
 

@@ -162,11 +162,13 @@ async def rest_of(stream: Any, size: int) -> list[str]:
 async def test_samples_one_by_one(tmp_path: Path) -> None:
     """Holes are passed by; the state is behind each sample, or the end."""
 
+    source = lines(tmp_path)  # files that are written again are others to a state
+
     def make() -> Any:
-        return lines(tmp_path).shuffle(3).readers(13)
+        return source.shuffle(3).readers(13)
 
     whole, end = await read(make())
-    assert sorted(whole) == sorted(await rest_of(lines(tmp_path), 64))
+    assert sorted(whole) == sorted(await rest_of(source, 64))
     for count in range(0, len(whole) + 1, 9):
         head, state = await read(make(), count)
         stream = make()

@@ -9,13 +9,18 @@ import pytest
 
 from aioloader.datasets import Requests
 from aioloader.datasets._stores.fetching import LoopRequests, WholeObject
-from aioloader.datasets._stores.requests import RefusedError, Tries
+from aioloader.datasets._stores.requests import (
+    RefusedError,
+    Tries,
+    UnreachableError,
+)
 from aioloader.datasets._stores.stores import StoreSource
 from aioloader.errors import DatasetError, ObjectNotFoundError
 from datasets.changing import ChangingServer
 
 Attempt = Callable[[], Coroutine[Any, Any, Any]]
 AT_ONCE = Requests(base_delay=0)
+PLACE = StoreSource("s3://b", {}), "k"
 
 
 def failure(number: int = 0) -> DatasetError:
@@ -36,6 +41,17 @@ def attempts(*outcomes: Any) -> Attempt:
     return attempt
 
 
+class FakeDraws:
+    """Draw these numbers, whatever the bounds."""
+
+    def __init__(self, draws: list[float]) -> None:
+        self._draws = iter(draws)
+
+    def uniform(self, _low: float, _high: float) -> float:
+        """Return the next one."""
+        return next(self._draws)
+
+
 async def hang() -> None:
     """Never answer."""
     await asyncio.Event().wait()
@@ -44,37 +60,75 @@ async def hang() -> None:
 async def test_tried_until_it_succeeds() -> None:
     """Whatever the number of failures before."""
     attempt = attempts(*map(failure, range(9)), "data")
-    assert await Tries(AT_ONCE).make(attempt, "s3://b/k") == "data"
+    assert await Tries(AT_ONCE).make(attempt, *PLACE) == "data"
 
 
 async def test_refusals_are_raised_at_once() -> None:
     """As the error that they carry, and nothing behind it."""
     refused = RefusedError(ObjectNotFoundError("gone", location="s3://b/k"))
     with pytest.raises(ObjectNotFoundError, match="gone") as caught:
-        await Tries(AT_ONCE).make(attempts(refused), "s3://b/k")
+        await Tries(AT_ONCE).make(attempts(refused), *PLACE)
     assert caught.value.__suppress_context__
 
 
 async def test_errors_of_ours_are_not_swallowed() -> None:
     """A defect is no failed read."""
     with pytest.raises(ZeroDivisionError):
-        await Tries(AT_ONCE).make(attempts(ZeroDivisionError()), "s3://b/k")
+        await Tries(AT_ONCE).make(attempts(ZeroDivisionError()), *PLACE)
 
 
 async def test_given_up_at_the_deadline() -> None:
     """The last error, with all attempts, those of the client within each too."""
-    policy = Requests(deadline=1e-9)
-    with pytest.raises(
-        DatasetError, match="failed 1; given up after 1e-09 s, 4 att"
-    ) as c:
-        await Tries(policy).make(attempts(), "s3://b/k", _twice())
-    assert (c.value.attempts, c.value.location) == (4, "s3://b/k")
+    policy = Requests(deadline=60, base_delay=1e12, max_delay=1e12)
+    with pytest.raises(DatasetError, match="failed 1; given up after 60 s, 2 at") as c:
+        await Tries(policy).make(attempts(failure(1)), *PLACE)
+    assert (c.value.attempts, c.value.location) == (2, "s3://b/k")
 
 
-def _twice() -> DatasetError:
-    error = failure(1)
-    error.attempts = 4
-    return error
+async def test_a_timeout_names_the_last_error() -> None:
+    """Whether it had its whole time or was cut short."""
+
+    async def attempt() -> None:
+        if not calls:
+            calls.append(1)
+            raise failure(7)
+        await hang()
+
+    calls: list[int] = []
+    with pytest.raises(DatasetError, match=r"^failed 7; given up after 0\.02 s"):
+        await Tries(Requests(deadline=0.02, base_delay=0)).make(attempt, *PLACE)
+    calls.clear()
+    tries = Tries(Requests(timeout=0.01, base_delay=1e-9, max_delay=1e12))
+    tries._rng = FakeDraws([0.0, 1e12])  # type: ignore[assignment]
+    words = r"no answer within 0\.01 s; the last error before: failed 7; given up"
+    with pytest.raises(DatasetError, match=words) as caught:
+        await tries.make(attempt, *PLACE)
+    assert str(caught.value.__cause__) == "failed 7"
+
+
+async def test_a_host_that_always_refused_is_given_up_in_seconds() -> None:
+    """One that ever answered keeps the whole deadline."""
+    tries = Tries(Requests())
+    tries._rng = FakeDraws([6.0, 6.0])  # type: ignore[assignment]
+    refusing = StoreSource("s3://b", {}), "k"
+    refused = UnreachableError(failure())
+    with pytest.raises(DatasetError, match="given up after 5 s"):
+        await tries.make(attempts(refused), *refusing)
+    assert await tries.make(attempts("data"), *refusing) == "data"
+    waiting = asyncio.create_task(tries.make(attempts(refused), *refusing))
+    done, _ = await asyncio.wait([waiting], timeout=0.01)
+    assert not done
+    waiting.cancel()
+
+
+async def test_the_first_retry_is_logged_once(caplog: Any) -> None:
+    """Per store, not per request."""
+    place = StoreSource("s3://c", {}), "k"
+    for _ in range(3):
+        await Tries(AT_ONCE).make(attempts(failure(1), failure(2), "data"), *place)
+    words = "failed 1; retrying for 120 s (logged once for a store)"
+    assert [record.getMessage() for record in caplog.records] == [words]
+    assert caplog.records[0].levelname == "WARNING"
 
 
 async def test_a_stall_counts_as_a_failure() -> None:
@@ -93,7 +147,7 @@ async def test_a_stall_counts_as_a_failure() -> None:
         return "data"
 
     policy = Requests(timeout=0.01, base_delay=0)
-    assert await Tries(policy).make(attempt, "s3://b/k") == "data"
+    assert await Tries(policy).make(attempt, *PLACE) == "data"
     assert cancelled == [0, 1]
 
 
@@ -108,7 +162,7 @@ async def test_a_cancellation_is_no_failure() -> None:
         entered.set()
         await hang()
 
-    task = asyncio.create_task(Tries(AT_ONCE).make(attempt, "s3://b/k"))
+    task = asyncio.create_task(Tries(AT_ONCE).make(attempt, *PLACE))
     await entered.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -120,7 +174,7 @@ async def hedging() -> Tries:
     """Return tries that have seen enough to know what is slow."""
     tries = Tries(Requests(hedge=True, base_delay=0))
     for _ in range(20):
-        await tries.make(attempts("quick"), "s3://b/k")
+        await tries.make(attempts("quick"), *PLACE)
     return tries
 
 
@@ -139,7 +193,7 @@ async def test_a_slow_request_is_sent_twice() -> None:
             ended.set()
         return "first"
 
-    assert await tries.make(attempt, "s3://b/k") == "second"
+    assert await tries.make(attempt, *PLACE) == "second"
     assert ended.is_set()
 
 
@@ -153,7 +207,7 @@ async def test_what_may_not_run_twice_is_sent_once() -> None:
             await asyncio.sleep(0)
         return next(calls)
 
-    assert await tries.make(attempt, "s3://b/k", may_hedge=False) == 0
+    assert await tries.make(attempt, *PLACE, may_hedge=False) == 0
     assert next(calls) == 1
 
 
@@ -162,7 +216,7 @@ async def test_a_response_has_one_reader() -> None:
     body = b"".join(b"%09d\n" % line for line in range(500_000))
     here = LoopRequests(Requests(hedge=True, base_delay=0))
     for _ in range(20):
-        await here.tries.make(attempts("quick"), "http://h/k")
+        await here.tries.make(attempts("quick"), *PLACE)
     with ChangingServer(body, has_ranges=False) as server:
         whole = WholeObject(here, StoreSource(server.url, {}), "k")
         found = bytearray()
@@ -190,7 +244,7 @@ async def test_of_two_requests_one_may_fail() -> None:
         second.clear()
         raise failure(number)
 
-    assert await tries.make(attempt, "s3://b/k") == "data"
+    assert await tries.make(attempt, *PLACE) == "data"
     assert next(calls) == 4
 
 

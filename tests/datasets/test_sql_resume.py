@@ -89,7 +89,7 @@ async def test_it_holds_at_each_row(sqlite: Database) -> None:
         state["streams"]["0"]["state"] = inner.get("up", inner)
         again = stream_of(sqlite, interleave=3)
         state["stream"] = again.describe()
-        again.load_state_dict(state)
+        again.load_position(state)
         middle, later = await keys(again, 5)
         again.load_state_dict(later)
         rest, _ = await keys(again)

@@ -338,7 +338,7 @@ async def test_masks_on_another_number_of_ranks() -> None:
 
 
 async def test_a_state_is_bound_to_its_tail() -> None:
-    """For ranks' parts would have other lengths; one from before names none."""
+    """For ranks' parts would have other lengths."""
 
     def make(tail: Any) -> Any:
         stream = numbers(40).readers(2).epoch_length(21)
@@ -356,23 +356,15 @@ async def test_a_state_is_bound_to_its_tail() -> None:
             loader.load_state_dict(dropped)
         with make("wrap") as loader:
             loader.load_state_dict(wrapped)
-        old = {key: one for key, one in dropped.items() if key != "tail"}
-        with make("wrap") as loader:
-            loader.load_state_dict(old)
 
     await beside(check)
 
 
-async def test_tails_of_streams_of_unknown_length() -> None:
-    """They are refused; also where a later step changes the number."""
-    for stream in (numbers(), numbers().epoch_length(4).filter(bool)):
-        for tail in ("pad", "drop", "wrap"):
-            with pytest.raises(
-                ValueError, match=r"use epoch_length\(count\) as the la"
-            ):
-                DataLoader(stream, rank=0, world_size=2, tail=tail)
+async def test_which_lengths_are_known() -> None:
+    """Of an epoch of a given length, unless a later step changes the number."""
     assert numbers().epoch_length(4).shuffle(2).map(str).total() == 4
     assert numbers().epoch_length(4).decode().total() == 4
+    assert numbers().epoch_length(4).filter(bool).total() is None
 
 
 async def test_an_epoch_of_several_lengths_of_the_stream() -> None:

@@ -136,6 +136,7 @@ async def test_one_shard_of_a_rank_may_be_skipped(tmp_path: Path) -> None:
             4,
             rank=rank,
             world_size=2,
+            tail="uneven",
             on_error="skip",
             collate_fn=list,
         )

@@ -25,6 +25,7 @@ from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.lines import Dialect
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.rows import Rows
+from aioloader.datasets._stores.versions import Version
 from aioloader.errors import DatasetError
 from datasets.tables import Local, expected, plain, read_all, read_shard, shards
 from datasets.tables import write_parquet as write
@@ -92,13 +93,13 @@ class Held(Local):
         self.held = ""
         self.release = asyncio.Event()
 
-    async def size(self, address: str) -> int:
+    async def version(self, address: str) -> Version:
         """Return the length of a file."""
         if address == self.held:
             self.held = ""
             self.entered.set()
             await self.release.wait()
-        return await super().size(address)
+        return await super().version(address)
 
 
 FORMATS: dict[str, Any] = {

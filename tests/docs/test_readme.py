@@ -17,7 +17,7 @@ FIGURES = re.findall(
 )
 
 
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("link", [*dict.fromkeys(LINKS)])
 def test_links_are_absolute_and_live(link: str) -> None:
     """PyPI shows the README without the repository."""
     found = HOME.fullmatch(link)

@@ -319,10 +319,7 @@ def test_ctrl_c(loop: str) -> None:
         "    async def __getitem__(self, i):\n"
         "        if i >= 4: await asyncio.sleep(99)\n"
         "        return i\n"
-        # CPython handles a signal that just misses the sleep of its loop as that wakes.
-        "def tick(loop): loop.call_later(0.2, tick, loop)\n"
         "async def show(loader):\n"
-        "    tick(asyncio.get_running_loop())\n"
         "    async for b in loader: print('batch', flush=True)\n"
         f"{loop}\n"
     )

@@ -189,17 +189,28 @@ ways = {
     'workers': lambda: DataLoader(Plain(), num_workers=1),
     'device': lambda: DataLoader(Async(), device='cpu'),
 }
-batches = iter(ways[sys.argv[1]]())
+async def main(loader):
+    batches = aiter(loader)
+    await anext(batches)
+    threading.Thread(target=handled_elsewhere).start()
+    await anext(batches)
+loader = ways[sys.argv[1]]()
+if sys.argv[2] == 'async for':
+    asyncio.run(main(loader))
+batches = iter(loader)
 next(batches)
 threading.Thread(target=handled_elsewhere).start()
 next(batches)
 """
 
 
+@pytest.mark.parametrize("statement", ["for", "async for"])
 @pytest.mark.parametrize("way", ["coroutines", "timed", "workers", "device"])
-def test_an_interrupt_that_does_not_wake_the_main_thread(way: str) -> None:
+def test_an_interrupt_that_does_not_wake_the_main_thread(
+    way: str, statement: str
+) -> None:
     """The kernel gave it to another thread, or just before the main one fell asleep."""
-    process = started(way, code=UNNOTICED)
+    process = started(way, statement, code=UNNOTICED)
     _, errors = process.communicate(timeout=40)
     assert process.returncode == -signal.SIGINT, errors
     assert "KeyboardInterrupt" in errors

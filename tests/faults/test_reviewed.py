@@ -104,7 +104,7 @@ async def test_tasks_that_share_an_iterator_of_long_permutations(
 async def test_a_plain_step_after_a_cancelled_one() -> None:
     """It waits for the thread that draws, and takes what was drawn."""
     dataset = TensorDataset(torch.arange(1 << 19))
-    iterator = iter(DataLoader(dataset, batch_size=1 << 17, shuffle=True))
+    iterator = aiter(DataLoader(dataset, batch_size=1 << 17, shuffle=True))
     task = asyncio.ensure_future(anext(iterator))
     await asyncio.sleep(0)
     task.cancel()

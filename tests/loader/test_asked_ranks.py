@@ -124,9 +124,9 @@ def _named(value: object) -> str:
         (Numbers(9), {"batch_sampler": [[1, 2]]}, False),
         (Numbers(9), {"shuffle": True, "rank": "auto"}, False),
         (Numbers(9), {"shuffle": True, "rank": 0, "world_size": 1}, False),
-        (STREAM, {"rank": "auto"}, False),
+        (STREAM, {"rank": "auto", "tail": "uneven"}, False),
         (STREAM, {"rank": 0, "world_size": 1}, False),
-        (STREAM.shard(1, 3), {}, False),
+        (STREAM.shard(1, 3), {"tail": "uneven"}, False),
     ],
     ids=_named,
 )

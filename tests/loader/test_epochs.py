@@ -1,13 +1,16 @@
 """What an epoch is to its consumer: its number, its figures, and where it stands."""
 
+import asyncio
+import copy
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 import aioloader
 from aioloader import DataLoader, ShuffledIndices
@@ -139,3 +142,111 @@ def test_what_is_assigned_is_for_the_next_iteration(name: str) -> None:
     after = next(iter(loader))
     expected = {"transform": [-1, -2, -3], "collate_fn": 6}.get(name, [1, 2, 3])
     assert (after if isinstance(after, int) else after.tolist()) == expected
+
+
+def test_the_number_of_an_epoch() -> None:
+    """That of the state: of the epoch under way, or else of the next one."""
+    loader: Any = DataLoader(SyncMap(), 5)
+    found = [loader.epoch]
+    for _ in loader:
+        found.append(loader.epoch)
+        assert loader.state_dict()["epoch"] == loader.epoch
+    found.append(loader.epoch)
+    state = loader.state_dict()
+    loader.set_epoch(7)
+    found.append(loader.epoch)
+    loader.load_state_dict(state)
+    assert [*found, loader.epoch] == [0, *[0] * len(loader), 1, 7, 1]
+
+
+def test_a_subclass_may_have_an_epoch() -> None:
+    """Its attribute is not the loader's."""
+
+    class Counting(DataLoader[Any]):
+        def __init__(self) -> None:
+            self.epoch = "mine"  # type: ignore[assignment]
+            super().__init__(SyncMap(), 5)
+
+    loader: Any = Counting()
+    list(loader)
+    assert loader.epoch == "mine"
+
+
+def test_a_copy_counts_its_epochs() -> None:
+    """And not those of the loader it was copied from."""
+    loader: Any = DataLoader(SyncMap(), 5)
+    list(loader)
+    other = copy.copy(loader)
+    list(other)
+    list(other)
+    assert (loader.epoch, other.epoch) == (1, 3)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_set_epoch_reaches_the_samplers_of_samplers(wrapped: bool) -> None:
+    """A DistributedSampler in a BatchSampler is set, and set once."""
+
+    class Told(DistributedSampler[Any]):
+        told: ClassVar[list[int]] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.told.append(epoch)
+
+    sampler = Told(SyncMap(), num_replicas=2, rank=0)
+    sampler.told.clear()
+    options: Any = {"sampler": sampler}
+    if wrapped:
+        options = {"batch_sampler": BatchSampler(sampler, 2, drop_last=False)}
+    DataLoader[Any](SyncMap(), **options).set_epoch(4)
+    assert sampler.told == [4]
+
+
+async def numbers() -> AsyncIterator[int]:
+    """Yield some numbers."""
+    for number in range(4):
+        yield number
+
+
+ONCE = r"generator .*each epoch needs a new generator; pass .*from_async_iterable\("
+
+
+@pytest.mark.parametrize("make", [numbers, lambda: (one for one in range(4))])
+def test_a_generator_has_one_epoch(make: Any) -> None:
+    """The next one would be empty, in silence."""
+    loader: Any = DataLoader(make(), 2)
+    assert len(list(loader)) == 2
+    with pytest.raises(TypeError, match=ONCE):
+        iter(loader)
+
+
+def test_a_generator_function_is_no_dataset() -> None:
+    """It has to be called for each epoch."""
+    with pytest.raises(TypeError, match=ONCE):
+        DataLoader(numbers)
+
+
+async def test_an_iterator_of_for_is_none_of_async_for() -> None:
+    """It would run plain code on the event loop."""
+    loader: Any = DataLoader(SyncMap(), 5)
+    with pytest.raises(TypeError, match=r"made by iter\(loader\)"):
+        async for _ in iter(loader):
+            pass
+    with pytest.raises(TypeError, match=r"aiter\(loader\)"):
+        await anext(iter(loader))
+
+
+async def test_two_slow_batches_are_ahead() -> None:
+    """The first guess of what a batch takes is what the first one took."""
+    read: list[int] = []
+
+    class Slow(SyncMap):
+        def __getitem__(self, index: int) -> Any:
+            time.sleep(0.005)  # longer than a hop, in which several batches are made
+            read.append(index)
+            return super().__getitem__(index)
+
+    done = 0
+    async for _ in DataLoader[Any](Slow(20), 1):
+        done += 1
+        await asyncio.sleep(0.012)
+        assert len(read) <= done + 3  # one more is being made

@@ -11,8 +11,8 @@ from torch.utils.data import Sampler
 
 from aioloader import DataLoader
 from aioloader.datasets import from_iterable
-from aioloader.testing import assert_resumes_exactly
 from failing import WAYS, drain, make
+from resuming import assert_resumes_exactly
 
 READ_AGAIN = "ignore:.* has no state_dict:UserWarning"
 

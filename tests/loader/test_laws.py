@@ -1,7 +1,9 @@
 """The published laws: they hold for what is right, and say what is wrong."""
 
 import itertools
+import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,14 +12,12 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
-from aioloader import DataLoader
+from aioloader import DataLoader, testing
+from aioloader._loader.state import sealed, unsealed
 from aioloader.datasets import from_iterable
-from aioloader.testing import (
-    assert_resumes_exactly,
-    assert_resumes_exactly_async,
-    check_dataset,
-)
+from aioloader.testing import check_dataset
 from aioloader.testing._frozen import frozen
+from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
 from working import Drawing, Numbers, Sharded
 
@@ -27,7 +27,7 @@ class Forgetful(DataLoader[Any]):
 
     def state_dict(self) -> Any:
         state = super().state_dict()
-        return state | {"done": 2} if state["done"] == 3 else state
+        return sealed(unsealed(state) | {"done": 2}) if state["done"] == 3 else state
 
 
 def test_a_wrong_position_is_named() -> None:
@@ -59,9 +59,53 @@ def test_a_set_that_differs_is_named() -> None:
 
 def test_draws_from_the_users_generators_are_found() -> None:
     """Without keys a random transform goes on with whatever comes."""
-    with pytest.raises(AssertionError, match="0 batches: batch 0 differs"):
+    with pytest.raises(AssertionError, match=r"before iter\(\): batch 0 differs"):
         assert_resumes_exactly(lambda: DataLoader(Drawing(6), 2))
     assert_resumes_exactly(lambda: DataLoader(Drawing(6), 2, rng="batch"))
+
+
+class Unplaced(DataLoader[Any]):
+    """Saves no position of the generator."""
+
+    def state_dict(self) -> Any:
+        return sealed(unsealed(super().state_dict()) | {"generators": {}})
+
+
+def test_orders_that_restart_are_found() -> None:
+    """What comes before a load is not repeated after it."""
+    with pytest.raises(AssertionError, match="the next epoch: batch 0 differs"):
+        assert_resumes_exactly(lambda: Unplaced(Numbers(6), 2, shuffle=True), stops=[1])
+
+
+class OfProcess(Numbers):
+    """Its samples are other ones in each process."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index + os.getpid()
+
+
+@pytest.mark.slow
+async def test_a_new_process() -> None:
+    """What this process has, and another one has not, is found."""
+    await testing.assert_resumes_exactly_async(
+        lambda: DataLoader(Numbers(6), 2, shuffle=True)
+    )
+    with pytest.raises(
+        AssertionError, match=r"new process: resumed before iter\(\): b"
+    ):
+        testing.assert_resumes_exactly(lambda: DataLoader(OfProcess(6), 2))
+
+
+def test_a_function_that_cannot_be_sent() -> None:
+    """A warning says that nothing was checked elsewhere, and how to say so."""
+    lock = threading.Lock()
+
+    def make() -> DataLoader[Any]:
+        with lock:
+            return DataLoader(Numbers(6), 2)
+
+    with pytest.warns(UserWarning, match="or new_process=False"):
+        testing.assert_resumes_exactly(make)
 
 
 def test_the_default_generator_is_put_back() -> None:
@@ -71,6 +115,7 @@ def test_the_default_generator_is_put_back() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
 def test_endless_streams() -> None:
     """A limit says how much is looked at."""
     stream = from_iterable(itertools.count)

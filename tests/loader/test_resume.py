@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from aioloader import DataLoader, ShuffledIndices
-from aioloader.testing import assert_resumes_exactly, assert_resumes_exactly_async
 from beside import beside
+from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncBatchMap, AsyncMap, SyncMap
 from working import Drawing, Numbers, draw, draw_own
 

@@ -14,7 +14,7 @@ from torch.utils.data import ChainDataset, IterableDataset
 
 from aioloader import DataLoader
 from aioloader.datasets import JSONLinesDataset, from_iterable
-from aioloader.testing import assert_resumes_exactly, assert_resumes_exactly_async
+from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncStream, SyncStream
 from working import draw, draw_own
 

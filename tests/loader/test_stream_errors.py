@@ -320,6 +320,7 @@ async def test_a_stream_that_cannot_be_opened(
     assert "in stage 'fetch' of epoch 0, batch 0" in error.__notes__[-1]
 
 
+@pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
 def test_a_stream_that_cannot_be_opened_again() -> None:
     """A resumed epoch does not end early and quietly."""
     calls: list[None] = []

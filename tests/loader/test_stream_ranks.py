@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from aioloader import DataLoader, merge_states
 from aioloader.datasets import TextDataset, from_iterable
 from aioloader.errors import StateMismatchError
+from stateful import Plain
 
 GLOBAL = 24
 RANKS = (1, 2, 3, 4, 8)
@@ -35,6 +37,7 @@ def loaders(dataset: Any, ranks: int, **options: Any) -> list[Any]:
             GLOBAL // ranks,
             rank=rank,
             world_size=ranks,
+            tail="uneven",
             collate_fn=list,
             **options,
         )
@@ -128,3 +131,90 @@ def test_states_of_other_moments_are_refused(shards: list[str]) -> None:
         merge_states(states[:1])
     with pytest.raises(ValueError, match="no states"):
         merge_states([])
+
+
+# -- workers that read, and layouts -----------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("then", [(1, 3), (1, 0), (2, 1), (2, 2), (3, 1)], ids=str)
+@pytest.mark.filterwarnings("ignore:.*take turns at:UserWarning")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_workers_that_read_are_readers(
+    then: tuple[int, int], count: int, shards: list[str]
+) -> None:
+    """The states of two workers on each of two ranks are one, for any number."""
+    stream = TextDataset(shards[:8], shuffle=True).shuffle(4)
+    batches, state = saved(loaders(stream, 2, num_workers=2, fetch="workers"), count)
+    ranks, workers = then
+    options: dict[str, Any] = {"num_workers": workers, "fetch": "workers"}
+    resumed = loaders(stream, ranks, **(options if workers else {}))
+    for loader in resumed:
+        loader.load_state_dict(state)
+    found = [sample for batch in batches + in_step(resumed) for sample in batch]
+    assert sorted(found) == sorted(set().union(*in_step(loaders(stream, 1))))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_workers_in_mid_round(shards: list[str]) -> None:
+    """Two of three are a batch ahead: only three workers continue."""
+    stream = TextDataset(shards)
+
+    def made(workers: int) -> Any:
+        return DataLoader(stream, 4, num_workers=workers, fetch="workers")
+
+    (batches,), state = [next(iter(loader := made(3)))], loader.state_dict()
+    loader.close()
+    resumed = made(3)
+    resumed.load_state_dict(state)
+    assert sum(map(len, resumed)) + len(batches) == 24 * 11 - 2
+    with pytest.raises(StateMismatchError, match=r"3 workers .* after 1 batches: some"):
+        made(2).load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:.*no state_dict:UserWarning")
+def test_workers_that_split_an_iterable_themselves() -> None:
+    """Their number is part of the order."""
+    loader = DataLoader(Plain(), 2, num_workers=2)
+    next(iter(loader))
+    state = loader.state_dict()
+    loader.close()
+    words = r"2 readers .* but the loader has 1; load it with the same num_workers"
+    with pytest.raises(StateMismatchError, match=words):
+        DataLoader(Plain(), 2, num_workers=1).load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:.*take turns at:UserWarning")
+@pytest.mark.parametrize("readers", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_layouts_that_iterate_can_be_merged_anywhere(
+    readers: int, ranks: int, size: int, tmp_path: Path
+) -> None:
+    """Shards as uneven as can be; the others are refused before the first batch."""
+    for shard in range(6):
+        text = "".join(f"{shard}-{row}\n" for row in range(2 + 7 * (shard % 3)))
+        (tmp_path / f"{shard}.txt").write_text(text)
+    stream = TextDataset("*.txt", store=tmp_path).readers(readers)
+    made = [
+        DataLoader(stream, size, rank=one, world_size=ranks, tail="uneven")
+        for one in range(ranks)
+    ]
+    if size * math.gcd(readers, ranks) < readers:
+        with pytest.raises(ValueError, match=r"cannot be merged; use a batch_size of"):
+            iter(made[0])
+        return
+    iterators = [iter(loader) for loader in made]
+    while [one for one in [next(one, None) for one in iterators] if one is not None]:
+        merge_states([loader.state_dict() for loader in made])
+
+
+@pytest.mark.filterwarnings("ignore:.*take turns at:UserWarning")
+@pytest.mark.parametrize("size", [1, 2])
+def test_layouts_whose_readers_end_together(size: int) -> None:
+    """They iterate: no batch is empty before the end."""
+    stream = from_iterable(range(9)).readers(3).epoch_length(24)
+    made = [DataLoader(stream, size, rank=rank, world_size=2) for rank in range(2)]
+    iterators = [iter(loader) for loader in made]
+    while [one for one in [next(one, None) for one in iterators] if one is not None]:
+        merge_states([loader.state_dict() for loader in made])

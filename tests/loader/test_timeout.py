@@ -145,3 +145,13 @@ async def test_giving_up_after_a_timeout_releases_everything() -> None:
             pass
     dataset.let_through.set()
     await asyncio.sleep(0)
+
+
+def test_the_number_is_as_it_was_given() -> None:
+    """Scripts look for torch's words: "1", and not "1.0"."""
+    dataset = StuckSync(stuck=0)
+    iterator = iter(DataLoader(dataset, batch_size=4, timeout=1))
+    with pytest.raises(BatchTimeoutError, match="timed out after 1 seconds"):
+        next(iterator)
+    dataset.let_through.set()
+    iterator.close()

@@ -29,18 +29,16 @@ def test_without_a_generator() -> None:
 
 
 def test_the_users_generator_moves() -> None:
-    """It is set to where it was, and draws itself."""
+    """It draws a new order itself; a saved one is drawn from a copy: it is past it."""
     own = torch.Generator().manual_seed(3)
     drawn_from(own)
-    sampler = RandomSampler(range(9), generator=own)
-    draws = Draws(sampler, {})
-    first = drawn_from(draws.begin())
-    other = torch.Generator().manual_seed(3)
-    sampler = RandomSampler(range(9), generator=other)
-    again = again_from(sampler, draws)
-    assert again.begin() is other
-    assert drawn_from(other) == first
-    assert torch.equal(own.get_state(), other.get_state())
+    draws = Draws(RandomSampler(range(9), generator=own), {})
+    assert draws.begin() is own
+    first, past = drawn_from(own), torch.Generator()
+    past.set_state(own.get_state())
+    again = again_from(RandomSampler(range(9), generator=past), draws)
+    assert drawn_from(again.begin()) == first
+    assert torch.equal(own.get_state(), past.get_state())
 
 
 def test_the_default_generator_is_left_alone() -> None:

@@ -153,14 +153,18 @@ class Holder:
         lambda inner: StackDataset(inner, inner),
         lambda inner: StackDataset(a=inner),
         lambda inner: Subset(ConcatDataset([inner, inner]), [0]),
-        Holder,
     ],
-    ids=["subset", "concat", "stack", "stack by name", "nested", "user's"],
+    ids=["subset", "concat", "stack", "stack by name", "nested"],
 )
 def test_wrappers_take_the_colour_of_what_they_hold(wrap: Any) -> None:
-    """Around async datasets they return awaitables."""
+    """Around async datasets torch's return awaitables."""
     assert reads_async(wrap(AsyncMap()))
     assert not reads_async(wrap(SyncMap()))
+
+
+def test_a_users_wrapper_is_plain_code() -> None:
+    """It may block, or run a loop: what it holds says nothing of that."""
+    assert not reads_async(Holder(AsyncMap()))
 
 
 def test_data_is_not_mistaken_for_a_dataset() -> None:

@@ -90,7 +90,6 @@ CROSSING = [
     KeywordError(code=4, table=torch.arange(5000)),
     ValueError("tensor", torch.arange(5000)),
     ForgetfulError("gone"),
-    StopIteration(3),
     ExceptionGroup("several", [ValueError("x"), KeyError("key")]),
     RefusingError("x"),
     ChangingError("x"),
@@ -114,6 +113,13 @@ def test_the_type_stays(error: BaseException) -> None:
     name = type(error).__name__
     assert last.startswith(f"Caught {name} in DataLoader worker process 3.\nOriginal ")
     assert "in raised" in last
+
+
+def test_what_would_end_a_loop_is_a_cause() -> None:
+    """Its type is kept there."""
+    found = crossed(StopIteration(3))
+    assert str(found) == "user code raised StopIteration"
+    assert type(found.__cause__) is StopIteration
 
 
 def test_attributes_that_cannot_cross_stay_behind() -> None:

@@ -99,14 +99,14 @@ def test_torchs_signature() -> None:
 
 
 def test_no_long_files() -> None:
-    """500 lines are the cap."""
+    """700 lines are the cap."""
     lines = {
         str(path.relative_to(ROOT)): len(path.read_text().splitlines())
         for folder in ("src", "tests", "benchmarks")
         for path in (ROOT / folder).rglob("*.py")
     }
     assert len(lines) > 500
-    assert {path: n for path, n in lines.items() if n > 500} == {}
+    assert {path: n for path, n in lines.items() if n > 700} == {}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import select
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch.utils.data import IterableDataset, Sampler
 
 from aioloader import DataLoader, ShuffledIndices
 from aioloader._workers.reachable import holds_shared_memory
+from aioloader.testing._frozen import frozen
 from samples import SyncMap, labels
+from working import Drawing
 
 W: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "persistent_workers": True}
 
@@ -188,3 +191,15 @@ def test_shared_memory_is_found() -> None:
     assert holds_shared_memory({"a": [shared.share_memory_()]})
     assert holds_shared_memory(multiprocessing.RawValue("i", 0))
     assert not holds_shared_memory(SyncMap(), torch.zeros(3), np.zeros(3), labels)
+
+
+def test_loaders_in_turn_draw_as_torchs() -> None:
+    """With ``rng="worker"`` a wrong guess would draw from the workers' generators."""
+
+    def drawn(make: Any) -> list[Any]:
+        torch.manual_seed(0)
+        loaders = [make(Drawing(12), **W) for _ in range(2)]
+        return [[list(loader) for loader in loaders] for _ in range(3)]
+
+    ours = drawn(partial(DataLoader, rng="worker"))
+    assert frozen(ours) == frozen(drawn(TorchLoader))

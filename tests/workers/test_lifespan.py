@@ -185,11 +185,10 @@ def test_an_error_on_entering(
     assert {*map(tuple, lives(path).values())} == {("enter",)}
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("make", [LoggedMap, LoggedStream])
-def test_an_error_on_leaving(
-    make: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """All batches were delivered: the worker prints it."""
+def test_an_error_on_leaving(make: Any, is_kept: bool, tmp_path: Path) -> None:
+    """Raised where the worker is waited for: by the loop, or by ``close``."""
 
     @contextlib.contextmanager
     def refuse(dataset: Any) -> Iterator[None]:
@@ -197,12 +196,15 @@ def test_an_error_on_leaving(
         yield
         raise BrokenPipeError("late")
 
-    dataset = make(tmp_path / "log")
-    with Loader(dataset, 2, num_workers=1, lifespan=refuse) as loader:
-        assert len(list(loader)) == 8
-    printed = capfd.readouterr().err
-    assert "BrokenPipeError: late" in printed
-    assert "aioloader: in stage 'lifespan', leaving it" in printed
+    options: Any = {"num_workers": 1, "persistent_workers": is_kept}
+    loader = Loader(make(tmp_path / "log"), 2, lifespan=refuse, **options)
+    with pytest.raises(BrokenPipeError, match="late") as caught:
+        list(loader)
+        assert is_kept
+        loader.close()
+    assert loader.stats().batches == 8
+    assert "aioloader: in stage 'lifespan', leaving it" in caught.value.__notes__
+    loader.close()
 
 
 class Killed(LoggedMap):

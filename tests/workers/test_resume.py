@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from aioloader import DataLoader, ShuffledIndices
 from aioloader.datasets import from_iterable
 from aioloader.errors import StateMismatchError
-from aioloader.testing import assert_resumes_exactly, assert_resumes_exactly_async
+from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncMap, AsyncStream
 from working import AsyncDrawing, Drawing, Numbers, Sharded, draw, share
 

@@ -1,15 +1,18 @@
 """Worker threads: the same batches as processes, in this process."""
 
 import asyncio
+import contextlib
 import threading
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
 
-from aioloader import DataLoader, get_worker_info
+from aioloader import DataLoader, Retry, get_worker_info
 from beside import beside
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
 from working import (
@@ -244,3 +247,43 @@ async def test_close_waits_for_the_threads_of_a_dropped_iterator(
     release.set()
     await closing
     assert not left()
+
+
+class Failing(SyncMap):
+    """Fails from the second batch on."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 2:
+            raise OSError("not now")
+        return super().__getitem__(index)
+
+
+class Patient(Retry):
+    """Waits for hours."""
+
+    def delays(self, rng: Any = None) -> Any:
+        """Yield an hour."""
+        yield 3600.0
+
+
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_closing_ends_a_retry(workers: Any, tmp_path: Path) -> None:
+    """Nobody waits for it, and a process ends by itself: its lifespan is left."""
+
+    @contextlib.contextmanager
+    def lifespan(_dataset: Any) -> Iterator[None]:
+        yield
+        (tmp_path / "left").touch()
+
+    loader: Any = DataLoader(
+        Failing(8),
+        2,
+        num_workers=1,
+        workers=workers,
+        retry=Patient(),
+        lifespan=lifespan,
+    )
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    assert (tmp_path / "left").exists()

@@ -18,6 +18,7 @@ from aioloader._device.accelerator import Mark, Port
 from aioloader._device.leaves import is_leaf, keys_of, map_leaves, moves_itself
 from aioloader._device.naming import Choose, Keys, Transform
 from aioloader._order.failures import noted
+from aioloader._order.raising import raisable
 
 # Up to this size tensors are packed, each with the alignment of the device's allocator.
 _SMALL: Final = 1 << 16
@@ -171,8 +172,9 @@ class Mover:
             map_leaves(batch, owned.add)
             for tensor in owned.resident:
                 _check_dense(tensor)
-        except Exception as error:
-            raise noted(error, "in device_transform") from None
+        except BaseException as error:
+            error = raisable(error, "device_transform")
+            raise noted(error, "in device_transform")  # noqa: B904  (it keeps its cause)
         return batch, [*owned.resident, *owned.movable]
 
     def _send(self, found: "_Sorted") -> tuple[dict[int, Any], list[Any]]:
@@ -259,8 +261,9 @@ class HostCarrier:
         if self._transform is not None:
             try:
                 batch = self._transform(batch)
-            except Exception as error:
-                raise noted(error, "in device_transform") from None
+            except BaseException as error:
+                error = raisable(error, "device_transform")
+                raise noted(error, "in device_transform")  # noqa: B904  (it keeps its cause)
         return Pinned(map_leaves(batch, _pinned) if self._pins else batch)
 
 

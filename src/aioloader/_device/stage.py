@@ -18,6 +18,7 @@ from aioloader._device.accelerator import Mark
 from aioloader._device.leaves import map_leaves
 from aioloader._observe.records import Copies, Copy
 from aioloader._order.failures import noted
+from aioloader._order.raising import raisable
 from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.host import GRACE
@@ -232,9 +233,10 @@ class Staged:
         self._asked = 0.0
         try:
             delivery = self._carrier.move(result.batch)
-        except Exception as error:  # handed to the consumer, in order
+        except BaseException as error:  # handed to the consumer, in order
             batch, result.batch = result.batch, None
-            result.error = noted(error, self._place(number, batch))
+            where = self._place(number, batch)
+            result.error = noted(raisable(error, "the batch's move"), where)
         else:
             result.batch = delivery
             self._copies.moved_bytes += delivery.held_bytes
@@ -275,8 +277,9 @@ class Staged:
         self._copies.taken_bytes += delivery.held_bytes
         try:
             result.batch = delivery.hand_over()
-        except Exception as error:  # raised by the step
+        except BaseException as error:  # raised by the step
             result.batch = None
+            error = raisable(error, "the batch's move")
             result.error = noted(error, f"in stage 'device', batch {number}")
         if delivery.taken is not None:
             self._taken.append(delivery.taken)

@@ -33,10 +33,13 @@ def can_look_ahead(options: Options) -> bool:
     memory.
     """
     sampler, batch_type = options.index_sampler, type(options.batch_sampler)
-    if not options.has_copies or batch_type not in {BatchSampler, type(None)}:
+    is_known = options.kind is Kind.MAP or options.is_own_stream
+    if not (is_known and options.has_copies):
         return False
-    if not (options.kind is Kind.MAP or options.is_own_stream):
+    if batch_type not in {BatchSampler, type(None)}:
         return False
+    if options.rng == "worker" or options.worker_init_fn is not None:
+        return False  # a wrong guess would draw from the generators of the workers
     if holds_shared_memory(options.dataset, options.transform, options.collate_fn):
         return False
     if type(sampler) is RandomSampler:

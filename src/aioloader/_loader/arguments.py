@@ -10,7 +10,7 @@ import multiprocessing.context
 import operator
 import os
 from collections.abc import Collection
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, Literal, TypeAlias
 
 from aioloader._loader.auto import NAMES, check_auto, is_chosen, placed
@@ -133,12 +133,22 @@ def context_of(context: Any) -> Any:
 
 
 def _check_rng(options: Options) -> None:
-    """Refuse seeds per batch or sample if only coroutines could draw.
+    """Refuse seeds per batch or sample where the global generators cannot have them.
 
-    In this process the coroutines of a batch run at the same time and share the global
-    generators: only plain code can have its own generators.
+    Threads, and the coroutines of a batch in this process, run at the same time and
+    share the global generators.
     """
-    if options.rng not in {"batch", "sample"} or options.num_workers:
+    if options.rng not in {"batch", "sample"}:
+        return
+    if options.num_workers:
+        is_pool = isinstance(options.workers, ThreadPoolExecutor)
+        if options.workers == "thread" or is_pool:
+            raise ValueError(
+                f"rng={options.rng!r} cannot seed what threads draw: they share the "
+                "global generators; leave rng out and draw from "
+                "aioloader.get_worker_info().rng, which is seeded for each batch, or "
+                "use workers='process'"
+            )
         return
     functions = options.transform, options.collate_fn
     is_some_plain = any(one and not is_async_function(one) for one in functions)
@@ -212,9 +222,15 @@ def _check_sampling(options: Options, shuffle: Any) -> None:
     sampler, batch_sampler = options.sampler, options.batch_sampler
     if options.kind is not Kind.MAP:
         if shuffle not in {False, None}:
+            hint = ""
+            if options.is_own_stream:
+                hint = (
+                    "; a stream shuffles itself: .shuffle(size) permutes windows of "
+                    "samples, and shuffle=True of a dataset of shards their order"
+                )
             raise ValueError(
                 "DataLoader with IterableDataset: expected unspecified shuffle option, "
-                f"but got shuffle={shuffle}"
+                f"but got shuffle={shuffle}{hint}"
             )
         for name in ("sampler", "batch_sampler"):
             value = getattr(options, name)

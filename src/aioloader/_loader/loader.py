@@ -3,6 +3,7 @@
 It checks its arguments and delegates; it reads and schedules nothing itself.
 """
 
+import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
@@ -14,7 +15,13 @@ from aioloader._device.naming import Keys, device_of
 from aioloader._loader import arguments, auto, torch_compat
 from aioloader._loader.observed import Observed
 from aioloader._loader.options import Options, attributes_of
-from aioloader._loader.ranks import Rank, Ranks, repeats_samples, warn_of_repeats
+from aioloader._loader.ranks import (
+    Rank,
+    Ranks,
+    check_batches,
+    repeats_samples,
+    warn_of_repeats,
+)
 from aioloader._loader.sampling import make_samplers, settle_shuffle, tell_epoch
 from aioloader._loader.state import State, unsealed
 from aioloader._loader.torch_compat import Batch, TorchLoader, dataset_kind
@@ -25,7 +32,7 @@ from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import MakeLifespan
 from aioloader._pipeline.waiting import refuse_trio
 from aioloader._workers.rng import Rng
-from aioloader.protocols import Kind
+from aioloader.protocols import Kind, refuse_ended
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -116,7 +123,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         tail: What happens to a last global batch that cannot be split evenly:
             ``"wrap"`` (the default): it is filled with samples from the beginning, as
             in torch; ``"pad"``: the same, and each batch is a pair ``(batch, mask)``;
-            ``"drop"``; or ``"uneven"``.
+            ``"drop"``; or ``"uneven"``. Streams of unknown length have no default.
         lifespan: Maps the dataset to a context manager, plain or async: entered where
             samples are read (once here, or in each worker process), left at the end.
         prefetch_bytes: Limit on the bytes of batches requested and not yet delivered,
@@ -345,6 +352,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._epochs = copy.copy(self._epochs)  # `copy.copy` gives the other's
         from aioloader._loader.runtime import Runtime
 
         self._live = Runtime(self.dataset, self._epochs, loaded=state["_live"])
@@ -393,7 +401,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         """
         options = self._options()
         length = options.length(self._ranks.part_now(self))
-        if options.kind is not Kind.MAP:
+        if options.kind is not Kind.MAP and not options.is_own_stream:
             self._IterableDataset_len_called = len(self.dataset)  # type: ignore[assignment]
         return length
 
@@ -403,20 +411,25 @@ class DataLoader(Observed, TorchLoader[Batch]):
         if loaded is not None and loaded["epoch"] != epoch:
             self._live.loaded = None  # another epoch is requested, from its start
         self._epochs.choose(epoch)
-        tell_epoch((self.sampler, self.batch_sampler, self.dataset), epoch)
+        tell_epoch((self.sampler, self.batch_sampler), self.dataset, epoch)
 
     def _iterate(self, *, is_async: bool) -> "BatchIterator[Batch]":
         """Return an iterator; worker processes start with it, as in torch."""
         from aioloader._pipeline.iterator import BatchIterator, length_check
 
+        refuse_ended(self.dataset)
         live = self._live
         options = self._options(settles=True)
         if options.chooses:
             deaths, is_kept = live.tally.deaths, live.pools.has_kept()
             auto.settle(self, live.tuning, deaths=deaths, is_kept=is_kept)
             options = self._options()
-        epoch = live.draw(options) if live.loaded is None else None
-        seed = (live.loaded or {}).get("seed") if epoch is None else epoch.base_seed
+        self._ranks.end_together(options)  # or refuse
+        check_batches(options)
+        seed, epoch = (live.loaded or {}).get("seed"), None
+        if seed is None:
+            epoch = live.draw(options, live.loaded)
+            seed = epoch.base_seed
         prepared = None
         # Otherwise the epoch starts at the first step: an unused iterator is no epoch.
         start = partial(live.start, options, epoch, is_async=is_async)
@@ -426,7 +439,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
             seed = epoch.base_seed
         check = None if self._IterableDataset_len_called is None else length_check(self)
         iterator: BatchIterator[Batch] = BatchIterator(
-            start, self.__len__, check, seed, prepared
+            start, self.__len__, check, seed, prepared, is_async=is_async
         )
         live.open[iterator] = None
         if prepared is not None and prepared.pipeline is not None:

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from aioloader._loader.state import State, sealed, unsealed
-from aioloader._loader.state_check import check_shape
-from aioloader._order.stream_states import merge_states as merge_streams
+from aioloader._loader.state_check import shared
+from aioloader._order.stream_states import merged as merge_streams
 from aioloader.errors import StateMismatchError
 
 _ALIKE = ("kind", "length", "batch_size", "readers")
+_OF_ONE = {"before", "pulled"}  # of an order: ranks may be ahead of each other
 _SAVE = (
     "save all ranks after the same batch (with in_order=True, if there are batches "
     "beyond it)"
@@ -37,8 +38,6 @@ def merge_states(states: Iterable[State]) -> State:
     states = [unsealed(state) for state in states]
     if not states:
         raise ValueError("there are no states to merge")
-    for state in states:
-        check_shape(state)
     for key in _ALIKE:
         _check_alike(states, key, states[0].get(key))
     epoch = min(state["epoch"] for state in states)
@@ -55,6 +54,13 @@ def merge_states(states: Iterable[State]) -> State:
         merged["states"] = {
             reader: _merged(reader, going, over) for reader in merged["states"]
         }
+    default = [(state.get("generators") or {}).get("default") for state in states]
+    if "generators" in merged and default != default[:1] * len(states):
+        # Each rank has its own, and keeps it.
+        merged["generators"] = {**merged["generators"]}
+        merged["generators"].pop("default", None)
+    if merged["readers"] > 1 and _is_of_ours(merged["states"].get("0")):
+        merged["states"] = shared(merged, merged["readers"], is_part=False)
     return sealed(merged)
 
 
@@ -62,7 +68,7 @@ def _merged(reader: str, going: Sequence[State], over: Sequence[State]) -> Any:
     """Return the state of one reader, which has a part on each rank."""
     parts = [state["states"].get(reader) for state in going]
     first = parts[0]
-    if not (isinstance(first, dict) and "streams" in (first.get("dataset") or ())):
+    if not _is_of_ours(first):
         for part in parts:
             if part != first:
                 _refuse(f"the state of reader {reader}", first, part)
@@ -72,7 +78,15 @@ def _merged(reader: str, going: Sequence[State], over: Sequence[State]) -> Any:
         last = (state.get("last") or {}).get(reader)
         if last is not None and "dataset" in last:
             streams.append({**last["dataset"], "ended": True})
-    return {**first, "dataset": merge_streams(streams)}
+    whole = {key: one for key, one in first.items() if key != "again"}
+    is_part = going[0]["readers"] > 1  # of the workers of this number
+    return {**whole, "dataset": merge_streams(streams, is_part=is_part)}
+
+
+def _is_of_ours(one: Any) -> bool:
+    """Tell whether the state of a reader is that of one of our streams."""
+    state = one.get("dataset") if isinstance(one, dict) else None
+    return isinstance(state, dict) and "streams" in state
 
 
 def _check_alike(states: Sequence[State], key: str, value: Any) -> None:
@@ -86,7 +100,7 @@ def _check_orders(states: Sequence[State]) -> None:
     first = states[0].get("order", {})
     for state in states:
         for key, one in state.get("order", {}).items():
-            if first.get(key, one) != one:
+            if key not in _OF_ONE and first.get(key, one) != one:
                 _refuse(f"{key} of the order", first[key], one, _SEED)
 
 

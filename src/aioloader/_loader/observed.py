@@ -1,7 +1,8 @@
 """What a loader reports: figures, what limits training, traces."""
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from aioloader._observe.records import Copy, Counters, Record, Setting
 from aioloader._observe.stats import LoaderStats, with_records
@@ -13,10 +14,32 @@ if TYPE_CHECKING:
     from aioloader._observe.verdict import Report
 
 
+class _Shown:
+    """An attribute that a subclass or its instances may replace; no property may.
+
+    Args:
+        get: Returns its value for a loader.
+    """
+
+    def __init__(self, get: Callable[[Any], int]) -> None:
+        self._get = get
+
+    def __get__(self, loader: Any, _cls: type) -> int:
+        if loader is None:  # only instances have it
+            raise AttributeError
+        return self._get(loader)
+
+
 class Observed:
-    """The part of ``DataLoader`` that shows what its iterations do."""
+    """The part of ``DataLoader`` that shows what its iterations do.
+
+    Attributes:
+        epoch: The number of the epoch under way, from 0; else of the next one. It is
+            that of ``state_dict()``.
+    """
 
     _live: "Runtime"
+    epoch: _Shown = _Shown(lambda loader: loader._live.epoch_number())
 
     def stats(self) -> LoaderStats:
         """Return the figures of the latest epoch so far; ``print`` shows a table."""

@@ -26,10 +26,12 @@ from aioloader._order.indices import State
 from aioloader._order.orders import Order, StreamOrder
 from aioloader._order.ranks import Part
 from aioloader._order.retry import Retry
+from aioloader._order.shares import Deal, evened
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.rng import Rng
 from aioloader.protocols import (
     Kind,
+    OwnStream,
     batch_getter,
     is_async_function,
     is_own_stream,
@@ -183,6 +185,15 @@ class Options:
         is_each = self.is_own_stream or not (every or self.num_workers)
         return 1 if is_each else every
 
+    def shared_out(self, stream: OwnStream) -> OwnStream:
+        """Return the part of one of our streams that this rank reads."""
+        if self.rank is not None:
+            stream = stream.shard(self.part.rank, self.part.world_size)
+        if (stream.ranks or (0, 1))[1] == 1:
+            return stream
+        is_skipped = self.on_error == "skip"
+        return stream.evened(self.tail or "wrap", is_skipped=is_skipped)
+
     # -- where it is made ---------------------------------------------------------
 
     @property
@@ -237,7 +248,7 @@ class Options:
     def patience(self) -> float | None:
         """How many seconds a consumer waits for a batch, or None."""
         is_limit = 0 < self.timeout < threading.TIMEOUT_MAX
-        return float(self.timeout) if is_limit else None
+        return self.timeout if is_limit else None
 
     @cached_property
     def is_moved(self) -> bool:
@@ -301,6 +312,8 @@ class Options:
             TypeError: If the dataset or the sampler has no length.
         """
         part, batches = part or self.part, self.batch_sampler
+        if self.is_own_stream:
+            return self._stream_length(part)
         if self.kind is not Kind.MAP:
             size, drop_last = self.batch_size or 1, self.drop_last
             if part.world_size == 1:
@@ -313,6 +326,23 @@ class Options:
         if type(batches) is BatchSampler:
             size, drop_last = batches.batch_size, batches.drop_last
         return part.batches(found, size, drop_last=drop_last)
+
+    def _stream_length(self, part: Part) -> int:
+        """Return the number of batches that the readers of this rank make."""
+        count, workers = self.dataset.total(), self.readers
+        if count is None:
+            len(self.dataset)  # raises the TypeError for what has no length
+        rank, world_size = self.dataset.ranks or (0, 1)
+        if self.rank is not None:
+            rank, world_size = part.rank, part.world_size
+        ranks = world_size * workers
+        tail = "uneven" if world_size == 1 else self.tail or "wrap"
+        count, size = evened(count, ranks, tail), self.batch_size or 1
+        parts = [
+            Deal(rank * workers + one, ranks, ranks).part(count)
+            for one in range(workers)
+        ]
+        return sum(one // size if self.drop_last else -(-one // size) for one in parts)
 
 
 def suits(workers: Any, dataset: Any, *functions: Any) -> bool:

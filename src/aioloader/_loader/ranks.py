@@ -90,6 +90,38 @@ class Ranks:
             refuse_two_deals(part, loader.dataset, loader.sampler, loader.batch_sampler)
         return part or WHOLE
 
+    @staticmethod
+    def end_together(options: Options) -> bool:
+        """Tell whether ranks must agree on the end: nobody knows how much each has.
+
+        Raises:
+            ValueError: If nothing says how they end, or if they have no store.
+        """
+        dataset, part = options.dataset, options.part
+        if not is_own_stream(dataset):
+            return False
+        rank, ranks = part.rank, part.world_size
+        if options.rank is None:
+            rank, ranks = dataset.ranks or (0, 1)
+        if ranks == 1 or dataset.total() is not None or dataset.is_endless():
+            return False
+        if options.tail is None:
+            raise ValueError(
+                f"{dataset!r} is read as rank {rank} of {ranks}, and ranks may have "
+                "different numbers of batches, so that some would wait forever in "
+                "collective calls: use the stream's repeat() (endless) or "
+                "epoch_length(n), or the loader's tail='drop', 'wrap' or 'pad' (ranks "
+                "end together), or tail='uneven'"
+            )
+        if options.tail != "uneven" and not dataset.has_store():
+            raise ValueError(
+                f"tail={options.tail!r} over {dataset!r} needs a store through which "
+                f"rank {rank} of {ranks} agrees with the others on the end: initialize "
+                "torch.distributed, or use the stream's agree(store), epoch_length(n), "
+                "or tail='uneven'"
+            )
+        return bool(options.tail != "uneven")
+
 
 def _is_open(dataset: Any) -> bool:
     """Tell whether the lengths of a stream's parts are unknown."""
@@ -100,12 +132,6 @@ def _tail(tail: Any, *, is_open: bool) -> Tail:
     if tail not in _TAILS:
         known = " or ".join(repr(word) for word in _TAILS)
         raise ValueError(f"tail must be {known}, got {tail!r}")
-    if is_open and tail not in {None, "uneven"}:
-        raise ValueError(
-            f"tail={tail!r} needs the lengths of the other ranks' shards, which are "
-            "unknown for streams; use epoch_length(count) as the last step that "
-            "changes the number of samples, or tail='uneven'"
-        )
     found: Tail = tail or ("uneven" if is_open else "wrap")
     return found
 
@@ -156,6 +182,19 @@ def checked(rank: Any, world_size: Any, tail: Tail) -> Part:
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in range({world_size}), got {rank}")
     return Part(rank, world_size, tail)
+
+
+def check_batches(options: Options) -> None:
+    """Check that ranks that share a stream deliver their batches in step.
+
+    Raises:
+        ValueError: If a rank may have an empty batch where others have one.
+    """
+    if not options.is_own_stream:
+        return
+    _, ranks = options.dataset.ranks or (0, options.part.world_size)
+    if ranks > 1:
+        options.dataset.check_batches(ranks * options.readers, options.batch_size or 1)
 
 
 def refuse_two_deals(part: Part | None, dataset: Any, *samplers: Any) -> None:

@@ -14,8 +14,13 @@ from aioloader._loader.options import Options
 from aioloader._loader.sampling import draw_base_seed, seed_pipe
 from aioloader._loader.state import (
     State,
+    continued,
+    loaded_again,
     note_first,
-    own_generator_state,
+    numbers_of,
+    restore_epochs,
+    restore_positions,
+    restore_sampler,
     resumed,
     sealed,
     state_of,
@@ -24,8 +29,10 @@ from aioloader._loader.state_check import check, fitted
 from aioloader._observe.records import Copies, Counters, Records, Setting
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import Epoch, EpochNumbers
+from aioloader._order.indices import epoch_of
 from aioloader._pipeline.hosts import Hosts
 from aioloader._pipeline.inline import PlainIterator
+from aioloader._pipeline.position import Loads
 from aioloader._pipeline.tuner import Tuning
 from aioloader._transport.slots import SlotPool
 from aioloader._workers.lease import Pools, Servers, Tally
@@ -69,6 +76,7 @@ class Runtime:
         self, dataset: Any, numbers: EpochNumbers, loaded: State | None = None
     ) -> None:
         self.hosts = Hosts(dataset)
+        self.loads = Loads()
         self.slots = SlotPool()
         self.pools = Pools()
         self.servers = Servers()
@@ -84,6 +92,7 @@ class Runtime:
         self.epoch: Epoch | None = None
         self._latest_drawn: Callable[[], Epoch | None] = _nothing
         self._base_seed: int | None = None  # of workers that persist
+        self._first_numbers: dict[str, int] | None = None
         self._ahead: Ahead | None = None
         self._guesses_wrong = False
 
@@ -103,8 +112,16 @@ class Runtime:
 
     # -- an epoch starts ----------------------------------------------------------
 
-    def draw(self, options: Options) -> Epoch:
-        """Draw when torch draws, so that the generators stay in step with torch's."""
+    def draw(self, options: Options, saved: State | None) -> Epoch:
+        """Draw when torch draws, so that the generators stay in step with torch's.
+
+        Args:
+            options: The loader's options.
+            saved: The state between epochs that it resumes from, or None.
+        """
+        if saved is not None:
+            restore_sampler(options, saved)
+        moved = self._moved(options)
         order, pipe = options.order_of(None), options.dataset
         generator = options.generator
         if isinstance(pipe, IterDataPipe):
@@ -118,8 +135,9 @@ class Runtime:
                 order = options.order_of(None)
                 if isinstance(pipe, IterDataPipe):
                     draw_base_seed(generator)
-        state = None if generator is None else own_generator_state(options)
-        epoch = Epoch(self._base_seed, order, state)
+        epoch = Epoch(self._base_seed, order)
+        epoch.saved = saved
+        epoch.moved = moved
         self._latest_drawn = weakref.ref(epoch)
         return epoch
 
@@ -142,6 +160,7 @@ class Runtime:
         """Make one iteration; it takes effect with ``begin``."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self.loaded is None and ahead.claim(options):
+            ahead.epoch.dataset_epoch = epoch_of(options.dataset)
             self._note_first(options, ahead.epoch)
             return ahead.epoch, ahead.source
         if ahead is not None:
@@ -153,11 +172,16 @@ class Runtime:
         try:
             if saved is not None:
                 self.pools.drop()  # as in torchdata, workers start from the state
-                epoch = resumed(options, self.numbers, saved, self.draw)
+                if "seed" in saved or drawn is None or drawn.saved is not saved:
+                    drawn = None if "seed" in saved else self.draw(options, saved)
+                epoch = resumed(options, self.numbers, saved, drawn)
                 self._base_seed = epoch.base_seed
             else:
-                epoch = drawn or self.draw(options)
-                epoch.begin(self.numbers.reserve(epoch), readers=options.readers)
+                epoch = drawn or self.draw(options, None)
+                epoch.dataset_epoch = epoch_of(options.dataset)
+                number = self.numbers.reserve(epoch)
+                start = continued(options, self.epoch, number)
+                epoch.begin(number, start, readers=options.readers)
                 if options.is_stateful or options.kind is not Kind.MAP:
                     self._note_first(options, epoch)
             if not is_async and options.is_bare:
@@ -238,6 +262,15 @@ class Runtime:
         found = [reference() for reference in self.open.keyrefs()]
         return [iterator for iterator in found if iterator is not None]
 
+    def epoch_number(self) -> int:
+        """Return the number of the epoch under way, or else of the next one."""
+        if self.loaded is not None:
+            return int(self.loaded["epoch"])
+        epoch = self.epoch
+        if epoch is None or epoch.progress.is_over:
+            epoch = self.numbers.latest_reserved()
+        return self.numbers.next if epoch is None else epoch.number
+
     def drawn(self) -> Epoch | None:
         """Return the epoch of the latest iterator, if it has not started."""
         epoch = self._latest_drawn()
@@ -261,10 +294,27 @@ class Runtime:
 
     def state_dict(self, options: "Callable[[], Options]") -> State:
         """Return the loaded state, or the position after the last batch."""
-        if self.loaded is not None:
-            return sealed(copy.deepcopy(self.loaded))
-        parts = options(), self.numbers, self.epoch
-        return state_of(*parts, drawn=self.drawn(), is_kept=self.pools.has_kept())
+        now, loaded, drawn = options(), self.loaded, self.drawn()
+        moved = self._moved
+        prepared = None if loaded is None else self.numbers.latest_reserved()
+        if prepared is not None and prepared.saved is loaded:
+            return state_of(
+                now, self.numbers, prepared, drawn=None, is_kept=False, moved=moved
+            )
+        if loaded is not None:
+            drawn = drawn if drawn and drawn.saved is loaded else None
+            return sealed(loaded_again(now, loaded, drawn))
+        is_kept = self.pools.has_kept()
+        parts = now, self.numbers, self.epoch
+        return state_of(*parts, drawn=drawn, is_kept=is_kept, moved=moved)
+
+    def _moved(self, options: Options) -> str | None:
+        """Return the name of a number of the user's that has changed, if one has."""
+        now = numbers_of(options)
+        if self._first_numbers is None:
+            self._first_numbers = now
+        first = self._first_numbers
+        return next((k for k, one in now.items() if first.get(k, one) != one), None)
 
     def load_state_dict(self, options: Options, state: State, *, strict: bool) -> None:
         """Let the next iteration start where ``state`` was saved."""
@@ -273,7 +323,10 @@ class Runtime:
         if any(iterator.is_under_way() for iterator in self.iterators()):
             warn("an iteration is under way: the state takes effect with the next one")
         self.forget_ahead()
+        self._moved(options)
+        restore_epochs(options, state)
         self.loaded = copy.deepcopy(state)
+        restore_positions(options, state)
 
     # -- the next epoch of persistent workers -------------------------------------
 
@@ -284,8 +337,7 @@ class Runtime:
             return
 
         def make() -> tuple[Epoch, "PipelineIterator"]:
-            order, state = options.order_of(None), own_generator_state(options)
-            epoch = Epoch(self._base_seed or 0, order, state)
+            epoch = Epoch(self._base_seed or 0, options.order_of(None))
             epoch.begin(self.numbers.reserve(epoch), readers=options.readers)
             self.numbers.release(epoch)
             source = self._source(options, epoch, is_async=False)

@@ -1,5 +1,6 @@
 """Torch's samplers for torch's arguments, and its handling of data pipes."""
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from aioloader._loader.options import Options
 from aioloader._loader.ranks import Ranks, refuse_two_deals
+from aioloader._order.indices import nested
 from aioloader._order.permutation import ShuffledIndices
 from aioloader.protocols import Kind, is_own_stream
 
@@ -76,9 +78,16 @@ def seed_pipe(dataset: IterDataPipe[Any], generator: torch.Generator | None) -> 
     graph_settings.apply_random_seed(dataset, shared)
 
 
-def tell_epoch(parts: Iterable[Any], epoch: int) -> None:
-    """Set the next epoch's number in samplers and datasets that have ``set_epoch``."""
-    for part in parts:
+def tell_epoch(samplers: Iterable[Any], dataset: Any, epoch: int) -> None:
+    """Set the next epoch's number in all parts that have ``set_epoch``.
+
+    Args:
+        samplers: The loader's samplers; those that they wrap are set too.
+        dataset: Its dataset.
+        epoch: The number.
+    """
+    parts = [*itertools.chain.from_iterable(map(nested, samplers)), dataset]
+    for part in {id(part): part for part in parts}.values():
         hook = getattr(part, "set_epoch", None)
         # Our streams get each epoch's number when the epoch starts.
         if callable(hook) and not is_own_stream(part):

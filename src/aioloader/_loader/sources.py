@@ -16,17 +16,23 @@ from aioloader._collate.collate import collates_as_torch, default_collate
 from aioloader._collate.gather import gatherable
 from aioloader._loader.auto import MOST_PER_WORKER, NAMES, is_chosen, tuner_of
 from aioloader._loader.options import Options
+from aioloader._loader.ranks import Ranks
 from aioloader._observe.machine import allows_processes
 from aioloader._observe.records import Copies, Setting
 from aioloader._order.epoch import Epoch
 from aioloader._order.indices import IndexOrder
+from aioloader._order.shared_end import SharedEnd
 from aioloader._order.turns import Turns
+from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker, nothing_around
 from aioloader._pipeline.batch_task import BatchTask
+from aioloader._pipeline.evened import EvenedIterator, EvenedQueue
 from aioloader._pipeline.hosts import Hosts, Place
 from aioloader._pipeline.inline import GatherIterator, InlineIterator, PlainIterator
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.pipeline_iterator import Patience, PipelineIterator, Window
+from aioloader._pipeline.position import Loads
+from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import Pool
 from aioloader._pipeline.tuner import Tuning
 from aioloader._transport.slots import Locker, SlotPool
@@ -55,6 +61,7 @@ class Resources(Protocol):
     """What a loader keeps between epochs for its iterations."""
 
     hosts: Hosts
+    loads: Loads
     slots: SlotPool
     pools: Pools
     servers: Servers
@@ -86,7 +93,9 @@ def make_source(
     epoch.on_error, epoch.max_failures = options.on_error, options.max_failures
     hosts = resources.hosts
     hosts.lifespan = options.lifespan
-    maker = make_maker(options, epoch, resources.slots)
+    maker = make_maker(options, epoch, resources)
+    if is_async and options.loop == "caller":
+        maker.side_loop = SideLoop(asyncio.get_running_loop())
     side = _device_side(options, resources)
     locker = resources.slots.locker = side.locker if side else None
     if options.is_inline and side is None and not is_async:
@@ -99,6 +108,10 @@ def make_source(
     tuner = None
     if options.is_tuned:
         tuner = tuner_of(options, resources.tuning, reads_here=reads_here)
+    ends_together = Ranks.end_together(options)
+    make_ready: Any = (
+        _evened_queue(options, epoch, maker) if ends_together else ReadyQueue
+    )
     pipeline = Pipeline(
         maker,
         hosts.lease(_place(options, pool, is_async=is_async)),
@@ -107,6 +120,7 @@ def make_source(
         drop_last=options.drop_last,
         bookmark=epoch.bookmark,
         pool=pool,
+        make_ready=make_ready,
         head_start=_follows_concurrency(options),
         tuner=tuner,
     )
@@ -121,7 +135,20 @@ def make_source(
     if (watch := pipeline.host.watch) is not None:
         epoch.counters.lag = partial(watch.lag, watch.mark())
     epoch.reads_ahead = True  # samples read are not samples delivered
+    if ends_together:
+        readers = options.readers
+        return EvenedIterator(pipeline, epoch, window, patience, readers=readers)
     return PipelineIterator(pipeline, epoch, window, patience)
+
+
+def _evened_queue(
+    options: Options, epoch: Epoch, maker: BatchMaker
+) -> Callable[..., ReadyQueue]:
+    """Return what makes the queue of a rank that ends together with the others."""
+    at = epoch.number, epoch.bookmark.read()
+    talk = maker.dataset.end_talk(options.tail, at)
+    end = SharedEnd(pads=options.tail != "drop")
+    return partial(EvenedQueue, end, talk, epoch.dropped())
 
 
 def _gathered(options: Options, epoch: Epoch) -> tuple[torch.Tensor, ...] | None:
@@ -291,7 +318,7 @@ def _device_side(options: Options, resources: Resources) -> "DeviceSide | None":
 # -- what makes one batch -------------------------------------------------------------
 
 
-def make_maker(options: Options, epoch: Epoch, slots: SlotPool) -> BatchMaker:
+def make_maker(options: Options, epoch: Epoch, resources: Resources) -> BatchMaker:
     """Return what makes the batches of an epoch, in this process or for workers."""
     dataset, part, collate_fn = options.dataset, options.part, options.collate_fn
     make_keys = SampleKeys if options.rng == "sample" else BatchKeys
@@ -301,14 +328,8 @@ def make_maker(options: Options, epoch: Epoch, slots: SlotPool) -> BatchMaker:
         collate_fn = _pinning(collate_fn)
     is_even = False
     if options.is_own_stream:  # it knows about ranks, and yields this rank's part
-        dataset = dataset.for_epoch()
-        if options.rank is not None:
-            dataset = dataset.shard(part.rank, part.world_size)
-        has_ranks = (dataset.ranks or (0, 1))[1] > 1
-        is_even = has_ranks and dataset.total() is not None
-        if has_ranks:
-            is_skipped = epoch.policy.on_error == "skip"
-            dataset = dataset.evened(options.tail or "wrap", is_skipped=is_skipped)
+        dataset = options.shared_out(dataset.for_epoch())
+        is_even = (dataset.ranks or (0, 1))[1] > 1 and dataset.total() is not None
         part = replace(part, rank=0, world_size=1)
     return BatchMaker(
         dataset,
@@ -318,7 +339,8 @@ def make_maker(options: Options, epoch: Epoch, slots: SlotPool) -> BatchMaker:
         policy=epoch.policy,
         epoch=epoch.number,
         retry=options.retry,
-        pool=slots,
+        pool=resources.slots,
+        loads=resources.loads,
         around=_around(options) if is_keyed else nothing_around,
         reseed=seed_batch if is_keyed and not num_workers else None,
         seed=use_sample_rng if num_workers else seed_sample,

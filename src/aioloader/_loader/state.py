@@ -1,6 +1,7 @@
 """A loader's state, written and read: which epoch, its order, and what was delivered.
 
-A state is a dict of a few numbers, ready for JSON if the dataset's own state is. It
+A state is a dict of a few numbers, ready for JSON if the dataset's own state is. Its
+checksums hold for what was saved, so what is loaded need not be checked again. It
 says nothing of workers, prefetch or devices, so these may differ where it is loaded.
 Only delivered batches count: the dataset's state is the one after the last delivered
 batch, for each reader of an iterable, for each worker's copy of a map-style dataset.
@@ -8,26 +9,25 @@ Source: torchdata 0.11, ``stateful_dataloader/worker.py``.
 """
 
 import copy
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, NoReturn, TypeAlias, TypedDict
 
 import torch
-from torch.utils.data import RandomSampler
 
 from aioloader._loader.options import Options
 from aioloader._observe.warnings import warn
-from aioloader._order.epoch import Bookmark, Epoch, EpochNumbers
+from aioloader._order.checksums import checksum
+from aioloader._order.epoch import BEGINNING, Bookmark, Epoch, EpochNumbers
 from aioloader._order.generators import packed, unpacked
-from aioloader._order.indices import described
-from aioloader._order.orders import drawing_part_of, seeds_itself
+from aioloader._order.indices import described, epoch_of, set_epoch
+from aioloader._order.orders import drawing_part_of, draws_from_default
 from aioloader.errors import StateMismatchError
-from aioloader.protocols import Kind
+from aioloader.protocols import Kind, OwnStream, is_stateful
 
 State: TypeAlias = dict[str, Any]
 States: TypeAlias = dict[int, Any]
-VERSION = 3
+VERSION = 4
 _LOADER = "loader"  # the dataset is this process's own, and not a worker's copy
 
 
@@ -39,14 +39,20 @@ class LoaderState(TypedDict):
             must ``length``, ``batch_size`` (of all ranks together), ``readers``,
             ``ranks`` and ``tail`` (of our streams, if several ranks read them).
         epoch: Its number.
-        seed: The seed that random draws are keyed with; None: not drawn yet.
+        dataset_epoch: The number last given to the dataset's ``set_epoch``, if it has
+            one and an attribute ``epoch``.
+        moved: The name of an attribute that had changed, where it is no part of a
+            state: of the sampler, or of an iterable dataset.
         done: Batches below this number were delivered.
         beyond: Numbers of later batches that were delivered too.
-        default: A checksum of torch's default generator.
-        order: What restores the order. This and all keys below are in a tuple of one
-            or none, since ``torch.distributed.checkpoint`` restores what a fresh
-            loader has keys for, looks into mappings, and saves a tuple as one value.
-        generators: The user's generators: the ``"loader"``'s and the ``"sampler"``'s.
+        checksum: Of these values, and of which parts there are.
+        seed: The seed that random draws are keyed with. This and all keys below are
+            parts: a tuple of the value and its checksum, or empty. That is because
+            ``torch.distributed.checkpoint`` restores what a fresh loader has keys for,
+            looks into mappings, saves a tuple as one value, and takes it from any rank.
+        order: What restores the order.
+        generators: Where the generators are that epochs draw from: the user's, of the
+            ``"loader"`` and the ``"sampler"``, and torch's ``"default"`` one.
         states: States of the readers (the sampler, or streams).
         last: For our streams, the states at the end of the previous epoch.
         datasets: States of a map-style dataset: the loader's, or each worker's.
@@ -60,49 +66,91 @@ class LoaderState(TypedDict):
     ranks: int | None
     tail: str | None
     epoch: int
-    seed: int | None
+    dataset_epoch: int | None
+    moved: str | None
     done: int
     beyond: list[int]
-    default: int | None
-    order: tuple[State, ...]
-    generators: tuple[State, ...]
-    states: tuple[State, ...]
-    last: tuple[State, ...]
-    datasets: tuple[State, ...]
+    checksum: int
+    seed: tuple[int, ...]
+    order: tuple[Any, ...]
+    generators: tuple[Any, ...]
+    states: tuple[Any, ...]
+    last: tuple[Any, ...]
+    datasets: tuple[Any, ...]
 
 
-PARTS = ("order", "generators", "states", "last", "datasets")
-_VALUES = [name for name in LoaderState.__annotations__ if name not in PARTS]
+PARTS = ("seed", "order", "generators", "states", "last", "datasets")
+_VALUES = [
+    key for key in LoaderState.__annotations__ if key not in {*PARTS, "checksum"}
+]
 
 
 def sealed(state: State) -> State:
     """Return a state with all keys of ``LoaderState``."""
-    values = {key: state.get(key) for key in _VALUES}
-    parts = {key: (state[key],) if state.get(key) else () for key in PARTS}
-    return {**values, **parts}
+    made = {key: state.get(key) for key in _VALUES}
+    parts = {key: _part(key, state.get(key)) for key in PARTS}
+    return {**made, "checksum": _checksum(made, parts), **parts}
 
 
-def unsealed(state: Any) -> Any:
-    """Undo ``sealed``; return anything else unchanged.
+def unsealed(state: Any) -> State:
+    """Undo ``sealed``.
 
     Raises:
-        StateMismatchError: If a part is not a mapping.
+        StateMismatchError: If it is no state, of another version, or not as it was
+            saved.
     """
     if not isinstance(state, Mapping) or "version" not in state:
-        return state
-    found = {key: one for key, one in state.items() if one is not None}
-    for key in set(PARTS) & set(found):
-        part = found.pop(key)
-        if not isinstance(part, (list, tuple)) or len(part) > 1:
-            raise StateMismatchError(
-                f"the state is damaged, or only a part of it: {key!r} is no part of a "
-                f"state: {str(part)[:80]}",
-                expected=key,
-                found=part,
-            )
-        if part or key == "states":
-            found[key] = part[0] if part else {}
-    return found
+        keys = sorted(map(str, state)) if isinstance(state, Mapping) else state
+        raise StateMismatchError(
+            f"this is no state of an aioloader.DataLoader: {keys!s:.80}",
+            expected="a state",
+            found=type(state).__name__,
+        )
+    if state["version"] != VERSION:
+        raise StateMismatchError(
+            f"the state is of version {state['version']!r}, and this aioloader reads "
+            f"version {VERSION}; resume with the aioloader that saved it, or start the "
+            "epoch again",
+            expected=state["version"],
+            found=VERSION,
+        )
+    parts = {key: state.get(key) for key in PARTS}
+    for key, part in parts.items():
+        if not _is_part(key, part):
+            _refuse_damage(key, part)
+    if state.get("checksum") != _checksum(state, parts):
+        _refuse_damage("checksum", state.get("checksum"))
+    found: State = {"states": {}}
+    found |= {key: state[key] for key in _VALUES if state[key] is not None}
+    return found | {key: part[0] for key, part in parts.items() if part}
+
+
+def _part(key: str, value: Any) -> tuple[Any, ...]:
+    """Return a part of a sealed state, with its checksum."""
+    if value is None or value == {}:
+        return ()
+    return value, checksum({key: value})
+
+
+def _is_part(key: str, part: Any) -> bool:
+    """Tell whether a part of a sealed state is as it was saved."""
+    if not isinstance(part, (list, tuple)) or len(part) not in {0, 2}:
+        return False
+    return not part or part[1] == checksum({key: part[0]})
+
+
+def _checksum(state: Mapping[str, Any], parts: State) -> int:
+    values = {key: state.get(key, "missing") for key in _VALUES}
+    return checksum([values, {key: bool(part) for key, part in parts.items()}])
+
+
+def _refuse_damage(key: str, found: Any) -> NoReturn:
+    raise StateMismatchError(
+        f"the state is damaged, or only a part of it: {key!r} is not as it was saved: "
+        f"{found!s:.80}; load what state_dict() returned, or restart the epoch",
+        expected=key,
+        found=found,
+    )
 
 
 def identity(options: Options) -> State:
@@ -140,6 +188,7 @@ def state_of(
     *,
     drawn: Epoch | None,
     is_kept: bool,
+    moved: Callable[[Options], str | None],
 ) -> State:
     """Return the state of a loader, sealed.
 
@@ -149,11 +198,13 @@ def state_of(
         epoch: The latest epoch that has started, if one has.
         drawn: The epoch of an iterator that has not started, if there is one.
         is_kept: Whether workers of the latest epoch persist.
+        moved: Returns the name of a number of the user's that has changed, if any.
     """
     if epoch is None or epoch.progress.is_over:
         epoch = numbers.latest_reserved() or epoch
     if epoch is None or epoch.progress.is_over:
         state = _between(options, numbers, epoch, drawn, is_kept=is_kept)
+        state["moved"] = moved(options)
     else:
         bookmark = epoch.progress.bookmark()
         head = epoch.head = epoch.head or _head(options, epoch)
@@ -164,24 +215,24 @@ def state_of(
             "beyond": sorted(bookmark.beyond),
             "states": _by_name({**epoch.first, **bookmark.states}),
         }
+        if epoch.order.pulled:
+            state["order"]["pulled"] = epoch.order.pulled
     state["datasets"] = _datasets_of(options, epoch, is_kept=is_kept)
-    if options.generator is None:
-        state["default"] = _fingerprint()
+    state["generators"] = positions(options)
     return sealed(state)
 
 
 def _head(options: Options, epoch: Epoch) -> State:
     """Return the part of an epoch's state that is constant."""
-    head: State = {
+    return {
         "version": VERSION,
         **identity(options),
         "epoch": epoch.number,
         "seed": epoch.base_seed,
         "order": copy.deepcopy(epoch.order.state()),
+        "dataset_epoch": epoch.dataset_epoch,
+        "moved": epoch.moved,
     }
-    if epoch.generator is not None:
-        head["generators"] = {_LOADER: packed(epoch.generator)}
-    return head
 
 
 def _between(
@@ -204,29 +255,39 @@ def _between(
         if epoch.order.end is not None:  # of a sampler that may count epochs
             first = {0: {**epoch.order.end, "is_over": True}}
         if options.is_own_stream:  # other ranks may have more of it: ``merge_states``
+            first = continued(options, epoch, numbers.next).states
             state["last"] = _by_name(epoch.progress.bookmark().states)
     state["states"] = _by_name(first)
+    state["dataset_epoch"] = epoch_of(options.dataset)
     if options.kind is Kind.MAP:
         state["order"] = described(options.index_sampler)
+        upcoming = numbers.upcoming()
+        if upcoming is None:
+            state["order"]["next"] = epoch_of(options.index_sampler)
         if drawn is not None:
             state["order"] |= drawn.order.state()
-        upcoming = numbers.upcoming()
         if upcoming is not None:
             state["order"]["epoch"] = upcoming
-    state["generators"] = {
-        name: packed(generator.get_state())
-        for name, generator in generators_of(options).items()
-    }
     return state
 
 
-def _fingerprint() -> int:
-    """Return a checksum of the state of torch's default generator.
+def positions(options: Options) -> State:
+    """Return where the generators are that epochs draw from."""
+    return {
+        name: packed(generator.get_state())
+        for name, generator in generators_of(options).items()
+    }
 
-    The first bytes suffice: seed, position in the block and the block's first numbers.
+
+def restore_positions(options: Options, state: State) -> None:
+    """Put the generators where they were when a state was saved.
+
+    At the load, as ``torch.set_rng_state`` would: a script may seed them afterwards.
     """
-    state = torch.default_generator.get_state().numpy()
-    return zlib.crc32(state[:64].tobytes())
+    mine = generators_of(options)
+    for name, one in (state.get("generators") or {}).items():
+        if name in mine:
+            mine[name].set_state(unpacked(one))
 
 
 def _by_name(states: States) -> State:
@@ -235,21 +296,14 @@ def _by_name(states: States) -> State:
 
 
 def generators_of(options: Options) -> dict[str, torch.Generator]:
-    """Return the user's generators that epochs draw from."""
+    """Return the generators that epochs draw from: the user's and the default one."""
     loader: torch.Generator | None = options.generator
     sampler = getattr(drawing_part_of(options.index_sampler), "generator", None)
     found = {_LOADER: loader, "sampler": None if sampler is loader else sampler}
+    is_map = options.kind is Kind.MAP
+    if loader is None or (is_map and draws_from_default(options.index_sampler)):
+        found["default"] = torch.default_generator
     return {name: one for name, one in found.items() if one is not None}
-
-
-def own_generator_state(options: Options) -> torch.Tensor | None:
-    """Return the state of the user's generator, if the order does not draw from it."""
-    generator = options.generator
-    if generator is None:
-        return None
-    part = drawing_part_of(options.index_sampler)
-    is_shared = part is not None and part.generator is generator
-    return None if is_shared else generator.get_state()
 
 
 # -- of the dataset -----------------------------------------------------------------
@@ -276,6 +330,32 @@ def note_first(
             own = copy.deepcopy(options.dataset.state_dict())
             copies = options.num_workers if options.has_copies else 1
             epoch.first_datasets = dict.fromkeys(range(copies), own)
+
+
+def continued(options: Options, before: Epoch | None, number: int) -> Bookmark:
+    """Return where the epoch of a number starts: our streams may continue.
+
+    Args:
+        options: The loader's options.
+        before: The previous epoch, if there was one.
+        number: The number of the new one.
+    """
+    if before is None or not options.is_own_stream or not options.dataset.continues():
+        return BEGINNING
+    stream, workers = options.shared_out(options.dataset), options.readers
+    states = before.progress.bookmark().states
+    found = {reader: one["dataset"] for reader, one in states.items()}
+    if not found:
+        return BEGINNING
+    starts = {k: stream.following(one, number, workers) for k, one in found.items()}
+    # A worker from which nothing was delivered starts its part in the same pass.
+    other = {**next(iter(starts.values())), "streams": {}}
+    return Bookmark(
+        states={
+            reader: {"read": 0, "skip": 0, "dataset": starts.get(reader, other)}
+            for reader in range(workers)
+        }
+    )
 
 
 def first_states(options: Options, before: Epoch | None, *, is_kept: bool) -> States:
@@ -345,7 +425,7 @@ def resumed(
     options: Options,
     numbers: EpochNumbers,
     state: State,
-    draw: Callable[[Options], Epoch],
+    drawn: Epoch | None,
 ) -> Epoch:
     """Return the epoch that a state was saved in, at its position.
 
@@ -355,73 +435,111 @@ def resumed(
         options: The options of the loader that loads it.
         numbers: Which epoch is next.
         state: The state, unsealed and checked.
-        draw: Draws for an epoch, if nothing was drawn for it yet.
+        drawn: The epoch, if nothing was drawn for it yet when the state was saved.
     """
     order = state.get("order") or {}
-    mine = generators_of(options)
-    for name, one in (state.get("generators") or {}).items():
-        if name in mine:
-            mine[name].set_state(unpacked(one))
-    is_between = not (state["done"] or state["beyond"])
-    if not is_between and state.get("default") != _fingerprint():
-        _draw_as_before(options, state)
     bookmark = Bookmark(
         state["done"],
         frozenset(state["beyond"]),
         {int(reader): one for reader, one in state["states"].items()},
         _restore_datasets(options, state),
     )
-    if "seed" in state:
-        own = own_generator_state(options)
-        epoch = Epoch(state["seed"], options.order_of(order), own)
+    if drawn is None:
+        epoch = Epoch(state["seed"], options.order_of(order))
     else:
-        bookmark = _restore_sampler(options, bookmark)
-        epoch = draw(options)
+        epoch = drawn
+        if options.kind is Kind.MAP:  # ``restore_sampler`` has used them
+            bookmark = replace(bookmark, states={})
+    if bookmark.read():
+        set_epoch(options.dataset, state.get("dataset_epoch"))
+    epoch.dataset_epoch = epoch_of(options.dataset)
+    epoch.moved = state.get("moved")
     epoch.saved = state
     numbers.reserve_again(epoch, order.get("epoch"))
-    if options.kind is not Kind.MAP:
-        _warn_of_reading_again(options, bookmark)
+    _warn_of_what_is_lost(options, state, bookmark)
     epoch.begin(state["epoch"], bookmark, readers=options.readers)
     note_first(options, epoch, None, is_kept=False)
     return epoch
 
 
-def _restore_sampler(options: Options, bookmark: Bookmark) -> Bookmark:
-    """Restore a sampler's state between epochs, before it is iterated again."""
-    one = bookmark.states.get(0, {})
-    if options.kind is not Kind.MAP or "sampler" not in one:
-        return bookmark
-    options.index_sampler.load_state_dict(copy.deepcopy(one["sampler"]))
-    return replace(bookmark, states={})
+def restore_epochs(options: Options, state: State) -> None:
+    """Set the epochs of the dataset and the sampler, if they have one, as they were.
 
-
-def _draw_as_before(options: Options, state: State) -> None:
-    """Repeat the draws from torch's default generator before the state was saved.
-
-    A script that is run again seeds it again, so later epochs would repeat the draws of
-    earlier ones. If the user has restored the generator, nothing is drawn. (Nor is it
-    between epochs: a script may seed it for each.)
+    Within an epoch that is repeated when it starts. Between two, the user may choose
+    others after loading.
     """
-    if options.generator is not None:
-        return
-    epochs = state["epoch"] + 1
-    draws = 1 if options.persistent_workers else epochs  # those keep their base seed
-    sampler = options.index_sampler
-    draws_seed = isinstance(sampler, RandomSampler) and sampler.generator is None
-    if draws_seed and not seeds_itself(sampler):
-        draws += epochs
-    for _ in range(draws):
-        torch.empty((), dtype=torch.int64).random_()
+    if options.kind is Kind.MAP:
+        set_epoch(options.index_sampler, state.get("order", {}).get("next"))
+    set_epoch(options.dataset, state.get("dataset_epoch"))
 
 
-def _warn_of_reading_again(options: Options, bookmark: Bookmark) -> None:
-    """Warn about the cost of resuming a stream that has no state."""
-    states = bookmark.states.values()
-    plain = [one for one in states if not ("iterator" in one or "dataset" in one)]
-    again = sum(one["read"] for one in plain if one.get("skip") and "ended" not in one)
-    if again:
+def numbers_of(options: Options) -> dict[str, int]:
+    """Return the attributes in which a sampler or an iterable may count its epochs.
+
+    Empty if they are restored, or only copies of a dataset in new workers have them.
+    """
+    part = options.index_sampler if options.kind is Kind.MAP else options.dataset
+    is_restored = is_stateful(part) or epoch_of(part) is not None
+    if is_restored or isinstance(part, OwnStream):
+        return {}
+    name = type(part).__name__
+    values = {**vars(type(part)), **getattr(part, "__dict__", {})}
+    return {f"{name}.{key}": one for key, one in values.items() if type(one) is int}
+
+
+def restore_sampler(options: Options, state: State) -> None:
+    """Restore a sampler's state between epochs, before it is iterated again."""
+    one = state["states"].get("0", {})
+    if options.kind is Kind.MAP and "sampler" in one:
+        options.index_sampler.load_state_dict(copy.deepcopy(one["sampler"]))
+
+
+def loaded_again(options: Options, loaded: State, drawn: Epoch | None) -> State:
+    """Return a loaded state that has not taken effect, for another load.
+
+    Args:
+        options: The loader's options.
+        loaded: The state.
+        drawn: The epoch that was drawn for it since, if one was.
+    """
+    state = copy.deepcopy(loaded)
+    if drawn is not None:
+        state["seed"] = drawn.base_seed
+        state["order"] = state.get("order", {}) | drawn.order.state()
+    state["generators"] = positions(options)
+    return state
+
+
+def _warn_of_what_is_lost(options: Options, state: State, bookmark: Bookmark) -> None:
+    """Warn where the rest of the epoch, or the next one, depends on more than this."""
+    states, dataset = list(bookmark.states.values()), options.dataset
+    if options.is_own_stream:
+        names = dataset.reread()
+    elif any("iterator" in one or "dataset" in one for one in states):
+        names = []
+    else:
+        names = [type(dataset).__name__] if options.kind is not Kind.MAP else []
+    name, moved = ", ".join(names), state.get("moved")
+    what = f"{name} has no state_dict()"
+    if options.is_own_stream:
+        what += " that from_iterable uses"
+    again = sum(one.get("read", 0) for one in states)
+    has_ended = all("ended" in one for one in states)
+    if bookmark.read() and again and name and not has_ended:
         warn(
-            f"{type(options.dataset).__name__} has no state_dict(): its first "
-            f"{again:,} samples are read again and dropped, which takes as long as "
-            "the first time, and is correct only if they come in the same order"
+            f"{what}: its first {again:,} samples are read again "
+            "and dropped, which takes as long as the first time, and is correct only "
+            "if they come in the same order"
+        )
+    elif moved is not None and (options.kind is not Kind.MAP or not bookmark.read()):
+        warn(  # within an epoch, the order warns that the sampler is iterated again
+            f"{moved} had changed when the state was saved, and is no part of it: the "
+            "samples may be others; give it state_dict() and load_state_dict(), or "
+            "set_epoch() and the attribute `epoch`"
+        )
+    elif name and state["epoch"] and (again or options.is_own_stream):
+        warn(
+            f"{what}: epoch {state['epoch']} starts as the first "
+            "one of this process, which is correct only if all epochs have the same "
+            "samples"
         )

@@ -1,20 +1,15 @@
-"""Whether a state is whole, and fits a loader.
-
-A state may come from a file that was truncated, edited, or restored only in part. It is
-refused then: part of a state would silently resume a different run.
-"""
+"""Whether a state fits a loader."""
 
 import contextlib
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch.utils.data import RandomSampler
 
 from aioloader._loader.options import Options
-from aioloader._loader.state import VERSION, State, generators_of, identity
-from aioloader._order.generators import is_packed
+from aioloader._loader.state import State, generators_of, identity
 from aioloader._order.indices import contents_of, described
 from aioloader._order.orders import drawing_part_of
+from aioloader._order.stream_states import are_in_step, merged
 from aioloader.errors import StateMismatchError
 from aioloader.protocols import Kind, is_own_stream
 
@@ -25,11 +20,11 @@ def check(options: Options, state: State) -> None:
     Raises:
         StateMismatchError: If it was not; names both.
     """
-    check_shape(state)
     mine = identity(options)
     for name, message in _MESSAGES.items():
         saved, found = state.get(name), mine[name]
         is_known = name not in _UNKNOWN or not (saved is None or found is None)
+        is_known &= name != "readers" or not options.is_own_stream
         if is_known and saved != found:
             raise StateMismatchError(
                 message.format(saved=_counted(saved), found=_counted(found)),
@@ -55,7 +50,7 @@ def fitted(options: Options, state: State, *, strict: bool) -> State:
     dataset = options.dataset
     if not is_own_stream(dataset):
         return state
-    state = dict(state)
+    state = {**state, "states": shared(state, options.readers)}
     for key in {"states", "last"} & state.keys():
         state[key] = {
             reader: {**one, "dataset": dataset.fitted(one["dataset"], strict=strict)}
@@ -63,7 +58,40 @@ def fitted(options: Options, state: State, *, strict: bool) -> State:
             else one
             for reader, one in state[key].items()
         }
-    return state
+    return {**state, "readers": options.readers}
+
+
+def shared(state: State, readers: int, *, is_part: bool = True) -> State:
+    """Return the states of one of our streams, for another number of workers.
+
+    After whole rounds, all workers are in step, as ranks are: their states are one, and
+    any number of workers continues from it. Otherwise some are a batch ahead.
+
+    Args:
+        state: The state.
+        readers: Number of workers that each read a part; or 1.
+        is_part: Whether other ranks may have other parts.
+
+    Raises:
+        StateMismatchError: If they are not in step, and their number differs.
+    """
+    states: State = state["states"]
+    saved = state["readers"]
+    parts = [one["dataset"] for one in states.values()]
+    if len(parts) == saved and not state["beyond"] and are_in_step(parts):
+        whole = merged(parts, is_part=is_part) if saved > 1 else parts[0]
+        one = {**states["0"], "dataset": whole}
+        return {str(reader): one for reader in range(readers)}
+    if saved == readers or not parts:
+        return states
+    raise StateMismatchError(
+        f"the state was saved with {saved} workers that each read a part of the "
+        f"stream, after {state['done']:,} batches: some had delivered one more than "
+        f"others; load it with num_workers={saved}, or save after a multiple of "
+        f"{saved} batches, in order",
+        expected=saved,
+        found=readers,
+    )
 
 
 # Keys that may be None, in the state or in the loader.
@@ -112,7 +140,8 @@ def _check_order(options: Options, state: State, saved: State) -> None:
 def _check_generator(options: Options, state: State, saved: State) -> None:
     """Check the seed of the generator that the order is drawn from."""
     what = "a generator of seed {!r} for the order"
-    between = state.get("generators") or {}
+    between = dict(state.get("generators") or {})
+    between.pop("default", None)
     if state["done"] or state["beyond"]:  # the order has its own generator
         between = {}
     for name in set(between) - set(generators_of(options)):
@@ -144,123 +173,6 @@ def _refuse(what: str, saved: Any, found: Any) -> NoReturn:
         expected=saved,
         found=found,
     )
-
-
-# -- is it a state, and whole? ------------------------------------------------------
-
-
-def check_shape(state: Any) -> None:
-    """Check that ``state`` is what ``state_dict`` returned, unsealed.
-
-    Raises:
-        StateMismatchError: If it is of another version, or something is missing or
-            wrong; names it.
-    """
-    _check_version(state)
-    for key in ("kind", "epoch", "done", "beyond", "states"):
-        if key not in state:
-            _damaged(key, "is missing")
-    for key in ("epoch", "done"):
-        _check_count(key, state[key])
-    _check_beyond(state["beyond"], state["done"])
-    for key in ("states", "order", "generators", "last", "datasets"):
-        if not isinstance(state.get(key, {}), Mapping):
-            _damaged(key, f"is no dict: {_shown(state[key])}")
-    _check_generators(state)
-    _check_readers(state)
-    names = set(map(str, state.get("datasets", {})))
-    if names and names != {"loader"} and names != set(map(str, range(len(names)))):
-        _damaged("datasets", f"is of {_shown(sorted(names))}")
-    if state["done"] or state["beyond"]:
-        _check_drawn(state)
-
-
-def _check_version(state: Any) -> None:
-    if not isinstance(state, Mapping) or "version" not in state:
-        keys = sorted(map(str, state)) if isinstance(state, Mapping) else state
-        raise StateMismatchError(
-            f"this is no state of an aioloader.DataLoader: {_shown(keys)}",
-            expected="a state",
-            found=type(state).__name__,
-        )
-    if state["version"] != VERSION:
-        raise StateMismatchError(
-            f"the state is of version {state['version']!r}, and this aioloader reads "
-            f"version {VERSION}",
-            expected=state["version"],
-            found=VERSION,
-        )
-
-
-def _check_generators(state: Any) -> None:
-    found = {f"generators.{k}": one for k, one in state.get("generators", {}).items()}
-    if "generator" in state.get("order", {}):
-        found["order.generator"] = state["order"]["generator"]
-    for name, one in found.items():
-        if not is_packed(one):
-            _damaged(name, f"is no state of a generator: {_shown(one)}")
-
-
-def _check_beyond(beyond: Any, done: int) -> None:
-    if not isinstance(beyond, (list, tuple)):
-        _damaged("beyond", f"is no list: {_shown(beyond)}")
-    for number in beyond:
-        _check_count("beyond", number)
-        if number < done:
-            _damaged("beyond", f"has {number}, which is below done, {done}")
-
-
-def _check_readers(state: Any) -> None:
-    """Check the states of readers; those of streams also count samples."""
-    for reader, one in state["states"].items():
-        name = f"states.{reader}"
-        if not str(reader).isdecimal() or not isinstance(one, Mapping):
-            _damaged(name, f"is no state of a reader: {_shown(one)}")
-        if state["kind"] == "map":
-            continue
-        for key in ("read", "skip"):
-            if key not in one and "is_over" not in one:
-                _damaged(f"{name}.{key}", "is missing")
-            _check_count(f"{name}.{key}", one.get(key, 0))
-        if one.get("skip", 0) > one.get("read", 0):
-            _damaged(name, f"skips {one['skip']} of only {one['read']} samples")
-
-
-def _check_drawn(state: Any) -> None:
-    """Check that what was drawn is there, once something was delivered."""
-    if type(state.get("seed")) is not int:
-        _damaged("seed", "is missing, though batches were delivered")
-    if state["kind"] != "map":
-        if not state["states"] and state["done"]:
-            _damaged("states", "is empty, though batches were delivered")
-        return
-    order = state.get("order", {})
-    if "sampler" not in order:
-        _damaged("order", "is missing, though batches were delivered")
-    is_drawn = "generator" in order or type(order.get("seed")) is int
-    if order["sampler"] in ("RandomSampler", "ShuffledIndices") and not is_drawn:
-        _damaged("order.seed", "is missing, though batches were delivered")
-    for key in ("seed", "epoch", "length"):
-        if type(order.get(key)) not in {int, type(None)}:
-            _damaged(f"order.{key}", f"is no number: {_shown(order[key])}")
-
-
-def _check_count(name: str, value: Any) -> None:
-    if type(value) is not int or value < 0:
-        _damaged(name, f"is no count: {_shown(value)}")
-
-
-def _damaged(name: str, what: str) -> NoReturn:
-    raise StateMismatchError(
-        f"the state is damaged, or only a part of it: {name!r} {what}",
-        expected=name,
-        found=what,
-    )
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _counted(value: Any) -> str:

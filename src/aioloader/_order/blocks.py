@@ -4,12 +4,13 @@ A block is moved, cut and permuted without touching its samples, so that columns
 columns until a row is requested. A sample that failed is a ``Bad`` in a list.
 """
 
-import asyncio
 import inspect
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from aioloader._order.raising import ends_task, raisable
 
 
 @runtime_checkable
@@ -45,7 +46,6 @@ Block: TypeAlias = list[Any] | Columns
 _BUILTIN = {"builtins", "itertools"}
 # How often an iterator may raise the same error: a broken one does so forever.
 _SAME = 100
-_QUIET = (StopIteration, StopAsyncIteration)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Bad:
         is_users: Whether user code raised it, which need not fail again.
     """
 
-    error: Exception
+    error: BaseException
     is_users: bool = False
 
 
@@ -74,7 +74,7 @@ def read_block(iterator: Iterator[Any], limit: int) -> tuple[list[Any], bool]:
             block.extend(islice(iterator, limit))
         else:
             block.extend(map(next, repeat(iterator, limit)))
-    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
+    except BaseException as error:  # noqa: BLE001  (raised by the reader)
         block.append(failed(error))
         return block, inspect.isgenerator(iterator)
     return block, len(block) < limit
@@ -93,8 +93,8 @@ async def read_block_async(
             block.append(await anext(iterator))
     except StopAsyncIteration:
         return block, True
-    except (Exception, asyncio.CancelledError) as error:
-        if is_cancelled(error):
+    except BaseException as error:
+        if ends_task(error):
             raise
         block.append(failed(error))
         return block, inspect.isasyncgen(iterator)
@@ -129,17 +129,11 @@ class SameErrors:
 def failed(error: BaseException, what: str = "the dataset") -> Bad:
     """Return the placeholder for a sample whose code raised an error.
 
-    An error that would silently end a loop or a task becomes the cause of another one.
-
     Args:
         error: The error.
         what: What raised it.
     """
-    if isinstance(error, Exception) and not isinstance(error, _QUIET):
-        return Bad(error, is_users=True)
-    loud = RuntimeError(f"{what} raised {type(error).__name__}")
-    loud.__cause__ = error
-    return Bad(loud, is_users=True)
+    return Bad(raisable(error, what), is_users=True)
 
 
 def unreadable(block: Block) -> list[int]:
@@ -147,17 +141,6 @@ def unreadable(block: Block) -> list[int]:
     if not isinstance(block, list) or Bad not in set(map(type, block)):
         return []
     return [k for k, one in enumerate(block) if type(one) is Bad and not one.is_users]
-
-
-def is_cancelled(error: BaseException) -> bool:
-    """Tell whether ``error`` is the cancellation of the current task.
-
-    If not, a ``CancelledError`` comes from something that user code awaited.
-    """
-    if not isinstance(error, asyncio.CancelledError):
-        return False
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def cut(block: Block, start: int, stop: int | None = None) -> Block:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler
 
 from aioloader._observe.records import Counters
@@ -187,8 +186,6 @@ class Epoch:
     Args:
         base_seed: The seed that random draws are keyed with.
         order: The order of the samples.
-        generator: The state of the user's generator after the draw of the base seed;
-            None if there is none, or the order draws from it too.
 
     Attributes:
         number: Its number, from 0; -1 before it starts.
@@ -198,6 +195,8 @@ class Epoch:
         progress: The position of its consumer.
         counters: Figures of this iteration.
         turns: Chooses the requests if their numbers do not ascend.
+        dataset_epoch: The dataset's own number for it, if it has one.
+        moved: As in the state.
         saved: The state that it resumes from, if any.
         first: The first states of an iterable's readers, if it has a state.
         first_datasets: The first states of copies of a stateful map-style dataset.
@@ -212,16 +211,15 @@ class Epoch:
     seen: tuple[int, int | None] = (0, None)
     bookmark: Bookmark = BEGINNING
     turns: Turns | None = None
+    dataset_epoch: int | None = None
+    moved: str | None = None
     saved: State | None = None
     reads_ahead: bool = False
     head: State | None = None
 
-    def __init__(
-        self, base_seed: int, order: Order, generator: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, base_seed: int, order: Order) -> None:
         self.base_seed = base_seed
         self.order = order
-        self.generator = generator
         self.progress: Progress = Progress()
         self.counters: Counters = Counters()
         self.first: dict[int, Any] = {}

@@ -120,13 +120,20 @@ class FailurePolicy:
         """Return a sample to use instead, or ``SKIP``; or raise.
 
         Raises:
-            Exception: The user's error with a note, if the policy is to raise.
+            BaseException: The user's error with a note, if the policy is to raise, or
+                if it is not an ``Exception``; or what ``on_error`` raises.
             FailureBudgetError: If the budget is exceeded.
         """
-        if self.on_error == "raise":
+        if self.on_error == "raise" or not isinstance(failure.error, Exception):
             raise noted(failure.error, failure.describe())
         self.count_in(failure)
-        replacement = self.on_error(failure) if callable(self.on_error) else SKIP
+        replacement = SKIP
+        if callable(self.on_error):
+            try:
+                replacement = self.on_error(failure)
+            except BaseException as error:
+                noted(error, f"in on_error, for a failure {failure.describe()}")
+                raise
         # The list must not keep the traceback's frames alive, which hold batches.
         failure.error.__traceback__ = None
         return replacement
@@ -183,9 +190,14 @@ def check_failure_options(on_error: object, max_failures: object) -> None:
         raise TypeError(
             f"max_failures must be a count, a fraction or None, got {max_failures!r}"
         )
+    if isinstance(max_failures, float) and max_failures == 1.0:
+        raise ValueError(
+            "max_failures=1.0 would allow every sample to fail, and 1 allows one: pass "
+            "1, a fraction below 1.0, or None for no limit"
+        )
     most = 1.0 if isinstance(max_failures, float) else math.inf
     if not 0 <= max_failures <= most:  # nor is NaN
         raise ValueError(
-            "max_failures must be a count of at least 0 or a fraction from 0.0 to 1.0, "
-            f"got {max_failures!r}"
+            "max_failures must be a count of at least 0 or a fraction from 0.0 up to "
+            f"1.0, got {max_failures!r}"
         )

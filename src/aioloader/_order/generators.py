@@ -1,84 +1,104 @@
-"""The generator that an order draws from, and the encoding of its state as text.
+"""The generator that an order is drawn from, and the encoding of its state as text.
 
 Torch's samplers draw from the user's generator, or else from a seed that they draw from
-the default one. To repeat an order, the seed is enough, or the state of the generator
-before it. A state is 2.5 KB of random bytes: 3.4 KB of text.
+the default one; other samplers may draw from the default one. To repeat an order, the
+seed is enough, or the state of the generator before it. A state is 2.5 KB of random
+bytes: 3.4 KB of text.
 """
 
 import base64
+import contextlib
 import zlib
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import RandomSampler
+from torch.utils.data import (
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 State: TypeAlias = dict[str, Any]
+WITH_GENERATOR = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
 
 
 def packed(state: torch.Tensor) -> State:
     """Return the state of a CPU generator and its seed, ready for JSON."""
     generator = torch.Generator()
     generator.set_state(state)
-    # Each 32 bits are followed by 32 zeros, which compress to nothing when separated.
-    # The rest is random: higher levels take five times as long and gain nothing.
-    halves = state.numpy().view(np.uint32).reshape(-1, 2).T
-    text = base64.b64encode(zlib.compress(halves.tobytes(), 1)).decode()
-    return {"seed": generator.initial_seed(), "state": text}
+    # Each 32 random bits are followed by 32 zeros, and only these can be compressed.
+    random, zeros = state.numpy().view(np.uint32).reshape(-1, 2).T
+    text = base64.b64encode(random.tobytes() + zlib.compress(zeros.tobytes(), 1))
+    return {"seed": generator.initial_seed(), "state": text.decode()}
 
 
 def unpacked(saved: State) -> torch.Tensor:
     """Undo ``packed``."""
-    data = zlib.decompress(base64.b64decode(saved["state"]))
+    data = base64.b64decode(saved["state"])
+    half = torch.default_generator.get_state().numel() // 2
+    data = data[:half] + zlib.decompress(data[half:])
     halves = np.frombuffer(data, np.uint32).reshape(2, -1).T
     return torch.from_numpy(np.ascontiguousarray(halves).view(np.uint8).reshape(-1))
-
-
-def is_packed(saved: Any) -> bool:
-    """Tell whether ``saved`` is a valid result of ``packed``."""
-    if not isinstance(saved, dict) or type(saved.get("seed")) is not int:
-        return False
-    generator = torch.Generator()
-    try:
-        generator.set_state(unpacked(saved))
-    except Exception:  # noqa: BLE001  (anything may be wrong with it)
-        return False
-    return bool(generator.initial_seed() == saved["seed"])
 
 
 class Draws:
     """The random draws of one order.
 
     Args:
-        sampler: One of torch's samplers with a ``generator``, which may be None.
+        sampler: A sampler that draws from its ``generator``, or else from the default
+            generator.
         saved: The result of ``state`` in another process, or empty.
     """
 
     def __init__(self, sampler: Any, saved: State) -> None:
-        self._own: torch.Generator | None = sampler.generator
-        self._draws_seed = self._own is None and isinstance(sampler, RandomSampler)
+        self._own: torch.Generator | None = getattr(sampler, "generator", None)
+        self._draws_seed = self._own is None and type(sampler) is RandomSampler
+        # Only of a user's sampler is it unknown whether it draws.
+        is_torchs = type(sampler) in WITH_GENERATOR
+        self._key = "generator" if self._own or is_torchs else "before"
         self._seed: int | None = saved.get("seed")
         self._before: torch.Tensor | None = None
-        self._packed: State | None = saved.get("generator")
+        self._saved: State | None = saved.get(self._key)
+        self._packed = self._saved
 
     def begin(self) -> torch.Generator:
-        """Return the generator, in its state when the order was first drawn.
+        """Return the generator to draw from, in its state when the order was drawn.
 
-        If it is the user's, later draws advance it as usual.
+        That of a saved order is a copy: the sampler's own is past it already.
         """
         if self._draws_seed:
             if self._seed is None:
                 drawn = torch.empty((), dtype=torch.int64).random_()
                 self._seed = int(drawn.item())
             return torch.Generator().manual_seed(self._seed)
-        generator = self._own
-        if self._packed is not None:
-            generator = torch.Generator() if generator is None else generator
-            generator.set_state(unpacked(self._packed))
-        elif generator is None:
-            generator = torch.default_generator
-        self._before = generator.get_state()
-        return generator
+        if self._saved is not None:
+            copied = torch.Generator()
+            copied.set_state(unpacked(self._saved))
+            return copied
+        self._before = self._source.get_state()
+        return self._source
+
+    @property
+    def _source(self) -> torch.Generator:
+        return torch.default_generator if self._own is None else self._own
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Let the sampler draw as it did when a saved order was first drawn.
+
+        Afterwards its generator is back where it was.
+        """
+        if self._saved is None:
+            yield
+            return
+        now = self._source.get_state()
+        self._source.set_state(unpacked(self._saved))
+        try:
+            yield
+        finally:
+            self._source.set_state(now)
 
     def state(self) -> State:
         """Return the state that ``begin`` started from, ready for JSON, or empty."""
@@ -86,4 +106,4 @@ class Draws:
             return {"seed": self._seed}
         if self._packed is None and self._before is not None:
             self._packed = packed(self._before)
-        return {} if self._packed is None else {"generator": self._packed}
+        return {} if self._packed is None else {self._key: self._packed}

@@ -63,6 +63,9 @@ class IndexOrder:
         drop_last: Whether to drop a short last batch.
         part: The rank's part.
         saved: The result of ``state``, or empty.
+
+    Attributes:
+        pulled: 1 once its end was drawn.
     """
 
     end: State | None = None
@@ -70,6 +73,7 @@ class IndexOrder:
     def __init__(
         self, sampler: Any, size: int, part: Part, saved: State, *, drop_last: bool
     ) -> None:
+        self.pulled: int = saved.get("pulled", 0)
         self._sampler = sampler
         self._cutting = Cutting(size, part, drop_last)
         self._draws: Draws | None = None
@@ -114,22 +118,24 @@ class IndexOrder:
         """
         n, size = len(self._sampler), self._cutting.size
         self.prepare()
-        generator = self._generator
         indices: Indices = self._shuffled or range(n)
-        own: torch.Generator | None = None
-        if generator is not None:
-            indices = _permutation(n, generator)
-            own = generator if generator is self._sampler.generator else None
+        if self._generator is not None:
+            indices = _permutation(n, self._generator)
         # Torch's sampler draws another, unused permutation at its end: with a short
         # last batch, which runs into the end, or else after the last one.
         short = n // size if n % size and not self._cutting.drop_last else None
         for batch in cut(indices, self._cutting, start, as_lists=as_lists):
-            if own is not None and batch.number == short:
-                _permutation(n, own)
-                own = None
+            if batch.number == short:
+                self._end()
             yield batch
-        if own is not None:
-            _permutation(n, own)
+        self._end()
+
+    def _end(self) -> None:
+        """Draw the unused permutation, once, from the user's generator."""
+        own = None if self._draws is None else self._sampler.generator
+        if own is not None and not self.pulled:
+            _permutation(len(self._sampler), own)
+        self.pulled = 1
 
     def state(self) -> State:
         """Return the state that restores the order, ready for JSON."""
@@ -251,6 +257,30 @@ def nested(sampler: Any) -> Iterator[Any]:
         seen.append(part)
         yield part
         waiting += [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
+
+
+def epoch_of(part: Any) -> int | None:
+    """Return the epoch of a sampler, perhaps a wrapped one, or of a dataset.
+
+    None if it cannot be read as ``epoch`` and set with ``set_epoch``.
+    """
+    counts = _with_epoch(part)
+    return None if counts is None else int(counts.epoch)
+
+
+def set_epoch(part: Any, epoch: int | None) -> None:
+    """Set the epoch that ``epoch_of`` returned, if it did."""
+    counts = _with_epoch(part)
+    if counts is not None and epoch is not None:
+        counts.set_epoch(epoch)
+
+
+def _with_epoch(part: Any) -> Any:
+    for one in nested(part):
+        is_known = type(getattr(one, "epoch", None)) is int
+        if is_known and callable(getattr(one, "set_epoch", None)):
+            return one
+    return None
 
 
 def _own_part(

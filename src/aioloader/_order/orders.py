@@ -6,6 +6,7 @@ from a seed; the state of a sampler with ``state_dict`` is taken after each batc
 other sampler is iterated again up to the position.
 """
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,24 +15,38 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
     RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
+    SequentialSampler,
 )
 
 from aioloader._observe.warnings import warn
-from aioloader._order.generators import Draws
+from aioloader._order.failures import noted
+from aioloader._order.generators import WITH_GENERATOR, Draws
 from aioloader._order.indices import (
     IndexBatch,
     State,
     contents_of,
     described,
+    epoch_of,
     nested,
+    set_epoch,
 )
+from aioloader._order.permutation import ShuffledIndices
+from aioloader._order.raising import raisable
 from aioloader._order.ranks import Part
 from aioloader.protocols import is_stateful
 
-_WITH_GENERATOR = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
+_WITHOUT_DRAWS = {
+    BatchSampler,
+    DistributedSampler,  # it seeds a generator with its epoch
+    SequentialSampler,
+    ShuffledIndices,
+    list,
+    range,
+    tuple,
+}
 
 
 class Order(Protocol):
@@ -39,9 +54,11 @@ class Order(Protocol):
 
     Attributes:
         end: The final state of the sampler, if it has one.
+        pulled: How far it was drawn, perhaps ahead of what was delivered.
     """
 
     end: State | None
+    pulled: int
 
     def prepare(self, epoch: int | None = None) -> None:
         """Draw the contents of the state, once: a seed, but no permutation yet.
@@ -79,6 +96,7 @@ class StreamOrder:
     """
 
     end: State | None = None
+    pulled = 0
 
     def __init__(self, size: int | None, part: Part) -> None:
         self._size = size or 1
@@ -139,14 +157,15 @@ class IteratedOrder:
         self._name = described(sampler)
         self._contents: State | None = None  # as the order is drawn
         self._is_again = bool(saved)
-        self._epoch = saved.get("epoch", getattr(sampler, "epoch", None))
+        self.pulled: int = saved.get("pulled", 0)
+        self._epoch = saved.get("epoch", epoch_of(sampler))
         owner = drawing_part_of(sampler)
-        if type(sampler) in _WITH_GENERATOR or owner is not None:
+        if owner is not None or draws_from_default(sampler):
             self._draws = Draws(owner or sampler, saved)
         self.end: State | None = None  # the sampler's final state
         self._generator: torch.Generator | None = None
         self._iterator: Iterator[Any] | None = None
-        if begins and not saved and type(sampler) not in _WITH_GENERATOR:
+        if begins and not saved and type(sampler) not in WITH_GENERATOR:
             self._iterator = self._begin(None)
 
     def prepare(self, _epoch: int | None = None) -> None:
@@ -162,32 +181,48 @@ class IteratedOrder:
 
     def batches(self, start: int = 0, after: Any = None) -> Iterator[IndexBatch]:
         """Yield the batches from number ``start`` on."""
-        iterator = self._begin(after) if self._iterator is None else self._iterator
-        number, first, beginning = self._place(start, after)
-        if after is not None and after.get("ended"):
-            iterator = iter(())
-        per_rank, ranks = self._size or 1, self._part.world_size
-        whole = per_rank * ranks
-        steps = _stepped(iterator)
-        while found := list(itertools.islice(steps, whole)):
+        is_whole, ranks = bool(self._size), self._part.world_size
+        whole = (self._size or 1) * ranks
+        with self._draws.replayed() if self._draws else contextlib.nullcontext():
+            iterator = self._begin(after) if self._iterator is None else self._iterator
+            number, first, beginning = self._place(start, after)
+            if after is not None and after.get("ended"):
+                iterator = iter(())
+            pulled, self.pulled = self.pulled, number
+            groups = self._groups(iterator, whole)
+            for found in itertools.islice(groups, start - number):
+                beginning = beginning or found[:ranks]
+                first += len(found) if is_whole else sum(map(len, found))
+            # What had been drawn ahead is drawn again, as it was.
+            has_state = is_stateful(iterator) or is_stateful(self._sampler)
+            ahead = 0 if has_state else max(0, pulled - start)
+            drawn = list(itertools.islice(groups, ahead))
+        for number, found in enumerate(itertools.chain(drawn, groups), start):
             if self._drop_last and len(found) < whole:
                 break
-            if self._size is None:
-                found = [_as_sequence(indices) for indices in found]
             beginning = beginning or found[:ranks]
-            end = first + (len(found) if self._size else sum(map(len, found)))
-            if number >= start:
-                for batch in self._own_part(found, beginning, number, first):
-                    state = self._state_of(iterator, end)
-                    if state is not None:
-                        state |= {"beginning": beginning} if ranks > 1 else {}
-                        # At its end it may have restarted.
-                        state |= {"ended": True} if len(found) < whole else {}
-                    yield batch if state is None else batch._replace(state=state)
-            number, first = number + 1, end
+            end = first + (len(found) if is_whole else sum(map(len, found)))
+            for batch in self._own_part(found, beginning, number, first):
+                state = self._state_of(iterator, end)
+                if state is not None:
+                    state |= {"beginning": beginning} if ranks > 1 else {}
+                    # At its end it may have restarted.
+                    state |= {"ended": True} if len(found) < whole else {}
+                yield batch if state is None else batch._replace(state=state)
+            first = end
         self.end = self._state_of(iterator, first)
         if self.end is not None and iterator is self._sampler:
             self.end["sampler"] = self.end.pop("iterator")
+
+    def _groups(self, iterator: Iterator[Any], whole: int) -> Iterator[list[Any]]:
+        """Yield the units of each global batch."""
+        steps = _stepped(iterator)
+        if not self._size:
+            steps = (_as_sequence(indices) for indices in steps)
+        while found := _taken(steps, whole, self.pulled):
+            self.pulled += 1
+            yield found
+        self.pulled += 1  # its end
 
     def _place(self, start: int, after: Any) -> tuple[int, int, list[Any]]:
         """Return the numbers of the first batch and sample, and the first units."""
@@ -222,22 +257,25 @@ class IteratedOrder:
         """Return what makes the order again, ready for JSON."""
         drawn = {} if self._draws is None else self._draws.state()
         state = self._name | (self._contents or {}) | drawn
-        if type(self._epoch) is int:
+        if self._epoch is not None:
             state["epoch"] = self._epoch
         return state
 
     def _begin(self, after: Any) -> Iterator[Any]:
         """Return an iterator, restored from the saved state if there is one."""
-        sampler = self._sampler
         self.prepare()
-        is_known = type(sampler) in _WITH_GENERATOR
-        if is_known and (self._is_again or type(sampler) is RandomSampler):
+        try:
+            return self._iterator_of(self._sampler, after)
+        except BaseException as error:  # noqa: BLE001  (raised)
+            error = raisable(error, "the sampler")
+            raise noted(error, "in the sampler's __iter__")  # noqa: B904  (it keeps its cause)
+
+    def _iterator_of(self, sampler: Any, after: Any) -> Iterator[Any]:
+        if type(sampler) is RandomSampler and sampler.generator is None:
             sampler = copy.copy(sampler)
             sampler.generator = self._generator
-        if self._is_again and type(self._epoch) is int:
-            set_epoch = getattr(sampler, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(self._epoch)
+        if self._is_again:
+            set_epoch(sampler, self._epoch)
         if after is not None and "sampler" in after:
             sampler.load_state_dict(after["sampler"])
         iterator: Any = iter(sampler)
@@ -257,7 +295,9 @@ class IteratedOrder:
     def _warn(self, start: int) -> None:
         """Warn that a sampler without a state is iterated again."""
         module = type(self._sampler).__module__
-        if self._is_again and not module.startswith("torch.utils.data"):
+        is_known = isinstance(self._sampler, Sequence)
+        is_known |= module.startswith("torch.utils.data")
+        if self._is_again and not is_known:
             warn(
                 f"{type(self._sampler).__name__} has no state_dict(): it is iterated "
                 f"again and its first {start} batches are dropped, which is correct "
@@ -273,11 +313,30 @@ def drawing_part_of(sampler: Any) -> Any:
     return None
 
 
+def draws_from_default(sampler: Any) -> bool:
+    """Tell whether an order may draw from torch's default generator."""
+    return any(
+        getattr(part, "generator", None) is None
+        and type(part) not in _WITHOUT_DRAWS
+        and not seeds_itself(part)
+        for part in nested(sampler)
+    )
+
+
 def seeds_itself(sampler: Any) -> bool:
     """Tell whether it seeds its generator for each epoch, as accelerate's does."""
     return hasattr(sampler, "epoch") and isinstance(
         getattr(sampler, "initial_seed", None), int
     )
+
+
+def _taken(steps: Iterator[Any], count: int, number: int) -> list[Any]:
+    """Return the next units, for batch ``number``; fewer at the end."""
+    try:
+        return list(itertools.islice(steps, count))
+    except BaseException as error:  # noqa: BLE001  (raised)
+        where = f"in the sampler, at batch {number}"
+        raise noted(raisable(error, "the sampler"), where)  # noqa: B904  (it keeps its cause)
 
 
 def _stepped(iterator: Iterator[Any]) -> Iterator[Any]:

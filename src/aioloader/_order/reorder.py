@@ -41,6 +41,10 @@ class Reorder(Generic[T]):
             self._next += 1
         return released
 
+    def restart(self, number: int) -> None:
+        """Expect ``number`` next; no result waits."""
+        self._next = number
+
     def clear(self) -> None:
         """Drop the waiting results."""
         self._early.clear()

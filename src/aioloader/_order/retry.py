@@ -18,6 +18,9 @@ _FINAL = (
     NotADirectoryError,
 )
 
+# The reads of this process that are being retried, with their last errors.
+RETRIED: dict[object, BaseException] = {}
+
 
 @dataclass(frozen=True)
 class Retry:
@@ -61,3 +64,13 @@ class Retry:
         for attempt in range(self.max_attempts - 1):
             bound = min(self.max_delay, self.base_delay * 2.0**attempt)
             yield rng.uniform(0.0, bound)
+
+
+def last_error() -> str:
+    """Return the last error of reads that are being retried, for a timeout."""
+    errors = list(RETRIED.values())
+    if not errors:
+        return ""
+    is_one = len(errors) == 1
+    what = "one read is" if is_one else f"{len(errors)} reads are"
+    return f"{what} being retried after: {errors[-1]}"

@@ -30,6 +30,19 @@ class Share:
     ranks: int = 1
 
 
+def evened(count: int, ranks: int, tail: str) -> int:
+    """Return how many samples an epoch of ``count`` has, split between ranks.
+
+    Args:
+        count: The samples asked for.
+        ranks: Number of ranks (times workers).
+        tail: What happens to a remainder, as in ``Part``.
+    """
+    if tail == "drop":
+        return count - count % ranks
+    return count if tail == "uneven" else count + -count % ranks
+
+
 @dataclass(frozen=True)
 class Deal:
     """Which positions of the order one rank takes.

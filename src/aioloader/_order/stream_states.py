@@ -5,32 +5,31 @@ and the number of its samples before that state. All ranks have delivered these 
 so the state can be loaded on another number of ranks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from aioloader._order.checksums import checksum
 from aioloader._order.shares import Deal
 from aioloader._order.stream_chains import Description, differences
 from aioloader.errors import StateMismatchError
 
 State: TypeAlias = dict[str, Any]
-VERSION = 3
-_KEYS = {"epoch", "position", "readers", "stream", "streams"}
+VERSION = 4
 
 
-def check_version(state: State) -> None:
-    """Check that a state has this version.
+def sealed(state: State) -> State:
+    """Return a state with its checksum."""
+    return {**state, "checksum": checksum(state)}
+
+
+def opened(state: Any) -> State:
+    """Return a state without its checksum.
 
     Raises:
-        StateMismatchError: If it is not.
+        StateMismatchError: If it is no state, of another version, or not as it was
+            saved.
     """
-    version = state.get("version") if isinstance(state, dict) else None
-    missing = [] if version != VERSION else sorted(_KEYS - state.keys())
-    if missing:
-        raise StateMismatchError(
-            f"the state is only a part of one: {', '.join(missing)} missing",
-            expected=sorted(_KEYS),
-            found=sorted(state),
-        )
+    version = state.get("version") if isinstance(state, Mapping) else None
     if version != VERSION:
         raise StateMismatchError(
             f"the state is of version {version!r}, and this aioloader reads version "
@@ -39,15 +38,25 @@ def check_version(state: State) -> None:
             expected=version,
             found=VERSION,
         )
+    found = {key: one for key, one in state.items() if key != "checksum"}
+    if state.get("checksum") != checksum(found):
+        raise StateMismatchError(
+            "the state is damaged, or only a part of it: it is not as it was saved; "
+            "load what state_dict() returned, or restart the epoch",
+            expected=state.get("checksum"),
+            found=checksum(found),
+        )
+    return found
 
 
-def state_of(
+def state_of(  # noqa: PLR0913  (its entries)
     stream: Description,
     epoch: int,
     readers: int,
     position: int,
     streams: State,
     *,
+    begun: int,
     has_ended: bool = False,
 ) -> State:
     """Return a state.
@@ -59,6 +68,7 @@ def state_of(
         position: How many positions all ranks have taken, if all are in step.
         streams: For each reader (a string) its ``"state"`` after ``"taken"`` samples;
             ``"ended"`` if there are no more.
+        begun: The number of the epoch in which they were at their beginning.
         has_ended: Whether these ranks have delivered all their samples.
     """
     end = {"ended": True} if has_ended else {}
@@ -66,6 +76,7 @@ def state_of(
         "version": VERSION,
         "stream": stream,
         "epoch": epoch,
+        "begun": begun,
         "position": position,
         "readers": readers,
         "streams": streams,
@@ -77,10 +88,9 @@ def part_of(state: State, deal: Deal) -> State:
     """Return the part of a state that one rank needs.
 
     Raises:
-        StateMismatchError: If a reader is missing, or this number of ranks cannot be in
-            step at its position.
+        StateMismatchError: If a reader is missing.
     """
-    hosted, streams, position = deal.hosted(), state["streams"], state["position"]
+    hosted, streams = deal.hosted(), state["streams"]
     missing = [reader for reader in hosted if str(reader) not in streams]
     if missing:
         raise StateMismatchError(
@@ -91,25 +101,23 @@ def part_of(state: State, deal: Deal) -> State:
             found=sorted(hosted),
         )
     mine = {str(reader): streams[str(reader)] for reader in hosted}
-    if position % deal.ranks and not state.get("ended"):
-        raise StateMismatchError(
-            f"the state was saved after {position:,} samples, which {deal.ranks} "
-            "ranks cannot split evenly: use a number of ranks that divides it, or save "
-            "after a whole number of global batches for both numbers of ranks",
-            expected=position,
-            found=deal.ranks,
-        )
     return {**state, "streams": mine}
 
 
 def merge_states(states: Iterable[State]) -> State:
-    """Return the states of all ranks as one, which any number of ranks can load.
+    """Merge what ``state_dict`` of all ranks' iterators returned: see ``merged``."""
+    return sealed(merged(map(opened, states)))
+
+
+def merged(states: Iterable[State], *, is_part: bool = False) -> State:
+    """Return the positions of all ranks as one, which any number of ranks can load.
 
     All must be saved after the same number of batches; a rank that ended earlier may
     have had fewer.
 
     Args:
-        states: What ``state_dict`` of each rank's iterator returned, in any order.
+        states: The ``position`` of each rank's iterator, in any order.
+        is_part: Whether readers may be missing.
 
     Raises:
         StateMismatchError: If they are not of one epoch and one moment, or if readers
@@ -119,10 +127,8 @@ def merge_states(states: Iterable[State]) -> State:
     states = list(states)
     if not states:
         raise ValueError("there are no states to merge")
-    for state in states:
-        check_version(state)
     stream = _common_stream(states)
-    epoch = _common(states, "epoch")
+    epoch, begun = _common(states, "epoch"), _common(states, "begun")
     readers = _common(states, "readers")
     position = _position(states)
     streams: State = {}
@@ -133,16 +139,18 @@ def merge_states(states: Iterable[State]) -> State:
             if reader not in streams or _progress(one) > _progress(streams[reader]):
                 streams[reader] = {k: v for k, v in one.items() if k not in left_out}
     missing = [reader for reader in range(readers) if str(reader) not in streams]
-    if missing:
+    if missing and not is_part:
         raise StateMismatchError(
             f"the states have {_named(streams)} of {readers}; {_listed(missing)} are "
             "missing: merge the states of all ranks and workers",
             expected=readers,
             found=sorted(map(int, streams)),
         )
-    ordered = {str(reader): streams[str(reader)] for reader in range(readers)}
+    ordered = {reader: streams[reader] for reader in sorted(streams, key=int)}
     is_over = all(state.get("ended") for state in states)
-    return state_of(stream, epoch, readers, position, ordered, has_ended=is_over)
+    return state_of(
+        stream, epoch, readers, position, ordered, begun=begun, has_ended=is_over
+    )
 
 
 def _common(states: Sequence[State], key: str) -> Any:
@@ -173,16 +181,27 @@ def _common_stream(states: Sequence[State]) -> Description:
     return first
 
 
+def are_in_step(states: Sequence[State]) -> bool:
+    """Tell whether all ranks or workers are at one position, or have ended before."""
+    going, ended = _positions(states)
+    return len(going) <= 1 and max(ended, default=0) <= max(going or ended)
+
+
+def _positions(states: Sequence[State]) -> tuple[set[int], set[int]]:
+    """Return the positions of those that continue, and of those that have ended."""
+    going = {one["position"] for one in states if not one.get("ended")}
+    return going, {one["position"] for one in states if one.get("ended")}
+
+
 def _position(states: Sequence[State]) -> int:
     """Return the position of all ranks that are in step.
 
     It is that of the ranks that continue. One that has ended has taken all its samples,
     which cannot be more.
     """
-    going = {one["position"] for one in states if not one.get("ended")}
-    ended = {one["position"] for one in states if one.get("ended")}
+    going, ended = _positions(states)
     position: int = max(going or ended)
-    if len(going) > 1 or max(ended, default=0) > position:
+    if not are_in_step(states):
         others = sorted((going | ended) - {position})
         raise StateMismatchError(
             f"the states are not of one moment: one was saved after {position:,} "

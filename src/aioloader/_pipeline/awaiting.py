@@ -6,6 +6,8 @@ import types
 from collections.abc import Awaitable, Iterable
 from typing import Any
 
+from aioloader._order.blocks import Bad, failed
+from aioloader._order.raising import Carried, carried, ends_task, raisable
 from aioloader._pipeline.cpu import CpuThread
 
 
@@ -26,13 +28,22 @@ async def resolved(value: Any) -> Any:
 
 async def together(values: Iterable[Any]) -> list[Any]:
     """Resolve ``values`` concurrently; the first error cancels the others."""
-    tasks = [asyncio.ensure_future(resolved(value)) for value in values]
+    tasks = [asyncio.ensure_future(_resolved_in_task(value)) for value in values]
     try:
         return await asyncio.gather(*tasks)
+    except Carried as passed:
+        raise passed.error from passed.error.__cause__
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _resolved_in_task(value: Any) -> Any:
+    try:
+        return await resolved(value)
+    except BaseException as error:
+        raise carried(error)  # noqa: B904  (it keeps its cause)
 
 
 def _has_awaitable(values: Iterable[Any]) -> bool:
@@ -44,40 +55,19 @@ def _has_awaitable(values: Iterable[Any]) -> bool:
     )
 
 
-def is_being_cancelled() -> bool:
-    """Tell whether the current task was cancelled, and not just what it awaits."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+def user_error(error: BaseException, what: str) -> BaseException:
+    """Return the error of a user's coroutine as the consumer gets it.
 
-
-def user_error(error: BaseException) -> Exception:
-    """Return the error of a user's coroutine as the error of its sample.
+    Args:
+        error: The error.
+        what: What raised it.
 
     Raises:
-        BaseException: ``error``, if it cancels this task or ends the process.
+        BaseException: ``error``, if it ends this task.
     """
-    if isinstance(error, asyncio.CancelledError) and not is_being_cancelled():
-        return raisable(error)
-    if isinstance(error, Exception):
-        return error
-    raise error
-
-
-def raisable(error: BaseException) -> Exception:
-    """Return ``error``, or a RuntimeError if it would silently end a loop.
-
-    So would a ``CancelledError`` of user code: something it awaited was cancelled, not
-    the loader.
-    """
-    if isinstance(error, asyncio.CancelledError):
-        stand_in = RuntimeError("cancelled by the code that was awaited")
-    elif isinstance(error, (StopIteration, StopAsyncIteration)):
-        stand_in = RuntimeError(f"the dataset raised {type(error).__name__}")
-    else:
-        assert isinstance(error, Exception)
-        return error
-    stand_in.__cause__ = error
-    return stand_in
+    if ends_task(error):
+        raise error
+    return raisable(error, what)
 
 
 def holds_coroutines(samples: Any) -> bool:
@@ -116,23 +106,37 @@ class SideLoop:
 
     It starts with the first awaitable and runs until ``close``: clients and sessions
     are bound to one loop.
+
+    Args:
+        loop: The caller's loop, to await on that one instead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = loop
         self._thread: CpuThread | None = None
         self._runner: asyncio.Runner | None = None
 
     def resolve(self, values: Iterable[Any], limit: int) -> list[Any]:
         """Await all, at most ``limit`` at a time; block until the results are there.
 
-        An exception is returned in place of its sample.
+        A failed one is returned as ``Bad``.
         """
+        if self._loop is not None:
+            gathered = _gathered(values, limit)
+            return asyncio.run_coroutine_threadsafe(gathered, self._loop).result()
         if self._thread is None:
             self._thread = CpuThread("aioloader-side-loop")
             self._runner = asyncio.Runner()
         runner = self._runner
         assert runner is not None
         return self._thread.wait_for(lambda: runner.run(_gathered(values, limit)))
+
+    def wait_for(self, value: Any) -> Any:
+        """Await ``value``; block until the result is there, or raise its error."""
+        (found,) = self.resolve([value], 1)
+        if type(found) is Bad:
+            raise found.error
+        return found
 
     def is_open(self) -> bool:
         """Tell whether its thread runs."""
@@ -153,6 +157,6 @@ async def _gathered(values: Iterable[Any], limit: int) -> list[Any]:
             try:
                 return await resolved(value)
             except BaseException as error:  # handed to the policy
-                return user_error(error)
+                return failed(user_error(error, "the dataset"))
 
     return await asyncio.gather(*map(one, values))

@@ -4,7 +4,6 @@ This is plain code that runs in the calling thread; the fetchers have async vers
 ``read`` and ``transform``.
 """
 
-import asyncio
 import contextlib
 import copy
 import time
@@ -25,20 +24,22 @@ from aioloader._collate.collate import (
     lending,
 )
 from aioloader._collate.gather import Rows, gatherable
+from aioloader._order.blocks import Bad
 from aioloader._order.failures import SKIP, Failure, FailurePolicy, noted
 from aioloader._order.indices import IndexBatch
+from aioloader._order.raising import STOPS, raisable
 from aioloader._order.ranks import WHOLE, Part
-from aioloader._order.retry import Retry
+from aioloader._order.retry import RETRIED, Retry
 from aioloader._pipeline.awaiting import (
     SideLoop,
     close_coroutines,
     holds_coroutines,
-    raisable,
     refuse_coroutines,
     user_error,
 )
 from aioloader._pipeline.batch_task import BatchResult, BatchTask, place_of
 from aioloader._pipeline.keys import BatchSeeds, Keys
+from aioloader._pipeline.position import Loads
 from aioloader._transport.slots import Lender, SlotPool
 from aioloader.errors import FailureBudgetError
 from aioloader.protocols import (
@@ -51,8 +52,8 @@ from aioloader.protocols import (
 )
 
 _NOTHING: Final = contextlib.nullcontext()
-# Errors of the user's plain code that the failure policy handles.
-_USER_ERRORS: Final = (Exception, asyncio.CancelledError)
+# What raises in each stage, for errors.
+_WHAT: Final = {"fetch": "the dataset", "collate": "collate_fn"}
 
 
 def nothing_around(_task: BatchTask) -> AbstractContextManager[None]:
@@ -89,6 +90,7 @@ class BatchMaker:
         is_even: Whether all ranks have the same number of batches.
         concurrency: Limit on concurrent awaitables of one batch, if plain code
             returns awaitables.
+        loads: What an iterable dataset does with a loaded state.
     """
 
     dataset: Any
@@ -110,6 +112,7 @@ class BatchMaker:
     keeps_step: bool = False
     is_even: bool = False
     concurrency: int = 64
+    loads: Loads = field(default_factory=Loads)
     side_loop: SideLoop = field(default_factory=SideLoop, init=False)
     # Looked up once: a look-up per sample takes 5 % of the time of a small one.
     kind: Kind = field(init=False)
@@ -203,7 +206,7 @@ class BatchMaker:
             close_coroutines(task.samples)
             raise
         if holds_coroutines(task.samples):
-            self._await_samples(task)
+            self._await_samples(task, pause)
         task.read = perf_counter()
 
     def apply(self, task: BatchTask) -> None:
@@ -218,7 +221,7 @@ class BatchMaker:
                 try:
                     self._seed(task, position, 1)
                     samples[position] = transform(sample)
-                except _USER_ERRORS as error:  # the policy decides
+                except BaseException as error:  # the policy decides
                     samples[position] = self.resolve("transform", task, position, error)
         refuse_coroutines(samples, "transform")
 
@@ -241,8 +244,8 @@ class BatchMaker:
             with lending(self.pool):
                 batch = self.collate_fn(samples if self.batched else samples[0])
             refuse_coroutines(batch, "collate_fn")
-        except _USER_ERRORS as error:
-            raise self.collate_error(task, error)  # noqa: B904  (it keeps its cause)
+        except BaseException as error:
+            raise self.batch_error("collate", task, error)  # noqa: B904  (it keeps its cause)
         return self.made(task, batch)
 
     async def collate_async(self, task: BatchTask) -> BatchResult:
@@ -257,7 +260,8 @@ class BatchMaker:
         try:
             batch = await self.collate_fn(samples if self.batched else samples[0])
         except BaseException as error:
-            raise self.collate_error(task, user_error(error))  # noqa: B904  (it keeps its cause)
+            error = user_error(error, "collate_fn")
+            raise self.batch_error("collate", task, error)  # noqa: B904  (it keeps its cause)
         return self.made(task, batch)
 
     def is_quick(self, task: BatchTask) -> bool:
@@ -318,9 +322,10 @@ class BatchMaker:
             return result
         try:
             result.dataset = 0, copy.deepcopy(self.dataset.state_dict())
-        except Exception as error:  # handed to the consumer
+        except BaseException as error:  # handed to the consumer
             where = f"in the dataset's state_dict(), {self.place('fetch', task)}"
-            return BatchResult(error=noted(raisable(error), where), state=result.state)
+            error = noted(raisable(error, "the dataset"), where)
+            return BatchResult(error=error, state=result.state)
         return result
 
     def close(self) -> None:
@@ -338,11 +343,12 @@ class BatchMaker:
             try:
                 # Samples that came before an error stay in the list.
                 samples.extend(map(get, rest))
-            except _USER_ERRORS as error:  # retried, or the policy decides
-                samples.append(self._reread(task, error, pause))
+            except BaseException as error:  # retried, or the policy decides
+                samples.append(self._reread(task, len(samples), error, pause))
             else:
                 if len(samples) < len(indices):  # a StopIteration ended ``map``
-                    samples.append(self._reread(task, StopIteration(), pause))
+                    stop = StopIteration()
+                    samples.append(self._reread(task, len(samples), stop, pause))
 
     def _seeded_get(self, task: BatchTask) -> Callable[[Any], Any]:
         """Return ``get`` for the samples of ``task`` in order, each with its seed."""
@@ -363,16 +369,21 @@ class BatchMaker:
             self.seed(task, position, stage)
 
     def _reread(
-        self, task: BatchTask, error: BaseException, pause: Callable[[float], object]
+        self,
+        task: BatchTask,
+        position: int,
+        error: BaseException,
+        pause: Callable[[float], object],
     ) -> Any:
-        """Retry the next sample of ``task``, whose first read raised ``error``."""
-        position = len(task.samples)
+        """Retry the sample at ``position``, whose first read raised ``error``."""
         for delay in self.delays(error):
             pause(delay)
             try:
                 self._seed(task, position, 0)
-                return self.get(task.indices[position])
-            except _USER_ERRORS as again:  # counted, then resolved
+                sample = self.get(task.indices[position])
+                is_later = isinstance(sample, types.CoroutineType)
+                return self.side_loop.wait_for(sample) if is_later else sample
+            except BaseException as again:  # counted, then resolved
                 error = again
                 if not self.may_retry(error):
                     break
@@ -394,29 +405,29 @@ class BatchMaker:
             try:
                 samples = get_batch(task.indices)
                 if isinstance(samples, types.CoroutineType):
-                    samples = self.side_loop.resolve([samples], 1)[0]
-                    if isinstance(samples, Exception):
-                        raise samples
+                    samples = self.side_loop.wait_for(samples)
                 task.samples = self.checked(task, samples)
-            except _USER_ERRORS as error:
+            except BaseException as caught:
+                error = raisable(caught, "the dataset")
                 delays = delays or self.delays(error)
                 delay = next(delays, None) if self.may_retry(error) else None
                 if delay is not None:
                     pause(delay)
-                elif self.reads_one_by_one():
+                elif self.reads_one_by_one(error):
                     task.samples = []
                     self._read_each(task, pause)
                     return
                 else:
-                    raise self.batch_error(task, error)  # noqa: B904  (it keeps its cause)
+                    raise self.batch_error("fetch", task, error)  # noqa: B904  (it keeps its cause)
             else:
                 return
 
-    def reads_one_by_one(self) -> bool:
+    def reads_one_by_one(self, error: BaseException) -> bool:
         """Tell whether the samples of a batch that failed are read one by one."""
-        return self.policy.on_error != "raise" and hasattr(self.dataset, "__getitem__")
+        may_skip = self.policy.on_error != "raise" and isinstance(error, Exception)
+        return may_skip and hasattr(self.dataset, "__getitem__")
 
-    def _await_samples(self, task: BatchTask) -> None:
+    def _await_samples(self, task: BatchTask, pause: Callable[[float], object]) -> None:
         """Await the coroutines that a plain ``__getitem__`` has returned.
 
         A wrapper hides that its dataset is async, so it is read a batch at a time in
@@ -425,20 +436,9 @@ class BatchMaker:
         for position, found in enumerate(
             self.side_loop.resolve(task.samples, self.concurrency)
         ):
-            if isinstance(found, Exception):
-                found = self._reread_awaited(task, position, found)  # noqa: PLW2901
+            if type(found) is Bad:
+                found = self._reread(task, position, found.error, pause)  # noqa: PLW2901
             task.samples[position] = found
-
-    def _reread_awaited(self, task: BatchTask, position: int, error: Exception) -> Any:
-        for delay in self.delays(error):
-            time.sleep(delay)
-            again = self.side_loop.resolve([self.get(task.indices[position])], 1)[0]
-            if not isinstance(again, Exception):
-                return again
-            error = again
-            if not self.may_retry(error):
-                break
-        return self.resolve("fetch", task, position, error)
 
     # -- failures -----------------------------------------------------------------
 
@@ -452,17 +452,19 @@ class BatchMaker:
             batch=task.number,
             position=position,
             index=task.indices[position],
-            error=raisable(error),
+            error=raisable(error, _WHAT.get(stage, stage)),  # type: ignore[arg-type]
         )
-        return self.policy.resolve(failure)
+        try:
+            return self.policy.resolve(failure)
+        except STOPS as stop:  # of on_error
+            raise raisable(stop, "on_error")  # noqa: B904  (it keeps its cause)
 
-    def collate_error(self, task: BatchTask, error: BaseException) -> BaseException:
-        """Return the error to raise if ``collate_fn`` raised ``error``, with a note."""
-        return noted(raisable(error), self.place("collate", task))
-
-    def batch_error(self, task: BatchTask, error: BaseException) -> BaseException:
-        """Return the error to raise if ``__getitems__`` raised ``error``, noted."""
-        return noted(raisable(error), self.place("fetch", task))
+    def batch_error(
+        self, stage: str, task: BatchTask, error: BaseException
+    ) -> BaseException:
+        """Return the error to raise, noted, if ``error`` is that of a whole batch."""
+        error = raisable(error, _WHAT.get(stage, stage))
+        return noted(error, self.place(stage, task))
 
     def place(self, stage: str, task: BatchTask) -> str:
         """Return the error note for a stage that processes whole batches."""
@@ -488,11 +490,20 @@ class BatchMaker:
     def delays(self, error: BaseException) -> Iterator[float]:
         """Return the delays before further attempts at a read that raised ``error``."""
         if self.retry is not None and self.may_retry(error):
-            for delay in self.retry.delays():
-                self.policy.count_retries(1)
-                yield delay
+            key = object()
+            try:
+                for delay in self.retry.delays():
+                    self.policy.count_retries(1)
+                    RETRIED[key] = error
+                    yield delay
+            finally:
+                RETRIED.pop(key, None)
 
     def may_retry(self, error: BaseException) -> bool:
         """Tell whether a read that raised ``error`` may be retried."""
-        is_known = self.retry is not None and isinstance(error, Exception)
-        return is_known and self.retry.is_worth(error)  # type: ignore[union-attr]
+        if self.retry is None or not isinstance(error, Exception):
+            return False
+        try:
+            return self.retry.is_worth(error)
+        except BaseException as own:
+            raise raisable(own, "retry")  # noqa: B904  (it keeps its cause)

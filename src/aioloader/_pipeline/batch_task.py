@@ -65,6 +65,7 @@ class BatchTask:
         sample_keys: If each sample has its own seed: the epoch's seed, the position of
             the first sample in the epoch, and the step to the next.
         padding: How many of its samples, the last ones, are padding.
+        again: Whether it is padding as a whole: samples of the stream's beginning.
         samples: Samples so far, with ``MISSING`` where one is still being read; or the
             result of ``__getitems__``, of any type.
         stage: ``"fetch"``, ``"transform"`` or ``"collate"``: the current step, or the
@@ -97,6 +98,7 @@ class BatchTask:
     collated: float = 0.0
     busy: float = 0.0
     cpu: float = 0.0
+    again: bool = False
 
     @property
     def size(self) -> int:

@@ -4,7 +4,6 @@ All are read the same way: ``read(limit)`` returns the next block, and the itera
 state is then the one after that block. Reading a plain iterator never suspends.
 """
 
-import asyncio
 import contextlib
 import inspect
 from collections.abc import AsyncIterator, Iterator
@@ -18,10 +17,11 @@ from aioloader._order.blocks import (
     SameErrors,
     cut,
     failed,
-    is_cancelled,
+    join,
     read_block,
     read_block_async,
 )
+from aioloader._order.raising import ends_task
 from aioloader.protocols import BlockIterator, HasLifespan, has_aiter
 
 
@@ -108,13 +108,23 @@ class OwnSource:
 
     Args:
         iterator: The stream's iterator.
+        repeated: Where to repeat its samples; None: from the beginning.
+
+    Attributes:
+        refills: As in ``BlockIterator``.
     """
 
-    def __init__(self, iterator: BlockIterator) -> None:
+    def __init__(
+        self, iterator: BlockIterator, repeated: dict[str, Any] | None = None
+    ) -> None:
         self.fills = iterator.fills
         self.leaves_out = iterator.leaves_out
+        self.refills = iterator.refills
         self._iterator = iterator
         self._rest: Block = []  # of the last block, after a failed sample
+        self._repeated: BlockIterator | None = None
+        self._start = repeated
+        self._has_repeated = repeated is not None  # since its latest beginning
 
     async def read(self, limit: int) -> Read:
         """Read a block, or the rest of the last one."""
@@ -124,8 +134,8 @@ class OwnSource:
                 block = await self._iterator.pull(limit)
             except StopAsyncIteration:
                 return Read([], 0, has_ended=True)
-            except (Exception, asyncio.CancelledError) as error:
-                if is_cancelled(error):
+            except BaseException as error:
+                if ends_task(error):
                     raise
                 # No sample failed: the stream cannot be read at all.
                 return Read([failed(error)], 1, has_ended=True)
@@ -136,6 +146,64 @@ class OwnSource:
             block, self._rest = block[:stop], cut(block, stop)
         is_whole = not (self.fills or len(self._rest))
         return Read(block, limit if is_whole else len(block), has_ended=False)
+
+    async def again(self, count: int) -> Block:
+        """Read samples again, from the first one on, over and over.
+
+        Failed ones are left out. There are fewer than ``count`` if all are.
+        """
+        parts: list[Block] = []
+        while count:
+            if self._repeated is None:
+                self._repeated = self._iterator.again(self._start)
+            block: Block | None
+            try:
+                block = await self._repeated.pull(count)
+            except StopAsyncIteration:
+                block = None
+            if block is None or (self.fills and not len(block)):
+                if not self._has_repeated:
+                    break
+                await self.aclose()
+                self._start, self._has_repeated = None, False
+                continue
+            if isinstance(block, list):
+                block = [sample for sample in block if type(sample) is not Bad]
+            self._has_repeated |= len(block) > 0
+            parts.append(block)
+            count -= len(block)
+        return join(parts)
+
+    def repeated(self) -> dict[str, Any]:
+        """Return where ``again`` continues, as a part of a state."""
+        now = self._start if self._repeated is None else self._repeated.position()
+        return {} if now is None else {"again": now}
+
+    async def aclose(self) -> None:
+        """Stop to repeat."""
+        repeated, self._repeated = self._repeated, None
+        if repeated is not None:
+            await repeated.aclose()
+
+
+class Reread:
+    """A source of which the first read has been made.
+
+    Args:
+        first: The result of that read.
+        source: The source.
+    """
+
+    def __init__(self, first: Read, source: BlockSource) -> None:
+        self.fills = source.fills
+        self.leaves_out = source.leaves_out
+        self._first: Read | None = first
+        self._source = source
+
+    async def read(self, limit: int) -> Read:
+        """Return the first read, then read on."""
+        first, self._first = self._first, None
+        return await self._source.read(limit) if first is None else first
 
 
 async def open_async(dataset: Any, stack: contextlib.AsyncExitStack) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
 
 from aioloader._order.failures import SKIP
+from aioloader._order.raising import ends_task
 from aioloader._pipeline.awaiting import resolved, user_error
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
@@ -194,9 +195,9 @@ class FetcherPool:
             began = self._begin(task, position)
             try:
                 await job(task, position)
-            except (asyncio.CancelledError, GeneratorExit):
-                raise
             except BaseException as error:  # handed to the consumer
+                if ends_task(error):
+                    raise
                 rest = self._failed_by(task, error)
             else:
                 rest = self._did(task, position, jobs, began)
@@ -291,7 +292,7 @@ class FetcherPool:
         try:
             sample = await self._maker.get(task.indices[position])
         except BaseException as error:  # retried, or the policy decides
-            sample = await self._reread(task, position, user_error(error))
+            sample = await self._reread(task, position, error)
         task.samples[position] = sample
         if self._maker.transforms_async:
             await self._transform_sample(task, position)
@@ -302,13 +303,15 @@ class FetcherPool:
         try:
             sample = await resolved(self._maker.get(task.indices[position]))
         except BaseException as error:  # retried, or the policy decides
-            sample = await self._reread(task, position, user_error(error))
+            sample = await self._reread(task, position, error)
         task.samples[position] = sample
         if self._maker.transforms_async:
             await self._transform_sample(task, position)
 
-    async def _reread(self, task: BatchTask, position: int, error: Exception) -> Any:
-        maker = self._maker
+    async def _reread(
+        self, task: BatchTask, position: int, error: BaseException
+    ) -> Any:
+        maker, error = self._maker, user_error(error, "the dataset")
         self._failed += 1
         for delay in maker.delays(error):
             await asyncio.sleep(delay)
@@ -316,7 +319,7 @@ class FetcherPool:
             try:
                 return await resolved(maker.get(task.indices[position]))
             except BaseException as again:  # counted, then resolved
-                error = user_error(again)
+                error = user_error(again, "the dataset")
                 if not maker.may_retry(error):
                     break
         return maker.resolve("fetch", task, position, error)
@@ -335,19 +338,19 @@ class FetcherPool:
                 samples = await resolved(maker.get_batch(task.indices))  # type: ignore[misc]
                 task.samples = maker.checked(task, samples)
             except BaseException as caught:
-                error = user_error(caught)
+                error = user_error(caught, "the dataset")
                 self._failed += 1
                 delays = delays or maker.delays(error)
                 delay = next(delays, None) if maker.may_retry(error) else None
                 if delay is not None:
                     await asyncio.sleep(delay)
-                elif maker.reads_one_by_one():
+                elif maker.reads_one_by_one(error):
                     task.stage = "transform" if maker.transforms_async else "fetch"
                     self._read_samples(task, first=True)
                     task.pending += 1  # this job
                     return
                 else:
-                    raise maker.batch_error(task, error)  # noqa: B904  (keeps its cause)
+                    raise maker.batch_error("fetch", task, error)  # noqa: B904  (keeps its cause)
             else:
                 return
 
@@ -359,5 +362,6 @@ class FetcherPool:
         try:
             sample = await self._maker.transform(sample)  # type: ignore[misc]
         except BaseException as error:  # the policy decides
-            sample = self._maker.resolve("transform", task, position, user_error(error))
+            error = user_error(error, "transform")
+            sample = self._maker.resolve("transform", task, position, error)
         task.samples[position] = sample

@@ -17,6 +17,7 @@ import anyio
 
 from aioloader._observe.warnings import warn
 from aioloader._order.forks import fork_safe
+from aioloader._order.raising import raisable
 from aioloader._pipeline.cpu import CpuThread, Job, SharedThread, in_new_thread
 from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.loop_watch import LoopWatch
@@ -366,6 +367,7 @@ async def wait_released_async(
         BaseException: What the dataset or its iterator raised when it was closed.
     """
     cancelled: asyncio.CancelledError | None = None
+    joining: asyncio.Future[bool] | None = None
     with anyio.CancelScope(shield=True):
         if host.is_lost():
             host.give_up(returned, pipeline)
@@ -376,10 +378,12 @@ async def wait_released_async(
                 cancelled = (
                     await _outlast(partial(asyncio.wait, [joining])) or cancelled
                 )
-                if not joining.result():
+                if joining.exception() is None and not joining.result():
                     _warn_stuck()
     if cancelled is not None:
         raise cancelled
+    if joining is not None:
+        joining.result()  # an error of leaving the lifespan in a worker
     _raise_exit_errors(host, pipeline)
 
 
@@ -420,4 +424,4 @@ def _raise_exit_errors(host: Host, pipeline: Hosted | None) -> None:
         if holder is not None:
             error, holder.exit_error = holder.exit_error, None
             if error is not None:
-                raise error
+                raise raisable(error, "closing the dataset")

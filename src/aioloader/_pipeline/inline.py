@@ -18,15 +18,16 @@ import torch
 
 from aioloader._collate.collate import lending
 from aioloader._observe.records import CLOCKED, Counters
+from aioloader._order.blocks import Bad
 from aioloader._order.epoch import Epoch
 from aioloader._order.failures import Failure, noted
 from aioloader._order.indices import IndexBatch
 from aioloader._order.orders import StreamOrder
+from aioloader._order.raising import raisable
 from aioloader._order.ranks import WHOLE
 from aioloader._pipeline.awaiting import (
     SideLoop,
     close_coroutines,
-    raisable,
     refuse_coroutines,
 )
 from aioloader._pipeline.batch_maker import BatchMaker
@@ -190,9 +191,7 @@ class PlainIterator(LocalIterator):
         except BaseException as error:
             close_coroutines(samples)
             self._progress.fail(number, state)
-            if isinstance(error, (Exception, asyncio.CancelledError)):
-                raise self._noted(stage, number, indices, len(samples), error)  # noqa: B904
-            raise
+            raise self._noted(stage, number, indices, len(samples), error)  # noqa: B904
         self.counters.batches += 1
         if is_clocked:
             cpu = time.thread_time() - cpu
@@ -208,12 +207,15 @@ class PlainIterator(LocalIterator):
         self, stage: str, number: int, indices: Any, read: int, error: BaseException
     ) -> BaseException:
         """Return the error to raise, with a note that names its stage and batch."""
-        epoch, error = self.epoch.number, raisable(error)
+        epoch = self.epoch.number
         if stage == "collate":
-            where = place_of(stage, epoch, number, indices)
-        elif read < len(indices):
+            error = raisable(error, "collate_fn")
+            return noted(error, place_of(stage, epoch, number, indices))
+        error = raisable(error, "the dataset")
+        if read < len(indices):
             index = indices[read]
-            where = Failure(stage, epoch, number, read, index, error).describe()
+            failure: Any = Failure(stage, epoch, number, read, index, error)  # type: ignore[arg-type]
+            where = failure.describe()
         else:  # raised by one of several coroutines
             where = place_of(stage, epoch, number, indices)
         return noted(error, where)
@@ -228,8 +230,8 @@ class PlainIterator(LocalIterator):
             self._side_loop, self.must_close = SideLoop(), True
         found = self._side_loop.resolve(samples, self._concurrency)
         for sample in found:
-            if isinstance(sample, Exception):
-                raise sample
+            if type(sample) is Bad:
+                raise sample.error
         return found
 
     def close(self) -> None:
@@ -266,9 +268,9 @@ class InlineIterator(LocalIterator):
         if isinstance(host, CallerHost):
             try:
                 host.open()
-            except BaseException:
+            except BaseException as error:  # raised by the first step
                 host.release()
-                raise
+                self._host, self._requests = None, _failing(error)
 
     def next(self) -> Any:
         """Return the next batch, made now.
@@ -289,9 +291,9 @@ class InlineIterator(LocalIterator):
             try:
                 with self._maker.around(task):
                     result = self._made(task)
-            except BaseException:
+            except BaseException as error:
                 self._progress.fail(task.number, task.state)
-                raise
+                raise raisable(error, "user code")  # noqa: B904  (it keeps its cause)
             if result.is_end:
                 self._progress.end(task.number, task.state)
                 self._end(is_over=True)
@@ -425,6 +427,12 @@ class _Drawing:
             self._drawn = next(self._requests)
         except BaseException as error:  # raised by the step
             self._error = error
+
+
+def _failing(error: BaseException) -> Iterator[IndexBatch]:
+    """Raise an error instead of the first request."""
+    raise error
+    yield
 
 
 def _copied(tensor: torch.Tensor, rows: range) -> torch.Tensor:

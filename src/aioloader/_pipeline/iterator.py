@@ -62,6 +62,8 @@ class BatchIterator(Generic[Batch]):
         base_seed: The seed that random draws are keyed with; None if not drawn yet.
         prepared: What ``start`` will return, if it already has workers; released with
             the iterator if never used.
+        is_async: Whether ``aiter`` made it. A plain one may make batches in the thread
+            that asks for them, so tasks must not.
     """
 
     def __init__(
@@ -71,7 +73,10 @@ class BatchIterator(Generic[Batch]):
         check: Callable[[int], None] | None = None,
         base_seed: int | None = None,
         prepared: "Source | None" = None,
+        *,
+        is_async: bool = False,
     ) -> None:
+        self._is_async = is_async
         self._length = length
         self._steps = _Steps(start, check, prepared)
         self._base_seed = base_seed  # torch's name
@@ -89,6 +94,7 @@ class BatchIterator(Generic[Batch]):
         return self
 
     def __aiter__(self) -> "BatchIterator[Batch]":
+        self._check_is_async()
         return self
 
     # No frame that a traceback may hold, directly or by ``f_back``, has the iterator.
@@ -104,6 +110,7 @@ class BatchIterator(Generic[Batch]):
         return batch  # nothing is called here: an interrupt would lose it
 
     def __anext__(self) -> Coroutine[Any, Any, Batch]:
+        self._check_is_async()
         return _step(self._steps, self)
 
     def close(self) -> None:
@@ -120,6 +127,14 @@ class BatchIterator(Generic[Batch]):
         source = self._steps.end()
         if source is not None:
             await source.aclose()
+
+    def _check_is_async(self) -> None:
+        if not self._is_async:
+            raise TypeError(
+                "this iterator was made by iter(loader), for a plain `for`, and could "
+                "run user code on the event loop: iterate with `async for batch in "
+                "loader`, or make the iterator with aiter(loader)"
+            )
 
     def dismiss(self) -> None:
         """Start ending the iteration; ``close`` and ``aclose`` wait for it."""

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from torch.utils.data import ChainDataset, ConcatDataset, StackDataset, Subset
 
 from aioloader._order.failures import noted
-from aioloader._pipeline.awaiting import raisable
+from aioloader._order.raising import ends_task, raisable
 from aioloader._pipeline.cpu import CpuThread
 from aioloader.protocols import (
     HasLifespan,
@@ -57,24 +57,24 @@ class Lifespan:
 
         Raises:
             TypeError: If ``lifespan`` returns something that cannot be entered here.
-            Exception: What the user's code raises, noted.
+            BaseException: What the user's code raises, noted.
         """
         if self._make is None:
             return
         try:
             self._refuse_async(self._enter_plain(self._make))
-        except Exception as error:
+        except BaseException as error:
             raise _noted(error, "entering")  # noqa: B904  (it keeps its cause)
 
     def leave(self) -> None:
         """Leave what ``enter`` entered, in the same thread.
 
         Raises:
-            Exception: What the user's code raises, noted.
+            BaseException: What the user's code raises, noted.
         """
         try:
             self._stack.close()
-        except Exception as error:
+        except BaseException as error:
             raise _noted(error, "leaving")  # noqa: B904  (it keeps its cause)
 
     async def enter_async(self, thread: CpuThread) -> None:
@@ -85,21 +85,23 @@ class Lifespan:
 
         Raises:
             TypeError: If ``lifespan`` returns no context manager.
-            Exception: What the user's code raises, noted.
+            BaseException: What the user's code raises, noted.
         """
         try:
             for dataset in self._own:
                 await self._loop_stack.enter_async_context(dataset.lifespan())
             if self._make is not None:
                 await self._enter_async(self._make, thread)
-        except Exception as error:
+        except BaseException as error:
+            if ends_task(error):
+                raise
             raise _noted(error, "entering")  # noqa: B904  (it keeps its cause)
 
     async def leave_async(self, thread: CpuThread) -> None:
         """Leave what ``enter_async`` entered, where it was entered.
 
         Raises:
-            Exception: What the user's code raises, noted.
+            BaseException: What the user's code raises, noted.
         """
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -107,7 +109,9 @@ class Lifespan:
                 if self._make is not None and not reads_on_loop(self._dataset):
                     # Runs after an entry that was cancelled and is still running there.
                     await thread.call(self._stack.close)
-        except Exception as error:
+        except BaseException as error:
+            if ends_task(error):
+                raise
             raise _noted(error, "leaving")  # noqa: B904  (it keeps its cause)
 
     async def _enter_async(self, make: MakeLifespan, thread: CpuThread) -> None:
@@ -214,6 +218,6 @@ def reads_on_loop(dataset: Any) -> bool:
     return kind_of(dataset) is Kind.ASYNC_ITERABLE or reads_async(dataset)
 
 
-def _noted(error: Exception, what: str) -> BaseException:
+def _noted(error: BaseException, what: str) -> BaseException:
     """Return the error to raise for ``error`` of the user's code, with a note."""
-    return noted(raisable(error), f"in stage 'lifespan', {what} it")
+    return noted(raisable(error, "lifespan"), f"in stage 'lifespan', {what} it")

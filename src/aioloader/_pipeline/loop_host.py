@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 
+from aioloader._order.raising import ends_task
 from aioloader._pipeline.host import GRACE, Host, Hosted
 from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.loop_watch import watch_of
@@ -156,7 +157,9 @@ class LoopHost(Host):
                     pipeline = next(iter(self._waiting))
                     self._start(pipeline, self._waiting.pop(pipeline))
                 await self._over.wait()
-        except Exception as error:  # handed to the consumers
+        except BaseException as error:  # handed to the consumers
+            if ends_task(error):
+                raise
             is_over = self._over.is_set()
             if is_over:
                 self.exit_error = error

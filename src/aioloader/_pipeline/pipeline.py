@@ -16,7 +16,7 @@ from typing import Any
 from aioloader._observe.records import LISTED, NOT_MADE, Listed, processor_time
 from aioloader._order.epoch import BEGINNING, Bookmark
 from aioloader._order.failures import Failure
-from aioloader._pipeline.awaiting import raisable
+from aioloader._order.raising import ends_task
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.fetcher_pool import FetcherPool
@@ -49,6 +49,7 @@ class Pipeline:
         pool: The workers that make batches, or transform and collate what was read
             here; None if all of that is done here.
         sink: Takes the results instead of ``ready``.
+        make_ready: Makes ``ready``.
         head_start: Whether the first batch is read a moment before the others.
         tuner: Changes ``concurrency`` if the loader chooses it.
     """
@@ -64,13 +65,14 @@ class Pipeline:
         bookmark: Bookmark = BEGINNING,
         pool: Pool | None = None,
         sink: Callable[[BatchTask, BatchResult], None] | None = None,
+        make_ready: Callable[..., ReadyQueue] = ReadyQueue,
         head_start: bool = False,
         tuner: Tuner | None = None,
     ) -> None:
         self.bookmark = bookmark
         # A stream makes batches again that were delivered beyond the position.
         without = bookmark.beyond if maker.kind is Kind.MAP else frozenset[int]()
-        self.ready: ReadyQueue = ReadyQueue(
+        self.ready: ReadyQueue = make_ready(
             in_order=in_order,
             start=bookmark.done,
             without=without,
@@ -173,7 +175,9 @@ class Pipeline:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 await self._host(stack)
-        except Exception as error:  # raised by the iterator's close or next step
+        except BaseException as error:  # raised by the iterator's close or next step
+            if ends_task(error):
+                raise
             if self._is_closing:
                 self.exit_error = error
             else:
@@ -219,7 +223,10 @@ class Pipeline:
         self._release_pool()
         if self.host.loop is None:
             if self.host.lifespan and pool is not None and pool.reads:
-                pool.join()  # before leaving the lifespan
+                try:
+                    pool.join()  # before leaving the lifespan
+                except BaseException as error:  # raised where it is closed
+                    self.exit_error = error
             self._close_stream()
             self.maker.close()
             self.fail(LoaderClosedError("the iterator was closed"))
@@ -244,12 +251,12 @@ class Pipeline:
 
     def join(self) -> bool:
         """Wait, bounded, until the stage and the pool's workers have ended."""
-        is_gone = self.stage is None or self.stage.join()
-        return (self.pool is None or self.pool.join()) and is_gone
+        parts = self.ready, self.stage, self.pool
+        return False not in [part.join() for part in parts if part is not None]
 
     def joins_at_once(self) -> bool:
         """Tell whether ``join`` has nothing to wait for."""
-        return self.stage is None and self.pool is None
+        return not (self.stage or self.pool) and self.ready.joins_at_once()
 
     def is_dismissed(self) -> bool:
         """Tell whether it is ending or has ended."""
@@ -280,14 +287,15 @@ class Pipeline:
                     task.result = maker.finish(task)
                     task.cpu = cpu and time.thread_time() - cpu
         except BaseException as error:  # handed to the consumer
-            task.result = BatchResult(error=_of_user(error))
+            task.result = BatchResult(error=error)
         self._time(began)
         self._advance(task)
 
     def _time(self, began: float) -> None:
         """Note that a batch started at ``began`` has been read."""
         seconds = time.perf_counter() - began
-        self.seconds_per_batch += (seconds - self.seconds_per_batch) / 4
+        before = self.seconds_per_batch or seconds
+        self.seconds_per_batch = before + (seconds - before) / 4
 
     def _read_on_loop(self, task: BatchTask) -> None:
         assert self._fetchers is not None
@@ -311,13 +319,10 @@ class Pipeline:
                 began = time.perf_counter()
                 try:
                     await stream.pull(task, stack)
-                except GeneratorExit:
-                    raise
                 except BaseException as error:  # handed to the consumer
-                    is_cancelled = isinstance(error, asyncio.CancelledError)
-                    if is_cancelled and reader.cancelling():
+                    if ends_task(error):
                         raise
-                    task.result = BatchResult(error=_of_user(error))
+                    task.result = BatchResult(error=error)
                 self._advance(task)
                 self._time(began)
         finally:
@@ -329,8 +334,7 @@ class Pipeline:
             self.deliver(task, task.result)
         elif self.maker.is_plain() or self._is_on_loop():
             rest = self._next_step(task)
-            if rest is not None:
-                assert self._fetchers is not None
+            if rest is not None and self._fetchers is not None:
                 self._fetchers.spawn(rest)
         else:
             self._on_loop(self._advance, task)
@@ -346,15 +350,14 @@ class Pipeline:
             self.deliver(task, task.result)
         elif self._is_closing:
             pass
-        elif self._transforms_next(task):
-            assert self._fetchers is not None
+        elif self._fetchers is not None and self._transforms_next(task):
             self._fetchers.transform(task)
         elif self.pool is not None:
             self._into_pool(task)
         elif maker.collates_async:
             return self._collate(task)
         elif self.host.loop is not None and maker.is_quick(task):
-            self._finish(task)
+            self.deliver(task, self._finished(task))
         else:
             self._in_thread(self._finish_here, task)
         return None
@@ -375,9 +378,9 @@ class Pipeline:
             if maker.transform is not None and not maker.transforms_async:
                 await self.host.cpu.call(partial(self._apply_here, task))
             result = await maker.collate_async(task)
-        except asyncio.CancelledError:
-            raise
         except BaseException as error:  # handed to the consumer
+            if ends_task(error):
+                raise
             result = BatchResult(error=error)
         self.deliver(task, result)
 
@@ -388,15 +391,16 @@ class Pipeline:
     def _finish_here(self, task: BatchTask) -> None:
         """Transform and collate in the thread."""
         with self.maker.around(task):
-            self._finish(task)
+            result = self._finished(task)
+        self.deliver(task, result)  # only once the user's generators are back
 
-    def _finish(self, task: BatchTask) -> None:
+    def _finished(self, task: BatchTask) -> BatchResult:
         try:
             result = self.maker.finish(task)
         except BaseException as error:  # handed to the consumer
             result = BatchResult(error=error)
         task.samples = []
-        self.deliver(task, result)
+        return result
 
     # -- between thread, loop and pool ------------------------------------------------
 
@@ -493,8 +497,3 @@ class Pipeline:
                 policy.count_in(failure)
         except Exception as error:  # the budget is spent
             result.error = error
-
-
-def _of_user(error: BaseException) -> BaseException:
-    """Return an error of user code; a ``CancelledError`` becomes one."""
-    return raisable(error) if isinstance(error, asyncio.CancelledError) else error

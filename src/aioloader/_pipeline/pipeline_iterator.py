@@ -13,8 +13,9 @@ from typing import Any, Final
 
 from aioloader._observe.records import CLOCKED, Counters, RecordTuple
 from aioloader._order.epoch import Epoch
-from aioloader._order.failures import noted
 from aioloader._order.forks import fork_safe
+from aioloader._order.indices import IndexBatch
+from aioloader._order.raising import raisable
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import in_new_thread
 from aioloader._pipeline.host import wait_released, wait_released_async
@@ -203,10 +204,8 @@ class PipelineIterator:
             came = await self._wait_async()
             self._turn = time.perf_counter()
             waited = self._count_wait(began)
-            if not came and self.pipeline.pool is not None:
+            if not came:
                 await in_new_thread(partial(self._time_out, waited))
-            elif not came:
-                self._time_out(waited)
 
     def _wait(self) -> bool:
         """Block until there is a result; tell whether it came in time."""
@@ -214,7 +213,7 @@ class PipelineIterator:
             with self.pipeline.ready.napping() as ready:
                 if ready.wait(_NAP) or len(ready):
                     return True
-        return self._ready.wait(self._timeout)
+        return self._ready.wait(self._limit())
 
     async def _wait_async(self) -> bool:
         """Suspend until there is a result; tell whether it came in time."""
@@ -222,7 +221,11 @@ class PipelineIterator:
             with self.pipeline.ready.napping() as ready:
                 if await ready.wait_async(_NAP) or len(ready):
                     return True
-        return await self._ready.wait_async(self._timeout)
+        return await self._ready.wait_async(self._limit())
+
+    def _limit(self) -> float | None:
+        """Return how long to wait now, in seconds; None: without a limit."""
+        return self._timeout
 
     def _naps(self) -> bool:
         """Tell whether to wait for the batches of a whole hop.
@@ -333,22 +336,26 @@ class PipelineIterator:
         except StopIteration:
             self._is_exhausted = True
             return
-        except Exception as error:  # delivered in order
-            self._is_exhausted = self._is_cut = True
-            self._in_flight[self._next] = 0
-            where = f"in the sampler, at batch {self._next}"
-            result = BatchResult(error=noted(error, where))
-            self.pipeline.ready.put(self._next, result)
-            return
-        except BaseException:  # Ctrl-C: the order cannot be continued
+        except (KeyboardInterrupt, SystemExit):  # the order cannot be continued
             self._interrupt()
             raise
+        except BaseException as error:  # delivered in order
+            self._is_exhausted = self._is_cut = True
+            self._in_flight[self._next] = 0
+            self.pipeline.ready.put(self._next, BatchResult(error=error))
+            return
+        self._send(batch)
+
+    def _send(self, batch: IndexBatch, *, again: bool = False) -> None:
+        """Send one request out; ``again``: for samples of a stream's beginning."""
         size = len(batch.indices) if self._window.samples else 0
         self._in_flight[batch.number] = size
         self._samples += size
         self._next = batch.number + 1
         try:
-            self.pipeline.submit(self.pipeline.maker.task(batch))
+            task = self.pipeline.maker.task(batch)
+            task.again = again
+            self.pipeline.submit(task)
         except BaseException:  # Ctrl-C: this batch will not come: let nobody wait
             self._interrupt()
             raise
@@ -370,11 +377,11 @@ class PipelineIterator:
             while not self._is_finished:
                 item = self._pop()
                 if item is None:
-                    self._is_finished = self._is_exhausted and not self._in_flight
+                    self._is_finished = self._is_over()
                     break
                 number, result = item
                 self._account(number, result)
-                self._is_finished = self._is_exhausted and not self._in_flight
+                self._is_finished = self._is_over()
                 if self._is_finished:
                     self._ready.finish()  # other consumers may be waiting
                 is_wanted = number not in self._dropped
@@ -395,6 +402,10 @@ class PipelineIterator:
                 if is_delivered:
                     return result.batch
             return _NOTHING
+
+    def _is_over(self) -> bool:
+        """Tell whether nothing is under way and nothing more will be requested."""
+        return self._is_exhausted and not self._in_flight
 
     def _record(self, number: int, result: BatchResult) -> RecordTuple:
         taken = time.perf_counter()
@@ -449,7 +460,7 @@ class PipelineIterator:
         error, result.error = result.error, None
         try:
             if error is not None:
-                raise error
+                raise raisable(error, "user code")
         finally:
             del error  # the traceback holds this frame: break the cycle
 

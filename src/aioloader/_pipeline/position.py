@@ -7,6 +7,7 @@ beginning, and the delivered samples are dropped.
 
 import copy
 import pickle
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from aioloader.protocols import BlockIterator, is_own_stream, is_stateful
@@ -14,9 +15,73 @@ from aioloader.protocols import BlockIterator, is_own_stream, is_stateful
 # "read": samples read in total; "skip": samples read after the states below;
 # "iterator", "dataset": their states, if they have one; "is_dataset": the iterator is
 # the dataset; "is_over": the states are from the end of the previous epoch;
-# "is_first": the states are from before the first read; "ended": the stream has ended.
+# "is_first": the states are from before the first read; "ended": the stream has ended;
+# "again": of our streams, where samples are repeated after the end.
 StreamState: TypeAlias = dict[str, Any]
 STATES = ("dataset", "iterator")
+
+
+class Loads:
+    """What a dataset does with a loaded state; one per dataset and process.
+
+    It may start every later epoch from it too, as Hugging Face's do. Then the state
+    after the first sample is the same again, or there is no sample although the dataset
+    was not in that state: its first state is loaded, and the epoch is whole.
+    """
+
+    def __init__(self) -> None:
+        self._first: tuple[Any] | None = None  # before anything was read or loaded
+        self._loaded: Any = None
+        self._is_beside = False  # its own state remained another one
+        self._begun: Any = None  # after the first sample of the resumed epoch
+        self.is_pending: bool = False  # an epoch may start from it by mistake
+
+    def begin(self, dataset: Any) -> None:
+        """Note the first state of the dataset, if it is not known."""
+        if self._first is None:
+            self._first = (copy.deepcopy(dataset.state_dict()),)
+
+    def load(self, dataset: Any, state: Any) -> None:
+        """Load a state into the dataset."""
+        dataset.load_state_dict(state)
+        self._loaded, self._begun, self.is_pending = copy.deepcopy(state), None, True
+        self._is_beside = not _is_same(dataset.state_dict(), state)
+
+    def resumed(self, dataset: Any) -> None:
+        """Note the state after the first sample of an epoch that resumes."""
+        self._begun = copy.deepcopy(dataset.state_dict())
+
+    def correction(self, dataset: Any, *, is_empty: bool) -> StreamState:
+        """Return what must be loaded for an epoch that does not resume, if anything.
+
+        Args:
+            dataset: The dataset, of which one sample was read.
+            is_empty: Whether there was none.
+        """
+        assert self._first is not None
+        (first,), now, self.is_pending = self._first, dataset.state_dict(), False
+        moves = self._is_beside or not _is_same(now, self._loaded)
+        is_again = self._begun is not None and _is_same(now, self._begun) and moves
+        is_again |= is_empty and self._is_beside
+        if not is_again or _is_same(first, self._loaded):
+            return {}
+        return {"dataset": first}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Compare two states, one of which may come from JSON; unknown: not the same."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        one, other = ({str(k): v for k, v in part.items()} for part in (one, other))
+        return one.keys() == other.keys() and all(
+            _is_same(part, other[name]) for name, part in one.items()
+        )
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    try:
+        found = one == other
+        return bool(found.all() if hasattr(found, "all") else found)
+    except Exception:  # the user's
+        return False
 
 
 class Position:
@@ -27,17 +92,26 @@ class Position:
         resume: Where to start; None: at the beginning.
         every: Batches between two states of a stateful stream; 0: only the first
             state.
+        loads: What the dataset does with a loaded state.
 
     Attributes:
         read: Samples read so far, by all ranks that read the same stream.
         to_skip: Samples that must be read and dropped first.
+        again: Where samples are repeated, if they were.
         has_ended: Whether the stream had ended where it is resumed.
+        owes: Samples of the epoch before, if this one resumes at its start.
     """
 
-    def __init__(self, dataset: Any, resume: StreamState | None, every: int) -> None:
+    def __init__(
+        self, dataset: Any, resume: StreamState | None, every: int, loads: Loads
+    ) -> None:
         self._dataset = dataset
         self._every = every
+        self._loads = loads
         self._resume: StreamState = resume or {}
+        is_next = "is_over" in self._resume
+        self._resumes = bool(resume) and not is_next
+        self.owes: int = self._resume.get("read", 0) if is_next else 0
         if self._resume.get("is_over"):
             # Only a state that outlives an epoch applies to the next one.
             name = "iterator" if "is_dataset" in self._resume else "dataset"
@@ -45,6 +119,7 @@ class Position:
             self._resume = {"dataset": self._resume[name]} if kept else {}
         self.read: int = self._resume.get("read", 0)
         self.has_ended = bool(self._resume.get("ended"))
+        self.again: StreamState | None = self._resume.get("again")
         self.to_skip: int = 0 if self.has_ended else self._resume.get("skip", 0)
         self._is_own = is_own_stream(dataset)
         # The objects with a state, by "dataset" and "iterator"; known once it is open.
@@ -58,10 +133,36 @@ class Position:
 
     def load_dataset(self) -> bool:
         """Load the dataset's state before it is iterated; return whether it did."""
+        if not self._is_own and is_stateful(self._dataset):
+            self._loads.begin(self._dataset)
         if "dataset" not in self._resume or self._is_as_at_first():
             return False
-        self._dataset.load_state_dict(self._resume["dataset"])
+        state = self._resume["dataset"]
+        if self._is_own:
+            self._dataset.load_position(state)
+        else:
+            self._loads.load(self._dataset, state)
         return True
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the dataset may start from a state that was loaded for another epoch.
+
+        One sample must be read then, and ``starts_again`` called.
+        """
+        return self._loads.is_pending and not self.has_ended
+
+    def starts_again(self, *, is_empty: bool) -> bool:
+        """Tell whether the dataset must be opened again, from the right state.
+
+        Args:
+            is_empty: Whether there was no first sample.
+        """
+        if self._resumes:
+            self._loads.resumed(self._dataset)
+            return False
+        self._resume = self._loads.correction(self._dataset, is_empty=is_empty)
+        return bool(self._resume)
 
     def _is_as_at_first(self) -> bool:
         """Tell whether nothing was read and the dataset's state is unchanged.
@@ -117,8 +218,10 @@ class Position:
         """Return the states of dataset and iterator, if they have any."""
         found: StreamState = {}
         for name, part in self._stateful.items():
-            state = part.state_dict()
-            found[name] = state if self._is_own else copy.deepcopy(state)
+            if self._is_own:
+                found[name] = part.position()
+                continue
+            found[name] = copy.deepcopy(part.state_dict())
             if name == "iterator" and part is self._dataset:
                 found["is_dataset"] = True
         return found

@@ -8,13 +8,15 @@ wait loses nothing.
 import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 from aioloader._order.reorder import Reorder
 from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.pumping import Pump, PumpingWaiters
 from aioloader._pipeline.waiting import Waiters
 from aioloader.errors import LoaderClosedError
+
+Items: TypeAlias = deque[tuple[int, BatchResult]]
 
 
 class ReadyQueue:
@@ -38,16 +40,15 @@ class ReadyQueue:
         self._reorder: Reorder[BatchResult] = Reorder(
             in_order=in_order, start=start, without=without
         )
-        items = self._items = deque[tuple[int, BatchResult]]()
+        items: Items = deque()
+        self._items = items
         self._broken: BaseException | None = None
         ends = self._ends = list[None]()  # not empty: every wait ends
         self._is_closed = False
         self._naps = False  # whether the consumer wakes soon by itself
         self._pump = pump
 
-        def is_settled() -> bool:  # no reference to the queue, which has the waiters
-            return bool(items or ends)
-
+        is_settled = self._settled(items, ends)
         self._waiters = (
             Waiters(is_settled) if pump is None else PumpingWaiters(is_settled, pump)
         )
@@ -55,6 +56,10 @@ class ReadyQueue:
         self.wait_async: Callable[..., Coroutine[Any, Any, bool]] = (
             self._waiters.wait_async
         )
+
+    def _settled(self, items: Items, ends: list[None]) -> Callable[[], bool]:
+        """Return what tells that a wait ends; it must not refer to the queue."""
+        return lambda: bool(items or ends)
 
     def put(self, number: int, result: BatchResult, *, more: bool = False) -> None:
         """Add the result of request ``number``, from any thread.
@@ -104,15 +109,22 @@ class ReadyQueue:
         try:
             return self._items.popleft()
         except IndexError:
-            error = self._broken
+            self._raise_broken()
+        return None
+
+    def _raise_broken(self) -> None:
+        """Raise the error given to ``fail``, once: its traceback would keep frames."""
+        error = self._broken
         if error is not None:
-            # Raised once: keeping the error would keep the frames of its traceback.
             self._broken = LoaderClosedError("the iterator has failed before")
             try:
                 raise error
             finally:
                 del error
-        return None
+
+    def restart(self, number: int) -> None:
+        """Expect ``number`` next; nothing is under way."""
+        self._reorder.restart(number)
 
     def close(self) -> None:
         """Drop ready and later results: they may hold workers' memory."""
@@ -125,6 +137,14 @@ class ReadyQueue:
         """Release the pump: the consumer is gone."""
         self._pump = None
         self._waiters.drop_pump()
+
+    def join(self) -> bool:
+        """Wait, bounded, for threads of its own; return whether they have ended."""
+        return True
+
+    def joins_at_once(self) -> bool:
+        """Tell whether ``join`` has nothing to wait for."""
+        return True
 
     def __len__(self) -> int:
         return len(self._items)

@@ -7,7 +7,6 @@ part.
 """
 
 import abc
-import asyncio
 import inspect
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, nullcontext
@@ -17,8 +16,9 @@ from typing import Any, ClassVar
 from torch.utils.data import get_worker_info
 
 from aioloader._collate.collate import default_collate
-from aioloader._order.blocks import Bad, Block, failed, is_cancelled, join
+from aioloader._order.blocks import Bad, Block, join
 from aioloader._order.failures import SKIP, noted
+from aioloader._order.raising import STOPS, Carried, ends_task, raisable
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
 from aioloader._pipeline.block_sources import (
@@ -26,10 +26,12 @@ from aioloader._pipeline.block_sources import (
     BlockSource,
     OwnSource,
     PlainSource,
+    Reread,
     open_async,
 )
 from aioloader._pipeline.keys import BatchSeeds
 from aioloader._pipeline.position import Position, StreamState
+from aioloader.errors import DatasetError, ShardChangedError
 from aioloader.protocols import BlockIterator, is_own_stream
 
 
@@ -60,7 +62,8 @@ class _Stream(abc.ABC):
         self._maker = maker
         self._drop_last = drop_last
         self._keys = keys
-        self._position = Position(maker.dataset, resume, maker.snapshot_every)
+        every = maker.snapshot_every
+        self._position = Position(maker.dataset, resume, every, maker.loads)
         self._rank, self._ranks = maker.part.rank, maker.part.world_size
         self._source: BlockSource | None = None
         self._has_ended = False
@@ -70,7 +73,7 @@ class _Stream(abc.ABC):
         self._latest_mine: Any = MISSING
         # Whether any sample was read without an error; the errors of the others.
         self._has_good = self._position.read > 0
-        self._lost: list[Exception] = []
+        self._lost: list[BaseException] = []
         self._real: int | None = None  # samples that are not padding, if known
 
     @abc.abstractmethod
@@ -79,21 +82,30 @@ class _Stream(abc.ABC):
 
     async def _read(self, task: BatchTask) -> None:
         """Read the samples of ``task``, or set the end as its result."""
-        self._maker.policy.begin(len(task.indices))
         wanted = len(task.indices) * self._ranks
         found = 0
+        self._maker.policy.begin(0 if task.again else len(task.indices))
         try:
             await self._prepare(task, wanted)
+            if task.again:
+                await self._repeat(task)
+                return
             while found < wanted and not self._has_ended:
                 found += await self._add_block(task, found, wanted)
+            if len(task.samples) and not self._drop_last:
+                await self._refill(task)
             self._finish(task, found, wanted)
-        except (StopIteration, StopAsyncIteration, asyncio.CancelledError) as error:
-            if self.is_on_loop and is_cancelled(error):
+        except (*STOPS, Carried) as error:
+            if self.is_on_loop and ends_task(error):
                 raise
-            raise self._noted(failed(error).error, task) from error
+            # No variable may hold it: its traceback has this frame.
+            raise self._noted(raisable(error, "the dataset"), task)  # noqa: B904  (it keeps its cause)
 
     def _noted(self, error: BaseException, task: BatchTask) -> BaseException:
         return noted(error, self._maker.place("fetch", task))
+
+    def _name(self) -> str:
+        return type(self._maker.dataset).__name__
 
     # -- before the samples of a batch ------------------------------------------------
 
@@ -106,7 +118,7 @@ class _Stream(abc.ABC):
                 self._has_ended |= self._position.has_ended
             owed, self._owed = self._owed, 0
             self._position.read += await self._drop(owed)
-        except (Exception, asyncio.CancelledError) as error:
+        except BaseException as error:
             self._has_ended = True  # an error whatever the policy
             self._noted(error, task)
             raise
@@ -124,12 +136,28 @@ class _Stream(abc.ABC):
                 before.key, before.sample_keys = self._keys(number, wanted)
             with nullcontext() if self.is_on_loop else self._maker.around(before):
                 if self._source is None:
-                    self._source = await self._open(before)
+                    self._source = await self._begin(before)
                 left -= await self._drop(min(wanted, left))
+        if left > 0:
+            raise ShardChangedError(
+                f"{self._name()} ended after {self._position.read - left:,} samples, "
+                f"but the state was saved after {self._position.read:,}; resume with "
+                "the same samples, or restart the epoch"
+            )
         if earlier:
             self._reseed(task)
         if self._source is None:
-            self._source = await self._open(task)
+            self._source = await self._begin(task)
+
+    async def _begin(self, task: BatchTask) -> BlockSource:
+        """Open the dataset where this epoch starts."""
+        source = await self._open(task)
+        if not self._position.is_doubtful:
+            return source
+        first = await source.read(1)
+        if self._position.starts_again(is_empty=not len(first.block)):
+            return await self._open(task)
+        return Reread(first, source)
 
     def _reseed(self, task: BatchTask) -> None:
         """Seed the generators for ``task`` again: the user's code may have drawn."""
@@ -164,7 +192,7 @@ class _Stream(abc.ABC):
             return places
         self._add(task, block[:-1], found)
         if self._has_ended:  # skipping it would silently end the epoch early
-            raise self._noted(failed(last.error).error, task)
+            raise self._noted(last.error, task)
         if (found + len(block) - 1) % self._ranks == self._rank:
             try:
                 is_left_out = self._replace(task, last.error)
@@ -187,7 +215,7 @@ class _Stream(abc.ABC):
                 self._latest_mine = block[-1]
         task.samples = join([task.samples, block]) if len(task.samples) else block
 
-    def _replace(self, task: BatchTask, error: Exception) -> bool:
+    def _replace(self, task: BatchTask, error: BaseException) -> bool:
         """Add the replacement of a failed sample, or raise by the policy.
 
         Return True if there is none and the next sample takes its position.
@@ -206,6 +234,23 @@ class _Stream(abc.ABC):
             self._latest_mine = sample
         return False
 
+    async def _refill(self, task: BatchTask) -> None:
+        """Fill a short batch from the stream's beginning, if all ranks end together."""
+        lacking, source = len(task.indices) - len(task.samples), self._source
+        if lacking and isinstance(source, OwnSource) and source.refills:
+            samples = await source.again(lacking)
+            is_whole = not len(task.samples)
+            task.samples = samples if is_whole else join([task.samples, samples])
+            task.padding = len(samples)
+
+    async def _repeat(self, task: BatchTask) -> None:
+        """Fill all of ``task`` from the stream's beginning."""
+        await self._refill(task)
+        task.state = self._state(task.number)
+        if not len(task.samples):
+            task.result = BatchResult(is_end=True)
+        self._show(task)
+
     # -- after the samples of a batch -------------------------------------------------
 
     def _finish(self, task: BatchTask, found: int, wanted: int) -> None:
@@ -216,25 +261,43 @@ class _Stream(abc.ABC):
             self._maker.policy.take_back(len(task.indices) - mine)
         if self._has_ended:
             self._check_rest()
+            if not self._position.read and self._position.owes:
+                raise DatasetError(
+                    f"the resumed epoch of {self._name()} has no samples, but the one "
+                    f"before had {self._position.owes:,}; a dataset must start again "
+                    "after its end, also from the state that it has there"
+                )
         if not found or (self._drop_last and found < wanted):
             task.result = BatchResult(is_end=True)
-            task.state = self._position.state(0, has_ended=True)
+            self._has_ended = True
+            task.state = self._state(0)
             return
         if found < wanted and self._ranks > 1:
             self._share_tail(task, found)
-        task.state = self._position.state(task.number, has_ended=self._has_ended)
+        task.state = self._state(task.number)
         if self._real is not None and self._maker.part.masks():
             # Readers that have ended leave places without samples at the end.
             real = max(0, self._real - (self._position.read - found))
             task.padding = max(0, len(task.samples) - real)
-        if not isinstance(task.samples, list) and not self._takes_columns():
-            task.samples = list(task.samples)
-        task.missing = len(task.indices) - len(task.samples)
+        self._show(task)
         if self._source is not None and not self._source.fills and not task.result:
             # Only this batch is empty here: other ranks may have samples of it.
             least = len(task.indices) if self._drop_last else 1
             if len(task.samples) < least:
                 task.result = BatchResult(is_empty=True)
+
+    def _state(self, number: int) -> StreamState:
+        """Return where the stream is after batch ``number``."""
+        state = self._position.state(number, has_ended=self._has_ended)
+        if isinstance(self._source, OwnSource):
+            state |= self._source.repeated()
+        return state
+
+    def _show(self, task: BatchTask) -> None:
+        """Leave the samples as the functions take them."""
+        if not isinstance(task.samples, list) and not self._takes_columns():
+            task.samples = list(task.samples)
+        task.missing = len(task.indices) - len(task.samples)
 
     def _check_rest(self) -> None:
         """Raise the last error if every sample of the stream failed.
@@ -293,6 +356,8 @@ class SyncStream(_Stream):
             close()
 
     async def _open(self, task: BatchTask) -> BlockSource:
+        if self._close is not None:
+            self._close()
         if self._position.load_dataset():
             self._reseed(task)
         iterator: Any = iter(self._maker.dataset)
@@ -331,7 +396,9 @@ class AsyncStream(_Stream):
         self._position.load_iterator(iterator)
         if isinstance(iterator, BlockIterator):
             self._real = iterator.real
-            return OwnSource(iterator)
+            source = OwnSource(iterator, self._position.again)
+            self._stack.push_async_callback(source.aclose)
+            return source
         return AsyncSource(iterator, len(task.indices))
 
 

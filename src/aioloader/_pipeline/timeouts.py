@@ -4,6 +4,7 @@ import sys
 import time
 import traceback
 
+from aioloader._order.retry import last_error
 from aioloader._pipeline.batch_task import MISSING, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader.protocols import Kind
@@ -11,7 +12,7 @@ from aioloader.protocols import Kind
 
 def awaited(pipeline: Pipeline, number: int) -> BatchTask | None:
     """Return the awaited task: the oldest one if batches come unordered."""
-    tasks = sorted((task for task, _ in pipeline.under_way.values()), key=_number)
+    tasks = sorted((task for task, _ in list(pipeline.under_way.values())), key=_number)
     return next((task for task in tasks if task.number >= number), None) or next(
         iter(tasks), None
     )
@@ -39,7 +40,7 @@ def describe_wait(
     is_in_thread = task is not None and _is_in_thread(pipeline, task)
     if is_in_thread and (stack := _thread_stack(pipeline)):
         lines.append(f"the loader's thread is at:\n{stack}")
-    return "\n".join(lines)
+    return "\n".join(filter(None, [*lines, last_error()]))
 
 
 def _number(task: BatchTask) -> int:

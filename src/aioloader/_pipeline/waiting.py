@@ -1,7 +1,8 @@
 """Waiting, for threads and for tasks of any loop: both are woken.
 
 A signal that comes just before the main thread falls asleep does not wake it, and its
-handler runs when the thread next does, so a waiting thread looks up every second.
+handler runs when the thread next does. So a waiting thread looks up every second, and
+a loop of the main thread on which a task waits has a timer.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import math
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -29,6 +31,7 @@ class Waiters:
         self.lock = fork_safe(threading.RLock())  # a finalizer may need it too
         self._is_true = is_true
         self._wakes: deque[Callable[[], None]] = deque()
+        self._ticking: asyncio.AbstractEventLoop | None = None
 
     def wake(self, count: int | None = None) -> None:
         """Wake ``count`` waiters (all, if None); called without the lock."""
@@ -63,6 +66,8 @@ class Waiters:
 
         if not self._enter(wake):
             return True
+        if self._ticking is not loop:
+            self._tick(loop, weakref.ref(self))
         try:
             with self._watching(loop):
                 if timeout is None:
@@ -86,6 +91,18 @@ class Waiters:
     ) -> AbstractContextManager[object]:
         """Return the context to enter while a task of ``loop`` waits."""
         return _NOTHING
+
+    @staticmethod
+    def _tick(
+        loop: asyncio.AbstractEventLoop, reference: "weakref.ref[Waiters]"
+    ) -> None:
+        """Wake the loop every second, as long as anybody waits."""
+        self = reference()
+        if self is None:
+            return
+        self._ticking = loop if self._wakes else None
+        if self._wakes and threading.current_thread() is threading.main_thread():
+            loop.call_later(LOOK_UP, self._tick, loop, reference)
 
     def _enter(self, wake: Callable[[], None]) -> bool:
         with self.lock:

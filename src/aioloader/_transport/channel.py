@@ -134,6 +134,17 @@ class Channel:
         poll.register(self.fileno(), select.POLLIN)
         return bool(poll.poll(timeout * 1000))
 
+    def pause(self, seconds: float) -> None:
+        """Sleep.
+
+        Raises:
+            EOFError: As soon as the other end is gone.
+        """
+        poll = select.poll()
+        poll.register(self.fileno(), 0)  # hanging up is reported in any case
+        if poll.poll(seconds * 1000):
+            raise EOFError("the other process is gone")
+
     def close(self) -> None:
         """Close the socket. Idempotent."""
         self._socket.close()

@@ -9,6 +9,7 @@ milliseconds, so memory stays locked as long as its mapping. It is unlocked befo
 unmapped, because a device's driver identifies memory by address.
 """
 
+import contextlib
 import mmap
 import weakref
 from collections import deque
@@ -110,12 +111,13 @@ class SlotPool:
 
     def _drop_surplus(self) -> None:
         """Release free memory above the bound, the oldest sizes first."""
-        surplus = sum(size * len(free) for size, free in self._free.items())
-        surplus -= _MOST_FREE_BYTES
-        for size, free in self._free.items():
-            while free and surplus > 0:
-                free.popleft()
-                surplus -= size
+        sizes = list(self._free.items())  # other threads add to it
+        surplus = sum(size * len(free) for size, free in sizes) - _MOST_FREE_BYTES
+        for size, free in sizes:
+            with contextlib.suppress(IndexError):  # another thread took the last one
+                while surplus > 0:
+                    free.popleft()
+                    surplus -= size
 
 
 def _map(size: int) -> LockableMap:

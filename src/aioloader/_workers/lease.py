@@ -103,8 +103,14 @@ class Pools:
         for pool in kept:
             pool.end()
         ending: list[Ending] = [*kept, *self._ending]
+        errors: list[BaseException] = []
         for workers in ending:
-            workers.join()
+            try:
+                workers.join()
+            except BaseException as error:  # raised when all have been waited for
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     async def aclose(self) -> None:
         """End kept workers without blocking the loop."""

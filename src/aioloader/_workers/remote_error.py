@@ -6,10 +6,10 @@ becomes a ``WorkerError`` with the remote text.
 """
 
 import traceback
-from asyncio import CancelledError
 from dataclasses import dataclass
 from typing import Any
 
+from aioloader._order.raising import STOPS, raisable
 from aioloader._transport.codec import decode, encode
 from aioloader._workers.reducers import REDUCERS
 from aioloader.errors import WorkerError
@@ -27,6 +27,7 @@ class RemoteError:
         text: Its traceback in the worker.
         notes: Its notes, which some classes lose in pickling.
         worker: Number of the worker.
+        stop: The type of the cause, if it is one that ``raisable`` replaces.
     """
 
     pickled: tuple[bytes, list[bytearray]] | None
@@ -34,19 +35,16 @@ class RemoteError:
     text: str
     notes: list[str]
     worker: int
+    stop: type[BaseException] | None = None
 
     @classmethod
     def of(cls, error: BaseException, worker: int) -> "RemoteError":
         """Return ``error`` in a form that can be sent."""
-        if isinstance(error, CancelledError):  # it would cancel the consumer's task
-            cause = error
-            error = RuntimeError(
-                "the user's code was cancelled: it raised CancelledError"
-            )
-            error.__cause__ = cause
+        error = raisable(error, "user code")
+        stop = next((one for one in STOPS if isinstance(error.__cause__, one)), None)
         text = "".join(traceback.format_exception(error))[-_MOST_TEXT:]
         notes = list(getattr(error, "__notes__", ()))
-        return cls(_pickled(error), type(error).__name__, text, notes, worker)
+        return cls(_pickled(error), type(error).__name__, text, notes, worker, stop)
 
     def raisable(self) -> BaseException:
         """Return the exception, with notes on where it was raised."""
@@ -61,6 +59,8 @@ class RemoteError:
             notes = self.notes
         else:
             notes = [*self.notes, text]
+        if self.stop is not None:
+            error.__cause__ = self.stop()
         for note in notes:
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)

@@ -5,6 +5,7 @@ the dataset and the process's generators; each has its own generators in
 ``get_worker_info().rng``.
 """
 
+import contextlib
 import queue
 import sys
 import threading
@@ -16,6 +17,8 @@ from functools import partial
 from typing import Any, Literal
 
 from aioloader._observe.records import processor_time
+from aioloader._order.failures import noted
+from aioloader._order.raising import raisable
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.pipeline import Pipeline
@@ -70,6 +73,7 @@ class ThreadWorkers:
         self._base_seed = base_seed
         self._tasks: queue.SimpleQueue[BatchTask] = queue.SimpleQueue()
         self._over: list[bool] = []  # not empty: it is over
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # ends pauses
         self._threads: list[CpuThread] = []
         self._ended = [Latch() for _ in range(number)]
         self._in_flight: dict[int, tuple[BatchTask, float]] = {}  # by thread
@@ -82,7 +86,7 @@ class ThreadWorkers:
             thread.stop(self._ended[worker].set)
             self._threads.append(thread)
         # Runs at the interpreter's exit, before the threads are joined.
-        weakref.finalize(self, _end, self._over, self._tasks, self._number)
+        weakref.finalize(self, _end, self._over, self._bell, self._tasks, self._number)
 
     def wait_up(self) -> None:
         """Return at once."""
@@ -93,7 +97,7 @@ class ThreadWorkers:
 
     def forget(self, pipeline: Pipeline) -> None:  # noqa: ARG002  (the pool's protocol)
         """End the threads after their current batches; finalizers may call it."""
-        _end(self._over, self._tasks, len(self._threads))
+        _end(self._over, self._bell, self._tasks, len(self._threads))
 
     def join(self) -> bool:
         """Wait until the threads have ended, bounded; a forked child has none."""
@@ -141,7 +145,8 @@ class ThreadWorkers:
             if self._init is not None:
                 self._init(worker)
         except BaseException as error:  # of user code; raised by the consumer
-            pipeline.fail(error)
+            where = f"in worker_init_fn of worker {worker}"
+            pipeline.fail(noted(raisable(error, "worker_init_fn"), where))
             return
         ident = threading.get_ident()
         while (task := self._tasks.get()) is not _LAST and not self._over:
@@ -154,18 +159,25 @@ class ThreadWorkers:
 
     def _pause(self, seconds: float) -> None:
         """Sleep before another attempt; raise if the iteration is over."""
-        if self._over:
+        with contextlib.suppress(queue.Empty):
+            if not self._over:
+                self._bell.get(timeout=seconds)
             raise LoaderClosedError("the iterator was closed")
-        time.sleep(seconds)
 
 
 _LAST = BatchTask(-1, ())
 
 
-def _end(over: list[bool], tasks: "queue.SimpleQueue[BatchTask]", number: int) -> None:
+def _end(
+    over: list[bool],
+    bell: "queue.SimpleQueue[None]",
+    tasks: "queue.SimpleQueue[BatchTask]",
+    number: int,
+) -> None:
     """End ``number`` threads after their current batches."""
     over.append(True)
     for _ in range(number):
+        bell.put(None)
         tasks.put(_LAST)
 
 

@@ -15,6 +15,7 @@ from aioloader.datasets._stores.addresses import Address
 from aioloader.datasets._stores.bytes import Bytes, NoRangesError
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import unpacker_of
+from aioloader.datasets._stores.versions import Version
 
 # Bytes to search at once for the end of a line.
 _LOOK = 1 << 16
@@ -23,12 +24,12 @@ _SMALL = 1 << 24
 
 
 class Part(NamedTuple):
-    """A part of a shard: the bytes from ``start`` to ``stop``, of ``size``."""
+    """A part of a shard: the bytes from ``start`` to ``stop`` of a version of it."""
 
     address: Address
     start: int
     stop: int
-    size: int
+    version: Version
 
 
 class CannotCutError(Exception):
@@ -62,10 +63,12 @@ async def cut_shards(
     Raises:
         ValueError: If not enough parts can be cut.
     """
-    sizes = [await _size(places, shard) for shard in shards]
+    versions = [await _version(places, shard) for shard in shards]
+    wanted_of = shares([version.size for version in versions], count)
     parts: list[Part] = []
     reasons: list[str] = []
-    for shard, size, wanted in zip(shards, sizes, shares(sizes, count), strict=True):
+    for shard, version, wanted in zip(shards, versions, wanted_of, strict=True):
+        size = version.size
         inner: Sequence[int] = ()
         if unpacker_of(places.name(shard)):
             reasons.append(f"{places.label(shard)!r} is compressed: unpack or split it")
@@ -76,7 +79,8 @@ async def cut_shards(
                 reasons.append(f"{places.label(shard)!r} {error}")
         starts = [0, *inner]
         ends = [*inner, size]
-        parts += [Part(shard, *edges, size) for edges in zip(starts, ends, strict=True)]
+        edges = zip(starts, ends, strict=True)
+        parts += [Part(shard, *pair, version) for pair in edges]
     if len(parts) < count:
         why = "; ".join(reasons) or "they have too few samples"
         raise ValueError(
@@ -87,9 +91,9 @@ async def cut_shards(
     return parts
 
 
-async def _size(places: Places, shard: Address) -> int:
+async def _version(places: Places, shard: Address) -> Version:
     try:
-        return await places.size(shard)
+        return await places.version(shard)
     except NoRangesError:
         label = places.label(shard)
         raise ValueError(

@@ -17,15 +17,18 @@ from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import Unpacked, unpacker_of
+from aioloader.datasets._stores.versions import Known, Version
 from aioloader.datasets._streams.shards import (
     CountsBytes,
     CutsShards,
-    KnowsSize,
+    KnowsVersion,
+    MarksEnd,
     Parser,
     Position,
     Quick,
     ShardReader,
     Summary,
+    WeighsShards,
     summary_of,
 )
 from aioloader.errors import DatasetError, ShardChangedError
@@ -42,7 +45,7 @@ _AT_ONCE, _TRACKED_AT_ONCE = 2048, 256
 _HERE = 1 << 17
 
 
-class ParsedShard(KnowsSize, CountsBytes):
+class ParsedShard(KnowsVersion, CountsBytes):
     """Samples of one shard, in order.
 
     They are cut in threads, a block at a time; by a ``Quick`` parser without a thread,
@@ -104,10 +107,10 @@ class ParsedShard(KnowsSize, CountsBytes):
             )
         return []
 
-    @property
-    def size(self) -> int | None:
-        """Stored length of the shard, in bytes."""
-        return self._source.size
+    def version(self) -> tuple[str, Version] | None:
+        """Return the address and version of the stored shard."""
+        version = self._source.version
+        return None if version is None else (self._location, version)
 
     def position(self) -> Position:
         """Return the position of the next sample."""
@@ -217,7 +220,7 @@ class ParsedShard(KnowsSize, CountsBytes):
         return taken
 
 
-class ParsedFormat(CutsShards):
+class ParsedFormat(CutsShards, WeighsShards):
     """Shards of bytes, cut by a parser.
 
     Args:
@@ -262,6 +265,12 @@ class ParsedFormat(CutsShards):
             return shards
         return await cut_shards(self.places, shards, count, self._cuts)
 
+    async def sizes(self, shards: Sequence[Any], *, must: bool) -> Sequence[int] | None:
+        """Return the lengths of the shards, in bytes, if all are known."""
+        if isinstance(shards[0], Part):
+            return [part.stop - part.start for part in shards]
+        return await self.places.sizes(shards, must=must)
+
     def summary(self, shards: Sequence[Any]) -> Summary:
         """Return the number of shards, their names, and their cuts."""
         if not isinstance(shards[0], Part):
@@ -275,20 +284,24 @@ class ParsedFormat(CutsShards):
 
     def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
         """Return a reader of one shard."""
-        address, first, size, stop = shard, 0, None, None
+        address, first, stop, version = shard, 0, None, None
         if isinstance(shard, Part):
-            address, first, stop, size = shard
+            address, first, stop, version = shard
         unpacker = unpacker_of(self.places.name(address))
         label = self.places.label(address)
-        start, size = position.get("byte", first), position.get("size", size)
+        start = position.get("byte", first)
         if unpacker is not None:
             start, stop = 0, None
-        source = self.places.open(address, start, budget, size, stop)
+        known = Known.of(position, version)
+        source = self.places.open(address, start, budget, known, stop)
         if unpacker is not None:
             source = Unpacked(source, unpacker, label)
+        parser = self._make(label, start)
+        if isinstance(parser, MarksEnd) and stop is not None and version is not None:
+            parser.is_part = stop < version.size
         return ParsedShard(
             source,
-            self._make(label, start),
+            parser,
             skip=position.get("sample", 0),
             is_packed=unpacker is not None,
             location=label,

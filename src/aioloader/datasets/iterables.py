@@ -19,6 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeAlias
 
+import torch
+from torch.utils.data import SequentialSampler
+
 from aioloader._order.blocks import (
     Bad,
     SameErrors,
@@ -26,12 +29,15 @@ from aioloader._order.blocks import (
     read_block,
     read_block_async,
 )
-from aioloader._order.shares import Share
+from aioloader._order.permutation import ShuffledIndices
+from aioloader._order.raising import carried
 from aioloader.datasets._streams.cursors import Ahead, Cursor, State
 from aioloader.datasets._streams.descriptions import name_of
-from aioloader.datasets._streams.iterators import Reading
+from aioloader.datasets._streams.iterated import Iterated
+from aioloader.datasets._streams.iterators import Reading, StreamIterator
 from aioloader.datasets.streams import Stream
 from aioloader.errors import ShardChangedError
+from aioloader.protocols import is_own_stream
 
 Source: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 AsyncSource: TypeAlias = AsyncIterable[Any] | Callable[[], AsyncIterable[Any]]
@@ -43,6 +49,7 @@ def from_iterable(source: Source) -> Stream[Any]:
     Args:
         source: An iterable that can be iterated again in every epoch, or a function
             that returns one, such as a generator function. Each reader iterates it.
+            Its ``set_epoch``, if it has one, is called with the number of each epoch.
 
     Raises:
         TypeError: If it is an iterator, which can be read only once.
@@ -56,7 +63,7 @@ def from_async_iterable(source: AsyncSource) -> Stream[Any]:
 
     Args:
         source: An async iterable, or a function that returns one, such as an async
-            generator function.
+            generator function. A stream takes the number of each epoch.
 
     Raises:
         TypeError: If it is an async iterator, which can be read only once.
@@ -83,8 +90,20 @@ class _Iterable(Stream[Any]):
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return a cursor over this reader's samples."""
-        cursor: Cursor = self._cursor(self._source, reading.share, state.get("read", 0))
+        start = state.get("read", 0)
+        cursor: Cursor = self._cursor(self._source, reading, start)
         return cursor
+
+    def reread(self) -> list[str]:
+        """Return the name of the source, unless its epochs can be repeated."""
+        source = self._source
+        if isinstance(source, torch.utils.data.DataLoader):
+            is_known = type(source.sampler) in {SequentialSampler, ShuffledIndices}
+            is_known = is_known or is_own_stream(source.dataset)
+        else:
+            counts = callable(getattr(source, "set_epoch", None))
+            is_known = isinstance(source, Sequence) or counts
+        return [] if is_known else [name_of(source)]
 
     def ahead(self) -> Ahead:
         """Return how far it may be read ahead: an iterator may wait for each sample."""
@@ -104,18 +123,19 @@ class _Cursor:
 
     Args:
         source: The user's source.
-        share: This reader's number, and the number of readers.
+        reading: The epoch, and this reader's number.
         start: Samples before the starting position.
     """
 
-    def __init__(self, source: Any, share: Share, start: int) -> None:
+    def __init__(self, source: Any, reading: Reading, start: int) -> None:
         self._source = source
-        self._share = share
+        self._epoch = reading.epoch
+        self._share = reading.share
         self._start = start
         self._read = 0
         self._iterator: Any = None
         self._has_ended = False
-        self._error: Exception | None = None  # error at the end, until it is raised
+        self._error: BaseException | None = None  # error at the end, until it is raised
         self._same_errors = SameErrors()
 
     def state(self) -> State:
@@ -123,7 +143,14 @@ class _Cursor:
         return {"read": max(self._read, self._start)}
 
     def _made(self) -> Any:
-        return self._source() if callable(self._source) else self._source
+        made = self._source() if callable(self._source) else self._source
+        if isinstance(made, Iterated):
+            made = made.for_epoch()  # two readers may be in two epochs
+            made.is_inner = True
+            made.begin_epoch(self._epoch)
+        elif callable(set_epoch := getattr(made, "set_epoch", None)):
+            set_epoch(self._epoch)
+        return made
 
     def _could_not_open(self, error: BaseException) -> None:
         self._has_ended = True
@@ -134,7 +161,7 @@ class _Cursor:
         if samples or self._error is None:
             return samples
         error, self._error = self._error, None
-        raise error
+        raise carried(error)
 
     def _mine(self, block: list[Any], *, has_ended: bool) -> list[Any]:
         """Count samples; return those of this reader."""
@@ -185,7 +212,7 @@ class _SyncCursor(_Cursor):
         if self._iterator is None:
             try:
                 self._iterator = iter(self._made())
-            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
+            except BaseException as error:  # noqa: BLE001  (raised at the end)
                 self._could_not_open(error)
         samples: list[Any] = []
         while len(samples) < limit and not self._has_ended:
@@ -209,7 +236,7 @@ class _AsyncCursor(_Cursor):
         if self._iterator is None and not self._has_ended:
             try:
                 self._iterator = aiter(self._made())
-            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
+            except BaseException as error:  # noqa: BLE001  (raised at the end)
                 self._could_not_open(error)
         samples: list[Any] = []
         while len(samples) < limit and not self._has_ended:
@@ -219,8 +246,8 @@ class _AsyncCursor(_Cursor):
         return self._passed(samples)
 
     async def aclose(self) -> None:
-        """Close a generator."""
+        """Close a generator, or an inner stream."""
         self._has_ended = True
         iterator, self._iterator = self._iterator, None
-        if inspect.isasyncgen(iterator):
+        if inspect.isasyncgen(iterator) or isinstance(iterator, StreamIterator):
             await iterator.aclose()

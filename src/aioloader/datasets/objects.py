@@ -21,15 +21,9 @@ from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.reads import ObjectReader
-from aioloader.datasets._stores.requests import (
-    RefusedError,
-    Requests,
-    policy_of,
-    read_failure,
-)
+from aioloader.datasets._stores.requests import Requests, policy_of, read_failure
 from aioloader.datasets._stores.stores import StoreSource
 from aioloader.datasets.named import Named
-from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     import os
@@ -56,8 +50,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
         prefix: Whole path segments that listed keys start with.
         store_options: Options of the store that a URL names, such as ``{"region":
             "eu-west-1"}``: those of ``obstore.store.from_url``.
-        requests: How failed reads are retried. The first attempt is the store's own,
-            with its retries and its timeout (of 30 s), unless ``hedge`` is on.
+        requests: How long requests may take, and how failed ones are retried.
 
     Raises:
         ImportError: If obstore is not installed.
@@ -173,16 +166,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
         size = 0 if self._sizes is None else int(self._sizes[position])
         reader = self._readers.here()
         attempt = partial(self._read, reader, key, size)
-        failed: DatasetError | None = None
-        if not self._requests.hedge:
-            # Without a second timeout in addition to the store's, which costs 5 us.
-            try:
-                return await attempt()
-            except RefusedError as refused:
-                raise refused.error from None
-            except DatasetError as error:
-                failed = error
-        return await reader.tries.make(attempt, self._source.locate(key), failed)
+        return await reader.tries.make(attempt, self._source, key)
 
     async def _read(self, reader: ObjectReader, key: str, size: int) -> "Bytes":
         """Read one object, once.
@@ -194,7 +178,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
         store = await self._source.opened()
         failure: Exception
         try:
-            return await reader.read(store, key, size)
+            return await reader.read(store, self._source, key, size)
         except ShortReadError as exc:
             failure = truncated(self._source.locate(key), exc)
         except reader.errors as exc:

@@ -3,9 +3,11 @@
 import asyncio
 import operator
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from heapq import heapreplace
 from itertools import chain
 from os import PathLike
 from pathlib import PurePath
@@ -14,6 +16,7 @@ from typing import (
     TYPE_CHECKING,
     Any,
     ClassVar,
+    NamedTuple,
     Protocol,
     Self,
     SupportsIndex,
@@ -58,6 +61,7 @@ from aioloader.datasets._streams.shards import (
     Shard,
     ShardFormat,
     Summary,
+    WeighsShards,
 )
 from aioloader.datasets.streams import CACHE_BYTES, Stream
 from aioloader.errors import StateMismatchError
@@ -74,26 +78,29 @@ Sample_co = TypeVar("Sample_co", covariant=True)
 MAX_BYTES = 128 << 20
 MAX_SAMPLE_BYTES = 1 << 28
 _MANY = 1 << 10
-# Orders of passes that are cached for all readers here.
-_ORDERS = 2
+# Deals of passes that are cached for all readers here.
+_DEALS = 2
 
 
 class ShardedStream(Stream[Sample_co]):
     """A stream of shards.
 
-    Its samples come from ``interleave`` lanes that take turns. The shards, permuted in
-    each epoch if ``shuffle`` is set, are spread over the lanes; each lane reads its
-    shards one after the other. Readers (one for each rank and worker, unless
-    ``readers`` sets their number) take whole lanes: nothing is read twice and nothing
-    left out, whatever the numbers, so there must be a shard for each. A state can be
-    loaded where the shards have the same names in the same order, whatever their common
-    directory, bucket or host.
+    The shards, permuted in each epoch if ``shuffle`` is set, are dealt to the readers
+    (one for each rank and worker, unless ``readers`` sets their number): each shard to
+    the reader that has the least bytes, or rows, so far, or the fewest shards where
+    lengths are unknown, as those of URLs that are not listed. So readers differ by at
+    most one shard, nothing is read twice and nothing is left out, and there must be a
+    shard for each. A reader spreads its shards over lanes that take turns; each lane
+    reads its shards one after the other. A state can be loaded where the shards have
+    the same names and lengths in the same order, whatever their common directory,
+    bucket or host.
 
     Args:
         made_by: The format, which lists and opens shards.
         shuffle: Whether the shards are permuted.
         seed: Key of the permutation.
-        interleave: Number of shards open at once; at least the number of readers.
+        interleave: Number of shards open at once, of all readers together; rounded up
+            to a multiple of their number.
         deterministic: Whether lanes take turns strictly; otherwise samples come from
             whichever lane has some, and the order differs from run to run, so another
             number of ranks cannot resume it.
@@ -150,17 +157,18 @@ class ShardedStream(Stream[Sample_co]):
             if (listed := LISTED.get()) is not None:
                 listed.shards += len(found[0])
                 listed.seconds += perf_counter() - began
-        shards, summary = reading.listed[id(self)]
+        shards, summary, sizes = reading.listed[id(self)]
         self._check(summary, known, share.readers)
-        order = await self._order(reading, len(shards))
-        lanes = min(max(self._interleave, share.readers), len(shards))
-        mine = range(share.reader, lanes, share.readers)
-        states = state.get("lanes") or [{} for _ in mine]
-        budget = self._max_bytes // max(1, len(mine) * share.hosted)
+        mine = (await self._shares(reading, len(shards), sizes))[share.reader]
+        lanes = min(-(-self._interleave // share.readers), len(mine))
+        states = state.get("lanes") or [{} for _ in range(lanes)]
+        if not reading.is_strict:
+            states = [_without_stamp(one) for one in states]
+        budget = self._max_bytes // max(1, lanes * share.hosted)
         kind = Interleaved if self._deterministic else AsTheyCome
         opened = [
-            self._lane(_Dealt(shards, order, lane, lanes), budget, one)
-            for lane, one in zip(mine, states, strict=True)
+            self._lane(_Picked(shards, mine[lane::lanes]), budget, one)
+            for lane, one in zip(range(lanes), states, strict=True)
         ]
         return _Sharded(kind(opened, state), summary)
 
@@ -168,6 +176,10 @@ class ShardedStream(Stream[Sample_co]):
         """Return how far it may be read ahead: not if its order may change."""
         changes = getattr(self.made_by, "changes", False)
         return Ahead.FREE if self._deterministic and not changes else Ahead.NEVER
+
+    def places(self) -> list[str]:
+        """Return what distinguishes it from streams of equal description."""
+        return [self._place]
 
     def describe(self) -> State:
         """Return the format's description, and the order of shards and lanes."""
@@ -180,10 +192,8 @@ class ShardedStream(Stream[Sample_co]):
             "deterministic": self._deterministic,
         }
 
-    async def _agreed(
-        self, reading: Reading, known: Summary | None
-    ) -> tuple[Sequence[Shard], Summary]:
-        """Return the shards that all ranks have, and their summary.
+    async def _agreed(self, reading: Reading, known: Summary | None) -> "_Listing":
+        """Return the shards that all ranks have.
 
         Raises:
             DatasetError: If other ranks have found other shards.
@@ -195,20 +205,18 @@ class ShardedStream(Stream[Sample_co]):
         for _ in range(2):
             theirs = question.first and question.first["summary"]
             async with AsyncExitStack() as stack:
-                shards, summary = await self._list(
-                    stack, known or theirs, reading.share.readers
-                )
-                if await question.settle(summary):
+                found = await self._list(stack, known or theirs, reading.share.readers)
+                if await question.settle(found.summary):
                     reading.stack.push_async_callback(stack.pop_all().aclose)
-                    return shards, summary
+                    return found
             if theirs is not None:
                 break  # a format that can adopt the others' cuts has done so
-        raise question.refuse(summary)
+        raise question.refuse(found.summary)
 
     async def _list(
         self, stack: AsyncExitStack, known: Summary | None, readers: int
-    ) -> tuple[Sequence[Shard], Summary]:
-        """Return all shards, cut if too few, and their summary for a state."""
+    ) -> "_Listing":
+        """Return all shards, cut if too few."""
         shards = await self.made_by.shards(stack, known)
         made_by = self.made_by
         if isinstance(made_by, CutsShards) and made_by.count(shards) < readers:
@@ -219,22 +227,45 @@ class ShardedStream(Stream[Sample_co]):
         summary = (
             await asyncio.to_thread(summarise, shards) if is_long else summarise(shards)
         )
-        return shards, summary
+        sizes = await self._sizes(shards, known, readers)
+        if sizes is not None:
+            text = ",".join(map(str, sizes)).encode()
+            summary = {**summary, "sizes": f"{zlib.crc32(text):08x}"}
+        return _Listing(shards, summary, sizes)
 
-    async def _order(self, reading: Reading, count: int) -> Sequence[int]:
-        """Return the order of the shards; the same object for all readers here."""
-        if not self._shuffle:
-            return range(count)
+    async def _sizes(
+        self, shards: Sequence[Shard], known: Summary | None, readers: int
+    ) -> Sequence[int] | None:
+        """Return the lengths of shards if the deal depends on them.
+
+        With a state it depends on them if it did when the state was saved.
+        """
+        is_moot = readers == 1 or len(shards) <= readers
+        must = known is not None and "sizes" in known
+        if is_moot or not (known is None or must):
+            return None
+        if not isinstance(self.made_by, WeighsShards):
+            return None
+        found = await self.made_by.sizes(shards, must=must)
+        return None if found is None or min(found) == max(found) else found
+
+    async def _shares(
+        self, reading: Reading, count: int, sizes: Sequence[int] | None
+    ) -> Sequence[Sequence[int]]:
+        """Return the shards of each reader; the same object for all readers here."""
         # For each pass of ``repeat``; readers here may be in different ones.
-        orders = reading.listed.setdefault((id(self), "orders"), {})
-        found: Sequence[int] | None = orders.get(reading.epoch)
+        deals = reading.listed.setdefault((id(self), "deals"), {})
+        found: Sequence[Sequence[int]] | None = deals.get(reading.epoch)
         if found is None:
-            order = keyed_order(count, self._seed, reading.epoch, 0)
+            order: Sequence[int] | ShuffledIndices = range(count)
+            if self._shuffle:
+                order = keyed_order(count, self._seed, reading.epoch, 0)
+            args = order, sizes, reading.share.readers
             quick = is_quick(count)
-            found = _whole(order) if quick else await asyncio.to_thread(_whole, order)
-            orders[reading.epoch] = found
-            while len(orders) > _ORDERS:
-                del orders[next(iter(orders))]
+            found = _dealt(*args) if quick else await asyncio.to_thread(_dealt, *args)
+            deals[reading.epoch] = found
+            while len(deals) > _DEALS:
+                del deals[next(iter(deals))]
         return found
 
     def _lane(self, shards: Sequence[Shard], budget: int, state: State) -> Lane:
@@ -251,7 +282,7 @@ class ShardedStream(Stream[Sample_co]):
         if known is not None and known != summary:
             others = f"has {count}"
             if known["count"] == count:
-                others = "has others, or has them in another order"
+                others = "has others, of other lengths, or in another order"
             raise StateMismatchError(
                 f"the state was saved with {known['count']} shards, but {self!r} "
                 f"{others}; load it with the same shards",
@@ -260,24 +291,53 @@ class ShardedStream(Stream[Sample_co]):
             )
 
 
-def _whole(order: ShuffledIndices) -> list[int]:
-    return [*chain.from_iterable(paced(order))]
+class _Listing(NamedTuple):
+    """The shards, their summary, and their lengths if the deal depends on them."""
+
+    shards: Sequence[Shard]
+    summary: Summary
+    sizes: Sequence[int] | None
 
 
-class _Dealt(Sequence[Shard]):
+def _dealt(
+    order: Sequence[int] | ShuffledIndices, sizes: Sequence[int] | None, readers: int
+) -> Sequence[Sequence[int]]:
+    """Return the shards of each reader, all of about the same length in total.
+
+    Each shard, in order, goes to the reader that has the least so far: then no two
+    readers differ by more than the longest shard. Source: Graham, "Bounds on
+    multiprocessing timing anomalies", 1969 (list scheduling).
+    """
+    if isinstance(order, ShuffledIndices):
+        order = [*chain.from_iterable(paced(order))]
+    if sizes is None:
+        return [order[reader::readers] for reader in range(readers)]
+    dealt: list[list[int]] = [[] for _ in range(readers)]
+    least = [(0, 0, reader) for reader in range(readers)]  # a heap
+    for shard in order:
+        total, count, reader = least[0]
+        dealt[reader].append(shard)
+        heapreplace(least, (total + sizes[shard], count + 1, reader))
+    return dealt
+
+
+def _without_stamp(lane: State) -> State:
+    """Return a lane's state that any shard of the same size fits."""
+    at = {name: one for name, one in lane.get("at", {}).items() if name != "stamp"}
+    return {**lane, "at": at}
+
+
+class _Picked(Sequence[Shard]):
     """The shards of one lane, looked up on access: there may be millions."""
 
-    def __init__(
-        self, shards: Sequence[Shard], order: Sequence[int], lane: int, lanes: int
-    ) -> None:
-        self._shards, self._order = shards, order
-        self._places = range(lane, len(order), lanes)
+    def __init__(self, shards: Sequence[Shard], places: Sequence[int]) -> None:
+        self._shards, self._places = shards, places
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __getitem__(self, number: Any) -> Shard:
-        return self._shards[self._order[self._places[number]]]
+        return self._shards[self._places[number]]
 
 
 class _Sharded:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from aioloader._order.permutation import ShuffledIndices, keyed_order
 from aioloader._order.ranks import Tail
+from aioloader._order.shares import Deal, Share, evened
 from aioloader.datasets._options import check_at_least
 from aioloader.datasets._streams.counts import Batched, Skipped, Taken
 from aioloader.datasets._streams.cursors import (
@@ -128,10 +129,15 @@ class Stream(Iterated[Sample_co]):
         It repeats as often as needed, so ranks with uneven shards have equal numbers of
         batches, and none waits for another at the end. For that it must be the last
         step: with ``on_error="skip"`` later samples then replace failed ones, but not
-            with
-        ``readers``. If the number of ranks does not divide ``count``, the loader's
-        ``tail`` decides about the last samples. Each epoch starts at the beginning:
-        with ``shuffle`` it has other samples, without it the same.
+        with ``readers``. If the number of ranks does not divide ``count``, the loader's
+        ``tail`` decides about the last samples.
+
+        A loader's next epoch, or one resumed from its state, continues where its last
+        one stopped, so that each reader reads every sample before it reads any again.
+        Shuffles depend on how often a reader has read all, and on the number of the
+        loader's first epoch: ``set_epoch`` numbers later epochs, and changes neither
+        their samples nor their order. The number of ranks and workers stays that of the
+        first epoch. ``async for`` without a loader starts at the beginning each time.
         """
         check_at_least(count, 1, "count")
         return _EpochLength(self, count)
@@ -237,9 +243,30 @@ class _Over(Stream[Any]):
         """Return how far its source may be read ahead."""
         return self.upstream.ahead()
 
+    def reread(self) -> list[str]:
+        """Return the names of its sources without a state."""
+        return self.upstream.reread()
+
+    def is_endless(self) -> bool:
+        """Tell whether its source never ends."""
+        return self.upstream.is_endless()
+
+    def places(self) -> list[str]:
+        """Return what distinguishes its source."""
+        return self.upstream.places()
+
+    # Whether a state with "taken" has passed on that many samples after it.
+    is_one_to_one = False
+
+    def carried(self, state: State, passed: int, share: Share) -> State | None:
+        """Return the beginning of the next epoch: this step starts over."""
+        passed = passed + state.get("taken", 0) if self.is_one_to_one else 0
+        up = self.upstream.carried(state.get("up", {}), passed, share)
+        return None if up is None else {"up": up}
+
     def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:  # noqa: ARG002
         """Return the stream with its source evened; this step may fail after it."""
-        clone = self._clone()
+        clone = super().evened(tail)
         clone.upstream = self.upstream.evened(tail)
         return clone
 
@@ -260,6 +287,7 @@ class _Step(_Over):
         super().__init__(upstream)
         self._making = making
         self._kind = kind
+        self.is_one_to_one = kind in _ONE_TO_ONE
         self._parameters = parameters
 
     async def open(self, reading: Reading, state: State) -> Cursor:
@@ -272,7 +300,11 @@ class _Step(_Over):
 
     def total(self) -> int | None:
         """Return the length of an epoch, if known."""
-        return self.upstream.total() if self._kind in _ONE_TO_ONE else None
+        return self.upstream.total() if self.is_one_to_one else None
+
+    def is_endless(self) -> bool:
+        """Tell whether it never ends."""
+        return self._kind != "take" and super().is_endless()
 
     def describe(self) -> State:
         """Return the step's parameters, and the previous stream."""
@@ -282,6 +314,8 @@ class _Step(_Over):
 
 class _Shuffle(_Over):
     """A stream whose windows are permuted."""
+
+    is_one_to_one = True
 
     def __init__(self, upstream: Stream[Any], size: int, seed: int) -> None:
         super().__init__(upstream)
@@ -323,11 +357,20 @@ class _Repeat(_Over):
         """Return a cursor over one pass after the other."""
 
         async def open_pass(number: int, up: State) -> Cursor:
-            epoch = epoch_of_pass(reading.epoch, number)
-            return await self.upstream.open(replace(reading, epoch=epoch), up)
+            epochs = reading.epoch, reading.begun
+            epoch, begun = (epoch_of_pass(one, number) for one in epochs)
+            here = replace(reading, epoch=epoch, begun=begun)
+            return await self.upstream.open(here, up)
 
         cursor = await open_pass(state.get("pass", 0), state.get("up", {}))
         return Repeated(cursor, open_pass, self._times, state)
+
+    def is_endless(self) -> bool:
+        """Tell whether it never ends."""
+        return self._times is None or super().is_endless()
+
+    def carried(self, _state: State, _passed: int, _share: Share) -> None:
+        """Return None: each epoch starts with the first pass."""
 
     def describe(self) -> State:
         """Return the number of passes, and the repeated stream."""
@@ -349,15 +392,28 @@ class _EpochLength(_Over):
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return a cursor over this reader's part of the epoch."""
-        upstream = await self.upstream.open(reading, state.get("up", {}))
-        share, count = reading.share, self._count
-        if self._tail == "drop":
-            count -= count % share.ranks
-        elif self._tail != "uneven":
-            count += -count % share.ranks
-        mine = count // share.readers + (share.reader < count % share.readers)
+        share = reading.share
+        # To the source all epochs are one, so a pass is never shuffled again midway.
+        whole = replace(reading, epoch=reading.begun)
+        upstream = await self.upstream.open(whole, state.get("up", {}))
         counts_failed = not self.leaves_out or share.in_turns
-        return EpochPart(upstream, mine, share, state, counts_failed=counts_failed)
+        parts = self._parts(share)
+        return EpochPart(upstream, *parts, share, state, counts_failed=counts_failed)
+
+    def _parts(self, share: Share) -> tuple[int, int]:
+        """Return how many samples a reader has, and how many are not padding."""
+        count = evened(self._count, share.ranks, self._tail)
+        real = min(count, self._count) if self._tail == "pad" else count
+        deal = Deal(share.reader, share.readers, share.readers)
+        return deal.part(count), deal.part(real)
+
+    def carried(self, state: State, passed: int, share: Share) -> State:
+        """Return the position after the last sample that was delivered."""
+        if "next" in state:
+            return {"up": state["next"]}
+        left = self._parts(share)[1] - state.get("given", 0)
+        again = state.get("again", 0) + min(passed, left)
+        return {"up": state.get("up", {}), "again": again}
 
     def total(self) -> int:
         """Return the length of an epoch."""
@@ -409,6 +465,16 @@ class _Mix(Stream[Any]):
             cursors, self._weights, key, state, until=self._until, ahead=self.ahead()
         )
 
+    def carried(self, state: State, _passed: int, share: Share) -> State | None:
+        """Return the beginning of the next epoch: all is drawn again."""
+        count = len(self.streams)
+        ups, taken = state.get("up") or [{}] * count, state.get("taken") or [0] * count
+        up = [
+            stream.carried(up, passed, share)
+            for stream, up, passed in zip(self.streams, ups, taken, strict=True)
+        ]
+        return {"up": [one or {} for one in up]} if any(up) else None
+
     def describe(self) -> State:
         """Return how the streams are mixed, and their descriptions."""
         return {
@@ -425,9 +491,22 @@ class _Mix(Stream[Any]):
         clone.streams = [one.cache(directory, max_bytes) for one in self.streams]
         return clone
 
+    def is_endless(self) -> bool:
+        """Tell whether it never ends: its first source does not, or its last."""
+        ends = all if self._until == "first" else any
+        return ends(stream.is_endless() for stream in self.streams)
+
+    def places(self) -> list[str]:
+        """Return what distinguishes its sources."""
+        return [place for stream in self.streams for place in stream.places()]
+
     def ahead(self) -> Ahead:
         """Return how far all its sources may be read ahead."""
         return min(stream.ahead() for stream in self.streams)
+
+    def reread(self) -> list[str]:
+        """Return the names of its sources without a state."""
+        return [name for stream in self.streams for name in stream.reread()]
 
     def __repr__(self) -> str:
         first, *others = map(repr, self.streams)

@@ -7,6 +7,7 @@ rows: each batch is cut from the columns, and becomes one tensor per column.
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from aioloader.datasets._arrow.csv import CSVFormat
@@ -17,6 +18,7 @@ from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.postgres_values import Infinity, Numeric
+from aioloader.datasets._streams.shards import MissingEnd, check_missing_end
 from aioloader.datasets.sharded import ShardedStream, StoredStream
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ class _TableFiles(StoredStream[Row]):
     """The part that both kinds of files share."""
 
     _format: ClassVar[type[TableFormat[Any]]]
+    # Arguments of the format alone.
+    _of_format: Mapping[str, Any] = MappingProxyType({})
 
     @names_options
     def __init__(
@@ -49,6 +53,7 @@ class _TableFiles(StoredStream[Row]):
             nulls=nulls,
             schema=schema,
             filters=filters,
+            **self._of_format,
         )
         super().__init__(addresses, made_by, **options)
 
@@ -95,6 +100,7 @@ class ArrowDataset(_TableFiles):
         nulls: As for ``ParquetDataset``.
         schema: As for ``ParquetDataset``.
         filters: As for ``ParquetDataset``, but nothing is skipped.
+        missing_end: As for ``TarDataset``: of streams, whose end has a mark.
         options: As for ``ParquetDataset``.
 
     Raises:
@@ -103,6 +109,24 @@ class ArrowDataset(_TableFiles):
     """
 
     _format = ArrowFormat
+
+    @names_options
+    def __init__(
+        self,
+        addresses: "Addresses",
+        columns: Iterable[str] | None = None,
+        *,
+        nulls: Mapping[str, Any] | None = None,
+        schema: "pa.Schema | None" = None,
+        filters: Any = None,
+        missing_end: MissingEnd = "error",
+        **options: Unpack[StreamOptions],
+    ) -> None:
+        check_missing_end(missing_end)
+        self._of_format = {"missing_end": missing_end}
+        super().__init__(
+            addresses, columns, nulls=nulls, schema=schema, filters=filters, **options
+        )
 
 
 class CSVDataset(StoredStream[Row]):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from aioloader.datasets._cuts import Cuts
 from aioloader.datasets._options import StreamOptions, check_at_least, names_options
+from aioloader.datasets._streams.shards import MissingEnd, check_missing_end
 from aioloader.datasets._tar.index import at_samples
 from aioloader.datasets._tar.walk import TarParser
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
@@ -26,6 +27,9 @@ class TarDataset(ByteStream[dict[str, Any]]):
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/train-{000..127}.tar"``.
         max_sample_bytes: Larger samples fail, and are not held in memory.
+        missing_end: A tar without the zeros at its end was cut short, which is an
+            ``"error"``, and its last sample is lost. With ``"warn"``, for writers that
+            leave them out, it is read to where it stops.
         options: ``store``, ``store_options``, ``shuffle``, ``interleave``, ``cache``
             and all others of ``StoredStream``.
 
@@ -54,12 +58,18 @@ class TarDataset(ByteStream[dict[str, Any]]):
         addresses: "Addresses",
         *,
         max_sample_bytes: int = MAX_SAMPLE_BYTES,
+        missing_end: MissingEnd = "error",
         **options: Unpack[StreamOptions],
     ) -> None:
         check_at_least(max_sample_bytes, 1, "max_sample_bytes")
-        make = partial(_parser, max_sample_bytes)
+        check_missing_end(missing_end)
+        make = partial(_parser, max_sample_bytes, missing_end)
         super().__init__(addresses, make, **options)
 
 
-def _parser(max_sample_bytes: int, url: str, offset: int) -> TarParser:
-    return TarParser(url, max_sample_bytes=max_sample_bytes, offset=offset)
+def _parser(
+    max_sample_bytes: int, missing_end: MissingEnd, url: str, offset: int
+) -> TarParser:
+    return TarParser(
+        url, max_sample_bytes=max_sample_bytes, offset=offset, missing_end=missing_end
+    )

@@ -100,6 +100,7 @@ def _check_iterable(dataset: Any, samples: int) -> None:
         lambda: _loader(copied.one(), batch_size=None),
         stops={1, len(first) // 2},
         limit=None if is_whole else samples,
+        new_process=False,  # there is a worker process for that
     )
 
 

@@ -1,24 +1,35 @@
-"""The law of resuming: the rest of an epoch does not depend on who delivers it.
+"""The law of resuming: the rest of a run does not depend on who delivers it.
 
 It is written once, as a generator that yields the loader to iterate next, and driven by
-``for`` or by ``async for``.
+``for`` or by ``async for``, in this process or in a new one.
 """
 
+import asyncio
 import contextlib
 import json
 import pickle
+import subprocess
+import sys
+import tempfile
+import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
+import cloudpickle
 import torch
 
 from aioloader._loader.loader import DataLoader
+from aioloader._observe.warnings import warn
+from aioloader._workers.worker_spec import send_by_value_what_cannot_be_imported
 from aioloader.testing._frozen import frozen, shown
 
 Make: TypeAlias = Callable[[], "DataLoader[Any]"]
-# Seeds of torch's default generator, by epoch; then those for resuming in mid-epoch.
-_FIRST, _SECOND, _ANEW = 0, 1, 2
+# Seeds of torch's default generator: of the run, and of the processes that resume it.
+_FIRST, _ANEW = 0, 1
+_EPOCHS = 3
 
 
 def assert_resumes_exactly(
@@ -27,18 +38,21 @@ def assert_resumes_exactly(
     stops: Iterable[int] | None = None,
     resume_in: Make | None = None,
     limit: int | None = None,
+    new_process: bool = True,
 ) -> None:
     """Check that loaders resume exactly, wherever an epoch is left.
 
     For every k: the state after k batches, loaded into a new loader, gives the batches
     that the first one delivered next, equal in every bit; so does the state of the
-    new one, left half-way in its turn; and so does the next epoch. After the last batch
+    new one, left half-way in its turn; and so do the two next epochs. For k = 0, that
+    is the state before ``iter()``, and before the first step. After the last batch
     nothing is left of the epoch; once its end was seen, the next one starts. With
     ``in_order=False`` the batches are compared as a multiset.
 
-    States go through JSON if that restores an equal one, else through ``pickle``.
-    Torch's default generator is seeded for each epoch (the same for the same epoch, but
-    with another seed when one is resumed in its middle), and restored afterwards.
+    After each batch a number is drawn from torch's default generator, as a step with
+    dropout does. It is seeded once for a run, differently where one is resumed, and
+    restored afterwards. States go through JSON if that restores an equal one, else
+    through ``pickle``.
 
     Args:
         make_loader: Returns a new loader, over a new dataset if that has a state.
@@ -46,17 +60,16 @@ def assert_resumes_exactly(
         resume_in: Returns the loaders that resume, if they are to differ, for example
             in their workers.
         limit: Batches of an epoch to check; for long and endless ones.
+        new_process: Whether to resume also in a new process: from the first, middle
+            and last state, and after the end. The function is sent there by value; a
+            warning says if it cannot be.
 
     Raises:
         AssertionError: If one does not; names k and the first two batches that differ.
     """
+    law = _law(make_loader, resume_in or make_loader, stops, limit, new_process)
     with torch.random.fork_rng(devices=[]):
-        for life in _law(make_loader, resume_in or make_loader, stops, limit):
-            with contextlib.closing(life.loader):
-                for _ in life.epochs():
-                    for batch in life.loader:
-                        if life.note(batch):
-                            break
+        _drive(law)
 
 
 async def assert_resumes_exactly_async(
@@ -65,15 +78,40 @@ async def assert_resumes_exactly_async(
     stops: Iterable[int] | None = None,
     resume_in: Make | None = None,
     limit: int | None = None,
+    new_process: bool = True,
 ) -> None:
     """Check the same by ``async for``: see ``assert_resumes_exactly``."""
+    law = _law(make_loader, resume_in or make_loader, stops, limit, new_process)
     with torch.random.fork_rng(devices=[]):
-        for life in _law(make_loader, resume_in or make_loader, stops, limit):
-            async with contextlib.aclosing(life.loader):
-                for _ in life.epochs():
-                    async for batch in life.loader:
-                        if life.note(batch):
-                            break
+        await _drive_async(law)
+
+
+def _drive(law: "Iterator[_Life | _NewProcess]") -> None:
+    for life in law:
+        if isinstance(life, _NewProcess):
+            life.run(is_async=False)
+            continue
+        with contextlib.closing(life.loader):
+            for _ in life.epochs():
+                iterator = iter(life.loader)
+                life.begin()
+                for batch in iterator:
+                    if life.note(batch):
+                        break
+
+
+async def _drive_async(law: "Iterator[_Life | _NewProcess]") -> None:
+    for life in law:
+        if isinstance(life, _NewProcess):
+            await asyncio.to_thread(life.run, is_async=True)
+            continue
+        async with contextlib.aclosing(life.loader):
+            for _ in life.epochs():
+                iterator = aiter(life.loader)
+                life.begin()
+                async for batch in iterator:
+                    if life.note(batch):
+                        break
 
 
 class _Life:
@@ -81,56 +119,60 @@ class _Life:
 
     Args:
         loader: Gives the batches.
-        seeds: Seeds of torch's default generator, one for each epoch to iterate.
+        epochs: How many epochs to iterate.
         limit: Batches to take of an epoch, if not all.
         stops: After how many batches of the first epoch the state is saved; default:
             after each.
 
     Attributes:
         batches: Batches of each epoch.
-        states: States of the first epoch, by the number of batches before.
+        states: States of the first epoch: where, the number of batches before, and the
+            state.
         end: The state after the first epoch.
-        is_whole: Whether epochs came to their ends.
     """
 
     def __init__(
         self,
         loader: DataLoader[Any],
-        seeds: tuple[int, ...],
+        epochs: int,
         limit: int | None,
         stops: Collection[int] | None = (),
     ) -> None:
         self.loader = loader
         self.batches: list[list[Any]] = []
-        self.states: dict[int, Any] = {}
+        self.states: list[tuple[str, int, Any]] = []
         self.end: Any = None
-        self.is_whole = True
-        self._seeds = seeds
+        self._epochs = epochs
         self._limit = limit
         self._stops = stops
 
     def epochs(self) -> Iterator[None]:
         """Start one epoch after the other."""
-        for seed in self._seeds:
-            torch.manual_seed(seed)
+        for _ in range(self._epochs):
             self.batches.append([])
-            self._save()
+            self._save("resumed before iter()")
             yield
             if len(self.batches) == 1:
                 self.end = self._state()
 
+    def begin(self) -> None:
+        """Note that an iterator was made."""
+        self._save("resumed after 0 batches")
+
     def note(self, batch: Any) -> bool:
         """Record a batch; return whether it is the last one to take."""
-        self.batches[-1].append(batch)
-        self._save()
-        self.is_whole = len(self.batches[-1]) != self._limit
-        return not self.is_whole
+        torch.rand(())  # as a step may
+        epoch = self.batches[-1]
+        epoch.append(batch)
+        k = len(epoch)
+        self._save(f"resumed after {_counted(k)}")
+        return k == self._limit
 
-    def _save(self) -> None:
+    def _save(self, where: str) -> None:
         k = len(self.batches[-1])
         is_stop = self._stops is None or k in self._stops
         if is_stop and len(self.batches) == 1:
-            self.states[k] = self._state()
+            self.states.append((where, k, self._state()))
 
     def _state(self) -> Any:
         """Return the state as restored from a file."""
@@ -142,64 +184,157 @@ class _Life:
         return pickle.loads(pickle.dumps(state))  # noqa: S301  (our own)
 
 
+@dataclass
+class _Resume:
+    """A state, and what must follow when it is loaded.
+
+    Attributes:
+        where: What the state was saved after, for messages.
+        place: How many batches of its epoch were delivered.
+        epochs: Batches of the rest of the epoch, and of the next ones.
+        in_order: Whether they come in this order.
+        limit: Batches to take, if not all.
+    """
+
+    where: str
+    place: int
+    state: Any
+    epochs: list[list[Any]]
+    in_order: bool
+    limit: int | None
+
+    def check(self, make: Make, half: int = -1) -> "Generator[_Life, None, _Life]":
+        """Yield a loader to iterate, check its batches, and return its results."""
+        torch.manual_seed(_ANEW + self.place)
+        loader = make()
+        loader.load_state_dict(self.state)
+        life = _Life(loader, len(self.epochs), self.limit, {half})
+        yield life
+        in_order = self.in_order and loader.in_order
+        for number, (epoch, found) in enumerate(
+            zip(self.epochs, life.batches, strict=True)
+        ):
+            where, place = self.where, self.place
+            if number:
+                where, place = f"{where}, {_NEXT[number]}", 0
+            _compare(where, place, epoch, found, in_order=in_order)
+        return life
+
+
+_NEXT = ("", "the next epoch", "the epoch after the next")
+
+
 def _law(
-    make: Make, make_other: Make, stops: Iterable[int] | None, limit: int | None
-) -> Iterator[_Life]:
+    make: Make,
+    make_other: Make,
+    stops: Iterable[int] | None,
+    limit: int | None,
+    new_process: bool,  # noqa: FBT001
+) -> "Iterator[_Life | _NewProcess]":
     """Yield the loaders to iterate, and check their results."""
-    seeds = (_FIRST, _SECOND) if limit is None else (_FIRST,)
-    first = _Life(make(), seeds, limit, None if stops is None else frozenset(stops))
+    torch.manual_seed(_FIRST)
+    epochs = _EPOCHS if limit is None else 1
+    first = _Life(make(), epochs, limit, None if stops is None else frozenset(stops))
     yield first
     epoch, *following = first.batches
-
-    def resumed(state: Any, place: int, rest: list[Any], stop: int = -1) -> _Life:
-        loader = make_other()
-        loader.load_state_dict(state)
-        seed = _ANEW + place if rest else _SECOND
-        if limit is not None:
-            return _Life(loader, (seed,), len(rest), {stop})
-        return _Life(loader, (seed if place else _FIRST, _SECOND), None, {stop})
-
-    for k, state in first.states.items():
-        rest, where = epoch[k:], f"resumed after {_counted(k)}"
+    in_order = first.loader.in_order
+    resumes: list[_Resume] = []
+    for where, k, state in first.states:
+        rest = epoch[k:]
         if limit is not None and not rest:
             continue
+        most = None if limit is None else len(rest)
+        resume = _Resume(where, k, state, [rest, *following], in_order, most)
+        resumes.append(resume)
         half = (len(rest) + 1) // 2
-        once = resumed(state, k, rest, half)
-        yield once
-        in_order = first.loader.in_order and once.loader.in_order
-        _check(where, k, (rest, *following), once.batches, in_order=in_order)
-        rest = once.batches[0][half:]
-        if half and (rest or limit is None):
-            where += f", and again after {half} more"
-            twice = resumed(once.states[half], k + half, rest)
-            yield twice
-            _check(
-                where, k + half, (rest, *following), twice.batches, in_order=in_order
+        once = yield from resume.check(make_other, half)
+        left = once.batches[0][half:]
+        if half and (left or limit is None):
+            again = _Resume(
+                f"{where}, and again after {half} more",
+                k + half,
+                once.states[0][2],
+                [left, *following[:1]],
+                in_order,
+                None if limit is None else len(left),
             )
+            yield from again.check(make_other)
     if limit is None:
-        last = resumed(first.end, len(epoch), [])
-        yield last
-        in_order = first.loader.in_order and last.loader.in_order
         where = "resumed after the end of the epoch"
-        _check(where, 0, following, last.batches[:1], in_order=in_order)
+        end = _Resume(where, 0, first.end, following, in_order, None)
+        yield from end.check(make_other)
+        resumes = [*resumes, end]
+    if new_process and resumes:
+        chosen = {0, len(resumes) // 2, len(resumes) - 1}
+        yield _NewProcess(make_other, [resumes[one] for one in sorted(chosen)])
 
 
-def _check(
-    where: str,
-    place: int,
-    expected: Iterable[list[Any]],
-    found: list[list[Any]],
-    *,
-    in_order: bool,
-) -> None:
-    """Compare the rest of an epoch, and the next one.
+class _NewProcess:
+    """States to resume from in a new process.
 
-    After the last batch, nothing is left.
+    Nothing is left there of the old one: no module's globals, no seeds of hashes.
+
+    Args:
+        make: Returns the loaders.
+        resumes: The states, and what must follow.
     """
-    rest, *following = expected
-    _compare(where, place, rest, found[0], in_order=in_order)
-    for epoch, other in zip(following, found[1:], strict=False):
-        _compare(f"{where}, the next epoch", 0, epoch, other, in_order=in_order)
+
+    def __init__(self, make: Make, resumes: list[_Resume]) -> None:
+        self._make = make
+        self._resumes = resumes
+
+    def run(self, *, is_async: bool) -> None:
+        """Start it, and wait for its result.
+
+        Raises:
+            AssertionError: If the batches differ there, or the loader failed.
+        """
+        try:
+            send_by_value_what_cannot_be_imported()
+            data = cloudpickle.dumps((self._make, self._resumes, is_async))
+        except Exception as error:  # noqa: BLE001  (of the user's __reduce__)
+            warn(
+                f"resuming in a new process was not checked: {error}; pass a function "
+                "that can be pickled, or new_process=False"
+            )
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "resumes")
+            file.write_bytes(data)
+            code = (
+                f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; "
+                "from aioloader.testing._laws import resume_here; resume_here()"
+            )
+            done = subprocess.run(  # noqa: S603  (our own)
+                [sys.executable, "-c", code, str(file)], check=False
+            )
+            result = Path(f"{file}.result")
+            found = result.read_text() if result.exists() else None
+        if found is None:
+            raise AssertionError(
+                f"the new process that resumes ended with exit code {done.returncode}"
+            )
+        if found:
+            raise AssertionError(f"in a new process: {found}")
+
+
+def resume_here() -> None:
+    """Check what ``_NewProcess`` has written; leave the error next to it."""
+    file = Path(sys.argv[1])
+    error = ""
+    try:
+        make, resumes, is_async = pickle.loads(file.read_bytes())  # noqa: S301  (ours)
+        for resume in resumes:
+            law = resume.check(make)
+            if is_async:
+                asyncio.run(_drive_async(law))
+            else:
+                _drive(law)
+    except AssertionError as failure:
+        error = str(failure)
+    except BaseException:  # noqa: BLE001  (the law fails with it)
+        error = traceback.format_exc()
+    Path(f"{file}.result").write_text(error)
 
 
 def _compare(

@@ -79,3 +79,51 @@ def streaming_resumed(kit: Kit, workers: int, step: int) -> Any:
     second = loader()
     second.load_state_dict(state)
     return [head, [plain(batch) for batch in second]]
+
+
+@cases.add(*[{**w, "step": step} for w in WORKERS for step in (0, 1, 4, 6)])
+def streaming_after_a_resumed_epoch(kit: Kit, workers: int, step: int) -> Any:
+    """Later epochs are whole; with torchdata they are as short as the resumed one."""
+
+    def loader() -> Any:
+        data = table().to_iterable_dataset(num_shards=2).with_format("torch")
+        kept = {"persistent_workers": True} if workers else {}
+        return kit.loader(data, 4, num_workers=workers, **kept)
+
+    if not kit.is_ours:
+        whole = [plain(batch) for batch in loader()]
+        return [whole[step:], whole, whole]
+    first = loader()
+    iterator = iter(first)
+    for _ in range(step):
+        next(iterator)
+    state = first.state_dict()
+    del iterator
+    second = loader()
+    second.load_state_dict(state)
+    found = [[plain(batch) for batch in second] for _ in range(3)]
+    first.close()
+    second.close()
+    return found
+
+
+@cases.add(*[{**w, "step": step} for w in WORKERS for step in (1, 4)])
+def streaming_in_a_later_epoch(kit: Kit, workers: int, step: int) -> Any:
+    """A resumed script need not set the epoch: it is that of the state."""
+
+    def loader(epoch: int) -> Any:
+        data = table().to_iterable_dataset(num_shards=2)
+        if not workers:  # a state of shuffled shards cannot be loaded in workers
+            data = data.shuffle(3, buffer_size=1)
+        data.set_epoch(epoch)
+        return kit.loader(data, 4, num_workers=workers)
+
+    if not kit.is_ours:
+        return [plain(batch) for batch in loader(3)][step:]
+    first, second = loader(3), loader(0)
+    iterator = iter(first)
+    for _ in range(step):
+        next(iterator)
+    second.load_state_dict(first.state_dict())
+    del iterator
+    return [plain(batch) for batch in second]

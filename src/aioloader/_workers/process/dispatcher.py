@@ -156,7 +156,7 @@ class Dispatcher:
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         """Send a request for ``task``; a stream that has ended answers at once."""
         worker = self.workers[task.number % len(self.workers)]
-        if self.replicas is not None:
+        if self.replicas is not None and not task.again:
             early = self.replicas.result_of(pipeline, worker.number)
             if early is not None:
                 pipeline.receive(task, early)
@@ -225,6 +225,7 @@ class Dispatcher:
             task.padding,
             None if self.spec.reads else task.samples,
             resume,
+            task.again,
         )
 
     def _frame(self, ticket: Ticket) -> bytes:

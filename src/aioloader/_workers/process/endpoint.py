@@ -20,6 +20,7 @@ from aioloader._workers.process.messages import (
     ANSWER,
     BATCH,
     FATAL,
+    LEFT,
     Request,
     result_head,
 )
@@ -27,6 +28,7 @@ from aioloader._workers.remote_error import RemoteError
 from aioloader._workers.remote_tasks import Answer, maker_of, sendable
 from aioloader._workers.rng_streams import Seeded, seed_batch, seed_for_sample
 from aioloader._workers.worker_spec import WorkerSpec
+from aioloader.errors import WorkerDiedError
 
 # Bytes that may wait in the socket of results; each batch in flight has a share.
 _WAITING_BYTES = 1 << 20
@@ -79,9 +81,14 @@ class _Packers(threading.local):
 
 def send_fatal(worker: int, ends: Ends, error: BaseException) -> None:
     """Report to the loader that a worker, still without an endpoint, cannot start."""
+    send_error(FATAL, worker, ends, error)
+
+
+def send_error(kind: int, worker: int, ends: Ends, error: BaseException) -> None:
+    """Send an error that belongs to no request."""
     packer = Packer(ArenaWriter(ends.arena), _MOST_INLINE)
     parts = packer.pack(RemoteError.of(error, worker))
-    head = result_head(FATAL, worker)
+    head = result_head(kind, worker)
     Channel.adopt(ends.results).send(b"".join((head, *parts)))
 
 
@@ -96,6 +103,7 @@ class Endpoint:
 
     def __init__(self, worker: int, ends: Ends, spec: WorkerSpec) -> None:
         self.id = worker
+        self._ends = ends
         self.spec = spec
         self._results = Channel.adopt(ends.results)
         self._table = InFlightTable(ends.table, spec.num_workers)
@@ -120,16 +128,28 @@ class Endpoint:
 
     def give_up(self, error: BaseException) -> NoReturn:
         """Make the loader end all iterations with ``error``, and end this worker."""
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            _end_process(error)
         self.send(FATAL, -1, RemoteError.of(error, self.id))
         raise SystemExit(1)
 
     @contextlib.contextmanager
-    def printing(self) -> Iterator[None]:
-        """Print errors raised at the end: the loader no longer reads results."""
+    def leaving(self) -> Iterator[None]:
+        """Send what is raised at the end; print it if the loader does not wait."""
         try:
             yield
-        except Exception:  # of the user's code
-            sys.excepthook(*sys.exc_info())
+        except BaseException as error:  # of the user's code
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                name, pid = type(error).__name__, os.getpid()
+                error = WorkerDiedError(
+                    f"DataLoader worker (pid(s) {pid}) exited unexpectedly: {name} in "
+                    "stage 'lifespan'",
+                    pid=pid,
+                )
+            try:
+                send_error(LEFT, self.id, self._ends, error)
+            except OSError:
+                sys.excepthook(type(error), error, error.__traceback__)
 
     def receive(self, requests: Channel) -> Request:
         """Return the next request.
@@ -153,6 +173,7 @@ class Endpoint:
             request.key,
             request.sample_keys,
             request.padding,
+            again=request.again,
         )
         if request.samples is not None:
             task.samples = request.samples

@@ -16,12 +16,14 @@ STAGES = ("fetch", "transform", "collate", "send")
 
 # The kinds of results. READY: the worker takes requests; BATCH: a batch; ANSWER: any
 # other result of a request, an ``Answer``; FATAL: the ``RemoteError`` because of which
-# the worker could not start; UP: the process runs, but no user code yet.
+# the worker could not start; UP: the process runs, but no user code yet; LEFT: the
+# ``RemoteError`` of leaving the lifespan.
 READY: Final = 0
 BATCH: Final = 1
 ANSWER: Final = 2
 FATAL: Final = 3
 UP: Final = 4
+LEFT: Final = 5
 
 
 class Request(NamedTuple):
@@ -40,6 +42,7 @@ class Request(NamedTuple):
         resume: For a replica whose stream is not open yet: the state to start from and
             the seeds of its earlier batches. For the successor of a worker with a copy
             of a stateful map-style dataset: a tuple of the copy's last state.
+        again: As in ``BatchTask``.
         is_alone: Whether the worker must have nothing else in flight: another worker
             has died with this batch.
     """
@@ -54,6 +57,7 @@ class Request(NamedTuple):
     padding: int = 0
     samples: Any = None
     resume: Any = None
+    again: bool = False
     is_alone: bool = False
 
     def dump(self) -> bytes:

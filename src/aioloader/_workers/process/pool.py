@@ -33,6 +33,7 @@ from aioloader._workers.process.launch import PATIENCE
 from aioloader._workers.process.messages import (
     BATCH,
     FATAL,
+    LEFT,
     READY,
     RESULT_HEAD,
     STAGES,
@@ -91,7 +92,7 @@ class ProcessPool:
             self._dispatcher = Dispatcher(spec, stack, locker)
             self._results, self._far_results = Channel.pair()
             self._results.never_block()
-            stack.callback(self._results.close)
+            stack.callback(self._close_results)
             stack.callback(self._far_results.close)
             self._stacks, self._far_stacks = os.pipe()
             os.set_blocking(self._stacks, False)
@@ -362,19 +363,46 @@ class ProcessPool:
             self._is_ended = True  # last: an interrupt may come before
 
     def join(self) -> bool:
-        """Wait, bounded, until the workers have ended; return whether they have."""
+        """Wait, bounded, until the workers have ended; return whether they have.
+
+        Raises:
+            BaseException: What the dataset's lifespan has raised when one left it.
+        """
         with self._joining:  # several threads may iterate and join together
             is_gone = self._launcher.join(PATIENCE)
             self._launcher.close()
+            error = self._exit_error()
+        if error is not None:
+            raise error
         return is_gone
+
+    def _exit_error(self) -> BaseException | None:
+        """Return the first error of leaving a lifespan among the last results."""
+        first: BaseException | None = None
+        with contextlib.suppress(EOFError, OSError):
+            while received := self._results.receive():
+                kind, number, *_ = RESULT_HEAD.unpack_from(received[0])
+                if kind == LEFT and first is None:
+                    arena = self._dispatcher.workers[number].arena
+                    sent = unpack(received[0], RESULT_HEAD.size, arena)
+                    first = sent.raisable()
+        self._results.close()
+        return first
 
     def close(self) -> None:
         """Close what this process holds."""
         self.end()
+        self._results.close()
         self._launcher.close()
+
+    def _close_results(self) -> None:
+        """Close the channel of results, unless ``join`` still reads it."""
+        if not self._is_over:
+            self._results.close()
 
     def _abandon(self) -> None:
         """Close a forked child's copies; the loader's process is unaffected."""
         self._is_over = self._is_ended = True
         self._stack.close()
+        self._results.close()
         self._launcher.close()

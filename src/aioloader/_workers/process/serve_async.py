@@ -84,7 +84,9 @@ class _Server:
             self._held[id(task)] = (request.ticket, place, request.is_alone)
             try:
                 self._endpoint.restore(request)
-            except Exception as error:  # of the user's class; handed to the consumer
+            except (
+                BaseException
+            ) as error:  # of the user's class; handed to the consumer
                 self._deliver(task, BatchResult(error=error))
                 continue
             self._pipeline_of(request).submit(task)
@@ -104,7 +106,7 @@ class _Server:
             pipeline.ended.wait(GRACE)
         self._host.release()
         self._hosts.leave()
-        with self._endpoint.printing():
+        with self._endpoint.leaving():
             self._hosts.release()
 
     def _pipeline_of(self, request: Request) -> Pipeline:

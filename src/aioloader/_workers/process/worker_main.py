@@ -13,10 +13,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from aioloader._observe.records import processor_time
+from aioloader._order.failures import noted
+from aioloader._order.raising import raisable
+from aioloader._order.retry import last_error
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.stream import SyncStream
 from aioloader._transport.channel import Channel
@@ -60,9 +64,16 @@ def settle(worker: int, ends: Ends, supervisor: int | None) -> None:
         die_with(supervisor)
     os.set_blocking(ends.stacks, False)
     faulthandler.enable(ends.stacks)
-    faulthandler.register(STACK_SIGNAL, ends.stacks)
+    signal.signal(STACK_SIGNAL, partial(_write_last_error, ends.stacks))
+    faulthandler.register(STACK_SIGNAL, ends.stacks, chain=True)
     _keep_freed_memory()
     torch.set_num_threads(1)
+
+
+def _write_last_error(stacks: int, *_: object) -> None:
+    """Add to the stack, for a timeout, what reads are being retried after."""
+    with contextlib.suppress(OSError):
+        os.write(stacks, last_error().encode())
 
 
 def tell_up(worker: int, ends: Ends) -> bool:
@@ -94,8 +105,9 @@ def run(worker: int, ends: Ends, spec: WorkerSpec) -> None:
         endpoint = Endpoint(worker, ends, spec)
         try:
             seeds_itself = initialise(spec, worker)
-        except Exception as error:  # raised by the loader
-            endpoint.give_up(error)
+        except BaseException as error:  # raised by the loader
+            where = f"in worker_init_fn of worker {worker}"
+            endpoint.give_up(noted(raisable(error, "worker_init_fn"), where))
         if seeds_itself or spec.rng == "worker":
             endpoint.maker.leave_generators()
         requests = Channel.adopt(ends.own if spec.is_addressed() else ends.requests)
@@ -127,12 +139,16 @@ def serve_sync(endpoint: Endpoint, requests: Channel) -> None:
                 continue
             task = endpoint.take(request, 0)
             stream = _stream_of(endpoint, request, streams) if reads_stream else None
-            result = _make(endpoint, request, task, stream)
+            result = _make(endpoint, request, task, stream, requests.pause)
             endpoint.answer(task, request.ticket, 0, result)
 
 
 def _make(
-    endpoint: Endpoint, request: Request, task: BatchTask, stream: SyncStream | None
+    endpoint: Endpoint,
+    request: Request,
+    task: BatchTask,
+    stream: SyncStream | None,
+    pause: Callable[[float], object],
 ) -> BatchResult:
     maker, cpu = endpoint.maker, processor_time(task.number)
     try:
@@ -143,7 +159,7 @@ def _make(
                 if task.result is not None:
                     return maker.leave(task, task.result)
             elif maker.reads:
-                maker.read(task, time.sleep)
+                maker.read(task, pause)
             endpoint.enter(TRANSFORM)
             maker.apply(task)
             endpoint.enter(COLLATE)
@@ -174,11 +190,11 @@ def _enter_lifespan(endpoint: Endpoint) -> Callable[[], None]:
     lifespan = endpoint.lifespan()
     try:
         lifespan.enter()
-    except Exception as error:  # raised by the loader
+    except BaseException as error:  # raised by the loader
         endpoint.give_up(error)
 
     def leave() -> None:
-        with endpoint.printing():
+        with endpoint.leaving():
             lifespan.leave()
 
     return leave

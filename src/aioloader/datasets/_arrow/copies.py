@@ -15,9 +15,10 @@ from typing import Any, Protocol, Self
 
 from typing_extensions import Buffer
 
-from aioloader.datasets._stores.bytes import Bytes, NoRangesError
+from aioloader.datasets._stores.bytes import Bytes, NoRangesError, file_failure
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.outlast import in_thread
+from aioloader.datasets._stores.versions import Known, Version, version_of_file
 
 # Most bytes on disk, and copies that are kept even beyond that.
 _MOST_BYTES, _LEAST_COPIES = 1 << 30, 16
@@ -39,11 +40,13 @@ class Opener(Protocol):
     def open(self, address: str, start: int, budget: int, /) -> Bytes:
         """Return the bytes of a file from ``start`` on."""
 
-    async def size(self, address: str) -> int:
-        """Return the length of a file that is not local, in bytes."""
+    async def version(self, address: str) -> Version:
+        """Return the version of a file."""
 
-    async def read(self, address: str, start: int, stop: int) -> Buffer:
-        """Return bytes of such a file, at the version seen by ``size``."""
+    async def read(
+        self, address: str, start: int, stop: int, version: Version
+    ) -> Buffer:
+        """Return bytes of a file that is not local, at a version."""
 
     def cached(self, cache: CacheDir) -> Self:
         """Return the same, read through a cache."""
@@ -63,7 +66,7 @@ class Copies:
         self._opener = opener
         self._users = 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._copies: OrderedDict[str, tuple[str, int]] = OrderedDict()
+        self._copies: OrderedDict[str, tuple[str, Version]] = OrderedDict()
         self._lock = threading.Lock()  # copies start in threads
         self.expand = opener.expand
         self.label = opener.label
@@ -79,21 +82,52 @@ class Copies:
             return self._copies[address][0]
         return self._opener.path(address)
 
-    async def size(self, address: str) -> int:
-        """Return the length of a file, in bytes; copies it if needed."""
+    def local(self, address: str) -> str | None:
+        """Return the path of a local file that is no copy, or None."""
+        return self._opener.path(address)
+
+    async def version(self, address: str) -> Version:
+        """Return the version of a file, or of its copy; copies it if needed."""
+        if copy := self._copies.get(address):
+            return copy[1]
         try:
-            return await self._opener.size(address)
+            return await self._opener.version(address)
         except NoRangesError:
             return await self._copy(address)
 
-    async def read(self, address: str, start: int, stop: int) -> Buffer:
+    def check(self, address: str, version: Version) -> None:
+        """Check that a local file, or the original of a copy, is of a version.
+
+        A file that was deleted while it is open is still there. In a thread.
+
+        Raises:
+            DatasetError: If it is not.
+        """
+        path, copy = self._opener.path(address), self._copies.get(address)
+        if copy is not None:
+            found = copy[1]
+        elif path is None:
+            return  # every answer is compared
+        else:
+            try:
+                found = version_of_file(path)
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                raise file_failure(path, error) from error
+        Known(version).check(self.label(address), found)
+
+    async def read(
+        self, address: str, start: int, stop: int, version: Version
+    ) -> Buffer:
         """Return bytes of a file, or of its copy."""
         while True:
             if address not in self._copies:
                 try:
-                    return await self._opener.read(address, start, stop)
+                    return await self._opener.read(address, start, stop, version)
                 except NoRangesError:
                     await self._copy(address)
+            self.check(address, version)
             # The copy may be replaced by another file's at any moment.
             if copy := self._copies.get(address):
                 with contextlib.suppress(FileNotFoundError):
@@ -113,18 +147,19 @@ class Copies:
             await in_thread(folder.cleanup)
         await self._opener.aclose()
 
-    async def _copy(self, address: str) -> int:
-        source, size = self._opener.open(address, 0, _BUDGET), 0
+    async def _copy(self, address: str) -> Version:
+        source = self._opener.open(address, 0, _BUDGET)
         file = await in_thread(self._new_file)
         try:
             while memoryview(piece := await source.read()):
-                size += await in_thread(file.write, piece)
+                await in_thread(file.write, piece)
         finally:
             await source.aclose()
             await in_thread(file.close)
-        self._copies[address] = file.name, size
+        assert source.version is not None
+        self._copies[address] = file.name, source.version
         await in_thread(self._drop)
-        return size
+        return source.version
 
     def _new_file(self) -> Any:
         with self._lock:
@@ -134,10 +169,10 @@ class Copies:
         return tempfile.NamedTemporaryFile(dir=folder, buffering=0, delete=False)
 
     def _drop(self) -> None:
-        held = sum(size for _, size in self._copies.values())
+        held = sum(version.size for _, version in self._copies.values())
         while held > _MOST_BYTES and len(self._copies) > _LEAST_COPIES:
-            _, (path, size) = self._copies.popitem(last=False)
-            held -= size
+            _, (path, version) = self._copies.popitem(last=False)
+            held -= version.size
             os.unlink(path)  # noqa: PTH108  (open handles stay valid)
 
     def __reduce__(self) -> tuple[Any, ...]:

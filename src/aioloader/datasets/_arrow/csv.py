@@ -8,9 +8,8 @@ its beginning.
 
 import asyncio
 import contextlib
-import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -21,8 +20,8 @@ from aioloader.datasets._arrow.lines import BLOCK, BOM, Dialect, Range, batches,
 from aioloader.datasets._arrow.ranges import RangeFile, Ranges, plan
 from aioloader.datasets._arrow.reader import Place, Source, TableReader
 from aioloader.datasets._arrow.wanted import checked
-from aioloader.datasets._stores.bytes import check_size, file_failure
-from aioloader.errors import DatasetError
+from aioloader.datasets._stores.versions import Version
+from aioloader.errors import DatasetError, TruncatedReadError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -50,15 +49,20 @@ class Head(NamedTuple):
 
     Attributes:
         schema: Its columns.
-        size: Stored length, in bytes.
+        version: The version of the stored file.
         start: Where the first line after the names starts, unpacked.
         is_whole: Whether it can only be read from its beginning.
     """
 
     schema: "pa.Schema"
-    size: int
+    version: Version
     start: int
     is_whole: bool
+
+    @property
+    def size(self) -> int:
+        """Stored length, in bytes."""
+        return self.version.size
 
 
 class CSVFormat(TableFormat[Head]):
@@ -123,8 +127,7 @@ class CSVFormat(TableFormat[Head]):
         address, start, stop = shard
         unit = f"the lines from byte {start:,} on" if start or stop else ""
         place = Place(self._opener.label(address), unit)
-        expected = position.get("size")
-        opening = partial(self._open, address, (start, stop), place, expected)
+        opening = partial(self._open, address, (start, stop), place, position)
         return TableReader(opening, place, position.get("row", 0), budget)
 
     def _cut(self, shard: Part, count: int) -> list[Part]:
@@ -140,12 +143,13 @@ class CSVFormat(TableFormat[Head]):
         edges = [start + (end - start) * at // count for at in range(count)]
         return [(address, *pair) for pair in pairwise([*edges, stop])]
 
-    def _parts_of(self, end: Head) -> Iterable[Part]:
+    def _parts_of(self, end: Head) -> Iterable[tuple[Part, int]]:
         if end.is_whole:
-            return [(0, 0)]
+            return [((0, 0), end.size)]
         count = max(1, -(-end.size // _RANGE))
         edges = [end.size * at // count for at in range(count)]
-        return [*zip(edges, [*edges[1:], 0], strict=True)]
+        parts = zip(edges, [*edges[1:], 0], strict=True)
+        return [(part, end.size // count) for part in parts]
 
     def _drop_ends(self) -> None:
         while len(self._kept) > 1024:
@@ -153,10 +157,14 @@ class CSVFormat(TableFormat[Head]):
 
     async def _read_end(self, address: str, location: str) -> Head:
         packing = _packing(location)
-        size = (await read_tail(self._opener, address, 1)).size
+        version = (await read_tail(self._opener, address, 1)).version
+        size = version.size
+        if packing and not size:
+            text = f"{location!r} is empty, and not what a compressed file begins with"
+            raise TruncatedReadError(text, location=location, received=0)
         least = _PACKED_HEAD if packing else _LEAST_HEAD
         while True:
-            data = await read_head(self._opener, address, min(size, least))
+            data = await read_head(self._opener, address, min(size, least), version)
             is_all = len(data) >= size
             head = await asyncio.to_thread(
                 self._head_of, data, packing, location, is_all=is_all
@@ -164,7 +172,7 @@ class CSVFormat(TableFormat[Head]):
             if head is not None:
                 schema, start = head
                 is_whole = bool(packing) or self._dialect.newlines_in_values
-                return Head(schema, size, start, is_whole)
+                return Head(schema, version, start, is_whole)
             least *= 16
 
     def _head_of(
@@ -234,11 +242,10 @@ class CSVFormat(TableFormat[Head]):
         address: str,
         edges: tuple[int, int],
         place: Place,
-        expected: int | None,
+        position: "Position",
         window: int,
     ) -> Source:
-        head = await self._end(address)
-        check_size(place.location, head.size, expected, 0)
+        head = await self._end(address, position)
         start, stop = edges
         path, ranges, packing = (
             self._opener.path(address),
@@ -252,7 +259,7 @@ class CSVFormat(TableFormat[Head]):
             most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
             begin = 0 if packing else span.begin
             ranges = Ranges(
-                partial(self._opener.read, address),
+                partial(self._opener.read, address, version=head.version),
                 head.size,
                 plan([(begin, stop or head.size)], most),
                 budget=window,
@@ -261,9 +268,11 @@ class CSVFormat(TableFormat[Head]):
             )
         lines = _Lines(path, ranges, packing, span)
         wanted = self._wanted  # a later listing replaces it
+        found: Callable[[], Iterator[Any]]
         found = partial(self._batches, lines, head, place, wanted.table)
         rows_of = partial(wanted.rows_of, location=place.location)
-        return Source(found, rows_of, None, ranges, head.size)
+        check = partial(self._opener.check, address, head.version)
+        return Source(found, rows_of, None, ranges, head.version, check)
 
     def _batches(
         self, lines: "_Lines", head: Head, place: Place, table: "Table"
@@ -275,29 +284,9 @@ class CSVFormat(TableFormat[Head]):
         known = {one.name: one.type for one in table.schema}
         types = {name: known[name] for name in present}
         parse = partial(dialect.parse, names=names, types=types, include=present)
-        if lines.path is not None:
-            _check_unchanged(lines.path, head.size, location)
         with lines.opened() as read:
             for at, data in blocks(read, lines.span, dialect, location):
                 yield from batches(data, at, parse, dialect, location)
-
-
-def _check_unchanged(path: str, size: int, location: str) -> None:
-    """Check that a file has the same length as when its head was read.
-
-    Raises:
-        DatasetError: If it does not.
-    """
-    try:
-        found = os.stat(path).st_size  # noqa: PTH116
-    except OSError as error:
-        raise file_failure(path, error) from error
-    if found != size:
-        raise DatasetError(
-            f"{location!r} changed while being read: it had {size:,} bytes and has "
-            f"{found:,}; write files under another name and rename them",
-            location=location,
-        )
 
 
 class _Lines(NamedTuple):

@@ -6,10 +6,9 @@ Shards are in the order of the files. Ends of files are read many at a time.
 import asyncio
 import copy
 import importlib
-import os
 from abc import abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import (
     TYPE_CHECKING,
@@ -29,7 +28,9 @@ from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._stores.addresses import sealed, shown_addresses
 from aioloader.datasets._stores.bytes import file_failure
 from aioloader.datasets._stores.cache_dir import CacheDir
-from aioloader.datasets._streams.shards import CutsShards, summary_of
+from aioloader.datasets._stores.places import Listed, each
+from aioloader.datasets._stores.versions import Known, Version, version_of_file
+from aioloader.datasets._streams.shards import CutsShards, WeighsShards, summary_of
 from aioloader.errors import TruncatedReadError
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ T = TypeVar("T")
 # The address of a file, and a part of it.
 Part: TypeAlias = tuple[Any, ...]
 
-# Files whose ends are read at once.
-_AT_ONCE = 32
 # Most footers are shorter, so that one request gets them.
 _TAIL = 1 << 16
 # Recent schemas to compare with, so that equal ones share an object.
@@ -55,16 +54,25 @@ class Tail(NamedTuple):
     """The end of a file.
 
     Attributes:
-        size: Length of the whole file, in bytes.
+        version: The version of the file.
         data: Its last bytes.
     """
 
-    size: int
+    version: Version
     data: bytes
+
+    @property
+    def size(self) -> int:
+        """Length of the whole file, in bytes."""
+        return self.version.size
 
 
 class End(Protocol):
     """The metadata at the end of a file."""
+
+    @property
+    def version(self) -> Version:
+        """The version of the file."""
 
     @property
     def schema(self) -> "pa.Schema":
@@ -74,7 +82,7 @@ class End(Protocol):
 SomeEnd = TypeVar("SomeEnd", bound=End)
 
 
-class TableFormat(CutsShards, Generic[SomeEnd]):
+class TableFormat(CutsShards, WeighsShards, Generic[SomeEnd]):
     """Tables in files, each with one or more shards.
 
     Args:
@@ -101,6 +109,8 @@ class TableFormat(CutsShards, Generic[SomeEnd]):
         self._opener = Copies(opener)
         self._wanted = Wanted(**wanted)
         self._kept: OrderedDict[str, SomeEnd] = OrderedDict()
+        # Of all files, as listed: an end may be dropped and read again.
+        self._versions: dict[str, Version] = {}
         self._schemas: deque[pa.Schema] = deque(maxlen=_SCHEMAS)
 
     def cached(self, cache: CacheDir) -> Self:
@@ -122,6 +132,7 @@ class TableFormat(CutsShards, Generic[SomeEnd]):
         stack.push_async_callback(self._opener.aclose)
         addresses = await self._opener.expand(self._addresses)
         self._kept.clear()
+        self._versions = {}
         # Other iterations use the previous table until this one is complete.
         wanted = copy.copy(self._wanted)
         # The first file decides which columns are read; all decide their types.
@@ -138,19 +149,34 @@ class TableFormat(CutsShards, Generic[SomeEnd]):
         for file in files:
             table.add(file.schema, file.location)
         wanted.settle()
-        shards: list[Part] = []
+        shards = Listed()
+        sizes: list[int] = []
         skipped: list[Part] = []
         about = [] if filters is None else filters.names(table.schema)
         for file in files:
             # Statistics do not apply to values that are cast before the comparison.
             is_plain = table.has(file.schema, about)
-            for number, part in enumerate(file.parts):
-                is_skipped = is_plain and number in file.skipped
+            for number, (part, size) in enumerate(file.parts):
                 one = (file.address, *part)
-                (skipped.append((*one, SKIPPED)) if is_skipped else shards.append(one))
+                if is_plain and number in file.skipped:
+                    skipped.append((*one, SKIPPED))
+                else:
+                    shards.append(one)
+                    sizes.append(size)
         # Empty shards come last, so that lanes have equal shares of the others; where
         # these are fewer than readers, they are cut.
-        return shards + skipped
+        shards.sizes = sizes + [0] * len(skipped)
+        shards += skipped
+        return shards
+
+    async def sizes(
+        self,
+        shards: Sequence[Part],
+        *,
+        must: bool,  # noqa: ARG002  (they were read with the ends of the files)
+    ) -> Sequence[int] | None:
+        """Return the length of each shard: in rows, or in bytes."""
+        return shards.sizes if isinstance(shards, Listed) else None
 
     def summary(self, shards: Sequence[Part]) -> "Summary":
         """Return the number of shards, and a checksum of their files' names."""
@@ -198,16 +224,20 @@ class TableFormat(CutsShards, Generic[SomeEnd]):
             self._schemas.append(schema)
         return found
 
-    async def _end(self, address: str) -> SomeEnd:
-        """Return the end of a file, checked for the wanted columns."""
-        end = await self._known_end(address)
-        self._wanted.check(end.schema, self._opener.label(address))
+    async def _end(self, address: str, position: "Position") -> SomeEnd:
+        """Return the end of a file, checked for wanted columns and the state."""
+        end, location = await self._known_end(address), self._opener.label(address)
+        Known.of(position).check(location, end.version)
+        self._wanted.check(end.schema, location)
         return end
 
     async def _known_end(self, address: str) -> SomeEnd:
         end = self._kept.get(address)
         if end is None:
-            end = await self._read_end(address, self._opener.label(address))
+            location = self._opener.label(address)
+            end = await self._read_end(address, location)
+            first = self._versions.setdefault(address, end.version)
+            Known(first).check(location, end.version)
             self._kept[address] = end
             self._drop_ends()
         return end
@@ -237,12 +267,13 @@ class TableFormat(CutsShards, Generic[SomeEnd]):
         """Drop ends of files if there are too many; the last one stays."""
 
     @abstractmethod
-    def _parts_of(self, end: SomeEnd) -> Iterable[Part]:
-        """Return what distinguishes the shards of a file."""
+    def _parts_of(self, end: SomeEnd) -> Iterable[tuple[Part, int]]:
+        """Return what distinguishes the shards of a file, and their lengths."""
 
     def __getstate__(self) -> dict[str, Any]:
         schemas: deque[pa.Schema] = deque(maxlen=_SCHEMAS)
-        return {**self.__dict__, "_kept": OrderedDict(), "_schemas": schemas}
+        fresh = {"_kept": OrderedDict(), "_versions": {}, "_schemas": schemas}
+        return {**self.__dict__, **fresh}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({shown_addresses(sealed(self._addresses))})"
@@ -255,14 +286,14 @@ class _File(NamedTuple):
         address: The file's address.
         location: The address as it may be shown.
         schema: All its columns.
-        parts: What distinguishes its shards.
+        parts: What distinguishes its shards, and their lengths.
         skipped: Numbers of the shards in which no row is wanted.
     """
 
     address: str
     location: str
     schema: "pa.Schema"
-    parts: list[Part]
+    parts: list[tuple[Part, int]]
     skipped: Collection[int]
 
 
@@ -280,47 +311,56 @@ def _import(modules: Iterable[str]) -> None:
         ) from exc
 
 
-async def read_tail(opener: Copies, address: str, least: int = _TAIL) -> Tail:
+async def read_tail(
+    opener: Copies, address: str, least: int = _TAIL, version: Version | None = None
+) -> Tail:
     """Return the last ``least`` bytes of a file, or all that it has.
 
     Raises:
-        DatasetError: If it cannot be read.
+        DatasetError: If it cannot be read, or is not of ``version``.
     """
-    path = opener.path(address)
+    path = opener.local(address)
     if path is not None:
-        return await asyncio.to_thread(_read_local, path, -least, 0)
-    size = await opener.size(address)
-    if not size:
-        return Tail(0, b"")
-    start = max(0, size - least)
-    data = bytes(memoryview(await opener.read(address, start, size)))
-    return Tail(size, _checked(data, size - start, opener.label(address)))
+        return await asyncio.to_thread(_read_local, path, -least, 0, Known(version))
+    version = version or await opener.version(address)
+    start = max(0, version.size - least)
+    return Tail(version, await _read(opener, address, start, version.size, version))
 
 
-async def read_head(opener: Copies, address: str, stop: int) -> bytes:
+async def read_head(opener: Copies, address: str, stop: int, version: Version) -> bytes:
     """Return the first ``stop`` bytes of a file that has that many.
 
     Raises:
-        DatasetError: If it cannot be read.
+        DatasetError: If it cannot be read, or is not of ``version``.
     """
-    path = opener.path(address)
-    if path is not None:
-        return (await asyncio.to_thread(_read_local, path, 0, stop)).data
-    data = bytes(memoryview(await opener.read(address, 0, stop)))
-    return _checked(data, stop, opener.label(address))
+    path = opener.local(address)
+    if path is None:
+        return await _read(opener, address, 0, stop, version)
+    known = Known(version)
+    return (await asyncio.to_thread(_read_local, path, 0, stop, known)).data
 
 
-def _read_local(path: str, start: int, stop: int) -> Tail:
+async def _read(
+    opener: Copies, address: str, start: int, stop: int, version: Version
+) -> bytes:
+    if start >= stop:
+        return b""
+    data = bytes(memoryview(await opener.read(address, start, stop, version)))
+    return _checked(data, stop - start, opener.label(address))
+
+
+def _read_local(path: str, start: int, stop: int, known: Known) -> Tail:
     """Return bytes of a local file; a start of 0 or less counts from the end."""
     try:
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123  (thousands of them)
-            size = os.fstat(file.fileno()).st_size
-            start = max(0, start + size) if start < 0 else start
+            version = version_of_file(file.fileno())
+            start = max(0, start + version.size) if start < 0 else start
             file.seek(start)
-            data = file.read((stop or size) - start)
+            data = file.read((stop or version.size) - start)
     except OSError as error:
         raise file_failure(path, error) from error
-    return Tail(size, _checked(data, (stop or size) - start, path))
+    known.check(path, version)
+    return Tail(version, _checked(data, (stop or version.size) - start, path))
 
 
 def _checked(data: bytes, expected: int, location: str) -> bytes:
@@ -333,29 +373,3 @@ def _checked(data: bytes, expected: int, location: str) -> bytes:
             received=len(data),
         )
     return data
-
-
-async def each(
-    function: Callable[[str], Awaitable[T]], addresses: Sequence[str]
-) -> list[T]:
-    """Return ``function`` of each address, several at a time, in order.
-
-    The first failure ends the others.
-    """
-    found: dict[int, T] = {}
-    waiting = iter(enumerate(addresses))
-
-    async def work() -> None:
-        for number, address in waiting:
-            found[number] = await function(address)
-
-    workers = [
-        asyncio.ensure_future(work()) for _ in range(min(_AT_ONCE, len(addresses)))
-    ]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
-    return [found[number] for number in range(len(addresses))]

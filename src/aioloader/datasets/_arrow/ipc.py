@@ -14,6 +14,8 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from aioloader._observe.warnings import warn
+from aioloader.datasets._arrow.copies import Opener
 from aioloader.datasets._arrow.files import (
     Part,
     TableFormat,
@@ -23,8 +25,9 @@ from aioloader.datasets._arrow.files import (
 from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
 from aioloader.datasets._arrow.reader import Place, Slice, Source, TableReader, shares
 from aioloader.datasets._arrow.wanted import Wanted, checked
-from aioloader.datasets._stores.bytes import check_size
-from aioloader.errors import DatasetError
+from aioloader.datasets._stores.versions import Version
+from aioloader.datasets._streams.shards import MissingEnd
+from aioloader.errors import DatasetError, TruncatedReadError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -50,32 +53,51 @@ class Layout(NamedTuple):
 
     Attributes:
         schema: Its columns.
-        size: Length, in bytes.
+        version: The version of the file.
         footer: The end of the file, from the footer on; empty for a stream.
         dictionaries: Positions of the dictionaries.
         batches: Positions of the record batches.
     """
 
     schema: "pa.Schema"
-    size: int
+    version: Version
     footer: bytes
     dictionaries: list[Span]
     batches: list[Span]
+
+    @property
+    def size(self) -> int:
+        """Length, in bytes."""
+        return self.version.size
 
 
 class ArrowFormat(TableFormat[Layout]):
     """Record batches of Arrow IPC files and streams (also known as Feather).
 
-    Arguments and errors are those of ``TableFormat``.
+    Args:
+        addresses: As for ``TableFormat``.
+        opener: As for ``TableFormat``.
+        missing_end: What a stream without its end mark is.
+        wanted: As for ``TableFormat``.
     """
+
+    def __init__(
+        self,
+        addresses: Any,
+        opener: Opener,
+        *,
+        missing_end: MissingEnd = "error",
+        **wanted: Any,
+    ) -> None:
+        super().__init__(addresses, opener, **wanted)
+        self._missing_end = missing_end
 
     def open(self, shard: Batches, position: "Position", budget: int) -> TableReader:
         """Return a reader of some record batches."""
         address, first, stop, *part = shard
         unit = f"record batches {first} to {stop - 1}" if stop else ""
         place = Place(self._opener.label(address), unit, Slice(*part))
-        expected = position.get("size")
-        opening = partial(self._open, address, range(first, stop), place, expected)
+        opening = partial(self._open, address, range(first, stop), place, position)
         return TableReader(opening, place, position.get("row", 0), budget)
 
     def _cut(self, shard: Part, count: int) -> list[Part]:
@@ -96,43 +118,50 @@ class ArrowFormat(TableFormat[Layout]):
             for part in range(parts)
         ]
 
-    def _parts_of(self, end: Layout) -> Iterable[Part]:
-        return _grouped(end.batches) if end.footer else [(0, 0)]
+    def _parts_of(self, end: Layout) -> Iterable[tuple[Part, int]]:
+        for first, last in _grouped(end.batches) if end.footer else [(0, 0)]:
+            nbytes = sum(stop - start for start, stop in end.batches[first:last])
+            yield (first, last), nbytes or end.size
 
     async def _read_end(self, address: str, location: str) -> Layout:
         tail = await read_tail(self._opener, address)
         if not tail.data.endswith(_MAGIC):
-            head = await self._stream_head(address, tail.size)
+            head = await self._stream_head(address, tail.version)
             schema = await asyncio.to_thread(_schema_of, head, location)
-            return Layout(schema, tail.size, b"", [], [(0, tail.size)])
+            return Layout(schema, tail.version, b"", [], [(0, tail.size)])
         length = _footer_length(tail.data, tail.size, location)
         if length > len(tail.data):
-            tail = await read_tail(self._opener, address, length)
+            tail = await read_tail(self._opener, address, length, tail.version)
         footer = tail.data[-length:]
-        return await asyncio.to_thread(_file_layout, footer, tail.size, location)
+        return await asyncio.to_thread(_file_layout, footer, tail.version, location)
 
     def _drop_ends(self) -> None:
         # Shards of one file are mostly read one after the other.
         while len(self._kept) > 1:
             self._kept.popitem(last=False)
 
-    async def _stream_head(self, address: str, size: int) -> bytes:
+    async def _stream_head(self, address: str, version: Version) -> bytes:
         """Return the first message of a stream, which holds the schema."""
-        location = self._opener.label(address)
-        head = await read_head(self._opener, address, min(size, 8))
+        location, size = self._opener.label(address), version.size
+        head = await read_head(self._opener, address, min(size, 8), version)
         if head.startswith(_MAGIC):
-            raise DatasetError(
+            raise TruncatedReadError(
                 f"{location!r} starts as an Arrow file and does not end as one: it was "
                 f"cut short at {size:,} bytes",
                 location=location,
+                received=size,
             )
+        first, stop = 0, 0
         if len(head) == 8:
             first, length = struct.unpack("<Ii", head)
             # Streams from before Arrow 0.15 start with the length.
             stop = 8 + length if first == _CONTINUED else 4 + first
             if 8 < stop <= size:
-                return await read_head(self._opener, address, stop)
+                return await read_head(self._opener, address, stop, version)
         text = f"{location!r} is not an Arrow file or stream"
+        if size < 8 or (first == _CONTINUED and stop > size):
+            text += f", or was cut short at {size:,} bytes"
+            raise TruncatedReadError(text, location=location, received=size)
         raise DatasetError(text, location=location)
 
     async def _open(
@@ -140,11 +169,10 @@ class ArrowFormat(TableFormat[Layout]):
         address: str,
         numbers: range,
         place: Place,
-        expected: int | None,
+        position: "Position",
         window: int,
     ) -> Source:
-        layout = await self._end(address)
-        check_size(place.location, layout.size, expected, 0)
+        layout = await self._end(address, position)
         if numbers.stop > len(layout.batches) or bool(numbers) != bool(layout.footer):
             raise DatasetError(
                 f"{place.location!r} has {len(layout.batches)} record batches, of "
@@ -158,7 +186,7 @@ class ArrowFormat(TableFormat[Layout]):
             most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
             spans = plan([*layout.dictionaries, *chosen], most)
             ranges = Ranges(
-                partial(self._opener.read, address),
+                partial(self._opener.read, address, version=layout.version),
                 layout.size,
                 sorted(spans, key=lambda found: found.start),
                 budget=window,
@@ -169,11 +197,16 @@ class ArrowFormat(TableFormat[Layout]):
         read = (
             partial(_file_batches, numbers=numbers, part=place.part)
             if numbers
-            else _stream_batches
+            else partial(
+                _stream_batches,
+                location=place.location,
+                missing_end=self._missing_end,
+            )
         )
         batches = partial(_batches, file, read, layout.schema, self._wanted)
+        check = partial(self._opener.check, address, layout.version)
         rows_of = partial(self._wanted.rows_of, location=place.location)
-        return Source(batches, rows_of, None, ranges, layout.size)
+        return Source(batches, rows_of, None, ranges, layout.version, check)
 
 
 def _grouped(batches: list[Span]) -> list[tuple[int, int]]:
@@ -216,7 +249,7 @@ def _schema_of(head: bytes, location: str) -> "pa.Schema":
         raise DatasetError(text, location=location) from error
 
 
-def _file_layout(footer: bytes, size: int, location: str) -> Layout:
+def _file_layout(footer: bytes, version: Version, location: str) -> Layout:
     """Read a footer; in a thread, because wide tables take long."""
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
@@ -225,11 +258,11 @@ def _file_layout(footer: bytes, size: int, location: str) -> Layout:
     try:
         with pa.ipc.open_file(ends) as reader:
             schema, count = checked(reader.schema), reader.num_record_batches
-        dictionaries, batches = _blocks(footer[:-_END], size, count)
+        dictionaries, batches = _blocks(footer[:-_END], version.size, count)
     except Exception as error:
         text = f"{location!r} has a footer that cannot be read: {error}; it is damaged"
         raise DatasetError(text, location=location) from error
-    return Layout(schema, size, footer, dictionaries, batches)
+    return Layout(schema, version, footer, dictionaries, batches)
 
 
 def _blocks(footer: bytes, size: int, count: int) -> tuple[list[Span], list[Span]]:
@@ -319,10 +352,36 @@ def _file_batches(
             yield batch.slice(first, stop - first) if part.parts > 1 else batch
 
 
-def _stream_batches(file: Any, options: Any) -> "Iterator[pa.RecordBatch]":
+def _stream_batches(
+    file: Any, options: Any, *, location: str, missing_end: MissingEnd
+) -> "Iterator[pa.RecordBatch]":
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
-    with pa.ipc.open_stream(file, options=options) as reader:
-        yield from reader
-    if file.tell() < (size := file.size()):
+    size = file.size()
+    try:
+        with pa.ipc.open_stream(file, options=options) as reader:
+            at = file.tell()
+            for batch in reader:
+                yield batch
+                at = file.tell()
+    except (ValueError, OSError) as error:
+        if file.tell() < size:
+            raise
+        raise _cut_short(location, size, f"within a message: {error}") from error
+    if file.tell() < size:
         raise ValueError(f"the stream ends at byte {file.tell():,} of {size:,}")
+    if file.tell() > at:  # the mark was read, after the last message
+        return
+    if missing_end == "warn":
+        warn(
+            f"{location!r} has no mark at its end, as Arrow streams have; it is read "
+            "to where it stops, because of missing_end='warn'"
+        )
+        return
+    why = "or its writer leaves out the mark at the end (missing_end='warn')"
+    raise _cut_short(location, size, why)
+
+
+def _cut_short(location: str, size: int, why: str) -> TruncatedReadError:
+    text = f"{location!r} was cut short at {size:,} bytes, {why}"
+    return TruncatedReadError(text, location=location, received=size)

@@ -23,7 +23,7 @@ from aioloader.datasets._arrow.reader import (
 )
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._streams.cursors import State
-from aioloader.datasets._streams.shards import CutsShards, summary_of
+from aioloader.datasets._streams.shards import CutsShards, WeighsShards, summary_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -40,7 +40,7 @@ Range: TypeAlias = tuple[int, int]
 Piece: TypeAlias = "tuple[ds.Fragment, Slice]"
 
 
-class MemoryFormat(CutsShards):
+class MemoryFormat(CutsShards, WeighsShards):
     """Ranges of rows of a table.
 
     Args:
@@ -64,6 +64,10 @@ class MemoryFormat(CutsShards):
     async def cut(self, _shards: Sequence[Range], count: int) -> list[Range]:
         """Return ``count`` ranges of nearly the same length."""
         return [Slice(n, count).bounds(self._table.num_rows) for n in range(count)]
+
+    async def sizes(self, shards: Sequence[Range], *, must: bool) -> Sequence[int]:  # noqa: ARG002  (all are known)
+        """Return the number of rows of each range."""
+        return [stop - start for start, stop in shards]
 
     def summary(self, shards: Sequence[Range]) -> "Summary":
         """Return the number of ranges and of rows."""

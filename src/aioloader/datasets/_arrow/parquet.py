@@ -31,9 +31,9 @@ from aioloader.datasets._arrow.reader import (
     between,
 )
 from aioloader.datasets._arrow.wanted import Wanted, checked
-from aioloader.datasets._stores.bytes import check_size
+from aioloader.datasets._stores.versions import Version
 from aioloader.datasets._streams.shards import OpensTogether
-from aioloader.errors import DatasetError
+from aioloader.errors import DatasetError, TruncatedReadError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -70,7 +70,7 @@ class Footer:
     Attributes:
         metadata: The parsed footer.
         schema: The columns.
-        size: Length of the file, in bytes.
+        version: The version of the file.
         skipped: Row groups in which no row is wanted, by their statistics.
         leaves: Numbers of the wanted leaf columns in each row group, once looked up; a
             nested column has several.
@@ -79,10 +79,15 @@ class Footer:
 
     metadata: "pq.FileMetaData"
     schema: "pa.Schema"
-    size: int
+    version: Version
     skipped: set[int]
     leaves: list[int] | None = None
     is_sound: bool = False
+
+    @property
+    def size(self) -> int:
+        """Length of the file, in bytes."""
+        return self.version.size
 
 
 class Group(NamedTuple):
@@ -114,7 +119,7 @@ class ParquetFormat(TableFormat[Footer], OpensTogether):
         if more == [SKIPPED]:
             return self._void(Place(label, unit))
         place = Place(label, unit, Slice(*more))
-        opening = partial(self._open, address, number, place, position.get("size"))
+        opening = partial(self._open, address, number, place, position)
         return TableReader(opening, place, position.get("row", 0), budget)
 
     def open_together(
@@ -149,8 +154,9 @@ class ParquetFormat(TableFormat[Footer], OpensTogether):
         nbytes: int = max(0, whole) * len(footer.leaves) // metadata.num_columns
         return nbytes
 
-    def _parts_of(self, end: Footer) -> Iterable[Part]:
-        return ((number,) for number in range(end.metadata.num_row_groups))
+    def _parts_of(self, end: Footer) -> Iterable[tuple[Part, int]]:
+        groups = map(end.metadata.row_group, range(end.metadata.num_row_groups))
+        return (((number,), group.num_rows) for number, group in enumerate(groups))
 
     def _skipped_of(self, end: Footer) -> set[int]:
         return end.skipped
@@ -159,7 +165,7 @@ class ParquetFormat(TableFormat[Footer], OpensTogether):
         tail = await read_tail(self._opener, address)
         length = _footer_length(tail, location)
         if length > len(tail.data):
-            tail = await read_tail(self._opener, address, length)
+            tail = await read_tail(self._opener, address, length, tail.version)
         filters = self._wanted.filters
         return await asyncio.to_thread(_parsed, tail, length, location, filters)
 
@@ -177,12 +183,11 @@ class ParquetFormat(TableFormat[Footer], OpensTogether):
         address: str,
         number: int,
         place: Place,
-        expected: int | None,
+        position: "Position",
         window: int,
     ) -> Source:
-        footer = await self._end(address)
+        footer = await self._end(address, position)
         wanted = self._wanted  # a later listing replaces it
-        check_size(place.location, footer.size, expected, 0)
         if number >= footer.metadata.num_row_groups:
             text = f"{place.location!r} has {footer.metadata.num_row_groups} row groups"
             raise DatasetError(
@@ -197,7 +202,7 @@ class ParquetFormat(TableFormat[Footer], OpensTogether):
         ranges, path = None, self._opener.path(address)
         if path is None:
             ranges = Ranges(
-                partial(self._opener.read, address),
+                partial(self._opener.read, address, version=footer.version),
                 footer.size,
                 plan(group.spans, _request_for(group, window)),
                 budget=window,
@@ -209,8 +214,9 @@ class ParquetFormat(TableFormat[Footer], OpensTogether):
         batches = partial(
             _between, first, stop, file, footer, number, group, buffer, wanted
         )
+        check = partial(self._opener.check, address, footer.version)
         rows_of = partial(wanted.rows_of, location=place.location)
-        return Source(batches, rows_of, stop - first, ranges, footer.size)
+        return Source(batches, rows_of, stop - first, ranges, footer.version, check)
 
 
 def _within(least: int, value: int, most: int) -> int:
@@ -224,10 +230,11 @@ def _footer_length(tail: Tail, location: str) -> int:
         text = f"{location!r} is an encrypted Parquet file, which cannot be read"
         raise DatasetError(text, location=location)
     if len(end) < _END or end[4:] != _MAGIC:
-        raise DatasetError(
+        raise TruncatedReadError(
             f"{location!r} does not end like a Parquet file: it is not one, or was cut "
             f"short at {tail.size:,} bytes",
             location=location,
+            received=tail.size,
         )
     length: int = struct.unpack("<I", end[:4])[0] + _END
     if length + len(_MAGIC) > tail.size:
@@ -254,7 +261,7 @@ def _parsed(tail: Tail, length: int, location: str, filters: Filters | None) -> 
     if filters is not None:
         skipped.update(range(metadata.num_row_groups))
         skipped.difference_update(filters.row_groups(tail.size, tail.data, metadata))
-    return Footer(metadata, schema, tail.size, skipped)
+    return Footer(metadata, schema, tail.version, skipped)
 
 
 def _group_of(footer: Footer, number: int, names: list[str], place: Place) -> Group:

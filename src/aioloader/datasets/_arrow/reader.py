@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from aioloader._order.blocks import Bad, Block, cut
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._stores.bytes import file_failure
-from aioloader.datasets._streams.shards import CountsBytes, KnowsSize
+from aioloader.datasets._stores.versions import Version
+from aioloader.datasets._streams.shards import CountsBytes, KnowsVersion
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -99,7 +100,9 @@ class Source:
         rows_of: Makes the rows to deliver from a checked batch.
         rows: Expected number of rows, if known.
         ranges: The requests for bytes, if any.
-        size: Length of the file, in bytes.
+        version: Version of the file.
+        check: Checks that a local file is still of that version: whatever was decoded,
+            and whatever failed, may be of another one.
         has_thread: Whether it has a separate thread, because it may wait.
         is_users: Whether errors are the user's, who made the source.
     """
@@ -108,7 +111,8 @@ class Source:
     rows_of: "Callable[[pa.RecordBatch], pa.RecordBatch]"
     rows: int | None = None
     ranges: "Ranges | None" = None
-    size: int | None = None
+    version: Version | None = None
+    check: Callable[[], None] | None = None
     has_thread: bool = False
     is_users: bool = False
 
@@ -177,6 +181,12 @@ class Steps:
                         nbytes -= _bytes_of(batch)
         except Exception as error:  # noqa: BLE001  (a decoder may raise anything)
             self._fail(error)
+        try:
+            if self._source.check is not None:
+                self._source.check()
+        except DatasetError as error:
+            self._fail(error)
+            return [], nbytes
         return blocks, nbytes
 
     def close(self) -> None:
@@ -297,7 +307,7 @@ def _warm(rows: Rows) -> None:
 _Decoded: TypeAlias = dict["TableReader", list[Block]]
 
 
-class TableReader(KnowsSize, CountsBytes):
+class TableReader(KnowsVersion, CountsBytes):
     """A shard's rows, in order.
 
     Args:
@@ -323,7 +333,7 @@ class TableReader(KnowsSize, CountsBytes):
         self._is_closed = False
         self._ranges: Ranges | None = None
         self._steps: Steps | None = None
-        self._size: int | None = None
+        self._of: tuple[str, Version] | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._work: asyncio.Future[Any] | None = None
         self._next: asyncio.Task[_Decoded] | None = None
@@ -367,10 +377,9 @@ class TableReader(KnowsSize, CountsBytes):
             self._taken = 0
         return part
 
-    @property
-    def size(self) -> int | None:
-        """Length of the file, in bytes; None before it is open."""
-        return self._size
+    def version(self) -> tuple[str, Version] | None:
+        """Return the address and version of the file; None before it is open."""
+        return self._of
 
     def position(self) -> "Position":
         """Return the number of the next row."""
@@ -414,7 +423,9 @@ class TableReader(KnowsSize, CountsBytes):
         if self._steps is None:
             source = await self._opening(self._budget.window)
             self._steps = Steps(source, self._place, self._row)
-            self._ranges, self._size = source.ranges, source.size
+            self._ranges = source.ranges
+            if source.version is not None:
+                self._of = self._place.location, source.version
             if self._ranges is not None or source.has_thread:
                 # A thread that waits for the network must not be one of the loop's.
                 self._pool = ThreadPoolExecutor(1, "aioloader-arrow")

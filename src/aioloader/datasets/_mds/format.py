@@ -16,6 +16,7 @@ from aioloader.datasets._parsed import ParsedFormat, ParsedShard
 from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import Unpacked, unpacker_of
+from aioloader.datasets._stores.versions import Known
 from aioloader.datasets._streams.shards import (
     Position,
     ShardReader,
@@ -113,6 +114,10 @@ class MDSFormat(ParsedFormat):
         head = await read_whole(self.places.open(shard.address, 0, _PIECE, stop=stop))
         return struct.unpack_from(f"<{shard.samples}I", head, 4)
 
+    async def sizes(self, shards: Sequence[Any], *, must: bool) -> Sequence[int] | None:  # noqa: ARG002  (all are known)
+        """Return the number of samples of each shard."""
+        return [shard.samples for shard in shards]
+
     def summary(self, shards: Sequence[Any]) -> Summary:
         """Return the number of shards, their names, and their number of samples."""
         edges = [[shard.start, shard.stop, shard.samples] for shard in shards]
@@ -126,8 +131,8 @@ class MDSFormat(ParsedFormat):
         label = self.places.label(shard.address)
         start = 0 if unpacker else position.get("byte", shard.start)
         stop = None if unpacker else shard.stop
-        size = position.get("size")
-        source = self.places.open(shard.address, start, budget, size, stop)
+        known = Known.of(position)
+        source = self.places.open(shard.address, start, budget, known, stop)
         if unpacker is not None:
             source = Unpacked(source, unpacker, label)
         parser = MDSParser(

@@ -6,6 +6,7 @@ over Ctrl-C. So every call runs in the connection's thread, in order.
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
     from aioloader.datasets._sql.address import Address
 
+_LOG = logging.getLogger("aioloader")
+# Seconds for a call of SQLite to end.
+_PATIENCE = 1.0
 Connection: TypeAlias = Any  # of adbc_driver_manager.dbapi
 Batches: TypeAlias = "Generator[pa.RecordBatch, None, None]"
 P = ParamSpec("P")
@@ -73,19 +77,42 @@ class Link:
         """Return ``function(connection, ...)``, called in the thread."""
         return await self._submit(lambda: function(self._connection, *args, **options))
 
+    def post(
+        self,
+        function: Callable[Concatenate[Connection, P], T],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> None:
+        """Call ``function(connection, ...)`` in the thread, without waiting."""
+        self._pool.submit(function, self._connection, *args, **options)
+
     async def interrupt(self) -> None:
-        """Stop the running call; SQLite's driver cannot, so it is waited for."""
+        """Stop the running call; SQLite's driver cannot."""
         if self._works:
             await asyncio.to_thread(self._interrupt)
 
     async def aclose(self) -> None:
-        """Stop the running call, disconnect, and join the thread."""
+        """Stop the running call, disconnect, and join the thread.
+
+        A query of SQLite that cannot be stopped runs on in its thread, which then
+        disconnects.
+        """
         try:
             await self.interrupt()
         finally:
-            self._pool.submit(self._close)
+            closing = self._pool.submit(self._close)
             self._pool.shutdown(wait=False)
-            await asyncio.to_thread(self._pool.shutdown)
+            if self._address.is_sqlite:
+                await asyncio.wait([asyncio.wrap_future(closing)], timeout=_PATIENCE)
+            if closing.done() or not self._address.is_sqlite:
+                await asyncio.to_thread(self._pool.shutdown)
+            else:
+                _LOG.warning(
+                    "a query of %r runs on in its thread after the iteration ended: "
+                    "SQLite's driver (ADBC) cannot interrupt it; an index on the key, "
+                    "or a table of the query's rows, makes it short",
+                    self._address.label,
+                )
 
     async def _submit(self, call: Callable[[], T]) -> T:
         work = self._pool.submit(call)

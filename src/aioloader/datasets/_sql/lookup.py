@@ -33,6 +33,8 @@ Keys: TypeAlias = "np.ndarray[Any, Any] | list[Any]"
 
 # Keys that are decoded in one step of the event loop.
 _PAGE = 2000
+# Steps of SQLite's virtual machine between two looks at whether to stop.
+_STEPS = 10_000
 # A row of COPY's binary form with one int8, after a header; two bytes end it.
 _COPIED = np.dtype([("fields", ">i2"), ("length", ">i4"), ("key", ">i8")])
 _HEADER_BYTES, _TRAILER_BYTES = 19, 2
@@ -104,6 +106,7 @@ class SQLiteLookup:
         self._source = source
         self._pool = ThreadPoolExecutor(connections, "aioloader-sql")
         self._idle: list[sqlite3.Connection] = []
+        self._is_closed = False
 
     async def list_keys(self) -> Keys:
         """Return all keys, sorted."""
@@ -118,7 +121,8 @@ class SQLiteLookup:
         return found
 
     async def aclose(self) -> None:
-        """Disconnect, and join the threads."""
+        """Interrupt running queries, disconnect, and join the threads."""
+        self._is_closed = True
         await asyncio.to_thread(self._close)
 
     async def _run(self, function: Callable[[sqlite3.Connection], Any]) -> Any:
@@ -135,6 +139,8 @@ class SQLiteLookup:
                 isolation_level=None,
                 check_same_thread=False,  # one thread at a time; the last closes
             )
+            # A query ends within a millisecond after the closing.
+            connection.set_progress_handler(lambda: self._is_closed, _STEPS)
         try:
             return function(connection)
         finally:

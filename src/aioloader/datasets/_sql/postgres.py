@@ -52,7 +52,8 @@ _RANGE = (
     "SELECT set_config('aioloader.start', $1, true), "
     "set_config('aioloader.stop', $2, true)"
 )
-_FIRST_FETCH, _MOST_FETCHED = 256, 1 << 16
+# The first fetch is of one row; later ones grow so fast, by the size of the rows seen.
+_GROWTH, _MOST_FETCHED = 8, 1 << 16
 
 
 class Postgres:
@@ -277,7 +278,7 @@ def _fetched(
 ) -> Batches:
     cursor.execute(f"DECLARE aioloader NO SCROLL CURSOR FOR {sql}", parameters)
     cursor.adbc_statement.set_options(**{"adbc.postgresql.use_copy": "false"})
-    count = _FIRST_FETCH
+    count = 1
     while True:
         cursor.execute(f"FETCH FORWARD {count} FROM aioloader")
         table = cursor.fetch_arrow_table().combine_chunks()
@@ -285,7 +286,8 @@ def _fetched(
             break
         yield from table.to_batches()
         row_bytes = max(1, table.nbytes // table.num_rows)
-        count = max(1, min(batch_bytes // row_bytes, _MOST_FETCHED))
+        count = min(batch_bytes // row_bytes, _GROWTH * count, _MOST_FETCHED)
+        count = max(1, count)
     cursor.execute("CLOSE aioloader")
 
 

@@ -221,7 +221,7 @@ class SQLReader(NamesPositions):
             )
             while batch := await link.run(self._next, batches):
                 self._add(batch)
-                await self._wait_for_room()
+                await self._wait_for_room(batch.nbytes)
             is_sound = True
         except Exception as exc:  # noqa: BLE001  (reported without its traceback)
             may_pass = reason_of(session.address, exc).may_pass or (
@@ -254,8 +254,9 @@ class SQLReader(NamesPositions):
         self._held += batch.nbytes
         self._changed.set()
 
-    async def _wait_for_room(self) -> None:
-        while self._ready and self._held + self._batch_bytes > self._budget:
+    async def _wait_for_room(self, latest: int) -> None:
+        size = max(latest, self._batch_bytes)  # one row may exceed a batch
+        while self._ready and self._held + size > self._budget:
             self._has_room.clear()
             await self._has_room.wait()
 

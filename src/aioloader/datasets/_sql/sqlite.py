@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 # More readers share connections: two keep two cores busy.
 _CONNECTIONS = 4
 _TRIES = 20
-_FEWEST, _MOST = 16, 1 << 16
+_MOST = 1 << 16
+# Batches start with one row, and grow so fast: later rows may be larger.
+_GROWTH = 8
 # Without WAL, a writer locks readers out during its commit.
 _LOCK_WAIT = "PRAGMA busy_timeout = 5000"
 
@@ -84,12 +86,14 @@ class SQLite:
         link: Link,
         batches: "Batches | None",
         *,
-        is_sound: bool,  # noqa: ARG002  (it stays)
+        is_sound: bool,
     ) -> None:
-        """Stop a scan, and give its connection back."""
+        """Stop a scan, and give its connection back; a query may run on there."""
         self._users[link] -= 1
-        if batches is not None:
+        if batches is not None and is_sound:
             await link.run(close_scan, batches)
+        elif batches is not None:
+            link.post(close_scan, batches)
 
     async def is_lost(self, link: Link) -> bool:  # noqa: ARG002  (none can be)
         """Return False: a file has no connection to lose."""
@@ -109,11 +113,12 @@ class SQLite:
         plan = self._plan
         assert plan is not None
         check = KeyCheck(self.source.key, last)
-        row_bytes = plan.row_bytes
+        # A query that sorts its rows starts with what the first rows suggest.
+        count = batch_bytes // plan.row_bytes if plan.sorts else 1
         while True:
             start = span.start if check.last is None else check.last
             statement = _statement(self.source, plan, start, span.stop)
-            count = max(_FEWEST, min(batch_bytes // row_bytes, _MOST))
+            count = max(1, min(count, _MOST))
             batches = _batches(connection, statement, count)
             with contextlib.closing(batches):
                 before = check.last
@@ -124,6 +129,8 @@ class SQLite:
                             yield new
                         row_bytes = max(1, batch.nbytes // batch.num_rows)
                         if not _fits(count, row_bytes, batch_bytes):
+                            most = _MOST if plan.sorts else _GROWTH * count
+                            count = min(batch_bytes // row_bytes, most)
                             break
                     else:
                         return
@@ -211,6 +218,6 @@ def _batches(
 def _fits(rows: int, row_bytes: int, batch_bytes: int) -> bool:
     """Return whether batches of ``rows`` have about the wanted size."""
     size = rows * row_bytes
-    return (size <= 2 * batch_bytes or rows == _FEWEST) and (
+    return (size <= 2 * batch_bytes or rows == 1) and (
         8 * size >= batch_bytes or rows == _MOST
     )

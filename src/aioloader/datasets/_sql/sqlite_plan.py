@@ -52,6 +52,7 @@ class Plan:
         key_type: Storage class of the key.
         names: The columns to deliver; the key may be read in addition.
         row_bytes: Approximate size of a row.
+        sorts: Whether each query sorts all rows: the key has no index.
     """
 
     selected: str
@@ -59,6 +60,7 @@ class Plan:
     key_type: str
     names: tuple[str, ...]
     row_bytes: int
+    sorts: bool
 
     def value_of(self, key: Key) -> int | str | bytes:
         """Return a key as SQLite compares it."""
@@ -86,7 +88,11 @@ def planned(connection: Connection, source: Source) -> Plan:
     casts = [
         "{}" if name == source.key else _CASTS.get(types[name], "{}") for name in read
     ]
-    return Plan(selection(read, casts), types, key_type, names, row_bytes)
+    selected = selection(read, casts)
+    query = select(selected, source.relation(), "ORDER BY", column(source.key))
+    steps = fetch(connection, f"EXPLAIN QUERY PLAN {query}", source.parameters)
+    sorts = "FOR ORDER BY" in str(steps)
+    return Plan(selected, types, key_type, names, row_bytes, sorts)
 
 
 def _declared(connection: Connection, source: Source) -> dict[str, str]:

@@ -10,15 +10,15 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from typing_extensions import Buffer
 
+from aioloader.datasets._stores.versions import NOTHING, Known, Version, changed
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
     ObjectPermissionError,
-    ShardChangedError,
     TruncatedReadError,
 )
 
@@ -35,13 +35,13 @@ class Bytes(Protocol):
     """A shard's bytes, in order.
 
     Attributes:
-        size: Length of the whole shard, including what is before the first byte read;
+        version: Version of the whole shard, also of what is before the first byte read;
             None until it is known.
     """
 
     @property
-    def size(self) -> int | None:
-        """The length."""
+    def version(self) -> Version | None:
+        """The version."""
 
     async def read(self) -> Buffer:
         """Return the next piece, valid until the next call; empty at the end.
@@ -61,37 +61,6 @@ class Bytes(Protocol):
 
     async def aclose(self) -> None:
         """Stop pending work and wait for it to end."""
-
-
-class Version(NamedTuple):
-    """The version of an object.
-
-    Attributes:
-        size: Length of the whole object, in bytes.
-        e_tag: Its entity tag, if the server gives one.
-        modified: Modification time, in seconds, if the server sends it.
-    """
-
-    size: int
-    e_tag: str | None = None
-    modified: float | None = None
-
-    @property
-    def strong(self) -> str | None:
-        """The tag, if it identifies every byte: for conditional requests."""
-        return None if (self.e_tag or "W/").startswith("W/") else self.e_tag
-
-    def is_of(self, other: "Version") -> bool:
-        """Return whether both have the same bytes, as far as the server shows."""
-        if self.size != other.size:
-            return False
-        if self.e_tag and other.e_tag:
-            if self.e_tag.removeprefix("W/") != other.e_tag.removeprefix("W/"):
-                return False
-            if self.strong and other.strong:
-                return True
-        known = None not in {self.modified, other.modified}
-        return not known or self.modified == other.modified
 
 
 @dataclass(frozen=True)
@@ -132,8 +101,12 @@ class ObjectBytes:
         location: Redacted address, for errors.
         start: First byte.
         budget: Most bytes to hold.
-        expected: Size that the object must have, if known.
+        known: What the object must be.
         stop: Where to stop before the end of the object.
+
+    Attributes:
+        version: The object's version; None until it is known.
+        size: Its length, likewise.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917  (the object, and which part of it)
@@ -143,15 +116,16 @@ class ObjectBytes:
         location: str,
         start: int,
         budget: int,
-        expected: int | None = None,
+        known: Known = NOTHING,
         stop: int | None = None,
     ) -> None:
+        self.version: Version | None = None
         self.size: int | None = None
         self._end = sys.maxsize if stop is None else stop
         self._fetch = fetch
         self._whole = whole
         self._chunks: Whole | None = None
-        self._expected = expected
+        self._known = known
         self._location = location
         self._start = self._read = self._at = start
         self._is_over = start >= self._end
@@ -161,7 +135,6 @@ class ObjectBytes:
         self._largest, self._length = largest, SMALLEST
         self._most = max(2 * largest, min(budget, _AHEAD * largest))
         self._window = max(SMALLEST, budget // START_DIVISOR)  # until the first read
-        self._version: Version | None = None
         self._pieces: deque[asyncio.Task[Piece]] = deque()
 
     def begin(self) -> None:
@@ -249,7 +222,8 @@ class ObjectBytes:
         self._pieces.append(asyncio.create_task(self._get(start, self._at)))
 
     async def _get(self, start: int, stop: int) -> Piece:
-        piece = await self._fetch(start, stop, self._version)
+        version = self.version or self._known.version
+        piece = await self._fetch(start, stop, version)
         is_first = self.size is None
         self._learn(piece.version)
         expected = max(0, min(stop, piece.version.size) - start)
@@ -271,48 +245,11 @@ class ObjectBytes:
         Raises:
             DatasetError: If they differ.
         """
-        if self._version is None:
-            check_size(self._location, version.size, self._expected, self._start)
-            self._version, self.size = version, version.size
-        elif not version.is_of(self._version):
-            raise changed(self._location, self._version, version)
-
-
-def changed(location: str, before: Version, now: Version) -> DatasetError:
-    """Return the error for an object that was replaced during reading."""
-    what = f"it had {before.size:,} bytes and has {now.size:,}"
-    if before.size == now.size:
-        what = f"it has {now.size:,} bytes as before, but another ETag or date"
-    return DatasetError(
-        f"{location!r} changed while being read: {what}; write shards under "
-        "another name and rename them",
-        location=location,
-    )
-
-
-def check_size(location: str, size: int, expected: int | None, start: int) -> None:
-    """Check that a shard has the same length as when its state was saved.
-
-    Args:
-        location: Redacted address of the shard, for the error.
-        size: Its length, in bytes.
-        expected: Its length when saved, if known.
-        start: The first byte to read.
-
-    Raises:
-        ShardChangedError: If the length differs, or is below ``start``.
-    """
-    if expected is not None and size != expected:
-        what = f"it had {expected:,} bytes and has {size:,}"
-    elif start > size:
-        what = f"it is to be read from byte {start:,} on and has {size:,}"
-    else:
-        return
-    raise ShardChangedError(
-        f"{location!r} has changed since the state was saved: {what}; resume with the "
-        "original shards, or start again",
-        location=location,
-    )
+        if self.version is None:
+            self._known.check(self._location, version, self._start)
+            self.version, self.size = version, version.size
+        elif not version.is_of(self.version):
+            raise changed(self._location, self.version, version)
 
 
 class Closing:
@@ -332,9 +269,9 @@ class Closing:
         self.bytes_ahead = inner.bytes_ahead
 
     @property
-    def size(self) -> int | None:
-        """The size of the bytes."""
-        return self._inner.size
+    def version(self) -> Version | None:
+        """The version of the bytes."""
+        return self._inner.version
 
     async def aclose(self) -> None:
         """Close the bytes, then call ``then``."""

@@ -25,6 +25,9 @@ _STATUS = re.compile(r"\bstatus: (\d{3})\b")
 _KIND = re.compile(r"\bkind: ([A-Z]\w*)|\b(TimedOut|BadScheme|MissingContentLength)\b")
 _OS_ERROR = re.compile(r"\bOs \{\s*code: (\d+)")
 _RETRIES = re.compile(r"\bretries: (\d+)")
+_RANGES = re.compile(
+    r"UnexpectedRange \{\s*expected: (\d+)\.\.(\d+),\s*actual: (\d+)\.\.(\d+)"
+)
 _S3_CODE = re.compile(r"<Code>([A-Za-z]{1,40})</Code>")
 # Where virtual machines request credentials: AWS and Azure, Google.
 _METADATA = re.compile(r"/latest/api/token|/metadata/identity|computeMetadata|IMDS")
@@ -33,6 +36,7 @@ _OPTION = re.compile(
     r"(\w+ must be specified|Store does not accept [a-z ]+|Missing\w+)"
 )
 
+_NO_CONNECTION = {errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH}
 _RANGE_NOT_SATISFIABLE = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
 
 # By name, so that this module does not import obstore.
@@ -62,6 +66,7 @@ class Reason:
         is_bad_key: Whether obstore cannot name the object.
         is_unauthorised: Whether there are no credentials: the machine's own were
             requested, as in a cloud.
+        is_unreachable: Whether no connection was made: refused, or no such host.
     """
 
     text: str
@@ -72,6 +77,7 @@ class Reason:
     is_out_of_range: bool
     is_bad_key: bool
     is_unauthorised: bool
+    is_unreachable: bool
 
 
 def reason_of(exc: Exception) -> Reason:
@@ -95,6 +101,11 @@ def reason_of(exc: Exception) -> Reason:
     # If a server cannot send the rest, only the second error is reported.
     is_cut_short = "UnexpectedEof" in dump or "RangeNotSupported" in dump
     is_out_of_range = status == _RANGE_NOT_SATISFIABLE or "StartTooLarge" in dump
+    if ranges := _RANGES.search(dump):
+        said.append("bytes {}..{} were requested, {}..{} came".format(*ranges.groups()))
+    is_unknown = '"dns error"' in text
+    if is_unknown:
+        said.append("the host's name is not known")
     is_bad_key = name == "InvalidPathError" or "Could not parse path" in text
     has_asked = bool(_METADATA.search(text))
     return Reason(
@@ -106,6 +117,7 @@ def reason_of(exc: Exception) -> Reason:
         is_out_of_range,
         is_bad_key,
         has_asked,
+        is_unknown or code in _NO_CONNECTION,
     )
 
 
@@ -193,10 +205,13 @@ def open_failure(
     return ValueError(f"cannot open {location!r}: {text}")
 
 
-def truncated(location: str, short: ShortReadError) -> TruncatedReadError:
+def truncated(
+    location: str, short: ShortReadError, start: int | None = None
+) -> TruncatedReadError:
     """Return the house error for a read of another length than announced."""
+    what = "announced" if start is None else f"from byte {start:,} on"
     return TruncatedReadError(
-        f"{location!r} gave {short.received:,} of {short.expected:,} bytes announced",
+        f"{location!r} gave {short.received:,} of {short.expected:,} bytes {what}",
         location=location,
         expected=short.expected,
         received=short.received,

@@ -8,7 +8,7 @@ import asyncio
 import functools
 from typing import TYPE_CHECKING, Any
 
-from aioloader.datasets._stores.bytes import NoRangesError, Piece, Version, changed
+from aioloader.datasets._stores.bytes import NoRangesError, Piece
 from aioloader.datasets._stores.failures import ShortReadError, reason_of, truncated
 from aioloader.datasets._stores.flights import Flights
 from aioloader.datasets._stores.hub import HubSource
@@ -22,29 +22,37 @@ from aioloader.datasets._stores.stores import (
     StoreSource,
     import_obstore,
     obstore_errors,
+    opened_for_read,
 )
+from aioloader.datasets._stores.versions import Version, changed
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     from aioloader.datasets._stores.addresses import Address
+    from aioloader.datasets._stores.listing import Listing
 
 _CHUNK = 1 << 20
+# Endings of names whose objects may be HTML.
+_PAGES = {"html", "htm", "xhtml", "shtml", "php", "asp", "aspx", "jsp", "cgi"}
+# Objects that are known to have ranges, at most.
+_RANGED = 1 << 16
 
 
 class LoopRequests:
     """The requests of one event loop.
 
     Attributes:
-        versions: Versions of objects whose size was looked up.
+        listings: The last listing of each root and folder.
         requests: The retry policy.
         tries: Makes requests by that policy.
     """
 
     def __init__(self, requests: Requests) -> None:
-        self.versions: dict[Address, Version] = {}
+        self.listings: dict[tuple[Address | None, str], Listing] = {}
         self.requests = requests
         self.tries = Tries(requests)
         self._flights: Flights | None = None
+        self._ranged: set[int] = set()  # objects of which the server gave a range
 
     @property
     def flights(self) -> Flights:
@@ -68,15 +76,48 @@ class LoopRequests:
             DatasetError: If the object has changed, or cannot be read.
         """
         attempt = functools.partial(self._get, source, key, start, stop, version)
-        piece = await self.tries.make(attempt, source.locate(key))
+        piece = await self.tries.make(attempt, source, key)
         if piece is not None:
             return piece
         # It ends before the range: obstore does not report its size now.
-        begin = await self.fetch(source, key, 0, 1, None) if start else None
-        now = begin.version if begin else Version(0)
+        if start:
+            now = (await self.fetch(source, key, 0, 1, None)).version
+        else:
+            now = await self.look_up(source, key)
         if version is not None and not now.is_of(version):
             raise changed(source.locate(key), version, now)
         return Piece(b"", now)
+
+    def listed(self, root: "Address | None", key: str) -> Version | None:
+        """Return what the last listing shows of an object: its size, if any."""
+        for (its_root, folder), listing in self.listings.items():
+            if its_root == root and key.startswith(folder):
+                size = listing.size_of(key)
+                if size:
+                    return Version(size)
+        return None
+
+    async def look_up(self, source: StoreSource | HubSource, key: str) -> Version:
+        """Return what a separate request says of an object that seems to be empty.
+
+        Raises:
+            DatasetError: If it cannot be looked up: nothing shows that it is empty.
+        """
+        assert isinstance(source, StoreSource)  # the Hub gives sizes
+        attempt = functools.partial(self._head, source, key)
+        return await self.tries.make(attempt, source, key)
+
+    async def _head(self, source: StoreSource, key: str) -> Version:
+        location = source.locate(key)
+        store = await opened_for_read(source)
+        try:
+            return version_of(
+                await self.flights.follow(import_obstore().head_async(store, key))
+            )
+        except obstore_errors() as exc:
+            failure = read_failure(location, exc, reason_of(exc))
+        del store
+        raise failure
 
     async def aclose(self) -> None:
         """Wait for all requests to end."""
@@ -92,11 +133,12 @@ class LoopRequests:
         version: Version | None,
     ) -> Piece | None:
         """Return a range; None if the object ends before it."""
+        location = source.locate(key)
         if isinstance(source, HubSource):
-            piece = await source.get(key, start, stop)
-            location = source.locate(key)
-            return piece if version is None else _same(location, version, piece)
-        obstore, location = import_obstore(), source.locate(key)
+            return _checked(
+                location, start, stop, version, await source.get(key, start, stop)
+            )
+        obstore = import_obstore()
         options: dict[str, Any] = {"range": (start, stop)}
         if version is not None and version.strong:
             options["if_match"] = version.strong
@@ -113,13 +155,27 @@ class LoopRequests:
                 return None
             failure = read_failure(location, exc, reason)
             if type(exc).__name__ == "NotSupportedError":
-                failure = NoRangesError()
+                failure = self._no_ranges(location, (source, key))
         else:
-            piece = Piece(data, found)
-            return piece if version is None else _same(location, version, piece)
+            if len(self._ranged) == _RANGED:
+                self._ranged.clear()
+            self._ranged.add(hash((source, key)))
+            return _checked(location, start, stop, version, Piece(data, found))
         # A traceback then shows neither obstore's text (context) nor the store (local).
         del store
         raise failure
+
+    def _no_ranges(self, location: str, name: "tuple[StoreSource, str]") -> Exception:
+        """Return the error for a range that was answered with status 200.
+
+        A server that gave a range of this object before has ranges.
+        """
+        if hash(name) not in self._ranged:
+            return NoRangesError()
+        text = (
+            f"{location!r}: HTTP 200, without the range requested: not from its server?"
+        )
+        return DatasetError(text, location=location)
 
 
 class WholeObject:
@@ -145,7 +201,6 @@ class WholeObject:
         self._given = 0
         self._stream: Any = None
         self._at = 0
-        self._failure: DatasetError | None = None
 
     async def read(self) -> Piece:
         """Return the next piece; an empty one at the end.
@@ -154,17 +209,21 @@ class WholeObject:
             DatasetError: If there was no progress until the deadline.
         """
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._here.requests.deadline
-        location, tries = self._source.locate(self._key), self._here.tries
+        began, make = loop.time(), self._here.tries.make
         while True:
-            piece = await tries.make(self._next, location, may_hedge=False)
+            piece = await make(
+                self._next, self._source, self._key, began=began, may_hedge=False
+            )
             data = memoryview(piece.data)
+            if not data and not self._given:  # an answer that says it is empty
+                size = (await self._here.look_up(self._source, self._key)).size
+                if size:
+                    location = self._source.locate(self._key)
+                    raise truncated(location, ShortReadError(size, 0))
             fresh = data[max(0, self._given - (self._at - len(data))) :]
             if fresh or not data:
                 self._given += len(fresh)
                 return Piece(fresh, piece.version)
-            if self._failure is not None and loop.time() >= until:
-                raise self._failure
 
     async def _next(self) -> Piece:
         """Return the next chunk of this response, or the first of a new one."""
@@ -176,6 +235,7 @@ class WholeObject:
         try:
             if stream is None:
                 result = await follow(obstore.get_async(store, self._key))
+                check_page(self._source, self._key, result)
                 version, self._at = version_of(result.meta), 0
                 self._version = self._version or version
                 stream = result.stream(min_chunk_size=_CHUNK)
@@ -194,33 +254,47 @@ class WholeObject:
                 return Piece(chunk, self._version)
             failure = truncated(location, ShortReadError(self._version.size, self._at))
         del store, stream
-        if isinstance(failure, DatasetError):
-            self._failure = failure
         raise failure
 
 
-def _same(location: str, version: Version, piece: Piece) -> Piece:
-    """Return a piece if it is of the expected version.
+def _checked(
+    location: str, start: int, stop: int, version: Version | None, piece: Piece
+) -> Piece:
+    """Return a piece if it is whole, and of the expected version.
 
     Raises:
-        RefusedError: If it is not: the object has changed.
+        RefusedError: If it is of another version: the object has changed.
+        TruncatedReadError: If it is shorter or longer than the range.
     """
-    if not piece.version.is_of(version):
+    if version is not None and not piece.version.is_of(version):
         raise RefusedError(changed(location, version, piece.version))
+    expected = max(0, min(stop, piece.version.size) - start)
+    if (received := len(memoryview(piece.data))) != expected:
+        raise truncated(location, ShortReadError(expected, received), start)
     return piece
 
 
-async def opened_for_read(source: StoreSource) -> Any:
-    """Return the store.
+def check_page(source: StoreSource, key: str, result: Any) -> None:
+    """Check that an answer is no web page in place of an object.
 
     Raises:
-        RefusedError: If it cannot be opened: a retry would not help.
+        DatasetError: If it is HTML, which its name and its tags do not suggest.
     """
-    try:
-        return await source.opened()
-    except (ValueError, DatasetError) as error:
-        failure = RefusedError(error)
-    raise failure
+    kind = str(result.attributes.get("Content-Type", ""))
+    if "text/html" not in kind.lower():
+        return
+    location = source.locate(key)
+    name = location.rpartition("/")[2].lower()
+    _, dot, ending = name.rpartition(".")
+    has_tag = version_of(result.meta)[1:] != (None, None)
+    is_web = location.startswith("http")
+    if ending in _PAGES or (has_tag and not (dot and is_web)):
+        return
+    raise DatasetError(
+        f"{location!r}: the answer is a web page ({kind}, {result.meta['size']:,} "
+        "bytes), not the object; it comes from a gateway, a proxy or a login page",
+        location=location,
+    )
 
 
 def version_of(meta: Any) -> Version:

@@ -11,9 +11,16 @@ import aiofiles
 import numpy as np
 from typing_extensions import Buffer
 
-from aioloader.datasets._stores.bytes import SMALLEST, check_size, file_failure
+from aioloader.datasets._stores.bytes import SMALLEST, file_failure
 from aioloader.datasets._stores.outlast import in_thread, outlast
-from aioloader.errors import DatasetError, TruncatedReadError
+from aioloader.datasets._stores.versions import (
+    NOTHING,
+    Known,
+    Version,
+    changed,
+    version_of_file,
+)
+from aioloader.errors import TruncatedReadError
 
 T = TypeVar("T")
 
@@ -30,13 +37,14 @@ class FileBytes:
     """A file's bytes, opened by ``aiofiles`` and read into one buffer.
 
     Attributes:
+        version: The file's version; None until it is open.
         at_once: Bytes that are best read in one thread call.
 
     Args:
         path: The file.
         start: First byte.
         budget: Most bytes to hold.
-        expected: Size that the file must have, if known.
+        known: What the file must be.
         stop: Where to stop before the end of the file.
     """
 
@@ -45,12 +53,12 @@ class FileBytes:
         path: str,
         start: int,
         budget: int,
-        expected: int | None = None,
+        known: Known = NOTHING,
         stop: int | None = None,
     ) -> None:
-        self.size: int | None = None
+        self.version: Version | None = None
         self._end = sys.maxsize if stop is None else stop
-        self._expected = expected
+        self._known = known
         self._path = path
         self._at = start
         # Besides the buffer, the parsed data needs room.
@@ -58,7 +66,6 @@ class FileBytes:
         self._length = min(_FILE_PIECE, self.at_once)
         self._buffer = memoryview(b"")
         self._file: Any = None
-        self._facts: tuple[int, int] = 0, 0
 
     def begin(self) -> None:
         """Do nothing: a file needs no request."""
@@ -93,7 +100,9 @@ class FileBytes:
 
     def is_draining(self) -> bool:
         """Return whether the end is near."""
-        return self._file is not None and self._at >= min(self._facts[0], self._end)
+        return self.version is not None and self._at >= min(
+            self.version.size, self._end
+        )
 
     def bytes_ahead(self) -> int:
         """Return 0: a file is read on demand."""
@@ -108,15 +117,11 @@ class FileBytes:
     async def _open(self) -> None:
         # Unbuffered: large reads need no second copy.
         self._file = await aiofiles.open(self._path, "rb", buffering=0)
-        self._facts = self._look()
-        self.size = self._facts[0]
-        check_size(self._path, self.size, self._expected, self._at)
+        version = version_of_file(self._file.fileno())
+        self._known.check(self._path, version, self._at)
+        self.version = version
         if self._at:
             await self._file.seek(self._at)
-
-    def _look(self) -> tuple[int, int]:
-        facts = os.fstat(self._file.fileno())
-        return facts.st_size, facts.st_mtime_ns
 
     def _next(self) -> Any:
         return self._read_piece(_read_into, self._length)
@@ -130,30 +135,23 @@ class FileBytes:
 
     def _fill(self, read: _Read, most: int) -> int | None:
         """Read one piece; check that the file is unchanged."""
-        stop = min(self._facts[0], self._end)
+        assert self.version is not None
+        size = self.version.size
+        stop = min(size, self._end)
         wanted = min(most, max(0, stop - self._at))
         if not self._buffer:
             # Not mapped: once the C library has freed a block of this size, it keeps as
             # much for samples, which otherwise cost up to a page fault per 4 KB.
-            self._buffer = np.empty(min(_FILE_PIECES, self._facts[0]), np.uint8).data
+            self._buffer = np.empty(min(_FILE_PIECES, size), np.uint8).data
         # The file of aiofiles would use another thread.
         file: int = self._file.fileno()
         length = read(file, self._buffer[:wanted]) if wanted else 0
         if length is None:
             return None
         self._at += length
-        self._check(wanted, length)
-        return length
-
-    def _check(self, wanted: int, length: int) -> None:
-        size, changed = self._look()
-        if (size, changed) != self._facts:
-            raise DatasetError(
-                f"{self._path!r} changed while being read: it had "
-                f"{self._facts[0]:,} bytes and has {size:,}, changed at {changed} ns; "
-                "write shards under another name and rename them",
-                location=self._path,
-            )
+        now = version_of_file(file)
+        if now != self.version:
+            raise changed(self._path, self.version, now)
         if wanted and not length:
             raise TruncatedReadError(
                 f"{self._path!r} gave {self._at:,} of {size:,} bytes",
@@ -161,6 +159,7 @@ class FileBytes:
                 expected=size,
                 received=self._at,
             )
+        return length
 
 
 def _next(read: Callable[[], Buffer]) -> Buffer:

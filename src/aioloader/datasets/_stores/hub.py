@@ -6,15 +6,21 @@ at the first read, so all reads are of one version. The Hub's address is
 """
 
 import os
+import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
 from aioloader.datasets._stores.addresses import Address, opened
-from aioloader.datasets._stores.bytes import Piece, Version
+from aioloader.datasets._stores.bytes import Piece
 from aioloader.datasets._stores.options import Options, revealed
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.redact import Sealed, redact_url
-from aioloader.datasets._stores.requests import RefusedError
+from aioloader.datasets._stores.requests import (
+    Contact,
+    RefusedError,
+    UnreachableError,
+)
+from aioloader.datasets._stores.versions import Version
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
@@ -55,6 +61,7 @@ class HubSource:
                 "'token' and 'endpoint'"
             )
         self.label = redact_url(opened(url))
+        self.contact = Contact()
         self._options = options
         self._system: HfFileSystem | None = None
         self._pinned: dict[str, str] = {}
@@ -168,6 +175,8 @@ class HubSource:
             return RefusedError(ObjectNotFoundError(text, location=location))
         said = f"HTTP {status} ({kind})" if status else kind
         failure = DatasetError(f"cannot read {location!r}: {said}", location=location)
+        if not status and _is_unreachable(error):
+            return UnreachableError(failure)
         is_final = isinstance(error, (ValueError, IsADirectoryError))
         return RefusedError(failure) if is_final or status in _FINAL else failure
 
@@ -184,6 +193,15 @@ class HubSource:
 def is_hub(store: Any) -> bool:
     """Return whether a store or the root of an address is the Hub."""
     return isinstance(store, (str, Sealed)) and opened(store).startswith(SCHEME)
+
+
+def _is_unreachable(error: BaseException | None) -> bool:
+    """Return whether a refused connection or an unknown host caused ``error``."""
+    while error is not None:
+        if isinstance(error, (ConnectionRefusedError, socket.gaierror)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _check_file(info: dict[str, Any]) -> None:

@@ -9,8 +9,6 @@ again.
 
 import asyncio
 import heapq
-import random
-import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice, pairwise
@@ -18,22 +16,28 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
+from anyio.from_thread import start_blocking_portal
 
-from aioloader.datasets._stores.failures import failure_of, reason_of
+from aioloader.datasets._stores.failures import reason_of
 from aioloader.datasets._stores.flights import Flights
 from aioloader.datasets._stores.names import NameTable
-from aioloader.datasets._stores.requests import RefusedError, Requests, read_failure
+from aioloader.datasets._stores.requests import (
+    RefusedError,
+    Requests,
+    Tries,
+    read_failure,
+)
 from aioloader.datasets._stores.stores import (
     StoreSource,
     import_obstore,
     obstore_errors,
+    opened_for_read,
 )
+from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     from obstore import ListStream, ObjectMeta
     from obstore.store import ObjectStore
-
-    from aioloader.errors import DatasetError
 
 _PAGE = 1000
 _AS_A_RULE = Requests()
@@ -94,6 +98,12 @@ class Listing(Iterable[str]):
         pages.clear()
         return made
 
+    def size_of(self, key: str) -> int | None:
+        """Return the size of a key, in bytes; None if it is not listed."""
+        at = bisect_left(self.keys, key)
+        is_found = at < len(self.keys) and self.keys[at] == key
+        return int(self.sizes[at]) if is_found else None
+
     def items(self) -> Iterator[tuple[str, int]]:
         """Return the keys with their sizes."""
         return zip(self.keys, map(int, self.sizes), strict=True)
@@ -121,32 +131,9 @@ def _packed(items: Iterable[tuple[str, int]]) -> Iterator[Listing]:
 def list_blocking(
     source: StoreSource, prefix: str, policy: Requests = _AS_A_RULE
 ) -> Listing:
-    """List a store in the calling thread.
-
-    source: The store.
-    prefix: Whole path segments that keys start with.
-    policy: How long, and with which delays, a page is retried.
-
-    Raises:
-        ValueError: If nothing is found.
-        DatasetError: If listing fails.
-    """
-    walk = _Walk(source, prefix, policy)
-    store = source.open()
-    while True:
-        try:
-            for page in walk.rest(store):
-                walk.add(page)
-        except obstore_errors() as exc:
-            walk.note(exc)
-        else:
-            return walk.listing()
-        if walk.failure is not None:
-            break
-        time.sleep(walk.delay)
-    # A traceback then shows neither obstore's text (context) nor the store (local).
-    del store
-    raise walk.failure
+    """List a store in the calling thread, which waits: see ``list_async``."""
+    with start_blocking_portal() as portal:
+        return portal.call(list_async, source, prefix, policy)
 
 
 async def list_async(
@@ -155,67 +142,54 @@ async def list_async(
     """List a store without blocking the event loop.
 
     Args:
-        source: As for ``list_blocking``.
-        prefix: As for ``list_blocking``.
-        policy: As for ``list_blocking``.
+        source: The store.
+        prefix: Whole path segments that keys start with.
+        policy: How long, and with which delays, a page is retried.
 
     Raises:
         ValueError: If nothing is found.
         DatasetError: If listing fails.
     """
-    walk, flights = _Walk(source, prefix, policy), Flights()
-    store = await asyncio.to_thread(source.open)
+    tries, flights = Tries(policy), Flights()
+    walk = _Walk(source, prefix, flights)
     try:
-        while not await _is_complete(walk, store, flights):
-            if walk.failure is not None:
-                break
-            await asyncio.sleep(walk.delay)
+        while page := await tries.make(walk.next, source, prefix, may_hedge=False):
+            walk.add(page)
     finally:
         await flights.drain(0.0)
-    del store
-    if walk.failure is not None:
-        raise walk.failure
     return await asyncio.to_thread(walk.listing)
 
 
-async def _is_complete(walk: "_Walk", store: "ObjectStore", flights: Flights) -> bool:
-    """Add pages; return whether all came."""
-    pages = walk.rest(store)
-    try:
-        while True:
-            walk.add(await flights.follow(anext(pages)))
-    except StopAsyncIteration:
-        return True
-    except obstore_errors() as exc:
-        walk.note(exc)
-        return False
-
-
 class _Walk:
-    """The pages of a listing, and where it resumes after a failed request.
+    """The pages of a listing, and where it resumes after a failed request."""
 
-    Attributes:
-        failure: The error to raise, if a retry is not worthwhile.
-        delay: Seconds to wait before the next try.
-    """
-
-    def __init__(self, source: StoreSource, prefix: str, policy: Requests) -> None:
-        self.failure: DatasetError | None = None
-        self.delay = 0.0
-        self._location = source.locate(prefix)
+    def __init__(self, source: StoreSource, prefix: str, flights: Flights) -> None:
+        self._source = source
         self._root = source.web_root()
         self._prefix = prefix
-        self._policy = policy
+        self._flights = flights
+        self._stream: ListStream[Sequence[ObjectMeta]] | None = None
         self._pages: list[Listing] = []
         self._last = ""
         self._is_ordered = True
-        self._moved()
 
-    def _moved(self) -> None:
-        self._until = time.monotonic() + self._policy.deadline
-        self._tries = self._sent = 0
+    async def next(self) -> "Sequence[ObjectMeta] | None":
+        """Return the next page; None at the end."""
+        stream, self._stream = self._stream, None  # kept only after a good page
+        store = await opened_for_read(self._source)
+        try:
+            stream = stream or self._rest(store)
+            page = await self._flights.follow(anext(stream, None))
+        except obstore_errors() as exc:
+            failure = self._failure(exc)
+        else:
+            self._stream = stream
+            return page
+        # A traceback then shows neither obstore's text (context) nor the store (local).
+        del store, stream
+        raise failure
 
-    def rest(self, store: "ObjectStore") -> "ListStream[Sequence[ObjectMeta]]":
+    def _rest(self, store: "ObjectStore") -> "ListStream[Sequence[ObjectMeta]]":
         """Return the remaining pages: all pages where keys come in no order."""
         if not self._is_ordered:
             self._pages, self._last, self._is_ordered = [], "", True
@@ -235,24 +209,14 @@ class _Walk:
         first = min((key for key in found if found[key]), default=self._last + "~")
         self._is_ordered &= self._last < first
         self._last = max(found, default=self._last)
-        self._moved()
 
-    def note(self, exc: Exception) -> None:
-        """Decide how to handle an exception of obstore."""
-        failure = failure_of("list", self._location, exc)
-        self._sent += failure.attempts
-        bound = min(self._policy.max_delay, self._policy.base_delay * 2.0**self._tries)
-        self._tries += 1
-        self.delay = random.uniform(0.0, bound)  # noqa: S311  (jitter, not a secret)
-        # Errors that end a read end a listing, and not every HTTP server has a listing.
-        refused = read_failure(self._location, exc, reason_of(exc))
-        if isinstance(refused, RefusedError) or self._location.startswith("http"):
-            self.failure = failure
-        elif time.monotonic() + self.delay >= self._until:
-            after = f"given up after {self._policy.deadline:g} s, {self._sent} attempts"
-            failure.args = (f"{failure}; {after}",)
-            failure.attempts = self._sent
-            self.failure = failure
+    def _failure(self, exc: Exception) -> Exception:
+        """Return the error to raise for an exception of obstore."""
+        location = self._source.locate(self._prefix)
+        failure = read_failure(location, exc, reason_of(exc), "list")
+        # Not every HTTP server has a listing.
+        is_final = type(failure) is DatasetError and location.startswith("http")
+        return RefusedError(failure) if is_final else failure
 
     def listing(self) -> Listing:
         """Return the whole listing, and release the pages.
@@ -262,8 +226,9 @@ class _Walk:
         """
         listing = Listing.joined(self._pages)
         if not listing.keys:
+            location = self._source.locate(self._prefix)
             raise ValueError(
-                f"no object in {self._location!r}; a prefix is made of whole path "
+                f"no object in {location!r}; a prefix is made of whole path "
                 f"segments: 'train' has 'train/a' but not 'training/a'"
             )
         return listing

@@ -6,13 +6,14 @@ bucket or host. Patterns are expanded: braces always, ``*`` and ``?`` by a listi
 """
 
 import asyncio
+import contextlib
 import copy
 import functools
 import glob
 import os
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from typing_extensions import Buffer
 
@@ -36,27 +37,43 @@ from aioloader.datasets._stores.bytes import (
     Bytes,
     Closing,
     Fetch,
+    NoRangesError,
     ObjectBytes,
     file_failure,
 )
 from aioloader.datasets._stores.cache_dir import CacheDir
-from aioloader.datasets._stores.cached import CachedRanges
+from aioloader.datasets._stores.cached import CachedRanges, KeptRanges
 from aioloader.datasets._stores.fetching import LoopRequests, WholeObject
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.hub import HubSource, is_hub
-from aioloader.datasets._stores.listing import list_async
+from aioloader.datasets._stores.listing import Listing, list_async
 from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.requests import Requests
 from aioloader.datasets._stores.stores import (
     StoreSource,
 )
+from aioloader.datasets._stores.versions import (
+    NOTHING,
+    Known,
+    Version,
+    version_of_file,
+)
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 Source: TypeAlias = StoreSource | HubSource
+T = TypeVar("T")
 _CHUNK = 1 << 20
+# Files whose sizes or ends are read at once.
+_AT_ONCE = 32
+
+
+class Listed(list[Any]):
+    """Addresses, or shards, and their lengths where all of these were listed."""
+
+    sizes: "list[int] | None" = None
 
 
 class Places:
@@ -114,7 +131,7 @@ class Places:
 
     # -- addresses ----------------------------------------------------------------
 
-    async def expand(self, patterns: Any) -> list[Any]:
+    async def expand(self, patterns: Any) -> Listed:
         """Return the addresses that ``patterns`` match: in order, sorted for a ``*``.
 
         Args:
@@ -124,34 +141,38 @@ class Places:
             ValueError: If a pattern matches nothing.
             DatasetError: If listing fails.
         """
-        found: list[Address] = []
+        found = Listed()
         for pattern in sealed(patterns):
             for address in braces(pattern):
                 listed = await self._listed(address)
-                if found:
-                    found += listed
-                else:
+                if not found:
                     found = listed  # avoids copying a million of them
+                    continue
+                found += listed
+                if found.sizes is None or listed.sizes is None:
+                    found.sizes = None
+                else:
+                    found.sizes += listed.sizes
         if not found:
             raise ValueError("no shards: the list of addresses is empty")
         return found
 
-    async def _listed(self, address: Address) -> list[Address]:
+    async def _listed(self, address: Address) -> Listed:
         """Return an address, or its matches if it is a pattern."""
         if self._base is not None:
             key = opened(address)
             if not has_signs(key):
-                return [address]
+                return Listed([address])
             found = await self._match(self._base, None, key.removeprefix("/"))
         elif is_local(address):
             pattern = local_pattern(opened(address))
             if not has_signs(pattern):
-                return [address]
+                return Listed([address])
             found = await asyncio.to_thread(_globbed, pattern, self._folder)
         else:
             searched = pattern_of(address)
             if searched is None:
-                return [address]
+                return Listed([address])
             root, pattern = searched
             found = await self._match(self._source(root), root, pattern)
         if not found:
@@ -164,12 +185,14 @@ class Places:
 
     async def _match(
         self, source: Source, root: Address | None, pattern: str
-    ) -> list[Address]:
+    ) -> Listed:
         listing: Iterable[str]
         if isinstance(source, HubSource):
             listing = await source.keys(folder_of(pattern))
         else:
-            listing = await list_async(source, folder_of(pattern), self._requests)
+            folder = folder_of(pattern)
+            listing = await list_async(source, folder, self._requests)
+            self._per_loop.here().listings[root, folder] = listing
         return await asyncio.to_thread(_matching, listing, pattern, root)
 
     def label(self, address: Address) -> str:
@@ -202,7 +225,7 @@ class Places:
         address: Address,
         start: int,
         budget: int,
-        size: int | None = None,
+        known: Known = NOTHING,
         stop: int | None = None,
     ) -> Bytes:
         """Return the bytes of a shard from ``start`` on; nothing is read yet.
@@ -211,21 +234,23 @@ class Places:
             address: The shard's address.
             start: First byte.
             budget: Most bytes to hold.
-            size: Length that the shard must have, if known.
+            known: What the shard must be; besides, it has the size that was listed.
             stop: Where to stop before its end.
         """
         here = self._per_loop.here()
         if self._base is None and is_local(address):
-            return FileBytes(self.label(address), start, budget, size, stop)
+            return FileBytes(self.label(address), start, budget, known, stop)
+        if known.version is None:
+            known = known._replace(version=self._as_listed(address))
         source, key = self._source_of(address)
         location = source.locate(key)
         fetch: Fetch = functools.partial(here.fetch, source, key)
         whole = functools.partial(WholeObject, here, source, key)
         if self._keeps_nothing(source):
-            return ObjectBytes(fetch, whole, location, start, budget, size, stop)
+            return ObjectBytes(fetch, whole, location, start, budget, known, stop)
         assert self.kept_in is not None
-        cached = CachedRanges(fetch, self.kept_in, self._full(address))
-        found = ObjectBytes(cached.fetch, whole, location, start, budget, size, stop)
+        cached = CachedRanges(fetch, self._kept(source, address))
+        found = ObjectBytes(cached.fetch, whole, location, start, budget, known, stop)
         return Closing(found, cached.aclose)
 
     def path(self, address: Address) -> str | None:
@@ -234,28 +259,62 @@ class Places:
             return self.label(address)
         return None
 
-    async def size(self, address: Address) -> int:
-        """Return the length of a shard, in bytes; an object's version is remembered."""
+    async def version(self, address: Address) -> Version:
+        """Return the version of a shard, which has the size that was listed."""
         if (path := self.path(address)) is not None:
             try:
-                return (await asyncio.to_thread(os.stat, path)).st_size
+                return await asyncio.to_thread(version_of_file, path)
             except OSError as error:
                 raise file_failure(path, error) from error
         source, key = self._source_of(address)
         here = self._per_loop.here()
-        piece = await here.fetch(source, key, 0, 1, None)
-        here.versions[address] = piece.version
-        return piece.version.size
+        fetch: Fetch = functools.partial(here.fetch, source, key)
+        listed = self._as_listed(address)
+        return await self._kept(source, address).version(fetch, listed)
 
-    async def read(self, address: Address, start: int, stop: int) -> Buffer:
-        """Return bytes of an object, at the version seen by ``size``."""
+    async def sizes(
+        self, addresses: Sequence[Address], *, must: bool
+    ) -> list[int] | None:
+        """Return the lengths of shards, in bytes; None if some are unknown.
+
+        Args:
+            addresses: What ``expand`` returned, or a part of it.
+            must: Whether to ask stores that have not listed them.
+        """
+        if isinstance(addresses, Listed) and addresses.sizes is not None:
+            return addresses.sizes
+        found = await asyncio.to_thread(self._local_sizes, addresses)
+        if found is None and must:
+            with contextlib.suppress(NoRangesError):
+                return [one.size for one in await each(self.version, addresses)]
+        return found
+
+    def _local_sizes(self, addresses: Sequence[Address]) -> list[int] | None:
+        found: list[int] = []
+        for address in addresses:
+            path = self.path(address)
+            try:
+                found.append(os.stat(path or "").st_size)  # noqa: PTH116  (many)
+            except OSError:
+                return None  # remote, or missing, which reading it will tell
+        return found
+
+    def _as_listed(self, address: Address) -> Version | None:
+        here = self._per_loop.here()
+        if not here.listings:
+            return None
+        place = (None, opened(address)) if self._base is not None else split(address)
+        return here.listed(*place)
+
+    async def read(
+        self, address: Address, start: int, stop: int, version: Version
+    ) -> Buffer:
+        """Return bytes of an object at a version."""
         source, key = self._source_of(address)
         here = self._per_loop.here()
         fetch: Fetch = functools.partial(here.fetch, source, key)
-        if self.kept_in is not None and not self._keeps_nothing(source):
-            fetch = CachedRanges(fetch, self.kept_in, self._full(address)).fetch
-        piece = await fetch(start, stop, here.versions.get(address))
-        return piece.data
+        kept = self._kept(source, address)
+        return await kept.read(fetch, start, stop, version)
 
     def cached(self, cache: CacheDir) -> Self:
         """Return the same places, read through a cache."""
@@ -266,6 +325,10 @@ class Places:
     def _keeps_nothing(self, source: Source) -> bool:
         """Return whether there is no cache; all in-memory stores have the same name."""
         return self.kept_in is None or source.label == "memory://"
+
+    def _kept(self, source: Source, address: Address) -> KeptRanges:
+        cache = None if self._keeps_nothing(source) else self.kept_in
+        return KeptRanges(cache, self._full(address), source.locate(""))
 
     def _full(self, address: Address) -> str:
         """Return a unique name of an object; never shown."""
@@ -291,14 +354,14 @@ def _source(store: Any, options: Options) -> Source:
 # -- patterns, in a thread --------------------------------------------------------
 
 
-def _globbed(pattern: str, folder: str) -> list[Any]:
+def _globbed(pattern: str, folder: str) -> Listed:
     """Return the files that match, relative to ``folder``, as keys of a store are."""
     found = glob.glob(pattern, root_dir=folder or None, recursive=True)  # noqa: PTH207
     # Like a store: no folders; a dangling link stays, and fails on reading.
     # Two segments ** find the same files twice.
-    return sorted(
+    return Listed(
         path
-        for path in set(found)
+        for path in sorted(set(found))
         if not os.path.isdir(os.path.join(folder, path))  # noqa: PTH112, PTH118
     )
 
@@ -307,6 +370,38 @@ def _has_folder(pattern: str) -> bool:
     return not has_signs(pattern) or Path(folder_of(pattern) or ".").is_dir()
 
 
-def _matching(keys: Iterable[str], pattern: str, root: Address | None) -> list[Address]:
+def _matching(keys: Iterable[str], pattern: str, root: Address | None) -> Listed:
     found = matching(keys, pattern)
-    return [*found] if root is None else [spell(root, key) for key in found]
+    made = Listed(found if root is None else [spell(root, key) for key in found])
+    if isinstance(keys, Listing):
+        every = keys.items()  # in the same order
+        made.sizes = [
+            next(size for name, size in every if name == key) for key in found
+        ]
+    return made
+
+
+async def each(
+    function: Callable[[Any], Awaitable[T]], addresses: Sequence[Any]
+) -> list[T]:
+    """Return ``function`` of each address, several at a time, in order.
+
+    The first failure ends the others.
+    """
+    found: dict[int, T] = {}
+    waiting = iter(enumerate(addresses))
+
+    async def work() -> None:
+        for number, address in waiting:
+            found[number] = await function(address)
+
+    workers = [
+        asyncio.ensure_future(work()) for _ in range(min(_AT_ONCE, len(addresses)))
+    ]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    return [found[number] for number in range(len(addresses))]

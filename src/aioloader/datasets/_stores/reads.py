@@ -3,9 +3,14 @@
 from typing import TYPE_CHECKING
 
 from aioloader.datasets._stores.failures import ShortReadError, reason_of
+from aioloader.datasets._stores.fetching import check_page
 from aioloader.datasets._stores.flights import Flights
 from aioloader.datasets._stores.requests import Requests, Tries
-from aioloader.datasets._stores.stores import import_obstore, obstore_errors
+from aioloader.datasets._stores.stores import (
+    StoreSource,
+    import_obstore,
+    obstore_errors,
+)
 
 if TYPE_CHECKING:
     from obstore import Bytes
@@ -28,11 +33,14 @@ class ObjectReader:
         self.users = 0
         self._has_ranges = True
 
-    async def read(self, store: "ObjectStore", key: str, size: int) -> "Bytes":
+    async def read(
+        self, store: "ObjectStore", source: StoreSource, key: str, size: int
+    ) -> "Bytes":
         """Read one object.
 
         Args:
             store: The store to read from.
+            source: What made it.
             key: Path of the object in ``store``.
             size: Its size when it was listed, in bytes; 0 if not known.
 
@@ -41,12 +49,19 @@ class ObjectReader:
 
         Raises:
             ShortReadError: If the body differs in length from the announcement.
+            DatasetError: If it is a web page in place of the object.
         """
         if size and self._has_ranges:
             body = await self._read_listed(store, key, size)
             if body is not None and len(body) == size:
                 return body
-        return await self._read_announced(store, key)
+        body = await self._read_announced(store, source, key)
+        if size and len(body) != size:
+            # It has changed since the listing, or this answer was not the object.
+            meta = await self.flights.follow(self._obstore.head_async(store, key))
+            if meta["size"] != len(body):
+                raise ShortReadError(meta["size"], len(body))
+        return body
 
     async def _read_listed(
         self, store: "ObjectStore", key: str, size: int
@@ -72,9 +87,12 @@ class ObjectReader:
                 raise
         return None
 
-    async def _read_announced(self, store: "ObjectStore", key: str) -> "Bytes":
+    async def _read_announced(
+        self, store: "ObjectStore", source: StoreSource, key: str
+    ) -> "Bytes":
         """Read an object, and check its body against the announced length."""
         result = await self.flights.follow(self._obstore.get_async(store, key))
+        check_page(source, key, result)
         expected = result.meta["size"]
         body: Bytes
         try:

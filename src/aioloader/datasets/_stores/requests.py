@@ -7,17 +7,20 @@ once.
 
 import asyncio
 import itertools
+import logging
 import random
 import statistics
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
+from aioloader._order.retry import RETRIED
 from aioloader.datasets._stores.failures import Reason, failure_of
 from aioloader.errors import DatasetError
 
+_LOG = logging.getLogger("aioloader")
 T = TypeVar("T")
 Attempt: TypeAlias = Callable[[], Coroutine[Any, Any, T]]
 
@@ -26,6 +29,8 @@ _FINAL = frozenset(range(400, 500)) - {408, 425, 429}
 _CHANGED = 412
 # A second request is sent after the slowest twentieth of the latest durations.
 _REMEMBERED, _ENOUGH = 128, 20
+# Seconds of retries for a host that refused every connection so far.
+_PATIENCE = 5.0
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class Requests:
     """How a dataset treats requests that fail, stall or are slow.
 
     A request is retried after a delay uniform in ``[0, min(max_delay, base_delay *
-    2**n)]`` seconds, until ``deadline``. obstore's own quick retries come first.
+    2**n)]`` seconds, until ``deadline``; for 5 seconds if the host refuses connections
+    and never answered. obstore's own quick retries come first.
     Source: Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015);
     Dean and Barroso, "The Tail at Scale" (CACM 2013) for hedging.
 
@@ -96,6 +102,44 @@ class RefusedError(Exception):
         self.error = error
 
 
+class UnreachableError(Exception):
+    """Wraps the error of a refused connection, or of an unknown host.
+
+    Attributes:
+        error: The error to raise if no retry helps.
+    """
+
+    def __init__(self, error: DatasetError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class Contact:
+    """What is known of a server, shared by all requests to it.
+
+    Attributes:
+        has_answered: Whether it ever answered, if only with an error.
+        is_refusing: Whether it never did, and the latest connection was refused.
+        has_warned: Whether a retry was logged.
+    """
+
+    def __init__(self) -> None:
+        self.has_answered = self.is_refusing = self.has_warned = False
+
+
+class Source(Protocol):
+    """A store.
+
+    Attributes:
+        contact: What is known of its server.
+    """
+
+    contact: Contact
+
+    def locate(self, key: str) -> str:
+        """Return the address of ``key`` as it may be shown."""
+
+
 class Tries:
     """Makes requests by a policy, for one dataset on one event loop.
 
@@ -107,68 +151,89 @@ class Tries:
         self._policy = policy
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._rng = random.Random()  # noqa: S311  (jitter, not a secret)
+        self._limits = _Limits()
 
     async def make(
         self,
         attempt: Attempt[T],
-        location: str,
-        failed: DatasetError | None = None,
+        source: Source,
+        key: str,
         *,
+        began: float | None = None,
         may_hedge: bool = True,
     ) -> T:
         """Return the result of ``attempt``, retried until the deadline.
 
         Args:
-            attempt: Makes one request. A ``DatasetError`` is retried, a
+            attempt: Makes one request. A ``DatasetError`` is retried; so is an
+                ``UnreachableError``, for seconds only if the server never answered; a
                 ``RefusedError`` is not.
-            location: Redacted address, for errors.
-            failed: Error of a first attempt that was already made.
+            source: The store.
+            key: What is read from it.
+            began: Start of the deadline, by the loop's clock; default: now.
             may_hedge: Whether two attempts may run at once.
 
         Raises:
             DatasetError: If no attempt succeeded.
         """
-        policy = self._policy
+        policy, clock = self._policy, asyncio.get_running_loop().time
         attempt = partial(self._timed, attempt) if may_hedge else attempt
-        loop = asyncio.get_running_loop()
-        until = loop.time() + policy.deadline
-        sent, error = 0, failed
-        for number in itertools.count():
-            if error is None:
-                left = until - loop.time()
-                result = await self._tried(attempt, location, left)
-                if not isinstance(result, DatasetError):
+        began = clock() if began is None else began
+        failed = said = None
+        result: T | DatasetError | TimeoutError | None = None
+        sent, most = 0, policy.deadline
+        try:
+            for number in itertools.count():
+                seconds = min(policy.timeout, began + policy.deadline - clock())
+                if seconds <= 0 and failed is not None:
+                    break
+                result = await self._tried(attempt, source.contact, seconds)
+                if not isinstance(result, (DatasetError, TimeoutError)):
                     return result
-                # An attempt cut short by the deadline has a poorer error than the one
-                # before.
-                error = failed if failed and left < policy.timeout else result
-            failed = error
-            sent += error.attempts
-            bound = min(policy.max_delay, policy.base_delay * 2.0**number)
-            delay = self._rng.uniform(0.0, bound)
-            if loop.time() + delay >= until:
-                raise _given_up(error, sent, policy.deadline)
-            await asyncio.sleep(delay)
-            if loop.time() >= until:
-                raise _given_up(error, sent, policy.deadline)
-            error = None
-        raise AssertionError
+                if isinstance(result, DatasetError):
+                    failed = said = result
+                elif said is None or seconds == policy.timeout:
+                    failed = _unanswered(source.locate(key), seconds, said)
+                else:  # cut short by the deadline: it says less than the one before
+                    failed = said
+                RETRIED[asyncio.current_task()] = failed
+                sent += failed.attempts
+                most = policy.deadline
+                if source.contact.is_refusing:
+                    most = min(most, _PATIENCE)
+                bound = min(policy.max_delay, policy.base_delay * 2.0**number)
+                delay = self._rng.uniform(0.0, bound)
+                if clock() + delay >= began + most:
+                    break
+                _warn_once(source.contact, failed, most)
+                await asyncio.sleep(delay)
+            assert failed is not None
+            raise _given_up(failed, sent, most)
+        finally:
+            if failed is not None:
+                RETRIED.pop(asyncio.current_task(), None)
+            failed = said = result = None
 
     async def _tried(
-        self, attempt: Attempt[T], location: str, seconds: float
-    ) -> T | DatasetError:
+        self, attempt: Attempt[T], contact: Contact, seconds: float
+    ) -> T | DatasetError | TimeoutError:
         """Return the result of one attempt, or its error if a retry may help."""
-        timeout = self._policy.timeout
         try:
-            async with asyncio.timeout(min(timeout, seconds)):
-                return await attempt()
-        except TimeoutError:
-            text = f"{location!r}: no answer within {min(timeout, seconds):.3g} s"
-            return DatasetError(text, location=location)
-        except RefusedError as refused:
-            raise refused.error from None
-        except DatasetError as failure:
-            return failure
+            result = await self._limits.within(seconds, attempt)
+        except TimeoutError as late:
+            contact.is_refusing = False
+            return late
+        except UnreachableError as unreachable:
+            contact.is_refusing = not contact.has_answered
+            return unreachable.error
+        except (RefusedError, DatasetError) as failure:
+            contact.has_answered, contact.is_refusing = True, False
+            if isinstance(failure, RefusedError):
+                raise failure.error from None
+            # Its frames refer to it: such a cycle would keep the user's iterator.
+            return failure.with_traceback(None)
+        contact.has_answered = True
+        return result
 
     async def _timed(self, attempt: Attempt[T]) -> T:
         loop = asyncio.get_running_loop()
@@ -208,16 +273,86 @@ async def _cancelled(requests: "set[asyncio.Task[Any]]") -> None:
     await asyncio.gather(*requests, return_exceptions=True)
 
 
-def _given_up(error: DatasetError, attempts: int, deadline: float) -> DatasetError:
+class _Limits:
+    """Time limits of one event loop, with one timer for all: one each takes 5 us."""
+
+    def __init__(self) -> None:
+        self._ends: dict[asyncio.Task[Any], float] = {}
+        self._late: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+
+    async def within(self, seconds: float, attempt: Attempt[T]) -> T:
+        """Return the result of ``attempt``, cancelled if it takes too long.
+
+        Raises:
+            TimeoutError: If it did.
+        """
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self._ends[task] = end = loop.time() + seconds
+        if self._timer is None or end < self._due:
+            self._set(loop, end)
+        before = task.cancelling()
+        try:
+            return await attempt()
+        except asyncio.CancelledError as cancelled:
+            if task in self._late and task.cancelling() <= before + 1:
+                raise TimeoutError from cancelled
+            raise
+        finally:
+            self._ends.pop(task, None)
+            if task in self._late:
+                self._late.discard(task)
+                task.uncancel()
+
+    def _set(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due = due
+        self._timer = loop.call_at(due, self._sweep, loop)
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Cancel the tasks whose time is over."""
+        self._timer, now = None, loop.time()
+        for task in [task for task, end in self._ends.items() if end <= now]:
+            del self._ends[task]
+            self._late.add(task)
+            task.cancel()
+        if self._ends:
+            self._set(loop, min(self._ends.values()))
+
+
+def _unanswered(
+    location: str, seconds: float, before: DatasetError | None
+) -> DatasetError:
+    """Return the error of an attempt that timed out; it names the last one before."""
+    text = f"{location!r}: no answer within {max(seconds, 0):.3g} s"
+    text += "" if before is None else f"; the last error before: {before}"
+    error = DatasetError(text, location=location)
+    error.__cause__ = before
+    return error
+
+
+def _warn_once(contact: Contact, error: DatasetError, seconds: float) -> None:
+    """Log the first retry of a server; hundreds of requests may be in flight."""
+    if not contact.has_warned:
+        contact.has_warned = True
+        _LOG.warning("%s; retrying for %g s (logged once for a store)", error, seconds)
+
+
+def _given_up(error: DatasetError, attempts: int, seconds: float) -> DatasetError:
     """Return the last attempt's error, with the number of attempts added."""
-    error.args = (f"{error}; given up after {deadline:g} s, {attempts} attempts",)
+    error.args = (f"{error}; given up after {seconds:g} s, {attempts} attempts",)
     error.attempts = attempts
     return error
 
 
-def read_failure(location: str, exc: Exception, reason: Reason) -> Exception:
+def read_failure(
+    location: str, exc: Exception, reason: Reason, verb: str = "read"
+) -> Exception:
     """Return the error to raise: one to retry, or a refusal."""
-    failure = failure_of("read", location, exc)
+    failure = failure_of(verb, location, exc)
     if type(exc).__name__ == "PreconditionError" or reason.status == _CHANGED:
         text = f"{location!r} changed while being read; write new shards instead"
         return RefusedError(DatasetError(text, location=location))
@@ -227,4 +362,4 @@ def read_failure(location: str, exc: Exception, reason: Reason) -> Exception:
     is_final |= isinstance(exc, wrong) or reason.is_bad_key
     if is_final or reason.status in _FINAL:
         return RefusedError(failure)
-    return failure
+    return UnreachableError(failure) if reason.is_unreachable else failure

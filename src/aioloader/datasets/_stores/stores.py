@@ -38,11 +38,13 @@ from aioloader.datasets._stores.redact import (
     redact_url,
     secret_options,
 )
+from aioloader.datasets._stores.requests import Contact, RefusedError
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+_QUICK = {"max_retries": 2}
 _OF_A_URL = "the URL's user, password or query"
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
@@ -111,6 +113,7 @@ class StoreSource:
         self, store: "Address | os.PathLike[str] | ObjectStore", options: "Options"
     ) -> None:
         obstore = import_obstore()
+        self.contact = Contact()
         self._url: Address = ""
         self._given: ObjectStore | Sealed[ObjectStore] | None = None
         self._options = options
@@ -326,7 +329,8 @@ def _prepare(url: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]
         headers = {"authorization": f"Basic {token}"}
         client["default_headers"] = headers | (client.get("default_headers") or {})
         url = f"{scheme}://{rest[len(user) + 1 :]}"
-    prepared = dict(options)
+    # One loop retries, and counts its time and errors: `requests.Tries`.
+    prepared = {"retry_config": _QUICK, **options}
     if client:
         prepared["client_options"] = client
     return url, prepared
@@ -340,3 +344,16 @@ def _addresses(url: str, options: Mapping[str, Any]) -> Iterator[str]:
             yield str(value)
     if url.startswith(("s3://", "s3a://")):
         yield from (os.environ.get(name, "") for name in _ENDPOINT_VARIABLES)
+
+
+async def opened_for_read(source: StoreSource) -> Any:
+    """Return the store.
+
+    Raises:
+        RefusedError: If it cannot be opened: a retry would not help.
+    """
+    try:
+        return await source.opened()
+    except (ValueError, DatasetError) as error:
+        failure = RefusedError(error)
+    raise failure

@@ -11,6 +11,7 @@ from typing_extensions import Buffer
 
 from aioloader.datasets._stores.bytes import Bytes
 from aioloader.datasets._stores.outlast import in_thread
+from aioloader.datasets._stores.versions import Version
 from aioloader.errors import DatasetError, TruncatedReadError
 
 _PIECE = 4 << 20
@@ -56,8 +57,12 @@ class Unpacker:
         return b"".join(parts)
 
     def is_whole(self) -> bool:
-        """Return whether the last member was complete."""
+        """Return whether no member is incomplete."""
         return self._inner is None or bool(self._inner.eof)
+
+    def has_ended(self) -> bool:
+        """Return whether the bytes may end here: at least one member, all complete."""
+        return self._inner is not None and self.is_whole()
 
     def _next_part(self) -> Buffer:
         part = self._tail
@@ -130,9 +135,9 @@ class Unpacked:
         self.aclose = packed.aclose
 
     @property
-    def size(self) -> int | None:
-        """The length of the packed shard."""
-        return self._packed.size
+    def version(self) -> Version | None:
+        """The version of the packed shard."""
+        return self._packed.version
 
     async def read(self) -> Buffer:
         """Return the next piece.
@@ -163,11 +168,11 @@ class Unpacked:
             self._unpacker.feed(piece)
             return
         self._has_ended = True
-        if not self._unpacker.is_whole():
+        if not self._unpacker.has_ended():
+            size = self.version.size if self.version else 0
             raise TruncatedReadError(
                 f"{self._location!r} ends within its packed data, after byte "
-                f"{self._given:,} of its contents",
+                f"{self._given:,} of its contents: it was cut short at {size:,} bytes",
                 location=self._location,
-                expected=self._given + 1,
-                received=self._given,
+                received=size,
             )

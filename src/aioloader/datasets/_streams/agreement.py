@@ -23,8 +23,10 @@ from aioloader.errors import DatasetError
 
 # torch's type stubs do not name the stores.
 dist: Any = torch.distributed
-# Seconds that one operation of the store may take.
+# Seconds that one operation of the store may take, and that a rank waits for others (as
+# long as torch's process groups do), unless `agree` says otherwise.
 TIMEOUT = 60.0
+PATIENCE = 1800.0
 
 
 class _Address(NamedTuple):
@@ -53,13 +55,19 @@ class RankStore:
     Args:
         store: One of ``torch.distributed``, shared by all ranks; None: that of the
             process group when an iteration begins, if there is one.
-        timeout: Seconds that one operation of the store may take.
+        timeout: Seconds that one operation of the store may take, and that a rank waits
+            for others; None: the defaults.
     """
 
-    def __init__(self, store: Any = None, timeout: float = TIMEOUT) -> None:
+    def __init__(self, store: Any = None, timeout: float | None = None) -> None:
         self._store = store
         self._address = None if store is None else _address_of(store)
         self._timeout = timeout
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a rank waits for others."""
+        return PATIENCE if self._timeout is None else self._timeout
 
     def found(self) -> "RankStore | None":
         """Return this store or that of the process group; None if there is neither."""
@@ -71,7 +79,8 @@ class RankStore:
 
     def open(self) -> Any:
         """Return a new connection to the store. Blocks."""
-        timeout = timedelta(seconds=self._timeout)
+        seconds = TIMEOUT if self._timeout is None else self._timeout
+        timeout = timedelta(seconds=seconds)
         store = self._store if self._address is None else self._address.open(timeout)
         store.set_timeout(timeout)
         return store
@@ -143,12 +152,7 @@ class Question:
     def __init__(self, agreement: Agreement, what: Any, who: str) -> None:
         self._agreement = agreement
         self._who = who
-        run = ".".join(
-            os.environ.get(f"TORCHELASTIC_{name}", "")
-            for name in ("RUN_ID", "RESTART_COUNT")
-        )
-        what = [run, agreement.ranks, agreement.epoch, what]
-        self._key = f"aioloader/{_digest(what)}"
+        self._key = key_of([agreement.ranks, agreement.epoch, what])
 
     @classmethod
     async def opened(cls, agreement: Agreement, what: Any, who: str) -> "Question":
@@ -206,6 +210,15 @@ class Question:
                 "start again, or give the ranks another store with agree()",
                 location=self._who,
             ) from error
+
+
+def key_of(what: Any) -> str:
+    """Return the beginning of the keys of ``what`` in this run."""
+    run = ".".join(
+        os.environ.get(f"TORCHELASTIC_{name}", "")
+        for name in ("RUN_ID", "RESTART_COUNT")
+    )
+    return f"aioloader/{_digest([run, what])}"
 
 
 def _digest(value: Any) -> str:

@@ -15,9 +15,9 @@ from aioloader._order.blocks import (
     Bad,
     Block,
     failed,
-    is_cancelled,
     unreadable,
 )
+from aioloader._order.raising import ends_task
 from aioloader.errors import ShardChangedError
 
 State: TypeAlias = dict[str, Any]
@@ -164,8 +164,8 @@ async def guarded(
         return sample
     try:
         return await function(sample)
-    except (Exception, asyncio.CancelledError) as error:
-        if is_cancelled(error):
+    except BaseException as error:
+        if ends_task(error):
             raise
         return bad(error, stage)
 
@@ -202,7 +202,7 @@ class Mapped:
         for sample in block:
             try:
                 made.append(sample if type(sample) is Bad else function(sample))
-            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
+            except BaseException as error:  # noqa: BLE001  (the policy decides)
                 made.append(bad(error, self.stage))
         return made
 
@@ -360,6 +360,6 @@ class Filtered:
         for sample in block:
             try:
                 said.append(sample if type(sample) is Bad else function(sample))
-            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
+            except BaseException as error:  # noqa: BLE001  (the policy decides)
                 said.append(bad(error, "filter"))
         return said

@@ -16,7 +16,6 @@ from aioloader._order.stream_chains import (
     is_repeatable,
     steps_of,
 )
-from aioloader._order.stream_states import check_version
 from aioloader.datasets._streams.cursors import State
 from aioloader.errors import StateMismatchError
 
@@ -48,10 +47,8 @@ def fitted(state: State, found: Description, *, strict: bool) -> State:
             left out, with a warning that names them.
 
     Raises:
-        StateMismatchError: If the state is of another version or another stream; names
-            the differences.
+        StateMismatchError: If the state is of another stream; names the differences.
     """
-    check_version(state)
     errors, renamed = differences(state["stream"], found)
     if errors and strict:
         raise StateMismatchError(

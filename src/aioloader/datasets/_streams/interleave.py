@@ -13,10 +13,11 @@ from collections.abc import Sequence
 
 from aioloader._order.blocks import Bad, Block, cut, weave
 from aioloader.datasets._stores.bytes import START_DIVISOR
+from aioloader.datasets._stores.versions import Version, saved
 from aioloader.datasets._streams.cursors import State, skip
 from aioloader.datasets._streams.shards import (
     CountsBytes,
-    KnowsSize,
+    KnowsVersion,
     NamesPositions,
     OpensTogether,
     Position,
@@ -107,8 +108,8 @@ class Lane:
             return {"shard": self._number, "at": position, "taken": 0}
         taken = self._skip or self._taken
         position = self._position
-        if isinstance(self._reader, KnowsSize) and (size := self._reader.size):
-            position = {**position, "size": size}
+        if version := self._version():
+            position = {**position, **saved(*version)}
         return {"shard": self._number, "at": position, "taken": taken}
 
     async def aclose(self) -> None:
@@ -171,8 +172,8 @@ class Lane:
         and may take as much as any shard before it is pulled.
         """
         left, start = self._budget // 2, self._budget // START_DIVISOR
-        current = self._reader.size if isinstance(self._reader, KnowsSize) else None
-        is_small = (current or 0) <= start
+        current = self._version()
+        is_small = current is None or current[1].size <= start
         for reader in self._ahead:
             count = reader.bytes_ahead() if isinstance(reader, CountsBytes) else left
             is_whole = is_small if count is None else reader.is_draining()
@@ -180,6 +181,11 @@ class Lane:
                 return False
             left -= start if count is None else count
         return not self._ahead or left >= start
+
+    def _version(self) -> tuple[str, Version] | None:
+        """Return the address and version of the current shard, if known."""
+        reader = self._reader
+        return reader.version() if isinstance(reader, KnowsVersion) else None
 
     def _open(self, number: int, position: Position) -> ShardReader:
         return self._format.open(self._shards[number], position, self._budget)

@@ -1,17 +1,21 @@
 """What all streams share: descriptions, iteration, sharing among ranks, resuming."""
 
+import math
 import operator
 from typing import Any, ClassVar, Self, TypeVar
 
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from aioloader._observe.warnings import warn
 from aioloader._order.ranks import Tail
-from aioloader._order.shares import Deal
+from aioloader._order.shares import Deal, Share
+from aioloader._order.stream_chains import never_ends
+from aioloader._order.stream_states import opened, state_of
 from aioloader.datasets._options import check_at_least
-from aioloader.datasets._streams.agreement import TIMEOUT, RankStore
+from aioloader.datasets._streams.agreement import RankStore
 from aioloader.datasets._streams.cursors import Ahead, Cursor, State
 from aioloader.datasets._streams.descriptions import fitted
+from aioloader.datasets._streams.end_talk import StoreTalk
 from aioloader.datasets._streams.iterators import Reading, StreamIterator
 from aioloader.protocols import OwnStream
 
@@ -25,9 +29,13 @@ class Iterated(Dataset[Sample_co], OwnStream):
         rank_store: Where ranks compare their lists of shards.
         leaves_out: Whether failed samples do not count, because others take their
             places.
+        is_inner: Whether a stream that has it as its source shares it among workers.
+        refills: Whether samples of the beginning are repeated until all ranks end.
     """
 
     leaves_out = False
+    is_inner = False
+    refills = False
 
     # Without this, `for x in stream` would ask for `__getitem__`, and never end.
     __iter__: ClassVar[None] = None
@@ -90,17 +98,19 @@ class Iterated(Dataset[Sample_co], OwnStream):
         clone.ranks = operator.index(rank), operator.index(world_size)
         return clone
 
-    def agree(self, store: Any = None, *, timeout: float = TIMEOUT) -> Self:
-        """Compare the shards of all ranks through a store of ``torch.distributed``.
+    def agree(self, store: Any = None, *, timeout: float | None = None) -> Self:
+        """Let the ranks agree through a store of ``torch.distributed``.
 
         Where ranks share a stream, the first one to arrive stores what it found (names,
         or the keys where a table is cut), and the others adopt it or raise an error: a
-        list that changes loses and duplicates nothing. No rank waits for another.
+        list that changes loses and duplicates nothing. No rank waits for another. With
+        the loader's ``tail`` they also agree on the end of an epoch of unknown length.
 
         Args:
             store: Shared by all ranks, and used by this run alone: a ``TCPStore`` or a
                 ``FileStore``, say. Default: that of the process group, if there is one.
-            timeout: Seconds that one operation of the store may take.
+            timeout: Seconds that one operation of the store may take (default: 60), and
+                that a rank waits for another at the end (default: 1,800).
         """
         clone = self._clone()
         clone.rank_store = RankStore(store, timeout)
@@ -140,25 +150,120 @@ class Iterated(Dataset[Sample_co], OwnStream):
         """
         return None
 
+    def reread(self) -> list[str]:
+        """Return the names of its parts without a state, which are read again."""
+        return []
+
+    def is_endless(self) -> bool:
+        """Tell whether an epoch never ends."""
+        return False
+
+    def places(self) -> list[str]:
+        """Return what distinguishes its sources from others of equal description."""
+        return []
+
+    def check_batches(self, ranks: int, size: int) -> None:
+        """Check that in each step all ranks deliver a batch, or have ended.
+
+        A reader that has ended leaves its turns empty. A batch with fewer samples than
+        the rank has readers may then be empty, so the rank would deliver its next one
+        while others deliver this one.
+
+        Raises:
+            ValueError: If not: their states could not be merged.
+        """
+        readers = self.num_readers or ranks
+        least = readers // math.gcd(readers, ranks)
+        if ranks == 1 or size >= least or never_ends(self.describe()):
+            return
+        raise ValueError(
+            f"batches of {size} samples are too small for readers({readers}) on "
+            f"{ranks} ranks (times workers): each takes turns at {least} readers, so "
+            "when some have ended, a batch may be empty, ranks are no longer in step, "
+            f"and their states cannot be merged; use a batch_size of {least} or more, "
+            f"readers({ranks}), or epoch_length(count)"
+        )
+
     def evened(
         self,
-        tail: Tail,  # noqa: ARG002  (used by subclasses)
+        tail: Tail,
         *,
-        is_skipped: bool = False,  # noqa: ARG002
+        is_skipped: bool = False,  # noqa: ARG002  (used by subclasses)
     ) -> Self:
-        """Return the stream whose ranks have equal parts of a known total.
+        """Return the stream whose ranks have equal parts.
 
         Args:
             tail: ``"drop"``: the remainder is dropped; ``"wrap"`` and ``"pad"``: some
-                ranks have one sample more; ``"uneven"``: nothing is done.
+                ranks have more, of a known total one sample; ``"uneven"``: nothing is
+                done.
             is_skipped: Whether failed samples are left out.
         """
-        return self
+        clone = self._clone()
+        is_open = self.total() is None and not self.is_endless()
+        clone.refills = is_open and tail in {"wrap", "pad"}
+        return clone
+
+    def has_store(self) -> bool:
+        """Tell whether its ranks can agree through a store now."""
+        return self.rank_store.found() is not None
+
+    def end_talk(self, tail: Tail, at: tuple[int, int]) -> StoreTalk:
+        """Return what its ranks agree by on the end of an iteration.
+
+        Args:
+            tail: What happens to the remainder.
+            at: The epoch, and how many of its batches were delivered before.
+        """
+        store, (rank, ranks) = self.rank_store.found(), self.ranks or (0, 1)
+        assert store is not None
+        what = [self.describe(), self.places(), tail]
+        return StoreTalk(store, rank, ranks, what=what, at=at, name=repr(self))
+
+    def carried(
+        self,
+        state: State,  # noqa: ARG002  (used by subclasses)
+        passed: int,  # noqa: ARG002
+        share: Share,  # noqa: ARG002
+    ) -> State | None:
+        """Return where a cursor begins the epoch after one that stopped at ``state``.
+
+        Args:
+            state: A state of the cursor in the earlier epoch.
+            passed: How many samples were delivered after it.
+            share: The reader's part of the stream.
+
+        Returns:
+            A state; None if each epoch starts at the beginning.
+        """
+        return None
+
+    def continues(self) -> bool:
+        """Tell whether an epoch continues where the previous one stopped."""
+        return self.carried({}, 0, Share()) is not None
+
+    def following(self, state: State, epoch: int, workers: int = 1) -> State:
+        """Return where the epoch after one that stopped at ``state`` starts.
+
+        Args:
+            state: The state of an iterator; the stream ``continues``.
+            epoch: Number of the next epoch, unless the user has chosen one.
+            workers: Number of workers of each rank that read.
+        """
+        ranks = (self.ranks or (0, 1))[1] * workers
+        readers, streams = state["readers"], dict[str, State]()
+        for name, one in state["streams"].items():
+            share = Share(int(name), readers, ranks=ranks)
+            passed = -(-(state["position"] - int(name)) // readers) - one["taken"]
+            passed = 0 if one.get("ended") else max(0, passed)
+            begins = self.carried(one["state"], passed, share)
+            streams[name] = {"taken": 0, "state": begins}
+        epoch = self._epoch if self._is_chosen else epoch
+        begun = state["begun"]
+        return state_of(self.describe(), epoch, readers, 0, streams, begun=begun)
 
     def load_state_dict(self, state: State, *, strict: bool = True) -> None:
         """Start the next iteration where ``state_dict`` of an iterator was taken.
 
-        The state may come from another number of ranks, if ``merge_states`` made it
         The state may come from another number of ranks, if ``merge_states`` made it
         from the states of all. It then sets the number of readers. The data may have
         moved, but the chain of steps must be the same.
@@ -170,9 +275,13 @@ class Iterated(Dataset[Sample_co], OwnStream):
                 steps that are the same; a warning says what is ignored.
 
         Raises:
-            StateMismatchError: If it is of another version or stream; names the
-                differences.
+            StateMismatchError: If it is of another version or stream, and names the
+                differences; or if it is not as it was saved.
         """
+        self.load_position(opened(state), strict=strict)
+
+    def load_position(self, state: State, *, strict: bool = True) -> None:
+        """Start the next iteration at the ``position`` of an iterator."""
         self._loaded = self.fitted(state, strict=strict)
 
     def fitted(self, state: State, *, strict: bool = True) -> State:
@@ -191,7 +300,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
     def _deal(self, readers: int | None) -> Deal:
         """Return the part of this rank, or of this worker of it."""
         rank, world_size = self.ranks or (0, 1)
-        worker = get_worker_info()
+        worker = None if self.is_inner else get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         ranks = world_size * workers
         return Deal(
@@ -212,3 +321,8 @@ class Iterated(Dataset[Sample_co], OwnStream):
         differ, there is only a warning.
         """
         return {"kind": type(self).__name__}
+
+
+# Frameworks add samplers to what is no IterableDataset. It is registered and not a
+# base: torch's class adds an `__iter__`, and a stream has none.
+IterableDataset.register(Iterated)

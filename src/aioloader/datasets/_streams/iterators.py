@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from aioloader._observe.warnings import warn
 from aioloader._order.blocks import Bad, Block
 from aioloader._order.shares import Deal, Share
-from aioloader._order.stream_states import part_of, state_of
+from aioloader._order.stream_states import part_of, sealed, state_of
 from aioloader.datasets._streams.agreement import Agreement, RankStore
 from aioloader.datasets._streams.cursors import Ahead, Cursor, State
 from aioloader.datasets._streams.turns import Alone, Hosted, Turns
@@ -36,6 +36,8 @@ class Reading:
         stack: Closes what the iteration needs.
         listed: What all readers here share, by the identity of a source.
         agreement: How ranks compare their lists of shards; None: they do not.
+        is_strict: Whether shards must be those of the state, not only as long.
+        begun: Number of the epoch in which it was at its beginning.
     """
 
     epoch: int
@@ -43,6 +45,8 @@ class Reading:
     stack: AsyncExitStack
     listed: dict[Any, Any] = field(default_factory=dict)
     agreement: Agreement | None = None
+    is_strict: bool = True
+    begun: int = 0
 
 
 class Opens(Protocol):
@@ -50,9 +54,11 @@ class Opens(Protocol):
 
     Attributes:
         leaves_out: Whether failed samples do not count.
+        refills: As in ``BlockIterator``.
     """
 
     leaves_out: bool
+    refills: bool
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return a cursor; ``state`` is what its ``state`` returned, or empty."""
@@ -97,16 +103,23 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         total = stream.total()
         self.real: int | None = None if total is None else deal.part(total)
         self.leaves_out: bool = stream.leaves_out and deal.is_alone
+        self.refills: bool = stream.refills
         self._stream = stream
         self._description = stream.describe()
         self._epoch = epoch
         self._deal = deal
         if state is None:
+            state = state_of(self._description, epoch, deal.readers, 0, {}, begun=epoch)
+        if not state["streams"]:  # all are at their beginning
             fresh = {str(reader): {"taken": 0, "state": {}} for reader in deal.hosted()}
-            state = state_of(self._description, epoch, deal.readers, 0, fresh)
+            state = {**state, "streams": fresh}
+        self._begun: int = state["begun"]
         self._is_strict = state.get("strict", True)
         self._state = part_of({k: v for k, v in state.items() if k != "strict"}, deal)
-        self.at: int = -(-self._state["position"] // deal.ranks)
+        # Ranks take turns from the position on, also if not all had as many before.
+        position = self._state["position"]
+        self.at: int = -(-(position - deal.rank) // deal.ranks)
+        self._shift = position - self.at * deal.ranks
         self._agreement: Agreement | None = None
         if store is not None:
             self._agreement = Agreement(store, deal.rank, deal.ranks, epoch)
@@ -143,7 +156,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         """Return a block of one sample, read in a separate task."""
         if self._reading is None and not self._is_closed:
             # If this step is cancelled, the state stays that before it.
-            self._state = self.state_dict()
+            self._state = self.position()
             self._reading = _begun(self._read(None))
         block: Block | None = None
         if self._reading is not None:
@@ -171,6 +184,10 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         if not self.fills:
             raise StopAsyncIteration
         return []
+
+    def again(self, state: State | None) -> "StreamIterator[Sample_co]":
+        """Return an iteration over the same samples, from the first one or a state."""
+        return StreamIterator(self._stream, self._epoch, self._deal, state)
 
     async def _read(self, limit: int | None) -> Block | None:
         """Return the next block, or a block of one sample; None at the end."""
@@ -203,9 +220,8 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             cursor: Cursor | None = None
             if self.fills or not known.get("ended"):
                 share = deal.share(reader)
-                reading = Reading(
-                    self._epoch, share, self._stack, listed, self._agreement
-                )
+                part = self._epoch, share, self._stack, listed, self._agreement
+                reading = Reading(*part, self._is_strict, self._begun)
                 cursor = await self._cursor(reading, known["state"])
                 self._cursors.append(cursor)
             if self.fills and cursor is not None:
@@ -215,7 +231,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
                 )
             given = -(-(self._state["position"] - reader) // deal.readers)
             hosted.append(Hosted(cursor, known, wanted, deal.stride, given))
-        return Turns(deal, hosted, at)
+        return Turns(deal, hosted, at, self._shift)
 
     async def _cursor(self, reading: Reading, state: State) -> Cursor:
         """Open one reader; at its beginning if an unfitting state may be ignored."""
@@ -234,6 +250,10 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         It has the progress of all ranks in step, and the positions of the readers that
         this one reads; ``merge_states`` makes one state from those of all ranks.
         """
+        return sealed(self.position())
+
+    def position(self) -> State:
+        """Return the state without its checksum, which takes longer."""
         is_between = self._reading is None and not self._is_closed
         return self._now() if is_between else self._state
 
@@ -245,8 +265,9 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             self._description,
             self._epoch,
             deal.readers,
-            course.at * deal.ranks,
+            course.at * deal.ranks + self._shift,
             course.streams(),
+            begun=self._begun,
             has_ended=course.has_ended(),
         )
 
@@ -267,7 +288,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
 
     def _settle(self) -> None:
         """Keep the last state."""
-        self._state = self.state_dict()
+        self._state = self.position()
         self._is_closed = True
 
     async def _release(self) -> None:

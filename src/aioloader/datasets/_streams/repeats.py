@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from aioloader._order.blocks import Bad, Block
 from aioloader._order.shares import Share
 from aioloader.datasets._stores.outlast import outlast
-from aioloader.datasets._streams.cursors import Cursor, State
+from aioloader.datasets._streams.cursors import Cursor, State, skip
 from aioloader.errors import DatasetError
 
 # Empty passes in a row that end a stream without ``times``. If shards are shuffled, one
@@ -48,7 +48,7 @@ class Repeated:
         self._has_good: bool = state.get("good", False)
         self._is_over = False
         lost = state.get("lost")
-        self._lost: Exception | None = None if lost is None else DatasetError(lost)
+        self._lost: BaseException | None = None if lost is None else DatasetError(lost)
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples, all of one pass."""
@@ -98,6 +98,7 @@ class EpochPart:
     Args:
         upstream: An endless stream of samples; owned.
         count: How many of the epoch's samples belong to this reader.
+        real: How many of these are not padding, which the next epoch has again.
         share: The reader.
         state: What ``state`` returned.
         counts_failed: Whether failed samples count.
@@ -107,6 +108,7 @@ class EpochPart:
         self,
         upstream: Cursor,
         count: int,
+        real: int,
         share: Share,
         state: State,
         *,
@@ -114,7 +116,10 @@ class EpochPart:
     ) -> None:
         self._upstream = upstream
         self._given: int = state.get("given", 0)
-        self._count = count
+        # Samples of the previous epoch to drop; the state before the padding.
+        self._again: int = state.get("again", 0)
+        self._next: State | None = state.get("next")
+        self._count, self._real = count, real
         self._share = share
         self._counts_failed = counts_failed
         self.aclose = upstream.aclose
@@ -125,9 +130,15 @@ class EpochPart:
         Raises:
             ValueError: If the stream has no samples to repeat.
         """
-        left = self._count - self._given
+        if self._again:
+            await skip(self._upstream, self._again)
+            self._again = 0
+        left = self._real - self._given
         if left <= 0:
-            return []
+            left = self._count - self._given
+            if left <= 0:
+                return []
+            self._next = self._next or self._upstream.state()
         block = await self._upstream.pull(min(limit, left))
         self._given += len(block)
         if not self._counts_failed and isinstance(block, list):
@@ -142,4 +153,6 @@ class EpochPart:
 
     def state(self) -> State:
         """Return how many samples were given, and the position of the next one."""
-        return {"up": self._upstream.state(), "given": self._given}
+        more: State = {"again": self._again} if self._again else {}
+        more |= {} if self._next is None else {"next": self._next}
+        return {"up": self._upstream.state(), "given": self._given, **more}

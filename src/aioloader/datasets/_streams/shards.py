@@ -8,18 +8,22 @@ import abc
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from hashlib import blake2b
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from typing_extensions import Buffer
 
 from aioloader._order.blocks import Block
 from aioloader.datasets._stores.addresses import Address, name_of
+from aioloader.datasets._stores.versions import Version
 
 Shard: TypeAlias = Any
 Position: TypeAlias = dict[str, Any]
 # Summary of all shards, kept in a state.
 Summary: TypeAlias = dict[str, Any]
 
+
+# What a shard without an end mark is: an error, or worth a warning.
+MissingEnd: TypeAlias = Literal["error", "warn"]
 
 # Names compared at once.
 _PART = 1 << 10
@@ -40,10 +44,25 @@ class Parser(Protocol):
         """Add bytes, valid until ``take`` returns fewer samples than asked for."""
 
     def end(self) -> None:
-        """Note that there are no more bytes."""
+        """Note that there are no more bytes.
+
+        If the format shows that a shard may not end there, a ``Bad`` with a
+        ``TruncatedReadError`` follows the samples before it. Where the format cannot
+        show it, as with lines, the length of the shard was compared.
+        """
 
     def take(self, limit: int) -> list[Any]:
         """Return up to ``limit`` samples; fewer only if more bytes are needed."""
+
+
+class MarksEnd(abc.ABC):  # noqa: B024  (only an attribute)
+    """A parser of a format that marks its end, which a part of a shard has not.
+
+    Attributes:
+        is_part: Whether the bytes end before the shard does, between two samples.
+    """
+
+    is_part = False
 
 
 class Quick(abc.ABC):  # noqa: B024  (a mark)
@@ -95,17 +114,15 @@ class CountsBytes(abc.ABC):
         """
 
 
-class KnowsSize(abc.ABC):
-    """A reader that knows the length of its shard, which a state then holds too.
+class KnowsVersion(abc.ABC):
+    """A reader that knows the version of its shard, which a state then holds too.
 
-    ``open`` gets it back as ``"size"`` of the position, to check whether the shard
-    still has that length.
+    ``open`` gets it back within the position, to check that the shard is the same.
     """
 
-    @property
     @abc.abstractmethod
-    def size(self) -> int | None:
-        """Length of the whole shard, in bytes; None before it is known."""
+    def version(self) -> tuple[str, Version] | None:
+        """Return the redacted address and the version; None before it is known."""
 
 
 class ShardFormat(Protocol):
@@ -164,6 +181,21 @@ class CutsShards(abc.ABC):
         """
 
 
+class WeighsShards(abc.ABC):
+    """A format that knows how long its shards are, so that readers get equal shares."""
+
+    @abc.abstractmethod
+    async def sizes(
+        self, shards: Sequence[Shard], *, must: bool
+    ) -> Sequence[int] | None:
+        """Return the lengths of the shards, all in one unit; None if some are unknown.
+
+        Args:
+            shards: What ``shards`` returned.
+            must: Whether to ask the store for those that are unknown.
+        """
+
+
 class OpensTogether(abc.ABC):
     """A format that can read several small shards at the cost of one."""
 
@@ -175,6 +207,16 @@ class OpensTogether(abc.ABC):
             shards: In order.
             budget: Bytes that all of them may read ahead of the pulls.
         """
+
+
+def check_missing_end(given: object) -> None:
+    """Check an argument.
+
+    Raises:
+        ValueError: If it is not one of the words.
+    """
+    if given not in get_args(MissingEnd):
+        raise ValueError(f"missing_end must be 'error' or 'warn', got {given!r}")
 
 
 def summary_of(addresses: Iterable[Address]) -> Summary:

@@ -250,10 +250,14 @@ class Turns:
         deal: The positions of the order that are taken here.
         hosted: Its readers, in the order of their turns.
         at: Where to start.
+        shift: Difference of the position of all ranks to ``at`` times their number.
     """
 
-    def __init__(self, deal: Deal, hosted: Sequence[Hosted], at: int) -> None:
+    def __init__(
+        self, deal: Deal, hosted: Sequence[Hosted], at: int, shift: int
+    ) -> None:
         self.at = at
+        self._shift = shift
         self._deal = deal
         self._hosted = hosted
         self._named = [
@@ -354,7 +358,8 @@ class Turns:
     def streams(self) -> State:
         """Return the state of each reader."""
         # Each reader has delivered this many samples on all ranks in step, or one more.
-        given, last = divmod(self.at * self._deal.ranks, self._deal.readers)
+        position = self.at * self._deal.ranks + self._shift
+        given, last = divmod(position, self._deal.readers)
         return {
             name: one.state(given + (reader < last))
             for name, reader, one in self._named

@@ -62,7 +62,7 @@ def write_index(path: "StrPath", index: "StrPath | None" = None) -> int:
 
 def _offsets(path: str) -> Sequence[int]:
     """Return where the samples of an archive start, and where the last one ends."""
-    parser = TarParser(path, max_sample_bytes=_NO_SIZE)
+    parser = TarParser(path, max_sample_bytes=_NO_SIZE, missing_end="warn")
     starts: list[int] = []
     with Path(path).open("rb", buffering=0) as file:
         while not parser.is_over:

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, TypeAlias
 
 from typing_extensions import Buffer
 
+from aioloader._observe.warnings import warn
+from aioloader.datasets._streams.shards import MarksEnd, MissingEnd
 from aioloader.datasets._tar.groups import Groups
 from aioloader.datasets._tar.headers import (
     BLOCK_BYTES,
@@ -39,7 +41,7 @@ _LOG = logging.getLogger("aioloader")
 _Handler: TypeAlias = Callable[["TarParser", bytes], None]
 
 
-class TarParser:
+class TarParser(MarksEnd):
     """Makes samples from the bytes of one tar archive.
 
     A sample is a dict: ``__key__`` (path up to the first dot of the base name),
@@ -47,8 +49,8 @@ class TarParser:
     Members that are no regular file, whose base name has a leading dot or none, or that
     are in a top folder like ``__meta__``, are skipped; the first link is logged. Damage
     ends the archive; it is not detected in bodies, long names and PAX headers, which
-    have no checksum. Nor is a cut between two members, because some writers leave out
-    the zeros at the end.
+    have no checksum. An archive ends with zeros; one that just stops was cut short,
+    unless its writer leaves them out. A single block of zeros is enough.
 
     Args:
         url: Name of the shard, for samples and errors; without credentials.
@@ -56,6 +58,7 @@ class TarParser:
             twice its size while it is assembled from pieces.
         offset: An ``offset`` of another parser of the archive, where the fed bytes
             start. Global PAX headers before it are not applied.
+        missing_end: What a missing end is: an ``"error"``, or a reason to ``"warn"``.
 
     Attributes:
         offset: Where the first header of the next sample from ``take`` starts; at the
@@ -64,11 +67,17 @@ class TarParser:
     """
 
     def __init__(
-        self, url: str, *, max_sample_bytes: int = 1 << 28, offset: int = 0
+        self,
+        url: str,
+        *,
+        max_sample_bytes: int = 1 << 28,
+        offset: int = 0,
+        missing_end: MissingEnd = "error",
     ) -> None:
         self.offset = offset
         self.is_over = False
         self._url = url
+        self._missing_end = missing_end
         self._groups = Groups(url, max_sample_bytes)
         # The piece, its offset in the archive, the position in it, and kept bytes.
         self._view = memoryview(b"")
@@ -336,8 +345,31 @@ class TarParser:
             what = f"the header after member {self._name!r}"
             self._cut_short(what, total - received, BLOCK_BYTES, received)
             return
+        is_marked = self.is_part or self._then is TarParser._on_second_zeros
+        if not (is_marked or self._may_lack_end(total)):
+            return
         self._groups.flush()
         self._stop()
+
+    def _may_lack_end(self, total: int) -> bool:
+        """Return whether the archive may end without zeros; if not, give up."""
+        if total and self._missing_end == "warn":
+            warn(
+                f"{self._url!r} stops at byte {total:,} without the zeros at the end "
+                "of a tar archive; it is read to there, because of missing_end='warn'"
+            )
+            return True
+        why = "was cut short, or its writer leaves them out (missing_end='warn')"
+        why = f"{why if total else 'is empty'}{self._groups.loss()}"
+        error = TruncatedReadError(
+            f"{self._url!r} stops at byte {total:,} without the zeros at the end of a "
+            f"tar archive: it {why}",
+            location=self._url,
+            expected=total + 2 * BLOCK_BYTES,
+            received=total,
+        )
+        self._give_up(error)
+        return False
 
     def _cut_short(self, what: str, begin: int, expected: int, received: int) -> None:
         """Give up because the bytes end within an item."""

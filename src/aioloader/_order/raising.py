@@ -1,0 +1,67 @@
+"""The one rule for what user code raises, wherever it runs.
+
+An ``Exception`` keeps its type. What would silently end a loop, a generator or a task
+becomes the cause of a ``RuntimeError``. Exits arrive as they are. Only a cancellation
+of the task itself, and not of what it awaits, ends the task.
+"""
+
+import asyncio
+
+# Loops, generators and tasks take these for their own end.
+STOPS = (StopIteration, StopAsyncIteration, GeneratorExit, asyncio.CancelledError)
+_EXITS = (KeyboardInterrupt, SystemExit)
+
+
+def raisable(error: BaseException, what: str) -> BaseException:
+    """Return an error of user code as the consumer gets it.
+
+    One that would silently end a loop, a generator or a task becomes the cause of a
+    ``RuntimeError``; all others are returned as they are.
+
+    Args:
+        error: The error.
+        what: What raised it.
+    """
+    if isinstance(error, Carried):
+        return error.error
+    if not isinstance(error, STOPS):
+        return error
+    loud = RuntimeError(f"{what} raised {type(error).__name__}")
+    loud.__cause__ = error
+    for note in getattr(error, "__notes__", ()):
+        loud.add_note(note)
+    return loud
+
+
+def ends_task(error: BaseException) -> bool:
+    """Tell whether ``error`` ends the current task, and is not an error of user code.
+
+    A task that is cancelled has a count of its cancellations, and a coroutine that is
+    closed runs in no task.
+    """
+    if not isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+        return False
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop is running
+        task = None
+    if isinstance(error, GeneratorExit):
+        return task is None
+    return task is not None and task.cancelling() > 0
+
+
+class Carried(Exception):  # noqa: N818  (it holds one)
+    """An exit of user code on its way out of a task, where it would stop the loop.
+
+    Args:
+        error: The exit.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def carried(error: BaseException) -> BaseException:
+    """Return the form of ``error`` that may be raised in a task."""
+    return Carried(error) if isinstance(error, _EXITS) else error

@@ -1,0 +1,154 @@
+"""Where an epoch ends if each rank has another, unknown number of batches.
+
+Each rank counts its batches as they are made, ahead of their delivery, and tells the
+others. Pure and synchronous: an ``EndTalk`` carries the counts.
+"""
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Count(NamedTuple):
+    """What one rank has told.
+
+    Attributes:
+        batches: How many batches it has, at least.
+        has_ended: Whether it has no more.
+        has_left: Whether its consumer has left the iteration early.
+    """
+
+    batches: int
+    has_ended: bool = False
+    has_left: bool = False
+
+
+class Counts(NamedTuple):
+    """What is known of all ranks.
+
+    Attributes:
+        least: Batches of the rank that has told the fewest.
+        most: Batches of the rank that has told the most.
+        going: As ``least``, of the ranks that have not ended; None: all have.
+        cut: Batches of the rank that ended with the fewest; None: none has.
+        left: Ranks that have left the iteration early.
+    """
+
+    least: int = 0
+    most: int = 0
+    going: int | None = 0
+    cut: int | None = None
+    left: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, counts: Sequence[Count]) -> "Counts":
+        """Return what follows from the counts of all ranks, in order."""
+        all_of = [one.batches for one in counts]
+        going = [one.batches for one in counts if not one.has_ended]
+        ended = [one.batches for one in counts if one.has_ended]
+        left = [rank for rank, one in enumerate(counts) if one.has_left]
+        return cls(
+            min(all_of),
+            max(all_of),
+            min(going, default=None),
+            min(ended, default=None),
+            left,
+        )
+
+
+@dataclass
+class SharedEnd:
+    """One rank's side of the end that all ranks share.
+
+    Attributes:
+        pads: Whether ranks that have ended repeat samples until the last one ends; else
+            all end with the first one.
+        made: How many batches this rank has made.
+        passed: How many were passed on, repeated ones included.
+        has_ended: Whether this rank has no more of its own.
+        counts: What is known of all ranks.
+        is_agreed: Whether all ranks know the end.
+    """
+
+    pads: bool
+    made: int = 0
+    passed: int = 0
+    has_ended: bool = False
+    counts: Counts = field(default_factory=Counts)
+    is_agreed: bool = False
+
+    def has_news(self) -> bool:
+        """Tell whether there is more to tell the others.
+
+        That is when few are left of the batches that all ranks have told, compared to
+        the new ones: a round takes many, and is over before the few are used up.
+        """
+        told = self.counts.going
+        if self.has_ended or told is None:
+            return self.has_ended
+        return self.made - told >= max(1, 3 * (told - self.passed))
+
+    def total(self) -> int | None:
+        """Return how many batches every rank delivers, if it is known."""
+        counts = self.counts
+        if self.pads:
+            return counts.most if counts.going is None else None
+        return counts.cut if counts.cut == counts.least else None
+
+    def may_pass(self) -> bool:
+        """Tell whether all ranks have the next batch, or need not."""
+        return self.pads or self.passed < self.counts.least
+
+    def needs_others(self) -> bool:
+        """Tell whether this rank can do nothing before others have told more."""
+        if self.is_over():
+            return not self.is_agreed
+        if self.pads:
+            return self.has_ended and not self.lacking()
+        return not self.may_pass() and (self.has_ended or self.made > self.passed)
+
+    def is_over(self) -> bool:
+        """Tell whether all batches were passed on."""
+        return self.passed == self.total()
+
+    def lacking(self) -> int:
+        """Return how many batches other ranks have that this one must repeat."""
+        return self.counts.most - self.passed if self.pads and self.has_ended else 0
+
+
+class EndTalk(abc.ABC):
+    """Carries counts between one rank's iteration and those of the others.
+
+    Attributes:
+        timeout: Seconds that a rank waits for the others.
+        who: This rank, for errors.
+    """
+
+    timeout: float
+    who: str
+
+    @abc.abstractmethod
+    def begin(self, end: SharedEnd, wake: Callable[[Exception | None], None]) -> None:
+        """Start to tell what ``end`` knows of this rank, and to update it.
+
+        Args:
+            end: This rank's side.
+            wake: Called after each update, in another thread, and with an error.
+        """
+
+    @abc.abstractmethod
+    def note(self) -> None:
+        """Note that there is news for the others; any thread."""
+
+    @abc.abstractmethod
+    def waits_for(self) -> str:
+        """Return which ranks have told less than the others, as text. Blocks."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Start to end; any thread, and finalizers."""
+
+    @abc.abstractmethod
+    def join(self) -> bool:
+        """Wait, bounded, until it has ended; return whether it has."""

@@ -1,0 +1,150 @@
+"""The guard of shards: which version of one is read, and which one is expected.
+
+A shard is read at one version: what a listing, a cut or a first answer has shown, the
+rest must agree with. A state holds the versions of the shards that are open in it.
+"""
+
+import functools
+import os
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from aioloader.errors import DatasetError, ShardChangedError, TruncatedReadError
+
+
+class Version(NamedTuple):
+    """The version of an object or file.
+
+    Attributes:
+        size: Length of the whole object, in bytes.
+        e_tag: Its entity tag, if the server gives one.
+        modified: Modification time, in seconds, if it is known.
+    """
+
+    size: int
+    e_tag: str | None = None
+    modified: float | None = None
+
+    @property
+    def strong(self) -> str | None:
+        """The tag, if it identifies every byte: for conditional requests."""
+        return None if (self.e_tag or "W/").startswith("W/") else self.e_tag
+
+    def is_of(self, other: "Version") -> bool:
+        """Return whether both have the same bytes, as far as the server shows."""
+        if self.size != other.size:
+            return False
+        if self.e_tag and other.e_tag:
+            if self.e_tag.removeprefix("W/") != other.e_tag.removeprefix("W/"):
+                return False
+            if self.strong and other.strong:
+                return True
+        known = None not in {self.modified, other.modified}
+        return not known or self.modified == other.modified
+
+
+@functools.lru_cache(maxsize=256)
+def saved(location: str, version: Version) -> Mapping[str, Any]:
+    """Return what a state holds of a version: its size and a stamp, in a few bytes.
+
+    The stamp consists of digests of the place and of what identifies the version
+    there: a copy elsewhere has another time, and often another tag.
+    """
+    if version.strong:
+        kind, mark = "e", version.strong
+    elif version.e_tag:
+        kind, mark = "w", f"{version.e_tag} {version.modified}"
+    elif version.modified:
+        kind, mark = "t", repr(version.modified)
+    else:
+        return {"size": version.size}
+    return {"size": version.size, "stamp": f"{_hash(location)}{kind}{_hash(mark)}"}
+
+
+def _hash(text: str) -> str:
+    data = text.encode("utf-8", "surrogateescape")
+    return blake2b(data, digest_size=4).hexdigest()
+
+
+class Known(NamedTuple):
+    """What is known of a shard before it is opened.
+
+    Attributes:
+        version: The version that was listed or cut in this iteration.
+        size: Its length in the state.
+        stamp: Its stamp in the state.
+    """
+
+    version: Version | None = None
+    size: int | None = None
+    stamp: str | None = None
+
+    @classmethod
+    def of(cls, position: Mapping[str, Any], version: Version | None = None) -> "Known":
+        """Return what the position in a state says, and this iteration."""
+        return cls(version, position.get("size"), position.get("stamp"))
+
+    def check(self, location: str, found: Version, start: int = 0) -> None:
+        """Check that a shard is the one that is known.
+
+        Args:
+            location: Its redacted address.
+            found: Its version.
+            start: The first byte to read.
+
+        Raises:
+            DatasetError: If it has changed in this iteration.
+            ShardChangedError: If it has changed since the state was saved, or ends
+                before ``start``.
+        """
+        if self.version is not None and not found.is_of(self.version):
+            raise changed(location, self.version, found)
+        now = saved(location, found).get("stamp", "") if self.stamp else ""
+        if self.size not in {None, found.size}:
+            what = f"it had {self.size:,} bytes and has {found.size:,}"
+        elif start > found.size:
+            what = f"it is to be read from byte {start:,} on and has {found.size:,}"
+        elif self.stamp and now[:9] == self.stamp[:9] and now != self.stamp:
+            what = (
+                f"it has {found.size:,} bytes as before, but another "
+                f"{_WORDS[now[8]]}; if it is a copy with the same contents, load the "
+                "state with strict=False"
+            )
+        else:
+            return
+        raise ShardChangedError(
+            f"{location!r} has changed since the state was saved: {what}; resume with "
+            "the original shards, or start again",
+            location=location,
+        )
+
+
+_WORDS = {"e": "ETag", "w": "ETag or date", "t": "modification time"}
+NOTHING = Known()
+
+
+def changed(location: str, before: Version, now: Version) -> DatasetError:
+    """Return the error for a shard that was replaced during an iteration."""
+    what = f"it had {before.size:,} bytes and has {now.size:,}"
+    if before.size == now.size:
+        what = f"it has {now.size:,} bytes as before, but another ETag or date"
+    text = (
+        f"{location!r} changed while being read: {what}; write shards under another "
+        "name and rename them"
+    )
+    if now.size >= before.size:
+        return DatasetError(text, location=location)
+    return TruncatedReadError(
+        text, location=location, expected=before.size, received=now.size
+    )
+
+
+def version_of_file(file: int | str) -> Version:
+    """Return the version of a file, given its path or descriptor.
+
+    Raises:
+        OSError: If there is none.
+    """
+    facts = os.fstat(file) if isinstance(file, int) else os.stat(file)  # noqa: PTH116
+    return Version(facts.st_size, None, facts.st_mtime)

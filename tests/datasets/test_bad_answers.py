@@ -1,0 +1,276 @@
+"""Answers that are not what was requested, and servers that do not answer at all."""
+
+import asyncio
+import contextlib
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet as pq
+
+from aioloader import DataLoader
+from aioloader.datasets import ObjectDataset, ParquetDataset, Requests, TextDataset
+from aioloader.errors import BatchTimeoutError, DatasetError, TruncatedReadError
+
+BODY = b"".join(b"%09d\n" % line for line in range(30_000))
+SHORT = Requests(deadline=1.0, base_delay=0.01, max_delay=0.01)
+AT_ONCE = Requests(base_delay=0.001, max_delay=0.001)
+Bad = Callable[["Handler", int, int], None]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serve one body; ``bad`` answers the requests whose numbers are in ``when``."""
+
+    protocol_version = "HTTP/1.1"
+    body = BODY
+    bad: Bad
+    when: Any
+    ended: threading.Event
+    requests: list[str]
+    connections: list[socket.socket]
+
+    def setup(self) -> None:
+        super().setup()
+        self.connections.append(self.connection)
+
+    def do_GET(self) -> None:
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        start, stop = (int(asked[1]), int(asked[2]) + 1) if asked else (0, 1 << 40)
+        stop = min(stop, len(self.body))
+        self.requests.append(self.path)
+        if len(self.requests) - 1 in self.when:
+            type(self).bad(self, start, stop)
+        else:
+            self.answer(206 if asked else 200, start, stop, stop)
+
+    def answer(self, status: int, start: int, stop: int, sent: int) -> None:
+        """Announce a range, and send it up to a byte; the length matches that."""
+        fields = {"Content-Length": sent - start, "ETag": '"1"'}
+        if status == 206:
+            fields["Content-Range"] = f"bytes {start}-{stop - 1}/{len(self.body)}"
+        self.send_head(status, fields)
+        with contextlib.suppress(OSError):
+            self.wfile.write(self.body[start:sent])
+
+    def send_head(self, status: int, fields: dict[str, Any]) -> None:
+        """Send a status and fields."""
+        self.send_response(status)
+        for name, value in fields.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+def short(to: Handler, start: int, stop: int) -> None:
+    """Send half of a range, of which the field names all."""
+    to.answer(206, start, stop, (start + stop) // 2)
+
+
+def less(to: Handler, start: int, stop: int) -> None:
+    """Give half of a range, and say so."""
+    half = (start + stop) // 2
+    to.answer(206, start, half, half)
+
+
+def cut(to: Handler, start: int, stop: int) -> None:
+    """Announce all, and hang up in the middle."""
+    to.send_head(206, {
+        "Content-Length": stop - start,
+        "Content-Range": f"bytes {start}-{stop - 1}/{len(to.body)}",
+        "ETag": '"1"',
+    })  # fmt: skip
+    to.wfile.write(to.body[start : (start + stop) // 2])
+    to.close_connection = True
+
+
+def page(to: Handler, _start: int, _stop: int) -> None:
+    """Answer as a gateway does."""
+    fields = {"Content-Type": "text/html; charset=utf-8", "Content-Length": 7}
+    to.send_head(200, fields)
+    to.wfile.write(b"<html/>")
+
+
+def tagged_page(to: Handler, _start: int, _stop: int) -> None:
+    """Answer with a page that has a tag."""
+    fields = {"Content-Type": "text/html", "Content-Length": 7, "ETag": '"page"'}
+    to.send_head(200, fields)
+    to.wfile.write(b"<html/>")
+
+
+def silent(to: Handler, _start: int, _stop: int) -> None:
+    """Do not answer."""
+    to.ended.wait()
+    to.close_connection = True
+
+
+def stuck(to: Handler, _start: int, _stop: int) -> None:
+    """Answer without ranges, and stop in the middle."""
+    to.send_head(200, {"Content-Length": len(to.body)})
+    to.wfile.write(to.body[:1000])
+    to.wfile.flush()
+    silent(to, 0, 0)
+
+
+def endless(to: Handler, _start: int, _stop: int) -> None:
+    """Answer without a length, and stop in the middle."""
+    to.send_head(200, {"Transfer-Encoding": "chunked"})
+    to.wfile.write(b"3\r\nabc\r\n")
+    to.wfile.flush()
+    silent(to, 0, 0)
+
+
+@contextlib.contextmanager
+def serving(bad: Bad, when: Any, body: bytes = BODY) -> Iterator[str]:
+    """Serve a body with some bad answers, and return the URL."""
+    ended = threading.Event()
+    named = {"bad": bad, "when": when, "body": body, "ended": ended}
+    ends: list[socket.socket] = []
+    kind = type("One", (Handler,), {**named, "requests": [], "connections": ends})
+    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        server.daemon_threads = False
+        thread = threading.Thread(target=server.serve_forever, args=[0.01])
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            ended.set()
+            server.shutdown()
+            thread.join()
+            for end in ends:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("bad", [short, less, cut, page, tagged_page])
+@pytest.mark.parametrize("number", [0, 1, 2])
+async def test_a_shard_is_read_in_spite_of(bad: Bad, number: int) -> None:
+    """A single bad answer, whichever it is, costs a retry and no line."""
+    with serving(bad, [number]) as url:
+        lines = [x async for x in TextDataset("a.txt", store=url, requests=AT_ONCE)]
+    assert len(lines) == 30_000
+    assert lines[-1] == "000029999"
+
+
+@pytest.mark.parametrize("bad", [page, tagged_page, cut])
+async def test_an_object_is_read_in_spite_of(bad: Bad) -> None:
+    """With and without a size from a listing."""
+    for size in (0, len(BODY)):
+        with serving(bad, [0]) as url:
+            async with ObjectDataset(url, ["a.bin"], requests=AT_ONCE) as objects:
+                objects._sizes = [size]  # type: ignore[assignment]
+                assert memoryview(await objects[0]) == BODY
+
+
+async def test_an_object_whose_listed_size_did_not_come() -> None:
+    """A shorter body is the object only if the server says so when asked."""
+
+    def half(to: Handler, _start: int, _stop: int) -> None:
+        to.answer(200, 0, 5, 5)
+
+    Handler.do_HEAD = lambda to: to.send_head(  # type: ignore[attr-defined]
+        200, {"Content-Length": len(BODY), "ETag": '"1"'}
+    )
+    with serving(half, [0, 1]) as url:
+        async with ObjectDataset(url, ["a.bin"], requests=AT_ONCE) as objects:
+            objects._sizes = [len(BODY)]  # type: ignore[assignment]
+            assert memoryview(await objects[0]) == BODY
+
+
+@pytest.mark.parametrize("bad", [short, page])
+async def test_a_table_is_read_in_spite_of(bad: Bad, tmp_path: Path) -> None:
+    """Ranges of a table are retried too."""
+    pq.write_table(pa.table({"x": range(9)}), tmp_path / "t")
+    body = (tmp_path / "t").read_bytes()
+    with serving(bad, [2], body) as url:
+        table = ParquetDataset("a.parquet", store=url, requests=AT_ONCE)
+        assert [row["x"] async for row in table] == [*range(9)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "words"),
+    [
+        (short, TruncatedReadError, "gave 32,768 of 65,536 bytes from byte 0 on; giv"),
+        (less, DatasetError, "bytes 0..65536 were requested, 0..32768 came"),
+        (page, DatasetError, r"a web page \(text/html; charset=utf-8, 7 bytes\)"),
+    ],
+)
+async def test_answers_that_stay_bad(bad: Bad, kind: Any, words: str) -> None:
+    """The error says what came, and after how long."""
+    with serving(bad, range(10**6)) as url, pytest.raises(kind, match=words) as caught:
+        [x async for x in TextDataset("a.txt", store=url, requests=SHORT)]
+    assert "given up after 1 s" in str(caught.value)
+    assert caught.value.attempts > 1
+
+
+async def test_pages_that_were_asked_for() -> None:
+    """A name can say so; or a store has a tag for what has no ending."""
+    for bad, name in ((page, "index.html"), (tagged_page, "crawled/0f3a")):
+        with serving(bad, range(9)) as url:
+            async with ObjectDataset(url, [name]) as objects:
+                assert bytes(await objects[0]) == b"<html/>"
+
+
+@pytest.mark.parametrize("bad", [silent, stuck, endless])
+@pytest.mark.parametrize("kind", ["object", "shard"])
+async def test_the_deadline_holds(bad: Bad, kind: str) -> None:
+    """From the first attempt on, with or without a length or an answer."""
+    requests = Requests(timeout=0.1, deadline=0.4, base_delay=0.1, max_delay=0.1)
+    with serving(bad, range(10**6)) as url:
+        dataset: Any = ObjectDataset(url, ["a.txt"], requests=requests)
+        if kind == "shard":
+            dataset = TextDataset("a.txt", store=url, requests=requests)
+        loader: Any = DataLoader(dataset, None, collate_fn=str)
+        with pytest.raises(DatasetError, match=r"given up after 0\.4 s"):
+            async with asyncio.timeout(20):  # obstore's own limit is 30 s
+                [batch async for batch in loader]
+
+
+def test_a_listing_that_hangs() -> None:
+    """It ends at the deadline, too."""
+    requests = Requests(timeout=0.1, deadline=0.3, base_delay=0)
+    with serving(silent, range(10**6)) as url:
+        options = {"endpoint": url, "region": "x", "skip_signature": True}
+        with pytest.raises(DatasetError, match=r"no answer within .*; given up after"):
+            ObjectDataset("s3://b", store_options=options, requests=requests)
+
+
+@pytest.mark.parametrize("kind", ["object", "shard", "listing"])
+def test_a_wrong_port(kind: str, unused_port: int) -> None:
+    """It ends within seconds, not at the deadline of two minutes."""
+    url = f"http://127.0.0.1:{unused_port}"
+    requests = Requests(base_delay=1e12, max_delay=1e12)  # later than 5 s
+    options = {"endpoint": url, "region": "x", "skip_signature": True}
+
+    def read() -> None:
+        if kind == "listing":
+            ObjectDataset("s3://b", store_options=options, requests=requests)
+        elif kind == "shard":
+            list(DataLoader(TextDataset(["a", "b"], store=url, requests=requests)))
+        else:
+            list(DataLoader(ObjectDataset(url, ["a"] * 8, requests=requests)))
+
+    with pytest.raises(DatasetError, match=r"Connection refused.*given up after 5 s"):
+        read()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_timeout_names_the_last_error(workers: int, unused_port: int) -> None:
+    """What is being retried is not silent, in a worker neither."""
+    url = f"http://127.0.0.1:{unused_port}"
+    requests = Requests(base_delay=1e12, max_delay=1e12, deadline=1e13)
+    once = {"retry_config": {"max_retries": 0}}
+    objects = ObjectDataset(url, ["a"] * 8, requests=requests, store_options=once)
+    objects._source.contact.has_answered = True  # patience
+    loader: Any = DataLoader(
+        objects, num_workers=workers, fetch="workers" if workers else "auto", timeout=1
+    )
+    with pytest.raises(BatchTimeoutError, match="being retried after: cannot read 'ht"):
+        next(iter(loader))

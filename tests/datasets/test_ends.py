@@ -1,0 +1,250 @@
+"""Where a shard ends: only where its format, its packing or its length shows it."""
+
+import asyncio
+import functools
+import gzip
+import io
+import random
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import zstandard
+
+from aioloader import DataLoader
+from aioloader.datasets import (
+    ArrowDataset,
+    CSVDataset,
+    JSONLinesDataset,
+    ParquetDataset,
+    Requests,
+    TarDataset,
+    TextDataset,
+)
+from aioloader.datasets._tar.index import write_index
+from aioloader.errors import TruncatedReadError
+from datasets.changing import ChangingServer
+from datasets.tar_archives import FORMATS, ZEROS, Member, archive, member
+
+QUICK = Requests(timeout=5.0, deadline=1.0, base_delay=0.001, max_delay=0.01)
+LONG = "n" * 150
+
+
+async def read(stream: Any) -> tuple[list[Any], Exception | None]:
+    """Return the samples, and the error that ended them."""
+    samples: list[Any] = []
+    async with aiter(stream) as iterator:
+        try:
+            async for sample in iterator:
+                samples.append(sample)  # noqa: PERF401  (they stay after an error)
+        except Exception as error:  # noqa: BLE001  (it is looked at)
+            return samples, error
+    return samples, None
+
+
+def written(path: Path, data: bytes) -> str:
+    """Write a file, and return its address."""
+    path.write_bytes(data)
+    return str(path)
+
+
+async def whole_or_cut(make: Any, path: Path, data: bytes, cut: int) -> bool:
+    """Check that the samples of the whole come, or some and then an error."""
+    whole, error = await read(make(written(path, data)))
+    assert error is None
+    found, error = await read(make(written(path, data[:cut])))
+    assert found == whole[: len(found)]
+    if error is None:
+        assert found == whole
+        return False
+    assert isinstance(error, TruncatedReadError)
+    assert error.location == str(path)
+    return True
+
+
+@pytest.mark.parametrize("form", FORMATS)
+async def test_a_tar_cut_anywhere(form: str, tmp_path: Path) -> None:
+    """At each block, and at bytes in between: nothing is halved, nothing lacks."""
+    names = [f"{name}.{field}" for name in ("a", LONG, "c") for field in ("x", "yy")]
+    if form == "ustar":
+        names = [name.replace(LONG, "b") for name in names]
+    data = archive([Member(name, b"1" * 600, mtime=0.5) for name in names], form)
+    rng = random.Random(0)
+    cuts = {*range(0, len(data), 512), *rng.sample(range(len(data)), 40)}
+    end = -(-len(data.rstrip(b"\0")) // 512) * 512
+    for at in cuts:
+        is_cut = at < end + 1024 and at != end + 512
+        path = tmp_path / "a.tar"
+        assert await whole_or_cut(TarDataset, path, data, at) == is_cut
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2, 9])
+@pytest.mark.parametrize("missing_end", ["error", "warn"])
+async def test_the_zeros_at_the_end(
+    blocks: int, missing_end: Any, tmp_path: Path
+) -> None:
+    """One block of them is enough; without any, the last sample may lack members."""
+    data = member(b"a.x", b"1") + member(b"b.x", b"2") + bytes(512 * blocks)
+    path = tmp_path / "a.tar"
+    path.write_bytes(data)
+    stream = TarDataset(str(path), missing_end=missing_end)
+    if blocks:
+        found, error = await read(stream)
+        assert [sample["x"] for sample in found] == [b"1", b"2"]
+    elif missing_end == "warn":
+        with pytest.warns(UserWarning, match=r"a\.tar' stops at byte 2,048"):
+            found, error = await read(stream)
+        assert len(found) == 2
+    else:
+        found, error = await read(stream)
+        assert len(found) == 1
+        assert isinstance(error, TruncatedReadError)
+        assert (error.received, error.expected) == (2048, 3072)
+        assert "sample 'b' at byte 1,024 is lost" in str(error)
+        return
+    assert error is None
+
+
+async def test_resume_at_an_end_that_is_missing(tmp_path: Path) -> None:
+    """The position after the last sample is the end of the bytes."""
+    path = tmp_path / "a.tar"
+    path.write_bytes(member(b"a.x", b"1") + member(b"b.x", b"2"))
+    stream = TarDataset(str(path), missing_end="warn")
+    with pytest.warns(UserWarning, match="without the zeros"):
+        async with aiter(stream) as iterator:
+            await anext(iterator), await anext(iterator)
+            state = iterator.state_dict()
+    stream.load_state_dict(state)
+    with pytest.warns(UserWarning, match="without the zeros"):
+        assert await read(stream) == ([], None)
+
+
+def test_a_cut_tar_in_a_loader(tmp_path: Path) -> None:
+    """It is one failed sample, in place of the rest of its shard."""
+    data = archive([Member(f"{at}.x", b"1") for at in range(4)])
+    (tmp_path / "a.tar").write_bytes(data[: 3 * 1024])
+    (tmp_path / "b.tar").write_bytes(data)
+    stream = TarDataset(str(tmp_path / "*.tar"))
+    loader: Any = DataLoader(stream, None, on_error="skip")
+    assert [sample["__key__"] for sample in loader] == [*"01", *"0123"]
+
+
+async def test_the_last_part_of_a_cut_tar(tmp_path: Path) -> None:
+    """Of the parts of a shard, only the last one has its end."""
+    path = tmp_path / "a.tar"
+    path.write_bytes(archive([Member(f"{at}.x", b"1") for at in range(6)]))
+    await asyncio.to_thread(write_index, path)
+    stream = TarDataset(str(path))
+    for data in (path.read_bytes(), path.read_bytes()[: 6 * 1024]):
+        path.write_bytes(data)
+        found = [await read(stream.shard(rank, 3)) for rank in range(3)]
+        is_cut = len(data) == 6 * 1024
+        assert sum(len(samples) for samples, _ in found) == 6 - is_cut
+        errors = [type(error) for _, error in found if error is not None]
+        assert errors == [TruncatedReadError] * is_cut
+
+
+def stream_of(rows: list[int]) -> bytes:
+    """Return an Arrow stream with two rows to a message."""
+    out, table = io.BytesIO(), pa.table({"a": rows})
+    with pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return out.getvalue()
+
+
+async def test_an_arrow_stream_cut_anywhere(tmp_path: Path) -> None:
+    """Between two messages too, though the last one may look like the mark."""
+    data = stream_of([1, 2, -1, 0])
+    path = tmp_path / "a.arrow"
+    cut = [await whole_or_cut(ArrowDataset, path, data, at) for at in range(len(data))]
+    assert all(cut)
+    path.write_bytes(data[:-8])
+    with pytest.warns(UserWarning, match="has no mark at its end"):
+        found, error = await read(ArrowDataset(str(path), missing_end="warn"))
+    assert (len(found), error) == (4, None)
+
+
+@pytest.mark.parametrize("missing_end", ["no", None, 1])
+@pytest.mark.parametrize("make", [TarDataset, ArrowDataset])
+def test_a_wrong_word(make: Any, missing_end: Any) -> None:
+    """Said at once."""
+    with pytest.raises(ValueError, match="missing_end must be 'error' or 'warn'"):
+        make("a", missing_end=missing_end)
+
+
+TEXT = b"".join(b"line %d %d\n" % (at, at**5) for at in range(200))
+PACKS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "zst": zstandard.compress,
+}
+PACKED: dict[str, Any] = {
+    "txt": TextDataset,
+    "jsonl": JSONLinesDataset,
+    "tar": TarDataset,
+    "csv": functools.partial(CSVDataset, column_names=["a"]),
+}
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("ending", ["txt", "csv"])
+async def test_packed_lines_cut_anywhere(
+    ending: str, pack: str, tmp_path: Path
+) -> None:
+    """Every byte of a frame is needed, of the last of two as well."""
+    data = PACKS[pack](TEXT[:999]) + PACKS[pack](TEXT[999:])
+    path = tmp_path / f"a.{ending}.{pack}"
+    for at in {*range(0, len(data), 29), *range(len(data) - 9, len(data))}:
+        path.write_bytes(data[:at])
+        if at != len(PACKS[pack](TEXT[:999])):
+            assert (await read(PACKED[ending](str(path))))[1] is not None
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("ending", PACKED)
+async def test_an_empty_packed_file(ending: str, pack: str, tmp_path: Path) -> None:
+    """A packed empty file has bytes; only then is it an empty shard."""
+    path = tmp_path / f"a.{ending}.{pack}"
+    path.touch()
+    found, error = await read(PACKED[ending](str(path)))
+    assert (found, type(error)) == ([], TruncatedReadError)
+    path.write_bytes(PACKS[pack](ZEROS if ending == "tar" else b""))
+    assert await read(PACKED[ending](str(path))) == ([], None)
+
+
+@pytest.mark.parametrize(
+    ("make", "ending"),
+    [(TarDataset, "tar"), (ArrowDataset, "arrow"), (ParquetDataset, "parquet")],
+)
+async def test_an_empty_file(make: Any, ending: str, tmp_path: Path) -> None:
+    """Only lines may be none at all."""
+    path = tmp_path / f"a.{ending}"
+    path.touch()
+    found, error = await read(make(str(path)))
+    assert (found, type(error)) == ([], TruncatedReadError)
+    (tmp_path / "a.txt").touch()
+    assert await read(TextDataset(str(tmp_path / "a.txt"))) == ([], None)
+
+
+@pytest.mark.parametrize("has_ranges", [True, False], ids=["416", "200"])
+@pytest.mark.parametrize("ending", ["txt", "tar", "parquet", "csv"])
+async def test_an_answer_that_seems_empty(ending: str, *, has_ranges: bool) -> None:
+    """It is believed only if a second request says that there are no bytes."""
+    makes: dict[str, Any] = {**PACKED, "parquet": ParquetDataset}
+    with ChangingServer(TEXT, has_ranges=has_ranges) as server:
+        server.seems_empty = True
+        address = f"{server.url}/a.{ending}"
+        found, error = await read(makes[ending](address, requests=QUICK))
+        assert (found, type(error)) == ([], TruncatedReadError)
+        if ending == "txt":
+            server.body = b""
+            assert await read(TextDataset(address, requests=QUICK)) == ([], None)
+
+
+def test_what_writers_write_ends() -> None:
+    """Python's tarfile pads to 10,240 bytes of zeros."""
+    out = io.BytesIO()
+    tarfile.open(fileobj=out, mode="w").close()
+    assert out.getvalue() == bytes(10240)

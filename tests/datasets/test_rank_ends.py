@@ -1,0 +1,385 @@
+"""Ranks of a stream of unknown length end together, or somebody has said otherwise."""
+
+import asyncio
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioloader import DataLoader, merge_states
+from aioloader.datasets import from_iterable
+from aioloader.errors import BatchTimeoutError, DatasetError
+from datasets.ends import a_store, dist, loader_of, masked, read_all, side_by_side
+from datasets.rank_process import RankProcess, ranks
+from datasets.ranks import lines, numbers
+
+TAILS = pytest.mark.parametrize("tail", ["drop", "wrap", "pad"])
+
+
+# -- what must be said ----------------------------------------------------------------
+
+
+def test_a_finite_stream_needs_a_tail() -> None:
+    """At ``iter``, with the numbers and the ways out; also by its own ``shard``."""
+    said = r"rank 1 of 3, .* repeat\(\) .* epoch_length\(n\), .* tail='uneven'"
+    part: Any
+    for stream, part in (
+        (numbers(), {"rank": 1, "world_size": 3}),
+        (numbers().shard(1, 3), {}),
+        (numbers().repeat().take(4).shard(1, 3), {}),
+        (numbers().mix(numbers().repeat(), until="first").shard(1, 3), {}),
+    ):
+        loader: Any = DataLoader(stream, **part)
+        with pytest.raises(ValueError, match=said):
+            iter(loader)
+        with pytest.raises(ValueError, match=said):
+            aiter(loader)
+
+
+def test_what_needs_no_tail() -> None:
+    """Endless streams, known lengths, one rank, and what was chosen."""
+
+    for stream, options in (
+        (numbers().repeat().shuffle(3).map(abs), {}),
+        (numbers().mix(numbers().repeat()), {}),
+        (numbers().epoch_length(8), {}),
+        (numbers(), {"tail": "uneven"}),
+        (numbers(), {"rank": 0, "world_size": 1}),
+    ):
+        asked: Any = {"rank": 0, "world_size": 2, **options}
+        with DataLoader(stream, **asked) as loader:
+            assert next(iter(loader)) == 0 or options is not None
+
+
+@TAILS
+def test_a_tail_needs_a_store(tail: Any) -> None:
+    """It is named, and how to get one."""
+    loader: Any = DataLoader(numbers(), rank=0, world_size=2, tail=tail)
+    with pytest.raises(ValueError, match=r"initialize torch.*agree\(store\)"):
+        iter(loader)
+
+
+# -- the law --------------------------------------------------------------------------
+
+
+def check_law(stream: Any, ranks: int, **options: Any) -> None:
+    """See that all end with the first rank or the last, and what they have then."""
+    uneven = read_all(stream, ranks, tail="uneven", **options)
+    lengths = [len(batches) for batches in uneven]
+    dropped = read_all(stream, ranks, tail="drop", **options)
+    assert dropped == [batches[: min(lengths)] for batches in uneven]
+    if not min(lengths):
+        return
+    wrapped, padded = (
+        read_all(stream, ranks, tail=tail, **options) for tail in ("wrap", "pad")
+    )
+    size = options["batch_size"]
+    for mine, full, real in zip(uneven, wrapped, padded, strict=True):
+        own = sorted(itertools.chain(*mine))
+        assert {len(batch) for batch in full} == {size}
+        assert [batch for batch, _ in real] == full
+        assert sorted(masked(real)) == own
+        assert {*itertools.chain(*full)} == {*own}
+    assert [len(one) for one in wrapped + padded] == [max(lengths)] * 2 * ranks
+
+
+def parts(counts: list[int]) -> Any:
+    """Return a stream of which reader r of R has ``counts[r]`` samples."""
+    positions = [
+        reader + number * len(counts)
+        for reader, count in enumerate(counts)
+        for number in range(count)
+    ]
+    last = max(positions, default=-1) + 1
+    return from_iterable(range(last)).filter({*positions}.__contains__)
+
+
+COUNTS = st.lists(st.integers(0, 25), min_size=2, max_size=4)
+
+
+@settings(max_examples=12)
+@given(COUNTS, st.integers(1, 5))
+def test_any_layout(counts: list[int], size: int) -> None:
+    """Whatever each rank has, all end together."""
+    stream = parts(counts)
+    check_law(stream, len(counts), batch_size=size)
+
+
+@pytest.mark.fuzz
+@settings(max_examples=150)
+@given(
+    COUNTS, st.integers(1, 5), st.sampled_from([1, 3, 64]), st.sampled_from([None, 2])
+)
+def test_any_layout_and_steps(
+    counts: list[int], size: int, window: int, ahead: int | None
+) -> None:
+    """Also with other windows, and batches read ahead."""
+    stream = parts(counts).shuffle(window)
+    options: Any = {"batch_size": size, "prefetch_factor": ahead}
+    check_law(stream, len(counts), **options)
+
+
+@pytest.mark.parametrize("readers", [None, 6])
+def test_shards(readers: int | None, tmp_path: Path) -> None:
+    """Of very different lengths; also if readers take turns."""
+    stream = lines(tmp_path, shuffle=True, interleave=3)
+    stream = stream if readers is None else stream.readers(readers)
+    check_law(stream, 3, batch_size=4)
+
+
+@pytest.mark.parametrize("fetch", ["loader", "workers"])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_workers(fetch: str, in_order: bool, tmp_path: Path) -> None:
+    """The numbers are those of ranks, not of workers."""
+    stream = lines(tmp_path, interleave=4)
+    options: Any = {"num_workers": 2, "fetch": fetch, "in_order": in_order}
+
+    def found(tail: str) -> list[list[Any]]:
+        return read_all(stream, 2, batch_size=3, tail=tail, **options)
+
+    uneven, padded = found("uneven"), found("pad")
+    assert [len(one) for one in padded] == [max(map(len, uneven))] * 2
+    every = [sample for batches in uneven for one in batches for sample in one]
+    assert sorted([*masked(padded[0]), *masked(padded[1])]) == sorted(every)
+
+
+@TAILS
+def test_several_epochs_and_no_keys_left(tail: Any) -> None:
+    """The store of a long run does not grow."""
+    store = dist.HashStore()
+
+    def read(rank: int) -> list[int]:
+        with loader_of(
+            parts([3, 9]), store, rank, 2, tail=tail, batch_size=2
+        ) as loader:
+            return [len(list(loader)) for _ in range(3)]
+
+    for _ in range(2):
+        assert side_by_side(read, 2) == [[2 if tail == "drop" else 5] * 3] * 2
+        assert store.num_keys() == 0
+
+
+def test_tasks(tmp_path: Path) -> None:
+    """``async for`` ends where ``for`` does."""
+    stream, store = lines(tmp_path), dist.HashStore()
+
+    def read(rank: int) -> list[Any]:
+        async def all_of() -> list[Any]:
+            async with loader_of(
+                stream, store, rank, 3, tail="pad", batch_size=4
+            ) as loader:
+                return [batch async for batch in loader]
+
+        return asyncio.run(all_of())
+
+    found = side_by_side(read, 3)
+    whole = read_all(stream, 3, tail="pad", batch_size=4)
+    assert [plain(rank) for rank in found] == [plain(rank) for rank in whole]
+
+
+# -- resume ---------------------------------------------------------------------------
+
+
+def left(
+    stream: Any, ranks: int, at: int, states: list[Any] | None = None, **options: Any
+) -> tuple[list[Any], list[Any]]:
+    """Return what each rank delivers until batch ``at`` and its state there."""
+    store = dist.HashStore()
+
+    def read(rank: int) -> tuple[list[Any], Any]:
+        with loader_of(stream, store, rank, ranks, **options) as loader:
+            if states is not None:
+                loader.load_state_dict(states[rank])
+            found = list(itertools.islice(loader, at))
+            barrier.wait()  # none leaves before all have what they need
+            return found, json.loads(json.dumps(loader.state_dict()))
+
+    barrier = threading.Barrier(ranks)
+    both = side_by_side(read, ranks)
+    return [found for found, _ in both], [state for _, state in both]
+
+
+def plain(batches: list[Any]) -> Any:
+    """Return batches without tensors."""
+    return [
+        (one[0], one[1].tolist()) if isinstance(one, tuple) else one for one in batches
+    ]
+
+
+@TAILS
+@pytest.mark.parametrize("at", [0, 1, 3, 4, 6])
+def test_resume(tail: Any, at: int) -> None:
+    """After any batch, repeated ones included, the rest is the same."""
+    options: Any = {"tail": tail, "batch_size": 2}
+    stream = parts([5, 12, 7]).shuffle(2)
+
+    whole = read_all(stream, 3, **options)
+    at = min(at, len(whole[0]))  # after it, the next epoch begins
+    before, states = left(stream, 3, at, **options)
+    after, _ = left(stream, 3, 100, states, **options)
+    for rank in range(3):
+        assert plain(before[rank] + after[rank]) == plain(whole[rank])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_resume_on_other_ranks(ranks: int) -> None:
+    """Each sample is delivered once by mask, however many go on."""
+    stream = numbers(61).readers(4)
+
+    before, states = left(stream, 2, 5, tail="pad", batch_size=4)
+    state = merge_states(states)
+    options: Any = {"tail": "pad", "batch_size": 8 // ranks}
+    after, _ = left(stream, ranks, 100, [state] * ranks, **options)
+    found = [one for rank in before + after for one in masked(rank)]
+    assert sorted(found) == [*range(61)]
+    assert len({len(rank) for rank in after}) == 1
+
+
+# -- what goes wrong ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tail", ["wrap", "pad"])
+def test_a_rank_without_samples(tail: Any) -> None:
+    """It has nothing to repeat; with ``"drop"`` nobody has a batch."""
+
+    with pytest.raises(ValueError, match="rank 1 of 2 has no samples"):
+        read_all(parts([4, 0]), 2, tail=tail)
+    assert read_all(parts([4, 0]), 2, tail="drop") == [[], []]
+    assert read_all(parts([0, 0]), 2, tail=tail) == [[], []]
+
+
+def test_a_rank_that_leaves() -> None:
+    """The others are told so at once, when they need it."""
+    store = dist.HashStore()
+
+    def read(rank: int) -> Any:
+        with loader_of(numbers(), store, rank, 2, tail="drop") as loader:
+            return len(list(itertools.islice(loader, 2 if rank else None)))
+
+    with pytest.raises(DatasetError, match="rank 1 has left its iteration"):
+        side_by_side(read, 2)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_rank_that_does_not_come(own: bool) -> None:
+    """The wait is bounded by the stream's timeout or the loader's; it is named."""
+    stream = numbers().agree(a_store(), timeout=0.3 if own else 30)
+    options: Any = {"timeout": 0 if own else 0.3, "rank": 0, "world_size": 3}
+
+    with DataLoader(stream, tail="drop", **options) as loader:
+        said = "rank 0 of 3 has delivered 0 batches, and waits for ranks 1, 2"
+        with pytest.raises(BatchTimeoutError, match=said):
+            next(iter(loader))
+
+
+def test_ranks_at_different_places() -> None:
+    """One that was resumed elsewhere is told so."""
+    store = dist.HashStore()
+
+    def read(rank: int) -> Any:
+        with loader_of(numbers(), store, rank, 2, tail="drop") as loader:
+            loader.set_epoch(rank)
+            return len(list(loader))
+
+    said = "rank 0 is at batch 0 of epoch 0; rank 1 is at batch 0 of epoch 1"
+    with pytest.raises(DatasetError, match=said):
+        side_by_side(read, 2)
+
+
+def test_samples_that_fail_on_one_rank() -> None:
+    """Batches that are all skipped do not count; all end together."""
+
+    def odd(number: int) -> int:
+        if number % 2 and number > 20:
+            raise ValueError(f"no {number}")
+        return number
+
+    options: Any = {"tail": "pad", "batch_size": 3, "on_error": "skip"}
+    found = read_all(numbers().map(odd), 2, **options)
+    assert len({len(rank) for rank in found}) == 1
+    kept = [one for rank in found for one in masked(rank)]
+    assert sorted(kept) == [n for n in range(61) if n <= 20 or n % 2 == 0]
+
+
+def test_an_error_of_one_batch() -> None:
+    """It takes a batch's place: whoever continues after it stays in step."""
+
+    def broken(number: int) -> int:
+        if number == 12:
+            raise ValueError("no 12")
+        return number
+
+    store = dist.HashStore()
+
+    def read(rank: int) -> int:
+        with loader_of(
+            numbers(40), store, rank, 2, tail="drop", batch_size=2, transform=broken
+        ) as loader:
+            return sum(1 for _ in _with_errors(iter(loader)))
+
+    assert side_by_side(read, 2) == [10, 10]
+
+
+def _with_errors(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Yield batches and errors."""
+    step: Callable[[], Any] = iterator.__next__
+    while True:
+        try:
+            yield step()
+        except ValueError as error:
+            yield error
+        except StopIteration:
+            return
+
+
+# -- in real processes ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[list[RankProcess]]:
+    """Run two ranks of one process group for all tests here."""
+    with ranks() as found:
+        yield found
+
+
+def shards(folder: Path, *lengths: int) -> dict[str, Any]:
+    """Write shards of different lengths, and return the stream of them."""
+    for shard, length in enumerate(lengths):
+        text = "".join(f"{shard}{line:03}\n" for line in range(length))
+        (folder / f"{shard}.txt").write_text(text)
+    return {"kind": "TextDataset", "addresses": str(folder / "*.txt")}
+
+
+@TAILS
+def test_ddp(two: list[RankProcess], tmp_path: Path, tail: str) -> None:
+    """No rank waits in a collective call for one that has ended."""
+    stream = shards(tmp_path, 3, 40, 1, 30)
+    for _ in range(2):
+        for rank in two:
+            rank.send(do="steps", batch_size=4, interleave=4, tail=tail, **stream)
+        found = [rank.answer() for rank in two]
+        steps = {len(one) for one in found}
+        assert len(steps) == 1
+        assert steps.pop() >= (1 if tail == "drop" else 10)
+        if tail == "pad":
+            kept = [
+                n for steps in found for one in steps for n in itertools.compress(*one)
+            ]
+            assert len(kept) == len({*kept}) == 74
+
+
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    """The other one gets an error that names it; it does not wait for ever."""
+    stream = shards(tmp_path, 300, 300)
+    with ranks() as two:
+        for rank in two:
+            rank.send(do="begin", count=2, **stream)
+        assert [len(rank.answer()) for rank in two] == [2, 2]
+        two[1].end()
+        assert "waits for rank 1 to tell" in two[0].do(do="finish")

@@ -1,0 +1,141 @@
+"""Readers get equal shares of the shards: by length where it is known, or by number."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from obstore.store import LocalStore
+
+from aioloader import DataLoader
+from aioloader.datasets import ParquetDataset, TextDataset
+from aioloader.datasets.sharded import ShardedStream
+from beside import beside
+from datasets.shards import read
+from datasets.test_interleave import Memory
+
+# The longest first, last and in between; two are alike, and one is empty.
+UNEVEN = (40, 3, 11, 1, 25, 9, 2, 38, 1, 12, 0, 9, 17, 30)
+
+
+def write(folder: Path, lengths: Sequence[int]) -> list[str]:
+    """Write shards of so many lines, each of ten bytes."""
+    for shard, length in enumerate(lengths):
+        text = "".join(f"{shard:04}-{line:04}\n" for line in range(length))
+        (folder / f"{shard:04}.txt").write_text(text)
+    return [str(folder / f"{shard:04}.txt") for shard in range(len(lengths))]
+
+
+async def parts(stream: Any, ranks: int) -> list[list[Any]]:
+    """Return the samples of each rank."""
+    found = []
+    for rank in range(ranks):
+        part = stream.shard(rank, ranks)
+        part.set_epoch(1)
+        found.append((await read(part))[0])
+    return found
+
+
+async def test_lanes_do_not_decide(tmp_path: Path) -> None:
+    """Three ranks of four lanes: once one rank had twice as many as the others."""
+    stream = TextDataset(write(tmp_path, [10] * 64), interleave=4)
+
+    def lengths() -> list[int]:
+        asked: Any = {"world_size": 3, "tail": "uneven"}
+        return [
+            sum(map(len, DataLoader(stream, 10, rank=rank, **asked)))
+            for rank in range(3)
+        ]
+
+    assert await beside(lengths) == [220, 210, 210]
+
+
+class Equal(Memory):
+    """Shards of two samples each, in memory."""
+
+    def __init__(self, shards: int) -> None:
+        super().__init__(list)
+        self.made = [[2 * shard, 2 * shard + 1] for shard in range(shards)]
+
+
+async def check(shards: int, ranks: int, interleave: int) -> None:
+    """Check that nothing is lost, and that ranks differ by one shard at most."""
+    stream: Any = ShardedStream(Equal(shards), interleave=interleave, shuffle=True)
+    found = await parts(stream, ranks)
+    assert sorted(chain.from_iterable(found)) == [*range(2 * shards)]
+    lengths = [*map(len, found)]
+    assert max(lengths) - min(lengths) <= 2
+
+
+async def test_equal_shards() -> None:
+    """Whatever the numbers."""
+    for shards in (1, 2, 5, 7, 8, 9, 24, 64):
+        for ranks in range(1, min(8, shards) + 1):
+            for interleave in (1, 2, 4, 9):
+                await check(shards, ranks, interleave)
+
+
+@pytest.mark.fuzz
+async def test_all_numbers_of_equal_shards() -> None:
+    """All numbers up to 64 shards, 8 ranks and 9 lanes."""
+    for shards in range(1, 65):
+        for ranks in range(1, min(8, shards) + 1):
+            for interleave in range(1, 10):
+                await check(shards, ranks, interleave)
+
+
+def of_text(folder: Path, **options: Any) -> Any:
+    """Return lines of files that are named one by one."""
+    return TextDataset(write(folder, UNEVEN), **options)
+
+
+def of_store(folder: Path, **options: Any) -> Any:
+    """Return lines of objects that are listed."""
+    write(folder, UNEVEN)
+    return TextDataset("*.txt", store=LocalStore(folder), **options)
+
+
+def of_tables(folder: Path, **options: Any) -> Any:
+    """Return rows of tables, each one row group."""
+    for shard, length in enumerate(UNEVEN):
+        rows = pa.table({"n": [f"{shard}-{row}" for row in range(length)]})
+        pq.write_table(rows, folder / f"{shard:02}.parquet")
+    return ParquetDataset(str(folder / "*.parquet"), **options)
+
+
+@pytest.mark.parametrize("make", [of_text, of_store, of_tables])
+@pytest.mark.parametrize("options", [{}, {"shuffle": True, "interleave": 5}])
+async def test_uneven_shards(make: Any, options: Any, tmp_path: Path) -> None:
+    """Readers differ by the longest shard at most; nothing is lost."""
+    stream = await asyncio.to_thread(make, tmp_path, **options)
+    for ranks in (2, 3, 5, 8):
+        lengths = [len(part) for part in await parts(stream, ranks)]
+        assert sum(lengths) == sum(UNEVEN)
+        assert max(lengths) - min(lengths) <= max(UNEVEN)
+
+
+async def test_shares_change_with_the_epoch(tmp_path: Path) -> None:
+    """A rank gets other shards each time, if they are shuffled."""
+    stream = of_text(tmp_path, shuffle=True).shard(0, 3)
+    found = [{line[:4] for line in (await read(stream))[0]} for _ in range(4)]
+    assert len({*map(frozenset, found)}) == 4
+
+
+async def test_lengths_that_are_not_listed_are_unknown(tmp_path: Path) -> None:
+    """Shards then count alike; a state from where they are known makes them known."""
+    local, names = of_text(tmp_path), [f"{shard:04}.txt" for shard in range(14)]
+    remote: Any = TextDataset(names, store=LocalStore(tmp_path))
+    found, whole = await parts(remote, 2), await parts(local, 2)
+    assert [len(part) for part in found] == [sum(UNEVEN[::2]), sum(UNEVEN[1::2])]
+    assert found != whole
+    for first, other, expected in ((local, remote, whole), (remote, local, found)):
+        for rank, part in enumerate(expected):
+            begun, moved = first.shard(rank, 2), other.shard(rank, 2)
+            before, state = await read(begun, 20)
+            moved.load_state_dict(json.loads(json.dumps(state)))
+            assert before + (await read(moved))[0] == part

@@ -1,0 +1,126 @@
+"""How much a reader of a database holds, and how soon it ends."""
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+import pytest
+
+from aioloader.datasets import SQLRows
+from aioloader.datasets._sql import links
+from aioloader.datasets._sql.address import address_of
+from aioloader.datasets._sql.format import SQLFormat
+from aioloader.datasets._sql.reader import SQLReader
+from aioloader.errors import DatasetError
+from datasets.pg import Database, database, postgresql, server, sqlite
+from datasets.sql_reads import opened, rest_of
+
+__all__ = ["database", "postgresql", "server", "sqlite"]
+
+LARGE, COUNT = 200_000, 40
+BUDGET = 1_600_000  # so a batch is of 400,000 bytes: two rows
+
+
+def fill(database: Database, small: int = 0) -> None:
+    """Make a table of large rows, after some small ones."""
+    blob = f"zeroblob({LARGE})"
+    if database.kind == "postgresql":
+        blob = f"decode(repeat('00', {LARGE}), 'hex')"
+    numbers = "WITH RECURSIVE r(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM r WHERE"
+    database.run(
+        f"CREATE TABLE t AS {numbers} n < {small + COUNT - 1}) "
+        f"SELECT n AS id, CASE WHEN n < {small} THEN NULL ELSE {blob} END AS b FROM r",
+        "CREATE UNIQUE INDEX t_id ON t (id)",
+    )
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return the rows of each batch read, and the bytes held with it."""
+    seen: list[tuple[int, int]] = []
+    add = SQLReader._add
+
+    def counted(self: SQLReader, batch: Any) -> None:
+        add(self, batch)
+        seen.append((len(batch.rows), self._held))
+
+    monkeypatch.setattr(SQLReader, "_add", counted)
+    return seen
+
+
+@pytest.mark.parametrize("has_parameters", [False, True])
+async def test_large_rows_are_bounded_by_their_bytes(
+    database: Database,
+    held: list[tuple[int, int]],
+    has_parameters: bool,
+) -> None:
+    """From the first batch on, whatever the number of rows."""
+    fill(database)
+    sign = "?" if database.kind == "sqlite" else "$1"
+    query = f"SELECT * FROM t WHERE id < {sign}" if has_parameters else "t"
+    parameters = (10**6,) if has_parameters else ()
+    made = SQLFormat(database.url, query, key="id", partitions=1, parameters=parameters)
+    async with opened(made, BUDGET) as (reader,):
+        assert len(await rest_of(reader, 1)) == COUNT
+    assert max(nbytes for _, nbytes in held) <= BUDGET + 100 * COUNT
+    assert max(rows for rows, _ in held) <= 3
+
+
+async def test_large_rows_after_small_ones(
+    sqlite: Database,
+    held: list[tuple[int, int]],
+) -> None:
+    """A range starts with one row: its own rows say how large they are."""
+    fill(sqlite, small=2000)
+    made = SQLFormat(sqlite.url, "t", key="id", partitions=[2000])
+    async with opened(made, BUDGET) as (_, reader):
+        assert len(await rest_of(reader, 1)) == COUNT
+    assert max(nbytes for _, nbytes in held) <= BUDGET + 100 * COUNT
+
+
+async def test_small_rows_are_read_in_few_batches(
+    database: Database,
+    held: list[tuple[int, int]],
+) -> None:
+    """They grow eightfold to their size."""
+    database.fill("t", 20_000)
+    async with opened(SQLFormat(database.url, "t", key="id", partitions=1)) as readers:
+        assert len(await rest_of(readers[0])) == 20_000
+    assert len(held) < 10
+
+
+def counting(last: str = "") -> str:
+    """Return a query that counts to a number, or for ever."""
+    where = f"WHERE x < {last}" if last else ""
+    rows = f"SELECT 1 UNION ALL SELECT x + 1 FROM c {where}"
+    return f"(WITH RECURSIVE c(x) AS ({rows}) SELECT count(*) FROM c)"
+
+
+async def test_a_lookup_that_never_ends_is_interrupted(sqlite: Database) -> None:
+    """Closing waits for no query."""
+    sqlite.fill("t", 3)
+    sqlite.run(f"CREATE VIEW slow AS SELECT id, {counting()} AS n FROM t")
+    rows = SQLRows(sqlite.url, "slow", key="id", keys=[0])
+    reading = asyncio.create_task(rows[0])
+    await asyncio.sleep(0)
+    await rows.aclose()
+    with pytest.raises(DatasetError, match="interrupted"):
+        await reading
+
+
+async def test_a_scan_that_cannot_be_interrupted_is_left_to_its_thread(
+    sqlite: Database, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """The driver has no way; the iteration ends, and a warning says so."""
+    monkeypatch.setattr(links, "_PATIENCE", 0.0)
+    caplog.set_level(logging.WARNING)
+    link = links.Link(address_of(sqlite.url))
+    await link.open()
+    scan = asyncio.create_task(link.run(links.fetch, f"SELECT {counting('300000')}"))
+    await asyncio.sleep(0)
+    await link.aclose()
+    assert "runs on in its thread" in caplog.text
+    with contextlib.suppress(asyncio.CancelledError):
+        assert await scan == [(300_000,)]
+    await asyncio.to_thread(link._pool.shutdown)

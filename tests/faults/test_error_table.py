@@ -1,0 +1,139 @@
+"""What happens when user code raises: one outcome per place, however it is run.
+
+The tables are those of ``docs/guides/errors.md``.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioloader.errors import WorkerDiedError
+from faults.error_table import (
+    BATCHES,
+    KINDS,
+    MODES,
+    PLACES,
+    Mode,
+    drained,
+    drained_async,
+    loader_of,
+)
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "errors.md"
+# What is delivered: None is the error.
+FOLLOWS: dict[str, list[Any]] = {
+    "the next batch": [BATCHES[0], None, *BATCHES[2:]],
+    "the epoch has ended": [BATCHES[0], None],
+    "no batch comes": [None],
+    "all batches came before": [*BATCHES, None],
+}
+EXITS = {"KeyboardInterrupt", "SystemExit"}
+# The rows of the page for exceptions that it does not name.
+CLASSES = {
+    "ValueError": "Exception",
+    "LockedError": "Exception",
+    "OwnError": "BaseException",
+}
+
+
+def rows(heading: str) -> list[list[str]]:
+    """Return the cells of the table after a heading, without its head."""
+    text = PAGE.read_text(encoding="utf-8").split(heading)[1]
+    table = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert table is not None
+    lines = table[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+ARRIVES = {
+    name: (here, in_worker)
+    for raised, here, in_worker in rows("## What arrives")
+    for name in re.findall(r"`(\w+)`", raised)
+}
+ROWS = {place: (end, follows) for place, end, _, follows in rows("## Where it was")}
+
+
+def test_the_page_has_every_place() -> None:
+    """And no other."""
+    assert set(ROWS) == set(PLACES.values())
+
+
+def runs_in_worker(place: str, way: Mode) -> bool:
+    """Tell whether the code of a place runs in a worker process."""
+    is_reading = place.startswith("stream") and not way.is_async
+    is_ours = "sampler" in place or place == "device_transform" or is_reading
+    return way.in_processes and not is_ours
+
+
+def check(place: str, kind: str, way: Mode, found: list[Any]) -> None:
+    """Compare what was delivered with the page, and the error with what was raised."""
+    end, follows = ROWS[PLACES[place]]
+    shown = [type(one) if isinstance(one, BaseException) else one for one in found]
+    if f"`{kind}`" in end:
+        assert shown in ([[0, 1]], [[0, 1], [2]], [[0, 1], [2], *BATCHES[2:]])
+        return
+    arrives = ARRIVES[CLASSES.get(kind, kind)][runs_in_worker(place, way)]
+    types = {
+        "itself": KINDS[kind],
+        "`RuntimeError`": RuntimeError,
+        "`WorkerDiedError`": WorkerDiedError,
+    }
+    wanted = [types[arrives] if one is None else one for one in FOLLOWS[follows]]
+    if kind in EXITS:  # raised when it comes; nobody iterates after it
+        wanted, shown = (
+            [types[arrives]],
+            shown[-1:]
+            if len(shown) == 1
+            else [one for one in shown if isinstance(one, type)],
+        )
+    assert shown == wanted, kind
+    (error,) = [one for one in found if isinstance(one, BaseException)]
+    if types[arrives] is RuntimeError:
+        assert type(error.__cause__) is KINDS[kind]
+        assert f"raised {kind}" in str(error)
+
+
+def cells(*, awaits: bool) -> list[Any]:
+    """Return the cells of some modes; ``make fuzz`` has those with processes."""
+    return [
+        pytest.param(
+            place,
+            name,
+            id=f"{place}-{name}",
+            marks=[pytest.mark.fuzz] if "fork" in name or "process" in name else [],
+        )
+        for place in PLACES
+        for name, way in MODES.items()
+        if way.awaits is awaits and way.fits(place)
+    ]
+
+
+@pytest.mark.parametrize(("place", "name"), cells(awaits=False))
+def test_for(place: str, name: str) -> None:
+    """Each kind of exception, in a loader of its own."""
+    way = MODES[name]
+    for kind in KINDS:
+        with loader_of(place, kind, way) as loader:
+            check(place, kind, way, drained(loader))
+
+
+@pytest.mark.parametrize(("place", "name"), cells(awaits=True))
+async def test_async_for(place: str, name: str) -> None:
+    """The same by ``async for``."""
+    way = MODES[name]
+    for kind in KINDS:
+        with loader_of(place, kind, way) as loader:
+            check(place, kind, way, await drained_async(loader))
+
+
+@pytest.mark.parametrize("kind", ["GeneratorExit", "OwnError"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["fork", "fork, async"])
+def test_processes(name: str, place: str, kind: str) -> None:
+    """A few cells of them."""
+    way = MODES[name]
+    if way.fits(place):
+        with loader_of(place, kind, way) as loader:
+            check(place, kind, way, drained(loader))

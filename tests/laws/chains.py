@@ -1,0 +1,140 @@
+"""Random chains of steps over every format, as values that can be printed and made."""
+
+import functools
+import pickle
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from datasets.shards import (
+    DATABASES,
+    EVERY,
+    FILES_OF_TABLES,
+    SHARDED,
+    Make,
+    iterable,
+    name_of,
+    sqlite,
+)
+
+# A server's start is dear and its formats are SQLite's; see test_stream_laws.py.
+MAKES: list[Make] = [make for make in EVERY if make not in DATABASES] + [sqlite]
+_SHUFFLED = [*SHARDED, *FILES_OF_TABLES, sqlite]
+
+
+def upper(sample: Any) -> str:
+    """Return a sample's name, changed; a list's is that of its samples."""
+    if isinstance(sample, list):
+        return "+".join(map(upper, sample))
+    return f"<{name_of(sample)}>"
+
+
+async def awaited(sample: Any) -> str:
+    """Return the same on the loop."""
+    return upper(sample)
+
+
+def is_kept(sample: Any) -> bool:
+    """Drop a third of the samples."""
+    return sum(map(ord, upper(sample))) % 3 > 0
+
+
+def refused(sample: Any) -> Any:
+    """Fail for some samples."""
+    if sum(map(ord, upper(sample))) % 7 == 3:
+        raise ValueError(f"no {upper(sample)}")
+    return sample
+
+
+@functools.cache
+def made(make: Make, options: tuple[tuple[str, Any], ...]) -> Any:
+    """Return the source of a format; its files are written once."""
+    folder = tempfile.TemporaryDirectory()
+    stream = make(Path(folder.name), **dict(options))
+    _FOLDERS.append(folder)
+    return stream
+
+
+_FOLDERS: list[Any] = []
+
+
+# Each step, with what its argument is drawn from.
+STEPS: dict[str, tuple[Callable[[Any, Any], Any], st.SearchStrategy[Any]]] = {
+    "map": (lambda stream, _: stream.map(upper), st.none()),
+    "map async": (
+        lambda stream, n: stream.map(awaited, concurrency=n),
+        st.integers(1, 9),
+    ),
+    "fail": (lambda stream, _: stream.map(refused), st.none()),
+    "filter": (lambda stream, _: stream.filter(is_kept), st.none()),
+    "shuffle": (lambda stream, size: stream.shuffle(size), st.integers(1, 20)),
+    "skip": (lambda stream, count: stream.skip(count), st.integers(0, 3)),
+    "take": (lambda stream, count: stream.take(count), st.integers(1, 40)),
+    "repeat": (lambda stream, times: stream.repeat(times), st.integers(1, 2)),
+    "batch": (lambda stream, size: stream.map(upper).batch(size), st.integers(1, 4)),
+    "mix": (
+        lambda stream, weights: stream.map(upper).mix(
+            made(iterable, ()).shuffle(3), weights=weights
+        ),
+        st.sampled_from([[1, 1], [1, 4], [3, 1]]),
+    ),
+}
+_LENGTH = "epoch_length"
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A stream, described.
+
+    Attributes:
+        make: Name of the maker of its shards.
+        options: Arguments of the source.
+        steps: Names and arguments of its steps.
+    """
+
+    make: str
+    options: tuple[tuple[str, Any], ...]
+    steps: tuple[tuple[str, Any], ...]
+
+    def stream(self) -> Any:
+        """Return the stream."""
+        make = next(one for one in MAKES if one.__name__ == self.make)
+        stream = made(make, self.options)
+        for name, argument in self.steps:
+            if name == _LENGTH:
+                stream = stream.epoch_length(argument)
+            else:
+                stream = STEPS[name][0](stream, argument)
+        return pickle.loads(pickle.dumps(stream))  # as in a new process
+
+    @property
+    def has_length(self) -> bool:
+        """Whether it ends with ``epoch_length``."""
+        return any(name == _LENGTH for name, _ in self.steps)
+
+
+@st.composite
+def chains(draw: st.DrawFn, *, most: int = 3, without: tuple[str, ...] = ()) -> Chain:
+    """Draw a chain of at most ``most`` steps, and sometimes ``epoch_length``."""
+    make = draw(st.sampled_from(MAKES))
+    options: dict[str, Any] = {}
+    if make in _SHUFFLED:
+        options["shuffle"] = draw(st.booleans())
+        options["interleave"] = draw(st.integers(1, 5))
+    names = draw(
+        st.lists(
+            st.sampled_from([one for one in STEPS if one not in without]), max_size=most
+        )
+    )
+    steps = [(name, _hashable(draw(STEPS[name][1]))) for name in names]
+    if draw(st.integers(0, 3)) == 0:
+        steps.append((_LENGTH, draw(st.integers(10, 90))))
+    return Chain(make.__name__, tuple(sorted(options.items())), tuple(steps))
+
+
+def _hashable(argument: Any) -> Any:
+    return tuple(argument) if isinstance(argument, list) else argument

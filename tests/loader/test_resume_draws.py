@@ -1,0 +1,309 @@
+"""What orders are drawn from is in the state: later epochs and draws of steps agree."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from aioloader import DataLoader, merge_states
+from aioloader.testing._frozen import frozen
+from working import Drawing, Numbers
+
+N = 11
+DATA: Any = range(N)
+Loader: Any = DataLoader  # options are tables here
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+
+
+class Permuting(Sampler[int]):
+    """Draws its order from the default generator when it is iterated."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(N).tolist())
+
+
+class OneByOne(Permuting):
+    """Draws each index when it is requested."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(N):
+            yield int(torch.randint(N, ()))
+
+
+class Grouped(Sampler[list[int]]):
+    """A batch sampler that draws, and has no state."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(N)[:9].view(3, 3).tolist())
+
+
+class Noisy(Numbers):
+    """Its samples draw from the default generator."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand(())
+
+
+def seeded(seed: int = 7) -> torch.Generator:
+    """Return a generator of the user's."""
+    return torch.Generator().manual_seed(seed)
+
+
+THREADS = {"num_workers": 2, "workers": "thread", "persistent_workers": True}
+PROCESSES = {"num_workers": 2, "persistent_workers": True}
+LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "shuffled": lambda: {"shuffle": True},
+    "in order, draws": lambda: {"dataset": Drawing(N), "rng": "batch"},
+    "own draws": lambda: {"dataset": Noisy(N), "shuffle": True},
+    "one by one": lambda: {"shuffle": True, "batch_size": None},
+    "generator": lambda: {"shuffle": True, "generator": seeded()},
+    "no short batch": lambda: {
+        "shuffle": True,
+        "generator": seeded(),
+        "drop_last": True,
+    },
+    "weighted": lambda: {"sampler": WeightedRandomSampler([0.1] * N, 13)},
+    "subset": lambda: {"sampler": SubsetRandomSampler(DATA[2:])},
+    "subset, generator": lambda: {
+        "sampler": SubsetRandomSampler(DATA[2:], generator=seeded())
+    },
+    "replacement": lambda: {"sampler": RandomSampler(DATA, replacement=True)},
+    "blocks": lambda: {
+        "sampler": RandomSampler(DATA, num_samples=25, generator=seeded())
+    },
+    "blocks, threads": lambda: {
+        "sampler": RandomSampler(DATA, num_samples=25, generator=seeded()),
+        **THREADS,
+    },
+    "sampler draws": lambda: {
+        "sampler": WeightedRandomSampler([0.1] * N, 13),
+        "generator": seeded(),
+    },
+    "permuting": lambda: {"sampler": Permuting()},
+    "permuting, generator": lambda: {"sampler": Permuting(), "generator": seeded()},
+    "permuting, one by one": lambda: {"sampler": Permuting(), "batch_size": None},
+    "permuting, threads": lambda: {"sampler": Permuting(), **THREADS},
+    "drawn one by one": lambda: {"sampler": OneByOne()},
+    "grouped": lambda: {"batch_sampler": Grouped()},
+    "wrapped": lambda: {"batch_sampler": BatchSampler(Permuting(), 3, drop_last=False)},
+    "threads": lambda: {"shuffle": True, **THREADS},
+    "threads, generator": lambda: {
+        "shuffle": True,
+        "generator": seeded(),
+        "prefetch_factor": 4,
+        **THREADS,
+    },
+    "ahead": lambda: {"shuffle": True, "prefetch_factor": 3},
+    "processes": lambda: {"shuffle": True, **PROCESSES},
+    "processes, draws": lambda: {
+        "shuffle": True,
+        "dataset": Drawing(N),
+        "num_workers": 1,
+    },
+}
+
+
+def make(name: str) -> Any:
+    """Return such a loader."""
+    options: dict[str, Any] = {"dataset": Numbers(N), **LOADERS[name]()}
+    if "batch_sampler" not in options:
+        options = {"batch_size": 3, **options}
+    return Loader(**options)
+
+
+class Run:
+    """A training run, whose steps draw from torch's default generator."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.draws: list[Any] = []
+        self.states: list[tuple[str, int, Any]] = []
+
+    def _save(self, what: str) -> None:
+        state = json.loads(json.dumps(self.loader.state_dict()))
+        self.states.append((what, len(self.draws), state))
+
+    def drawn(self, place: int = 0, *, steps: bool) -> list[Any]:
+        """Return the batches, and what steps have drawn if it is saved too."""
+        return [one for one in self.draws[place:] if steps or one[0] != "step"]
+
+    def epoch(self) -> None:
+        """Train for one epoch, and save a state wherever one can be."""
+        self._save("before iter()")
+        iterator = iter(self.loader)
+        self._save("before the first step")
+        for batch in iterator:
+            self.draws += [("batch", frozen(batch)), ("step", torch.rand(()).item())]
+            self._save("after a step")
+        self.draws.append("end")
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_wherever_it_is_left(name: str) -> None:
+    """The rest and two more epochs are the same, and so are the draws of steps."""
+    torch.manual_seed(0)
+    loader = make(name)
+    list(loader)  # orders depend on what was drawn before
+    run = Run(loader)
+    for _ in range(4):
+        run.epoch()
+    loader.close()
+    draws_steps = "generator" not in LOADERS[name]()
+    for what, place, state in run.states:
+        if state["epoch"] > 2:
+            continue
+        torch.manual_seed(99)
+        resumed = Run(make(name))
+        resumed.loader.load_state_dict(state)
+        for _ in range(2 if state["epoch"] == 2 else 3):
+            resumed.epoch()
+        resumed.loader.close()
+        found = resumed.drawn(steps=draws_steps)
+        wanted = run.drawn(place, steps=draws_steps)[: len(found)]
+        assert found == wanted, f"{what}, {place} of epoch {state['epoch']}"
+
+
+SCRIPT = """
+import json, sys, torch
+from aioloader import DataLoader
+loader = DataLoader(list(range(12)), 4, shuffle=True)
+loader.load_state_dict(json.load(sys.stdin))
+print(json.dumps([[batch.tolist() for batch in loader] for _ in range(2)]))
+"""
+
+
+def test_a_new_process_after_two_epochs() -> None:
+    """It is given the third epoch's order, and not the first one's."""
+    torch.manual_seed(0)
+    loader = Loader(list(range(12)), 4, shuffle=True)
+    list(loader), list(loader)
+    state = json.dumps(loader.state_dict())
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        input=state,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    expected = [[batch.tolist() for batch in loader] for _ in range(2)]
+    assert json.loads(done.stdout) == expected
+
+
+def pair(generator: torch.Generator | None) -> tuple[Run, Run]:
+    """Return the runs of two loaders, which may share a generator."""
+    train, val = (
+        Loader(Numbers(n), 3, shuffle=True, generator=generator) for n in (N, 8)
+    )
+    return Run(train), Run(val)
+
+
+@pytest.mark.parametrize("with_generator", [False, True])
+def test_two_loaders(with_generator: bool) -> None:
+    """Both are saved at one moment; one is in mid-epoch, the other between epochs."""
+
+    def make_pair() -> tuple[Run, Run]:
+        return pair(seeded() if with_generator else None)
+
+    torch.manual_seed(0)
+    train, val = make_pair()
+    steps = iter(train.loader)
+    next(steps)
+    val.epoch()  # a validation in the middle of the epoch
+    torch.rand(())
+    states = [run.loader.state_dict() for run in (train, val)]
+    rest = [batch.tolist() for batch in steps]
+    for run in (train, val):
+        run.epoch()
+    torch.manual_seed(99)
+    again = make_pair()
+    for run, state in zip(again, states, strict=True):
+        run.loader.load_state_dict(state)
+    assert [batch.tolist() for batch in again[0].loader] == rest
+    for run in again:
+        run.epoch()
+    steps_too = not with_generator
+    assert again[0].drawn(steps=steps_too) == train.drawn(steps=steps_too)
+    found = again[1].drawn(steps=steps_too)
+    assert found == val.drawn(steps=steps_too)[-len(found) :]
+
+
+def test_a_loaded_state_that_waits() -> None:
+    """Saved again later, it does not bring back a generator that has moved on."""
+    loader, waiting = (Loader(Numbers(N), 3, shuffle=True) for _ in range(2))
+    waiting.load_state_dict(waiting.state_dict())
+    list(loader)
+    states = loader.state_dict(), waiting.state_dict()
+    assert states[0]["generators"] == states[1]["generators"]
+
+
+@pytest.mark.parametrize("first", ["loader", "user"])
+def test_the_users_own_restoring(first: str) -> None:
+    """``torch.set_rng_state`` at that place means the same, before or after it."""
+    loader = make("shuffled")
+    list(loader)
+    state, position = loader.state_dict(), torch.get_rng_state()
+    expected = [batch.tolist() for batch in loader]
+    resumed = make("shuffled")
+    if first == "user":
+        torch.set_rng_state(position)
+    resumed.load_state_dict(state)
+    assert torch.equal(torch.get_rng_state(), position)
+    if first == "loader":
+        torch.set_rng_state(position)
+    assert [batch.tolist() for batch in resumed] == expected
+
+
+def test_a_script_that_seeds_each_epoch() -> None:
+    """A seed that is set after the load counts."""
+    loader = make("shuffled")
+    list(loader)
+    state = loader.state_dict()
+    torch.manual_seed(5)
+    expected = [batch.tolist() for batch in loader]
+    resumed = make("shuffled")
+    resumed.load_state_dict(state)
+    torch.manual_seed(5)
+    assert [batch.tolist() for batch in resumed] == expected
+
+
+def test_with_a_generator_the_default_one_is_left_alone() -> None:
+    """The loader draws nothing from it, so a load does not move it."""
+    state = make("generator").state_dict()
+    before = torch.manual_seed(3).get_state()
+    make("generator").load_state_dict(state)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_merged_ranks_with_different_seeds_keep_them() -> None:
+    """A position that differs between ranks is not spread to all of them."""
+    states = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        loader = Loader(Numbers(N), 3, shuffle=True, rank=rank, world_size=2)
+        states.append(loader.state_dict())
+    assert merge_states(states)["generators"] == ()
+    assert merge_states(states[:1] * 2)["generators"] == states[0]["generators"]

@@ -1,0 +1,434 @@
+"""Resuming users' datasets and samplers: what they keep between epochs."""
+
+import json
+import random
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Sampler, WeightedRandomSampler
+
+from aioloader import DataLoader
+from aioloader.datasets import TextDataset, from_async_iterable, from_iterable
+from aioloader.errors import DatasetError, ShardChangedError
+from resuming import assert_resumes_exactly, assert_resumes_exactly_async
+from stateful import (
+    Cursor,
+    Cursors,
+    Epochs,
+    Kept,
+    Numbers,
+    Plain,
+    Postponed,
+    Started,
+    Streamed,
+)
+
+Loader: Any = DataLoader
+
+
+def batches(loader: Any) -> list[Any]:
+    """Return the batches of an epoch."""
+    return [batch.tolist() for batch in loader]
+
+
+def left_at(loader: Any, taken: int) -> Any:
+    """Return the state after some batches of an epoch."""
+    iterator = iter(loader)
+    for _ in range(taken):
+        next(iterator)
+    state = json_of(loader.state_dict())
+    iterator.close()
+    return state
+
+
+def json_of(state: Any) -> Any:
+    """Return a state as a file restores it."""
+    return json.loads(json.dumps(state))
+
+
+# -- a loaded state that the dataset keeps -----------------------------------------
+
+
+class StreamedAsync(Streamed):
+    """The same for a loop."""
+
+    __iter__ = None  # type: ignore[assignment]
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for sample in Streamed.__iter__(self):
+            yield sample
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"batch_size": 3},
+    {"batch_size": 5},
+    {"batch_size": None},
+    {"batch_size": 3, "drop_last": True},
+    {"batch_size": 2, "snapshot_every_n_steps": 3},
+    {"batch_size": 3, "prefetch_factor": 2},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("make", [Streamed, StreamedAsync])
+def test_epochs_after_a_resumed_one_are_whole(
+    make: Callable[[], Any], options: dict[str, Any]
+) -> None:
+    """After each batch, and after the end; the loaded state applies once."""
+    assert_resumes_exactly(lambda: Loader(make(), **options))
+
+
+@pytest.mark.parametrize("make", [Streamed, StreamedAsync])
+async def test_for_tasks(make: Callable[[], Any]) -> None:
+    """By ``async for``, which reads ahead."""
+    await assert_resumes_exactly_async(lambda: Loader(make(), 3))
+
+
+@pytest.mark.parametrize("make", [Streamed, Started, Kept])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("taken", [1, 3])
+def test_several_epochs(make: Callable[[int], Any], workers: int, taken: int) -> None:
+    """In workers that persist too, and where one loader loads twice."""
+    options = {"num_workers": workers, "persistent_workers": workers > 0}
+    with Loader(make(12), 2, **options) as loader:
+        whole = batches(loader)
+    with Loader(make(12), 2, **options) as loader:
+        state = left_at(loader, taken)
+        for _ in range(2):
+            loader.load_state_dict(state)
+            assert [batches(loader) for _ in range(3)] == [whole[taken:], whole, whole]
+
+
+def test_an_iterator_that_is_left() -> None:
+    """It still exists while the next epoch starts."""
+    state = left_at(Loader(Streamed(), 3), 2)
+    loader = Loader(Streamed(), 3)
+    loader.load_state_dict(state)
+    left = iter(loader)
+    assert next(left).tolist() == [6, 7, 8]
+    assert batches(loader) == batches(Loader(Streamed(), 3))
+
+
+@pytest.mark.parametrize("make", [Epochs, Postponed])
+def test_datasets_that_count_epochs(make: Callable[[], Any]) -> None:
+    """Their loaded state is gone once it was applied: it is not loaded again."""
+    loader = Loader(make(), 5)
+    first, second = batches(loader), batches(loader)
+    assert first != second
+    state = loader.state_dict()
+    resumed = Loader(make(), 5)
+    resumed.load_state_dict(state)
+    assert [batches(resumed), batches(resumed)] == [batches(loader), batches(loader)]
+
+
+# -- epochs that are kept on a part of the user's ---------------------------------
+
+
+class Shuffles(Sampler[int]):
+    """Counts its epochs itself, and shuffles by them."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(random.Random(self.epoch).sample(range(10), 10))
+
+
+class Wrapping(Shuffles):
+    """A batch sampler around such a sampler, which has the epoch."""
+
+    def __init__(self) -> None:
+        self.sampler = Shuffles()
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = list(self.sampler)
+        return iter([indices[:4], indices[4:8], indices[8:]])
+
+    epoch = set_epoch = None  # type: ignore[assignment]
+
+
+class OnDataset(Cursors):
+    """The iterator has a state, and the dataset counts the epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return Cursor(range(100 * self.epoch, 100 * self.epoch + 10))
+
+
+class ByEpoch(Numbers):
+    """A map-style dataset that augments by its epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self.epoch + index
+
+
+COUNTING: dict[str, Callable[[], dict[str, Any]]] = {
+    "sampler": lambda: {"dataset": Numbers(), "sampler": Shuffles(), "batch_size": 4},
+    "batch sampler": lambda: {"dataset": Numbers(), "batch_sampler": Wrapping()},
+    "dataset": lambda: {"dataset": OnDataset(), "batch_size": 4},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
+@pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}, {"num_workers": 1}])
+@pytest.mark.parametrize("taken", [0, 1, 2])
+@pytest.mark.parametrize("kind", COUNTING)
+def test_counted_epochs(kind: str, taken: int, options: dict[str, Any]) -> None:
+    """A new process is in the epoch that the state is from, and so are the next."""
+    loader = Loader(**COUNTING[kind](), **options)
+    batches(loader), batches(loader)
+    state = left_at(loader, taken) if taken else json_of(loader.state_dict())
+    loader = Loader(**COUNTING[kind](), **options)
+    whole = [batches(loader) for _ in range(4)][2:]
+    resumed = Loader(**COUNTING[kind](), **options)
+    resumed.load_state_dict(state)
+    assert [batches(resumed), batches(resumed)] == [whole[0][taken:], whole[1]]
+
+
+@pytest.mark.parametrize("make", [Streamed, ByEpoch])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_epochs_that_are_set(make: Callable[[], Any], workers: int) -> None:
+    """On the dataset, not by the loader: a resumed script need not repeat it."""
+    dataset = make()
+    loader = Loader(dataset, 4, num_workers=workers)
+    batches(loader)
+    dataset.set_epoch(3)
+    state = left_at(loader, 1)
+    resumed = Loader(make(), 4, num_workers=workers)
+    resumed.load_state_dict(state)
+    found = batches(resumed)
+    assert found == [[304, 305, 306, 307], [308, 309]]
+    assert batches(resumed) == [[300, 301, 302, 303], *found]
+
+
+def test_the_epoch_that_the_user_sets_next() -> None:
+    """Between two epochs, the number that is set after loading counts."""
+    loader = Loader(ByEpoch(), 5)
+    batches(loader)
+    resumed = Loader(ByEpoch(), 5)
+    resumed.load_state_dict(loader.state_dict())
+    resumed.dataset.set_epoch(1)
+    assert batches(resumed)[0][0] == 100
+
+
+def test_no_epoch_is_set_without_a_state() -> None:
+    """As in torch: the loader does not number the epochs of a dataset."""
+    loader = Loader(Streamed(), 5)
+    assert batches(loader) == batches(loader)
+    assert loader.dataset.epoch == 0
+
+
+# -- what has no state ------------------------------------------------------------
+
+
+class Counter:
+    """Each epoch continues after the one before."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(6):
+            self.number += 1
+            yield self.number
+
+
+class Drawing:
+    """Each epoch draws from the global generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(6), 6))
+
+
+class Counting(Sampler[int]):
+    """Shuffles by its epoch, which nobody can set."""
+
+    count = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        self.count += 1
+        return iter(random.Random(self.count).sample(range(6), 6))
+
+
+class OnDatasetOnly(OnDataset):
+    """The dataset counts, and cannot be told."""
+
+    set_epoch = None  # type: ignore[assignment]
+
+
+def shuffled() -> Any:
+    """Return torch's loader over shuffled numbers."""
+    return torch.utils.data.DataLoader(Numbers(), None, shuffle=True)
+
+
+def many(folder: Path) -> Any:
+    """Return a shuffled stream."""
+    for shard in range(4):
+        (folder / f"{shard}.txt").write_text(f"{shard}0\n{shard}1\n")
+    return TextDataset("*.txt", store=folder, shuffle=True).map(int)
+
+
+LOST: dict[str, Callable[[], dict[str, Any]]] = {
+    "counter": lambda: {"dataset": from_iterable(Counter())},
+    "function": lambda: {"dataset": from_iterable(lambda: iter(range(6)))},
+    "draws": lambda: {"dataset": from_iterable(Drawing())},
+    "mapped draws": lambda: {"dataset": from_iterable(Drawing()).map(int).shuffle(3)},
+    "torch's loader": lambda: {"dataset": from_iterable(shuffled())},
+    "inner loader": lambda: {"dataset": from_iterable(Loader([1, 2], shuffle=True))},
+    "mixed": lambda: {"dataset": from_iterable([1]).mix(from_iterable(Counter()))},
+    "plain counter": lambda: {"dataset": Counter()},
+    "plain draws": lambda: {"dataset": Drawing()},
+    "sampler": lambda: {"dataset": Numbers(), "sampler": Counting()},
+    "iterator with state": lambda: {"dataset": OnDatasetOnly()},
+}
+KNOWN: dict[str, Callable[[], dict[str, Any]]] = {
+    "range": lambda: {"dataset": from_iterable(range(6)).map(int).shuffle(2)},
+    "streaming": lambda: {"dataset": from_iterable(Streamed(6))},
+    "loader": lambda: {"dataset": from_iterable(Loader(range(6)))},
+    "weights": lambda: {
+        "dataset": Numbers(),
+        "sampler": WeightedRandomSampler([1.0, 2.0], 2),
+    },
+    "list": lambda: {"dataset": Numbers(), "sampler": [3, 1, 2]},
+    "iterator with state": lambda: {"dataset": Cursors()},
+}
+
+
+def warnings_of(make: Callable[[], dict[str, Any]], epochs: int, taken: int) -> Any:
+    """Return the warnings of a resume after some epochs and batches."""
+    loader = Loader(**make())
+    for _ in range(epochs):
+        batches(loader)
+    state = left_at(loader, taken) if taken else json_of(loader.state_dict())
+    resumed = Loader(**make())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed.load_state_dict(state)
+        batches(resumed), batches(resumed)
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+@pytest.mark.parametrize("name", LOST)
+def test_one_warning(name: str, taken: int) -> None:
+    """Where resuming cannot be known to be exact, also between two epochs."""
+    (message,) = warnings_of(LOST[name], 1, taken)
+    assert "correct only if" in message or "is no part of it" in message
+    assert warnings_of(LOST[name], 0, 0) == []
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize(("epochs", "taken"), [(1, 0), (2, 0), (1, 1)])
+def test_no_warning(name: str, epochs: int, taken: int) -> None:
+    """Where the epochs are the same, or their number is restored."""
+    assert warnings_of(KNOWN[name], epochs, taken) == []
+
+
+def test_no_warning_for_copies_in_new_workers() -> None:
+    """Each epoch starts from the dataset of this process, which did not change."""
+    options = {"dataset": Counter(), "num_workers": 1}
+    assert warnings_of(lambda: options, 2, 0) == []
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_an_inner_stream(taken: int, tmp_path: Path) -> None:
+    """It is in the epoch of the outer one, in a new process too."""
+
+    def make() -> Any:
+        return Loader(from_async_iterable(many(tmp_path)), 4)
+
+    loader = make()
+    first, second = batches(loader), batches(loader)
+    assert first != second
+    state = left_at(loader, taken) if taken else loader.state_dict()
+    loader, resumed = make(), make()
+    resumed.load_state_dict(state)
+    whole = [batches(loader) for _ in range(4)][2:]
+    assert [batches(resumed), batches(resumed)] == [whole[0][taken:], whole[1]]
+
+
+def test_an_inner_stream_in_workers(tmp_path: Path) -> None:
+    """The outer one shares its samples among workers, and it does not once more."""
+    options = {"num_workers": 2, "fetch": "workers"}
+    with Loader(from_async_iterable(many(tmp_path)), 2, **options) as loader:
+        found = [sample for batch in batches(loader) for sample in batch]
+    assert sorted(found) == [0, 1, 10, 11, 20, 21, 30, 31]
+
+
+def test_the_epoch_of_a_source() -> None:
+    """``from_iterable`` sets it: the order does not depend on the process."""
+    loader = Loader(from_iterable(Streamed(4)), 4)
+    assert [batches(loader) for _ in range(2)] == [
+        [[0, 1, 2, 3]],
+        [[100, 101, 102, 103]],
+    ]
+
+
+# -- nothing is left --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}], ids=str)
+def test_an_epoch_that_starts_at_the_end(options: dict[str, Any]) -> None:
+    """Its state is that of the end of the previous one, and nothing else is known."""
+    loader = Loader(Started(), 3, **options)
+    batches(loader)
+    resumed = Loader(Started(), 3, **options)
+    resumed.load_state_dict(loader.state_dict())
+    with pytest.raises(DatasetError, match="has no samples, but the one before had 10"):
+        batches(resumed)
+
+
+def test_an_empty_dataset() -> None:
+    """Its epochs have no samples, resumed or not."""
+    for make in (Plain, Streamed, Kept):
+        loader: Any = Loader(make(0), 3)
+        batches(loader)
+        resumed = Loader(make(0), 3)
+        resumed.load_state_dict(loader.state_dict())
+        assert batches(resumed) == []
+
+
+@pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_fewer_samples_than_were_delivered(workers: int) -> None:
+    """A dataset that is read again must have them."""
+    state = left_at(Loader(Plain(10), 3, num_workers=workers), 3)
+    resumed = Loader(Plain(8), 3, num_workers=workers)
+    resumed.load_state_dict(state)
+    with pytest.raises(ShardChangedError, match="ended after 8 samples"):
+        batches(resumed)
+
+
+@pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
+def test_an_iterator_as_dataset() -> None:
+    """In the same process it continues: it cannot be read again."""
+    loader = Loader(iter(range(10)), 4)
+    loader.load_state_dict(left_at(loader, 2))
+    with pytest.raises(ShardChangedError, match="ended after 2 samples"):
+        batches(loader)
