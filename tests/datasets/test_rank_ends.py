@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioloader import DataLoader, merge_states
+from aioloader._order.shared_end import Count, Counts, SharedEnd
 from aioloader.datasets import from_iterable
 from aioloader.errors import BatchTimeoutError, DatasetError
 from datasets.ends import a_store, dist, loader_of, masked, read_all, side_by_side
@@ -178,8 +179,8 @@ def test_tasks(tmp_path: Path) -> None:
 
         return asyncio.run(all_of())
 
+    whole = read_all(stream, 3, tail="pad", batch_size=4)  # imports what is needed
     found = side_by_side(read, 3)
-    whole = read_all(stream, 3, tail="pad", batch_size=4)
     assert [plain(rank) for rank in found] == [plain(rank) for rank in whole]
 
 
@@ -248,10 +249,20 @@ def test_resume_on_other_ranks(ranks: int) -> None:
 def test_a_rank_without_samples(tail: Any) -> None:
     """It has nothing to repeat; with ``"drop"`` nobody has a batch."""
 
-    with pytest.raises(ValueError, match="rank 1 of 2 has no samples"):
-        read_all(parts([4, 0]), 2, tail=tail)
+    with pytest.raises(ValueError, match="rank 0 of 2 has no samples"):
+        read_all(parts([0, 4]), 2, tail=tail)
     assert read_all(parts([4, 0]), 2, tail="drop") == [[], []]
     assert read_all(parts([0, 0]), 2, tail=tail) == [[], []]
+
+
+@given(st.integers(0, 9), st.booleans(), st.tuples(*[st.integers(0, 9)] * 2))
+def test_who_has_nothing_to_do_waits_for_others(
+    own: int, pads: bool, told: tuple[int, int]
+) -> None:
+    """Not for a batch of its own, which would never come: the wait has a limit."""
+    counts = Counts.of([Count(min(told[0], own)), Count(told[1], has_left=True)])
+    end = SharedEnd(pads, made=own, passed=own, has_ended=True, counts=counts)
+    assert end.needs_others() or end.lacking() > 0
 
 
 def test_a_rank_that_leaves() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,11 +45,20 @@ async def test_two_writers_in_the_same_moment(
     if is_resumed:
         await write(destination, until=6)
     barrier, version = asyncio.Barrier(2), sinks.StoreSink._version
+    calls, is_one_over = itertools.count(), asyncio.Event()
 
     async def both_have_seen(sink: Any, file: str) -> Any:
         found = await version(sink, file)
-        await barrier.wait()
+        # One after the other: the test's server compares and writes in two steps.
+        if next(calls) < 2 and await barrier.wait():
+            await is_one_over.wait()
         return found
+
+    async def run(job: Any) -> None:
+        try:
+            await job
+        finally:
+            is_one_over.set()
 
     pair: list[Any] = [TarWriter(destination, shard_samples=6) for _ in range(2)]
     async with contextlib.AsyncExitStack() as stack:
@@ -62,7 +72,7 @@ async def test_two_writers_in_the_same_moment(
         else:
             monkeypatch.setattr(sinks.StoreSink, "_version", both_have_seen)
             jobs = [stack.enter_async_context(writer) for writer in pair]
-        ended = await asyncio.gather(*jobs, return_exceptions=True)
+        ended = await asyncio.gather(*map(run, jobs), return_exceptions=True)
         lost = [one for one in ended if isinstance(one, BaseException)]
         assert [type(one) for one in lost] == [StateMismatchError]
         assert "run one writer at a time, or give each a different name" in str(lost[0])

@@ -114,7 +114,9 @@ class SharedEnd:
 
     def lacking(self) -> int:
         """Return how many batches other ranks have that this one must repeat."""
-        return self.counts.most - self.passed if self.pads and self.has_ended else 0
+        if not (self.pads and self.has_ended):
+            return 0
+        return max(0, self.counts.most - self.passed)  # others may not have heard yet
 
 
 class EndTalk(abc.ABC):

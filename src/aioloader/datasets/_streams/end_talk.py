@@ -161,7 +161,7 @@ class StoreTalk(EndTalk):
         if left and not end.is_agreed:
             return f"rank {left[0]} has left its iteration, and all must end together"
         self._is_heard = True
-        self._is_closed |= is_last
+        self._is_closed |= end.is_agreed
         self._wake(None)
         self._bell.put(None)
         return ""
