@@ -415,7 +415,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
 
     def _iterate(self, *, is_async: bool) -> "BatchIterator[Batch]":
         """Return an iterator; worker processes start with it, as in torch."""
-        from aioloader._pipeline.iterator import BatchIterator, length_check
+        from aioloader._pipeline.iterator import BatchIterator, Start, length_check
 
         refuse_ended(self.dataset)
         live = self._live
@@ -432,10 +432,10 @@ class DataLoader(Observed, TorchLoader[Batch]):
             seed = epoch.base_seed
         prepared = None
         # Otherwise the epoch starts at the first step: an unused iterator is no epoch.
-        start = partial(live.start, options, epoch, is_async=is_async)
+        start = Start(partial(live.start, options, epoch, is_async=is_async))
         if options.has_processes and options.starts_at_iter(is_async=is_async):
-            epoch, prepared = live.prepare(options, epoch, is_async=is_async)
-            start = partial(live.begin, epoch, prepared)
+            epoch, prepared = live.prepare(options, epoch, start, is_async=is_async)
+            start.make = partial(live.begin, epoch, prepared)
             seed = epoch.base_seed
         check = None if self._IterableDataset_len_called is None else length_check(self)
         iterator: BatchIterator[Batch] = BatchIterator(

@@ -1,6 +1,7 @@
 """What a loader has in its own process: its epochs, and what they share."""
 
 import copy
+import threading
 import weakref
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
@@ -21,7 +22,7 @@ from aioloader._loader.state import (
     restore_epochs,
     restore_positions,
     restore_sampler,
-    resumed,
+    resume,
     sealed,
     state_of,
 )
@@ -29,6 +30,7 @@ from aioloader._loader.state_check import check, fitted
 from aioloader._observe.records import Copies, Counters, Records, Setting
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import Epoch, EpochNumbers
+from aioloader._order.forks import fork_safe
 from aioloader._order.indices import epoch_of
 from aioloader._pipeline.hosts import Hosts
 from aioloader._pipeline.inline import PlainIterator
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from aioloader._loader.ahead import Ahead
     from aioloader._loader.sources import Source
     from aioloader._order.ranks import Part
-    from aioloader._pipeline.iterator import BatchIterator
+    from aioloader._pipeline.iterator import BatchIterator, Start
     from aioloader._pipeline.pipeline_iterator import PipelineIterator
 
 
@@ -94,6 +96,8 @@ class Runtime:
         self._base_seed: int | None = None  # of workers that persist
         self._first_numbers: dict[str, int] | None = None
         self._ahead: Ahead | None = None
+        self._claim: Callable[[], Start | None] = _nothing
+        self._lock = fork_safe(threading.Lock())
         self._guesses_wrong = False
 
     @cached_property
@@ -142,20 +146,21 @@ class Runtime:
         return epoch
 
     def start(
-        self, options: Options, drawn: Epoch | None, *, is_async: bool
+        self, options: Options, drawn: Epoch | None, claim: "Start", *, is_async: bool
     ) -> "Source":
         """Make the source of one iteration, when its first batch is requested.
 
         Args:
             options: The loader's options.
             drawn: The epoch drawn for it; None if a state was loaded.
+            claim: What starts it, and claims a loaded state for it.
             is_async: Whether the consumer is a task.
         """
-        epoch, source = self.prepare(options, drawn, is_async=is_async)
+        epoch, source = self.prepare(options, drawn, claim, is_async=is_async)
         return self.begin(epoch, source)
 
     def prepare(
-        self, options: Options, drawn: Epoch | None, *, is_async: bool
+        self, options: Options, drawn: Epoch | None, claim: "Start", *, is_async: bool
     ) -> tuple[Epoch, "Source"]:
         """Make one iteration; it takes effect with ``begin``."""
         ahead, self._ahead = self._ahead, None
@@ -166,18 +171,15 @@ class Runtime:
         if ahead is not None:
             ahead.dismiss()
             self._guesses_wrong = True  # the next guess would be wrong too
-        saved, latest, epoch = self.loaded, self.epoch, drawn
-        if saved is None and latest is not None and latest.saved is not None:
-            saved = latest.saved if latest.is_untouched() else None
+        epoch = self._to_resume(options, drawn, claim)
         try:
-            if saved is not None:
+            if epoch is not None:
                 self.pools.drop()  # as in torchdata, workers start from the state
-                if "seed" in saved or drawn is None or drawn.saved is not saved:
-                    drawn = None if "seed" in saved else self.draw(options, saved)
-                epoch = resumed(options, self.numbers, saved, drawn)
+                resume(options, epoch)
                 self._base_seed = epoch.base_seed
             else:
                 epoch = drawn or self.draw(options, None)
+                epoch.saved = None
                 epoch.dataset_epoch = epoch_of(options.dataset)
                 number = self.numbers.reserve(epoch)
                 start = continued(options, self.epoch, number)
@@ -198,9 +200,41 @@ class Runtime:
             if epoch is not None:
                 epoch.number = -1
                 self.numbers.release(epoch)
+            claim.is_held = False
             raise
 
-    def begin(self, epoch: Epoch, source: "Source") -> "Source":
+    def _to_resume(
+        self, options: Options, drawn: Epoch | None, claim: "Start"
+    ) -> Epoch | None:
+        """Return the epoch of a loaded state, if no other iteration resumes it."""
+        saved = self._saved(claim)
+        if saved is None:
+            return None
+        epoch = drawn
+        if "seed" in saved:
+            epoch = Epoch(saved["seed"], options.order_of(saved.get("order") or {}))
+        elif epoch is None or epoch.saved is not saved:
+            epoch = self.draw(options, saved)
+        with self._lock:
+            if self._saved(claim) is not saved:
+                return None  # another thread was faster
+            self._claim, claim.is_held = weakref.ref(claim), True
+            self.numbers.reserve_again(epoch, saved)
+        return epoch
+
+    def _saved(self, claim: "Start") -> State | None:
+        """Return the state that an iteration with this claim resumes from."""
+        other = self._claim()
+        if other is not None and other is not claim and other.is_held:
+            return None
+        saved, latest = self.loaded, self.epoch
+        if saved is None and latest is not None and latest.saved is not None:
+            saved = latest.saved if latest.is_untouched() else None
+        return saved
+
+    def begin(
+        self, epoch: Epoch, source: "Source", _claim: "Start | None" = None
+    ) -> "Source":
         """Start a prepared iteration: its epoch is now the latest."""
         self.numbers.begin(epoch)
         self.epoch = epoch

@@ -421,45 +421,32 @@ def _restore_datasets(options: Options, state: State) -> States:
 # -- read ---------------------------------------------------------------------------
 
 
-def resumed(
-    options: Options,
-    numbers: EpochNumbers,
-    state: State,
-    drawn: Epoch | None,
-) -> Epoch:
-    """Return the epoch that a state was saved in, at its position.
+def resume(options: Options, epoch: Epoch) -> None:
+    """Start an epoch at the position of the state that it resumes from.
 
     Persistent workers must have been released before.
 
     Args:
         options: The options of the loader that loads it.
-        numbers: Which epoch is next.
-        state: The state, unsealed and checked.
-        drawn: The epoch, if nothing was drawn for it yet when the state was saved.
+        epoch: The epoch; its ``saved`` state is unsealed and checked.
     """
-    order = state.get("order") or {}
+    state = epoch.saved
+    assert state is not None
     bookmark = Bookmark(
         state["done"],
         frozenset(state["beyond"]),
         {int(reader): one for reader, one in state["states"].items()},
         _restore_datasets(options, state),
     )
-    if drawn is None:
-        epoch = Epoch(state["seed"], options.order_of(order))
-    else:
-        epoch = drawn
-        if options.kind is Kind.MAP:  # ``restore_sampler`` has used them
-            bookmark = replace(bookmark, states={})
+    if "seed" not in state and options.kind is Kind.MAP:
+        bookmark = replace(bookmark, states={})  # ``restore_sampler`` has used them
     if bookmark.read():
         set_epoch(options.dataset, state.get("dataset_epoch"))
     epoch.dataset_epoch = epoch_of(options.dataset)
     epoch.moved = state.get("moved")
-    epoch.saved = state
-    numbers.reserve_again(epoch, order.get("epoch"))
     _warn_of_what_is_lost(options, state, bookmark)
     epoch.begin(state["epoch"], bookmark, readers=options.readers)
     note_first(options, epoch, None, is_kept=False)
-    return epoch
 
 
 def restore_epochs(options: Options, state: State) -> None:

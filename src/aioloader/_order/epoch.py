@@ -348,14 +348,16 @@ class EpochNumbers:
         self._reserved.add(epoch)
         return number
 
-    def reserve_again(self, epoch: Epoch, order: int | None) -> None:
-        """Note the order of a resumed epoch.
+    def reserve_again(self, epoch: Epoch, saved: State) -> None:
+        """Note the number and the order of an epoch that resumes from a state.
 
         Args:
-            epoch: The epoch, which resumes from a saved state.
-            order: The epoch of the ``ShuffledIndices`` at that time, if there is one.
+            epoch: The epoch.
+            saved: The state.
         """
-        epoch.shuffled = order
+        epoch.saved, epoch.number = saved, saved["epoch"]
+        epoch.shuffled = (saved.get("order") or {}).get("epoch")
+        self.next = epoch.number + 1
         seen = None if self._order is None else self._order.epoch
         epoch.seen = self._choices, seen
         self._reserved.add(epoch)
@@ -374,9 +376,10 @@ class EpochNumbers:
         choices, order_epoch = epoch.seen
         if choices != self._choices:
             return
-        is_again = epoch.saved is not None
         following = epoch.number + 1
-        self.next = following if is_again else max(self.next, following)
+        # Of two threads, one resumes, and the next epoch may have started before.
+        is_again = epoch.saved is not None and self.next <= following
+        self.next = max(self.next, following)
         order, shuffled = self._order, epoch.shuffled
         if order is None or shuffled is None:
             return

@@ -47,6 +47,25 @@ _HINT = (
 )
 
 
+class Start:
+    """Makes the source of an iteration, and claims a loaded state for it.
+
+    Args:
+        make: Makes the source, given this object.
+
+    Attributes:
+        is_held: Whether no other iteration may resume from the state that this one was
+            given: until its first step has ended, or it is closed or dropped.
+    """
+
+    def __init__(self, make: "Callable[[Start], Source]") -> None:
+        self.make = make
+        self.is_held = False
+
+    def __call__(self) -> Source:
+        return self.make(self)
+
+
 class BatchIterator(Generic[Batch]):
     """Batches of one epoch, for ``for`` or for ``async for``.
 
@@ -68,7 +87,7 @@ class BatchIterator(Generic[Batch]):
 
     def __init__(
         self,
-        start: Callable[[], Source],
+        start: Start,
         length: Callable[[], int],
         check: Callable[[int], None] | None = None,
         base_seed: int | None = None,
@@ -178,12 +197,12 @@ class _Steps:
 
     def __init__(
         self,
-        start: Callable[[], Source],
+        start: Start,
         check: Callable[[int], None] | None,
         prepared: "Source | None",
     ) -> None:
         self.source: Source | None = None
-        self._start: Callable[[], Source] | None = start
+        self._start: Start | None = start
         self._check = check
         self._prepared = prepared
         self._lock = fork_safe(threading.RLock())
@@ -192,8 +211,13 @@ class _Steps:
         self._turns = asyncio.Lock()
 
     def next(self) -> Any:
-        source = self.source or self.begin()
-        batch = source.next()
+        start = self._start
+        try:
+            source = self.source or self.begin()
+            batch = source.next()
+        finally:
+            if start is not None:  # no call: an interrupt would lose the batch
+                start.is_held = False
         if self._check is not None:
             self._check(source.counters.batches)
         return batch
@@ -207,8 +231,13 @@ class _Steps:
         async with self._turns:
             if self.source is None and _ENGINE not in sys.modules:
                 await in_new_thread(partial(importlib.import_module, _ENGINE))
-            source = self.source or self.begin()
-            batch = await source.next_async()
+            start = self._start
+            try:
+                source = self.source or self.begin()
+                batch = await source.next_async()
+            finally:
+                if start is not None:
+                    start.is_held = False
         if self._check is not None:
             self._check(source.counters.batches)
         return batch
@@ -225,7 +254,9 @@ class _Steps:
 
     def end(self) -> "Source | None":
         """Prevent a start; return the source to close, if there is one."""
-        self._start = None
+        start, self._start = self._start, None
+        if start is not None:
+            start.is_held = False
         return self.source or self._prepared
 
     def abandon(self) -> None:
