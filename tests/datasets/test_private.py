@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -101,3 +102,23 @@ async def test_drain_waits_for_what_is_held() -> None:
     held.clear()
     del following
     await draining
+
+
+async def test_a_request_that_is_kept_keeps_no_frames() -> None:
+    """obstore's threads may hold a failed request until the next call of obstore."""
+
+    class Iterator:
+        """What the frames that await a request hold."""
+
+    async def read() -> None:
+        iterator = Iterator()
+        seen.append(weakref.ref(iterator))
+        await Flights().follow(held[0])
+
+    seen: list[weakref.ref[Iterator]] = []
+    held = [asyncio.get_running_loop().create_future()]
+    held[0].set_exception(FileNotFoundError(2, "not there"))
+    with pytest.raises(FileNotFoundError, match="not there"):
+        await read()
+    gc.collect()
+    assert seen[0]() is None

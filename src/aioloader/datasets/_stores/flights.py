@@ -7,6 +7,7 @@ that called ``drain``.
 """
 
 import asyncio
+import copy
 from collections import deque
 from collections.abc import Awaitable
 from typing import Any, TypeVar
@@ -33,16 +34,27 @@ class Flights:
         self._ended: deque[ref[asyncio.Future[Any]]] = deque(maxlen=4096)
 
     async def follow(self, request: Awaitable[T]) -> T:
-        """Await a request of obstore; cancelling stops the request itself."""
+        """Await a request of obstore; cancelling stops the request itself.
+
+        obstore's threads may keep the request, and so its exception, until the next
+        call of obstore: a copy of it is raised, or the frames of its traceback would
+        live as long, and with them the iterator that awaits the batch.
+        """
         future = asyncio.ensure_future(request)
         self._open.add(future)
         try:
             return await future
+        except Exception as exc:  # noqa: BLE001  (its copy is raised)
+            failure = copy.copy(exc.with_traceback(None))
         finally:
             self._open.discard(future)
             self._ended.append(ref(future))
             # A frame kept by a traceback must not look like a reference of a thread.
             del future, request
+        try:
+            raise failure
+        finally:
+            del failure
 
     async def drain(self, seconds: float) -> None:
         """Wait for the requests in flight; cancel those that take over ``seconds``."""
