@@ -174,8 +174,13 @@ async def test_shuffle_permutes_windows() -> None:
 async def test_shuffle_holds_two_windows() -> None:
     """The one that is delivered, and the next one; it does read the next one."""
     read: list[int] = []
-    ahead = []
-    async for _ in numbers(320).map(lambda n: (read.append(n), n)[1]).shuffle(32):
+    ahead: list[int] = []
+
+    def counted(number: int) -> int:
+        read.append(number)
+        return number
+
+    async for _ in numbers(320).map(counted).shuffle(32):
         await asyncio.sleep(0)
         ahead.append(len(read) - len(ahead) - 1)
     assert 32 < max(ahead) < 64

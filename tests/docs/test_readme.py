@@ -59,6 +59,28 @@ def test_a_row_has_the_best_of_ours_and_of_the_peers(
     ), f"{question}: {cells}; the results have {best}"
 
 
+IDEAS = re.split(r"\n\n|\n(?=- )", (ROOT / "docs" / "ideas.md").read_text())
+
+
+@pytest.mark.parametrize("text", [one for one in IDEAS if "`benchmarks/" in one])
+def test_figures_of_the_guide_are_those_of_the_results(text: str) -> None:
+    """Those with a point or a comma, at the precision shown."""
+    [name] = re.findall(r"`benchmarks/(\w+)\.py`", text)
+    sections = re.findall(
+        rf"\n## {name}(?:_sweep)?\n(.*?)(?=\n## )", RESULTS, re.DOTALL
+    )
+    shown = {
+        float(one.replace(",", ""))
+        for one in re.findall(r"[\d,.]*\d", "".join(sections))
+    }
+    quoted = re.findall(r"(?<![\w.,])\d[\d,]*(?:,\d{3}|\.\d+)(?![\w,])", text)
+    assert shown
+    for one in quoted:
+        digits = len(one.partition(".")[2])
+        known = {round(figure, digits) for figure in shown}
+        assert float(one.replace(",", "")) in known, f"{one} is not in {name}"
+
+
 def test_losses_are_counted_as_they_are_shown() -> None:
     """In bold, and as many in the README."""
     glance = RESULTS.split("## At a glance\n", 1)[1].split("\n## ", 1)[0]
