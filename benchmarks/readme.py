@@ -56,7 +56,7 @@ LOSSES = {
     "overhead": "rows in memory",
     "transport": "small batches between processes",
     "cpu": "decoding with OpenCV",
-    "startup": "short epochs with workers that do not persist",
+    "startup": "the start-up of workers, in scripts of short epochs",
     "memory": "the memory of an array that workers share",
     "epochs": "starting an epoch",
     "peers": "small local shards",
