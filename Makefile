@@ -56,7 +56,7 @@ package: $(VENV)/.dev
 pythons: $(VENV)/.dev
 	$(BIN)/nox
 
-# about two hours; `make bench OPTIONS=--quick` sees in less than an hour that all of it works
+# some 2.5 hours; `make bench OPTIONS=--quick` sees in less than an hour that all of it works
 bench: $(VENV)/.bench $(PEERS)/.ready $(DLIO)/.ready
 	AIOLOADER_PEERS=$(CURDIR)/$(PEERS)/bin/python AIOLOADER_DLIO=$(CURDIR)/$(DLIO)/bin/python \
 		$(BIN)/python benchmarks/run.py $(OPTIONS)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 OBJECTS = 6_400
 STEP = 0.02
-REFERENCE = "aioloader range 256"
+REFERENCE = "aioloader listed 256"
 
 
 def fed(make: MakeFeed, *, extra: bool = False) -> Contender:
@@ -36,13 +36,13 @@ def own() -> dict[str, Contender]:
         "128": aioloader_feed(128),
         "256": aioloader_feed(256),
         "for 256": aioloader_feed(256, asynchronous=False),
-        "range 128": aioloader_feed(128, ranged=True),
-        "range 256": aioloader_feed(256, ranged=True),
+        "listed 128": aioloader_feed(128, listed=True),
+        "listed 256": aioloader_feed(256, listed=True),
     }
     extra = {
-        "range 512": aioloader_feed(512, ranged=True),
-        "range 128 ahead 8": aioloader_feed(128, ranged=True, prefetch_factor=8),
-        "range 256 ahead 8": aioloader_feed(256, ranged=True, prefetch_factor=8),
+        "listed 512": aioloader_feed(512, listed=True),
+        "listed 128 ahead 8": aioloader_feed(128, listed=True, prefetch_factor=8),
+        "listed 256 ahead 8": aioloader_feed(256, listed=True, prefetch_factor=8),
     }
     return {
         f"aioloader {name}": fed(feed, extra=name in extra)

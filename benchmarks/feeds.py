@@ -62,20 +62,18 @@ class Asynchronous:
         return batches
 
 
-class RangedObjects:
-    """A custom asynchronous dataset, for objects of known size."""
+def name_of(index: int) -> str:
+    """Name an object; a listing has such names in the order of their numbers."""
+    return f"{index:05}"
 
-    def __init__(self, url: str) -> None:
-        import obstore  # noqa: PLC0415
 
-        self._get = obstore.get_range_async
-        self._store = make_store(url)
+def object_dataset(url: str, size: int, count: int, *, listed: bool) -> Any:
+    """Make the dataset that users import; ``listed``: it knows the sizes."""
+    from aioloader.datasets import ObjectDataset  # noqa: PLC0415
+    from aioloader.datasets._stores.listing import Listing  # noqa: PLC0415
 
-    def __len__(self) -> int:
-        return KEYS
-
-    async def __getitem__(self, index: int) -> Any:
-        return await self._get(self._store, str(index), start=0, length=OBJECT_BYTES)
+    found = {name_of(index): size for index in range(count)}
+    return ObjectDataset(make_store(url), keys=Listing(found) if listed else found)
 
 
 def as_array(body: Any) -> Any:
@@ -87,7 +85,7 @@ def aioloader_feed(
     concurrency: int,
     *,
     asynchronous: bool = True,
-    ranged: bool = False,
+    listed: bool = False,
     prefetch_factor: int | None = None,
 ) -> MakeFeed:
     """Make the feed of this package.
@@ -95,20 +93,18 @@ def aioloader_feed(
     Args:
         concurrency: GETs in flight.
         asynchronous: Consume it with ``async for``; else with ``for``.
-        ranged: Read with the coroutine that the peers use; else ``ObjectDataset``,
-            which does not know the sizes and checks them.
+        listed: Give ``ObjectDataset`` the sizes, as ``discover`` finds them (the server
+            lists nothing); it reads by range then, as the peers do. Else it gets keys.
         prefetch_factor: Batches in flight; None lets the loader choose.
     """
 
     @contextlib.contextmanager
     def make(url: str) -> Iterator[Feed]:
         import aioloader  # noqa: PLC0415
-        from aioloader.datasets import ObjectDataset  # noqa: PLC0415
 
         window = Window()
-        keys = [str(key) for key in range(KEYS)]
         loader: Any = aioloader.DataLoader(
-            RangedObjects(url) if ranged else ObjectDataset(make_store(url), keys=keys),
+            object_dataset(url, OBJECT_BYTES, KEYS, listed=listed),
             BATCH,
             sampler=window,
             transform=as_array,

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 # the order of the page; questions not listed here come last
@@ -62,6 +63,8 @@ PEERS = re.compile(
     "torch|SPDL|WebDataset|webdataset|LitData|[Mm]osaic|Grain|tf.data|Ray|asyncpg"
     "|sqlite3|tarfile|pyarrow|its threads"
 )
+# settings tried, a round each: the best ones are compared in "peers"
+SWEEPS = {"peers_sweep"}
 LIMITS = re.compile("limit|bare|readinto|by hand|no loader|the bytes|orjson|nothing")
 
 
@@ -177,11 +180,40 @@ def read_all(folder: Path) -> list[Result]:
 def times_as_good(metric: dict[str, Any], ours: Row, theirs: Row) -> float:
     """Return how many times better ours is: the median of the ratios of the rounds."""
     pairs = zip(ours.values(metric["key"]), theirs.values(metric["key"]), strict=False)
-    ratios = [
-        (a / b if metric["higher"] else b / a) if a and b else math.nan
-        for a, b in pairs
-    ]
+    ratios = [over(*(pair if metric["higher"] else pair[::-1])) for pair in pairs]
     return statistics.median(ratios) if ratios else math.nan
+
+
+def over(a: float, b: float) -> float:
+    """Divide; anything over nothing is infinite, and nothing over nothing nan."""
+    return a / b if b else (math.inf if a else math.nan)
+
+
+def is_loss(ratio: float) -> bool:
+    """Return whether aioloader is the worse one: shown in bold, and counted."""
+    return ratio < 1
+
+
+@dataclass(frozen=True)
+class Glanced:
+    """A case of a question: the best of ours, the best peer, and their ratio."""
+
+    result: Result
+    case: str
+    ours: Row
+    peer: Row
+    ratio: float
+
+
+def glanced(results: list[Result]) -> Iterator[Glanced]:
+    """Yield every case that has a peer, by the first metric of its question."""
+    for result in results:
+        metric = result.metrics[0]
+        for case, rows in result.cases.items():
+            ours, peer = best(metric, rows, "ours"), best(metric, rows, "peer")
+            if ours and peer and not result.axis and result.name not in SWEEPS:
+                ratio = times_as_good(metric, ours, peer)
+                yield Glanced(result, case, ours, peer, ratio)
 
 
 def best(metric: dict[str, Any], rows: list[Row], kind: str) -> Row | None:

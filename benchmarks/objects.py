@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from feeds import Window, make_store
+from feeds import Window, make_store, name_of, object_dataset
 from harness import Contender, Figures, Metric, Options, Question, Target, main
 from meter import Meter
 from remote import BATCH, check, settle
@@ -41,11 +41,6 @@ SIZES = {
 FLIGHTS = (16, 128)
 # reads that many objects and returns their numbers
 Read = Callable[[int], list[int]]
-
-
-def name_of(index: int) -> str:
-    """Name an object; a listing has such names in the order of their numbers."""
-    return f"{index:05}"
 
 
 def number_of(body: Any, size: int) -> int:
@@ -123,7 +118,7 @@ def own(label: str, flights: int, *, listed: bool, asynchronous: bool) -> Conten
 
         window = Window()
         loader: Any = aioloader.DataLoader(
-            dataset(json.loads(options.url)[label], size, count, listed=listed),
+            object_dataset(json.loads(options.url)[label], size, count, listed=listed),
             BATCH,
             sampler=window,
             collate_fn=list,
@@ -142,14 +137,6 @@ def own(label: str, flights: int, *, listed: bool, asynchronous: bool) -> Conten
     return Contender(
         run, f"{label}: bare {kind(listed)} {flights}", extra=not asynchronous
     )
-
-
-def dataset(url: str, size: int, count: int, *, listed: bool) -> Any:
-    from aioloader.datasets import ObjectDataset  # noqa: PLC0415
-    from aioloader.datasets._stores.listing import Listing  # noqa: PLC0415
-
-    found = {name_of(index): size for index in range(count)}
-    return ObjectDataset(make_store(url), keys=Listing(found) if listed else found)
 
 
 async def gather(batches: AsyncIterable[list[Any]], size: int) -> list[int]:

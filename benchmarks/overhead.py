@@ -291,7 +291,6 @@ QUESTION = Question(
         Metric("rss_mb", "MB", higher=False),
     ],
     targets=targets(),
-    rounds=4,
 )
 
 if __name__ == "__main__":

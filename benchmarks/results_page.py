@@ -1,9 +1,10 @@
 """Write ``RESULTS.md`` from the JSON files of ``results/``: the end of ``make bench``.
 
 Nothing is measured here, and the page is not edited by hand: the same files give the
-same page. Ratios are medians of the ratios within rounds, of the best setting of this
-package by the first metric; below 1 it is the slower one, and the page says so.
-``--plots`` also draws the plots (``plots.py``, which needs matplotlib).
+same page, and the same table in the project's README (``readme.py``). Ratios are
+medians of the ratios within rounds, of the best setting of this package by the first
+metric; below 1 it is the slower one, and the page says so. ``--plots`` also draws the
+plots (``plots.py``, which needs matplotlib).
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from figures import Result, Row, best, crossings, read_all, times_as_good
+import readme
+from figures import (
+    Result,
+    Row,
+    best,
+    crossings,
+    glanced,
+    is_loss,
+    read_all,
+    times_as_good,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -66,8 +77,10 @@ def ratio_text(ratio: float, *, is_limit: bool = False) -> str:
     """Write a ratio; a loss against a peer is in bold."""
     if math.isnan(ratio):
         return ""
+    if math.isinf(ratio):
+        return "∞"
     text = f"{ratio:.2f}" if ratio < 100 else f"{ratio:,.0f}"
-    return text if ratio >= 1 or is_limit else f"**{text}**"
+    return f"**{text}**" if is_loss(ratio) and not is_limit else text
 
 
 def case_table(result: Result, case: str, rows: list[Row]) -> list[str]:
@@ -208,29 +221,24 @@ def section(result: Result, newest: Result, plots: Path) -> Iterator[str]:
 
 def glance(results: list[Result]) -> Iterator[str]:
     """Lay out one line per case: aioloader, the best peer, the ratio."""
+    cases = list(glanced(results))
+    lost = sum(is_loss(one.ratio) for one in cases)
     lines = []
-    wins = 0
-    for result in results:
-        metric = result.metrics[0]
-        for case, rows in result.cases.items():
-            ours, peer = best(metric, rows, "ours"), best(metric, rows, "peer")
-            if result.axis or not ours or not peer:
-                continue
-            ratio = times_as_good(metric, ours, peer)
-            wins += ratio >= 1
-            limit = best(metric, rows, "limit")
-            lines.append(
-                [
-                    f"[{result.name}](#{result.name}){': ' * bool(case)}{case}",
-                    metric["title"],
-                    f"{ours.label}: {cell(ours, metric)}",
-                    f"{peer.label}: {cell(peer, metric)}",
-                    ratio_text(ratio),
-                    ratio_text(times_as_good(metric, ours, limit), is_limit=True)
-                    if limit
-                    else "",
-                ]
-            )
+    for one in cases:
+        result, metric = one.result, one.result.metrics[0]
+        limit = best(metric, result.cases[one.case], "limit")
+        lines.append(
+            [
+                f"[{result.name}](#{result.name}){': ' * bool(one.case)}{one.case}",
+                metric["title"],
+                f"{one.ours.label}: {cell(one.ours, metric)}",
+                f"{one.peer.label}: {cell(one.peer, metric)}",
+                ratio_text(one.ratio),
+                ratio_text(times_as_good(metric, one.ours, limit), is_limit=True)
+                if limit
+                else "",
+            ]
+        )
     head = [
         "question",
         "figure",
@@ -241,8 +249,8 @@ def glance(results: list[Result]) -> Iterator[str]:
     ]
     yield from ("", "## At a glance", "")
     yield (
-        f"aioloader at its best beside the best peer: as good or better in {wins} of "
-        f"{len(lines)} cases, worse in {len(lines) - wins} (in bold)."
+        f"aioloader at its best beside the best peer: as good or better in "
+        f"{len(cases) - lost} of {len(cases)} cases, worse in {lost} (in bold)."
     )
     yield ""
     yield from table(head, lines)
@@ -291,6 +299,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--page", type=Path, default=HERE / "RESULTS.md")
+    parser.add_argument("--readme", type=Path, default=HERE.parent / "README.md")
     parser.add_argument("--plots", action="store_true", help="draw the plots, too")
     args = parser.parse_args()
     results = read_all(args.results)
@@ -300,7 +309,8 @@ def main() -> None:
 
         drawing.draw_all(results, plots)
     args.page.write_text(page(results, plots))
-    print(f"{len(results)} questions in {args.page}")
+    args.readme.write_text(readme.updated(args.readme.read_text(), results))
+    print(f"{len(results)} questions in {args.page}, the table of {args.readme}")
 
 
 if __name__ == "__main__":

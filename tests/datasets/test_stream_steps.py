@@ -171,6 +171,21 @@ async def test_shuffle_permutes_windows() -> None:
     assert await items(numbers(100).shuffle(32, seed=4)) != first
 
 
+async def test_shuffle_holds_two_windows() -> None:
+    """The one that is delivered, and the next one: no more."""
+    read: list[int] = []
+    ahead: list[int] = []
+
+    def counted(number: int) -> int:
+        read.append(number)
+        return number
+
+    async for _ in numbers(320).map(counted).shuffle(32):
+        await asyncio.sleep(0)
+        ahead.append(len(read) - len(ahead) - 1)
+    assert max(ahead) < 64
+
+
 async def test_batch() -> None:
     """Lists; the last one may be short, or is dropped."""
     assert await items(numbers(7).batch(3)) == [[0, 1, 2], [3, 4, 5], [6]]

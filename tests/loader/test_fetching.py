@@ -1,12 +1,14 @@
 """How many samples and batches are under way, and in which order they arrive."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from aioloader import DataLoader
+from aioloader.datasets import from_iterable
 from samples import AsyncMap, AsyncStream, SyncMap, collect, labels
 
 
@@ -270,3 +272,71 @@ def test_stats_count_what_was_delivered() -> None:
         assert (stats.epoch, stats.batches) == (1, taken)
     assert loader.stats().in_flight == 0
     assert loader.stats().waited > 0
+
+
+class Tallied:
+    """Adds a byte to a file for each sample that is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __len__(self) -> int:
+        return 800
+
+    def __getitem__(self, index: int) -> int:
+        with self.path.open("ab", buffering=0) as file:
+            file.write(b"x")
+        return index
+
+
+class TalliedAsync(Tallied):
+    """The same, by coroutines."""
+
+    async def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        return super().__getitem__(index)
+
+
+def tallied_stream(path: Path) -> Any:
+    samples = Tallied(path)
+    return from_iterable(lambda: map(samples.__getitem__, range(800)))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "most"),
+    [
+        (TalliedAsync, {}, 64 // 8 + 3),
+        (TalliedAsync, {"concurrency": 20}, 3 + 3),
+        (TalliedAsync, {"num_workers": 2}, 2 * 64 // 8 + 2 * 3),
+        (TalliedAsync, {"num_workers": 2, "prefetch_factor": 3}, 2 * 3),
+        (TalliedAsync, {"prefetch_bytes": 160}, 3),
+        (Tallied, {}, 0),
+        (Tallied, {"num_workers": 2}, 2 * 2),
+        (Tallied, {"num_workers": 2, "prefetch_factor": 3}, 2 * 3),
+        (tallied_stream, {}, 64 // 8 + 3 + 64),
+        (tallied_stream, {"num_workers": 2}, 2 * 64 // 8 + 2 * 3),
+        (tallied_stream, {"prefetch_factor": 3}, 3),
+    ],
+)
+def test_no_more_is_in_flight_than_the_guide_says(
+    make: Any, options: dict[str, Any], most: int, tmp_path: Path
+) -> None:
+    """As ``Limit memory`` in ``docs/guides/workers.md``: batches of eight samples."""
+    path = tmp_path / "tally"
+    delivered = 0
+    with DataLoader(make(path), 8, **options) as loader:
+        for batch in loader:
+            delivered += len(batch)
+            assert path.stat().st_size - delivered <= 8 * most
+    assert delivered == 800
+
+
+def test_a_plain_async_for_has_no_more_in_flight_than_the_guide_says(
+    tmp_path: Path,
+) -> None:
+    async def take() -> None:
+        delivered = 0
+        async for batch in DataLoader(Tallied(tmp_path / "tally"), 8):
+            delivered += len(batch)
+            assert (tmp_path / "tally").stat().st_size - delivered <= 8 * 66
+
+    asyncio.run(take())

@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch.utils.data import (
 
 from aioloader import DataLoader, ShuffledIndices
 from aioloader._loader.state import sealed, unsealed
+from aioloader.datasets import TextDataset
 from resuming import assert_resumes_exactly
 from samples import AsyncMap
 from working import Drawing, Numbers
@@ -286,6 +288,41 @@ def test_a_billion(shuffle: bool) -> None:
     assert dataset.asked == (expected if shuffle else list(range(n // 2, n // 2 + 10)))
     assert len(json.dumps(resumed.state_dict())) < 4096
     assert resumed.state_dict()["done"] == half + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "generators"),
+    [
+        ({}, 1),
+        ({"shuffle": True}, 1),
+        ({"shuffle": True, "num_workers": 2}, 1),
+        ({"sampler": ShuffledIndices(10**6, 0)}, 1),
+        ({"shuffle": True, "generator": torch.Generator()}, 2),
+        ({"sampler": WeightedRandomSampler([1.0] * 10**6, 100)}, 2),
+    ],
+)
+def test_a_state_has_some_kilobytes(options: dict[str, Any], generators: int) -> None:
+    """Half a kilobyte, and 3.4 for each generator, whatever the dataset's length."""
+    loader = DataLoader(range(10**6), 10, **options)
+    iterator = iter(loader)
+    next(iterator)
+    assert len(json.dumps(loader.state_dict())) < 600 + 3_500 * generators
+    loader.close()
+
+
+def test_a_state_of_a_stream_has_a_hundred_bytes_for_each_open_shard(
+    tmp_path: Path,
+) -> None:
+    for shard in range(32):
+        (tmp_path / f"{shard:02}.txt").write_text("a\nb\nc\n")
+    sizes = {}
+    for lanes in (1, 32):
+        loader = DataLoader(TextDataset(f"{tmp_path}/*.txt", interleave=lanes), 32)
+        next(iter(loader))
+        sizes[lanes] = len(json.dumps(loader.state_dict()))
+        loader.close()
+    assert sizes[1] < 4_600
+    assert sizes[32] - sizes[1] < 31 * 130
 
 
 @settings(max_examples=60)

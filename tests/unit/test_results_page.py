@@ -27,7 +27,7 @@ ENVIRONMENT = {
 def _modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """The scripts, imported as they import each other."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("figures", "results_page")
+    names = ("figures", "readme", "results_page")
     found = {name: importlib.import_module(name) for name in names}
     for name in names:
         monkeypatch.delitem(sys.modules, name)
@@ -64,6 +64,22 @@ def test_a_loss_is_shown_as_plainly_as_a_win(
     assert "| torch | 20.0 ±25% | 2.00 |" in text
     assert "| torch | 10.0 | **0.50** |" in text
     assert "`python benchmarks/tiny.py --rounds 3`; commit `012345678`" in text
+
+
+def test_what_a_peer_does_not_do_at_all_is_no_loss(
+    modules: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    """Its figure is 0; the count is that of the ratios in bold."""
+    rounds = {
+        "a: torch": [{"rate": 0.0}],
+        "a: aioloader": [{"rate": 5.0}],
+        "b: torch": [{"rate": 2.0}],
+        "b: aioloader": [{"rate": 1.0}],
+    }
+    keep(tmp_path, "tiny", metrics=[metric("rate", higher=True)], rounds=rounds)
+    text = page(modules, tmp_path)
+    assert "as good or better in 1 of 2 cases, worse in 1 (in bold)" in text
+    assert "| torch: 0.0 | ∞ |" in text
 
 
 def test_less_is_better_where_the_metric_says_so(

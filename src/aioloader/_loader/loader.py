@@ -46,9 +46,10 @@ class DataLoader(Observed, TorchLoader[Batch]):
     """Load batches from a dataset, for ``async for`` and for ``for``.
 
     A drop-in for ``torch.utils.data.DataLoader``: the same first seventeen arguments,
-    order and random draws. Coroutine functions (``async __getitem__``, ``__aiter__``,
-    an async ``transform``) run on an event loop, ``concurrency`` samples at a time and
-    across batch boundaries; plain functions run off it.
+    order and batches; in workers, random draws follow ``rng``. Coroutine functions
+    (``async __getitem__``, ``__aiter__``, an async ``transform``) run on an event loop,
+    ``concurrency`` samples at a time and across batch boundaries; plain functions run
+    off it.
 
     Example:
         >>> loader = DataLoader(list(range(6)), batch_size=4)

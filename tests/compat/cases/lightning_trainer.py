@@ -7,6 +7,8 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
+import aioloader
+from aioloader.datasets import from_iterable
 from compat.kit import KINDS, WORKERS, Cases, Kit, dataset, seed
 
 cases = Cases()
@@ -176,6 +178,62 @@ def resume(kit: Kit, workers: int, step: int) -> Any:
     if kit.is_ours and rest:  # torchdata's later epochs come in another order
         assert second.seen == whole.seen[step:]
     return [[index for _, index, _ in second.seen], training.global_step]
+
+
+class AfterEpoch(Callback):
+    """Save after the first epoch, as Lightning's own checkpoints do, and end there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, *_args: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        trainer.should_stop = True
+
+
+def numbers() -> Any:
+    yield from (torch.tensor([float(number)]) for number in range(24))
+
+
+LIMITS = {
+    # what is read, the step after which it is saved (None: after the epoch),
+    # and the steps of the whole run that follow it in the resumed one
+    "a keyed order": ("keyed", 3, range(3, 18)),
+    "a keyed order, after an epoch": ("keyed", None, range(6, 18)),
+    "a drawn order, after an epoch": ("drawn", None, range(12)),
+    "the last step of an epoch": ("keyed", 6, range(12, 18)),
+    "no length": ("stream", 3, range(4, 18)),
+    "a length": ("sized stream", 3, range(3, 18)),
+}
+
+
+@cases.add(*({"limit": limit} for limit in LIMITS))
+def resume_within_lightnings_limits(kit: Kit, limit: str) -> Any:
+    """As the table of ``docs/compatibility.md`` has it."""
+    if kit.world > 1 or not kit.is_ours:
+        return None
+    kind, step, steps = LIMITS[limit]
+
+    def loader() -> Any:
+        if "stream" in kind:
+            stream: Any = from_iterable(numbers)
+            return kit.loader(stream.epoch_length(24) if "sized" in kind else stream, 4)
+        order: dict[str, Any] = {"sampler": aioloader.ShuffledIndices(24, 3)}
+        if kind == "drawn":
+            order = {"shuffle": True, "generator": torch.Generator().manual_seed(3)}
+        return kit.loader(dataset("map"), 4, **order)
+
+    path = kit.folder / f"limit-{limit}.ckpt"
+    whole = Model()
+    trainer(kit, max_epochs=3).fit(whole, loader())
+    save = AfterEpoch(path) if step is None else Stop(step, path)
+    trainer(kit, max_epochs=3, callbacks=[save]).fit(Model(), loader())
+    resumed = Model()
+    training = trainer(kit, max_epochs=3)
+    training.fit(resumed, loader(), ckpt_path=str(path), weights_only=False)
+    expected = [whole.seen[one][2] for one in steps]
+    assert [batch for _, _, batch in resumed.seen] == expected
+    return None
 
 
 @cases.add()

@@ -1,0 +1,175 @@
+"""Write the section "Measured" of the project's README from the results.
+
+Each row names the best setting of this package and the best of each peer, by the first
+metric of its question. What is slower than a peer is listed whole: no loss needs a
+person to remember it. ``results_page.py`` calls this; nothing here is edited by hand.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from figures import best, glanced, is_loss, times_as_good
+
+if TYPE_CHECKING:
+    from figures import Result, Row
+
+RESULTS = "https://github.com/aioloader/aioloader/blob/main/benchmarks/RESULTS.md"
+SECTION = re.compile(r"^## Measured\n.*?(?=^## )", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Quoted:
+    """A row of the table; ``usual`` is a peer's row as people write it, and how."""
+
+    question: str
+    case: str
+    words: str
+    usual: tuple[str, str]
+
+
+QUOTED = (
+    Quoted(
+        "latency",
+        "",
+        "2,000 objects of 100 KB, 30 ms per GET, by `ObjectDataset`",
+        ("torch 32 workers", "with 32 plain workers"),
+    ),
+    Quoted(
+        "transport",
+        "38 MB",
+        "batches of 38.5 MB from two workers",
+        ("torch fork", "with its defaults"),
+    ),
+    Quoted(
+        "overhead",
+        "64",
+        "shuffled rows in memory, batches of 64",
+        ("torch", "as everyone writes it"),
+    ),
+)
+# what the cases of a question are, in words; one without words is named
+LOSSES = {
+    "overhead": "rows in memory",
+    "transport": "small batches between processes",
+    "cpu": "decoding with OpenCV",
+    "startup": "the start-up of workers, in scripts of short epochs",
+    "memory": "the memory of an array that workers share",
+    "epochs": "starting an epoch",
+    "peers": "small local shards",
+    "blocking": "a step that blocks its event loop",
+    "tar": "cutting tars",
+    "stream_parquet": "Parquet, compared with `pyarrow.dataset`",
+    "sql": "small blobs from a database",
+    "bounded": "the memory of a stream of tars, compared with `tarfile`",
+    "shuffle": "starting an epoch of few samples",
+    "service": "the latency of a service",
+}
+
+
+def number(row: Row, metric: dict[str, str]) -> str:
+    return format(row.median(metric["key"]), metric["spec"])
+
+
+def cells(quoted: Quoted, result: Result) -> list[str]:
+    """Return the cells of a row: the question, this package, the peers."""
+    metric, rows = result.metrics[0], result.cases[quoted.case]
+    peers: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.kind == "peer":
+            peers.setdefault(row.label.split()[0], []).append(row)
+    shown = {name: best(metric, found, "peer") for name, found in peers.items()}
+    texts = []
+    for name, row in sorted(shown.items()):
+        assert row is not None
+        text = f"{name} {number(row, metric)}"
+        usual, how = quoted.usual
+        if name == usual.split()[0] and row.label != usual:
+            plain = next(one for one in rows if one.label == usual)
+            text += f", {number(plain, metric)} {how}"
+        texts.append(text)
+    ours = best(metric, rows, "ours")
+    assert ours is not None
+    unit = metric["title"].replace("us/", "\u00b5s/")
+    command = f"(`python benchmarks/{result.name}.py`)"
+    return [
+        f"{quoted.words} {command}",
+        f"{number(ours, metric)} {unit}",
+        "; ".join(texts),
+    ]
+
+
+def rounds(chosen: list[Result]) -> str:
+    """Say how many rounds the figures are medians of."""
+    fewest = min(
+        len(row.rounds)
+        for quoted, result in zip(QUOTED, chosen, strict=True)
+        for row in result.cases[quoted.case]
+    )
+    return (
+        f"medians of {fewest} interleaved rounds"
+        if fewest > 1
+        else "a single round each"
+    )
+
+
+def losses(results: list[Result]) -> str:
+    """Count the cases that a peer wins, and name all of their questions."""
+    cases = list(glanced(results))
+    found: dict[str, float] = {}
+    for one in cases:
+        if is_loss(one.ratio):
+            words = LOSSES.get(one.result.name, f"`{one.result.name}`")
+            found[words] = min(one.ratio, found.get(words, 1.0))
+    named = "; ".join(
+        f"{words} ({found[words]:.2f})"
+        for words in sorted(found, key=found.__getitem__)
+    )
+    count = sum(is_loss(one.ratio) for one in cases)
+    return (
+        f"Compared with the best peer, aioloader is slower or takes more memory in "
+        f"{count} of {len(cases)} cases. The lowest ratio of each kind: {named}."
+    )
+
+
+def large_objects(results: list[Result]) -> str:
+    """Say how whole objects of 8 MB compare with the bare client."""
+    result = next(one for one in results if one.name == "objects")
+    metric, rows = result.metrics[0], result.cases["8 MB"]
+    ours, limit = best(metric, rows, "ours"), best(metric, rows, "limit")
+    assert ours is not None
+    assert limit is not None
+    ratio = times_as_good(metric, ours, limit)
+    return f"Objects of 8 MB come at {ratio:.2f} of the rate of their client alone."
+
+
+def section(results: list[Result]) -> str:
+    """Return the section, its heading included."""
+    by_name = {one.name: one for one in results}
+    chosen = [by_name[quoted.question] for quoted in QUOTED]
+    lines = [
+        "## Measured",
+        "",
+        f"Two shared cores; the best setting found of each; {rounds(chosen)}.",
+        "",
+        "| question | aioloader | peers |",
+        "|---|---|---|",
+    ]
+    for quoted, result in zip(QUOTED, chosen, strict=True):
+        lines.append("| " + " | ".join(cells(quoted, result)) + " |")
+    lines += [
+        "",
+        *textwrap.wrap(f"{losses(results)} {large_objects(results)}", 120),
+        f"[All results]({RESULTS}) have their commands, dates and losses.",
+        "",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def updated(text: str, results: list[Result]) -> str:
+    """Return the README with the section as the results have it."""
+    return SECTION.sub(lambda _: section(results), text, count=1)

@@ -1,0 +1,148 @@
+"""What a resumed stream reads again, as ``docs/guides/shards.md`` has it."""
+
+import gzip
+import io
+import tarfile
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet as pq
+
+from aioloader import DataLoader
+from aioloader.datasets import (
+    ArrowDataset,
+    CSVDataset,
+    ParquetDataset,
+    TarDataset,
+    TextDataset,
+)
+from aioloader.testing import ObjectServer
+
+MB = 1 << 20
+# A shard that several requests read, and one that a single request does.
+LARGE, SMALL = 2_400, 100
+SAMPLE = 10_000
+
+
+def lines(count: int) -> bytes:
+    return (b"x" * (SAMPLE - 1) + b"\n") * count
+
+
+def tar(count: int) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for number in range(count):
+            member = tarfile.TarInfo(f"{number:05}.bin")
+            member.size = SAMPLE
+            archive.addfile(member, io.BytesIO(b"x" * SAMPLE))
+    return file.getvalue()
+
+
+def packed(count: int) -> bytes:
+    """Lines that do not compress."""
+    noise = np.random.default_rng(0)
+    rows = (noise.bytes(SAMPLE // 2).hex().encode() + b"\n" for _ in range(count))
+    return gzip.compress(b"".join(rows), 1)
+
+
+def table(count: int) -> pa.Table:
+    return pa.table({"body": [b"x" * SAMPLE] * count})
+
+
+def arrow(count: int, *, is_stream: bool = False) -> bytes:
+    file, rows = io.BytesIO(), table(count)
+    make = pa.ipc.new_stream if is_stream else pa.ipc.new_file
+    with make(file, rows.schema) as writer:
+        writer.write_table(rows, max_chunksize=10)
+    return file.getvalue()
+
+
+def parquet(count: int) -> bytes:
+    """Four row groups."""
+    file, rows = io.BytesIO(), table(count)
+    plain: Any = {"compression": "none", "use_dictionary": False}
+    pq.write_table(rows, file, row_group_size=len(rows) // 4, **plain)
+    return file.getvalue()
+
+
+def csv(count: int) -> bytes:
+    return b"body\n" + lines(count)
+
+
+def read_after_resuming(
+    make: Callable[[str], Any], data: bytes, share: float, ending: str = ""
+) -> tuple[int, int]:
+    """Resume in the second of two shards; return bytes read of each."""
+    names = [f"0{ending}", f"1{ending}"]
+    objects = dict.fromkeys(names, data)
+
+    def loader(server: ObjectServer) -> DataLoader[Any]:
+        stream = make(f"{server.url}/{{0,1}}{ending}")
+        return DataLoader(stream, 25, collate_fn=list)
+
+    with ObjectServer(objects) as server, loader(server) as whole:
+        batches = len([*whole])
+    with ObjectServer(objects) as server, loader(server) as first:
+        iterator = iter(first)
+        for _ in islice(iterator, int(batches * (1 + share) / 2)):
+            pass
+        state = first.state_dict()
+        iterator.close()
+    with ObjectServer(objects) as server, loader(server) as resumed:
+        resumed.load_state_dict(state)
+        assert len([*resumed]) == batches - int(batches * (1 + share) / 2)
+        return server.counts(names[0]).bytes, server.counts(names[1]).bytes
+
+
+@pytest.mark.parametrize("share", [0.3, 0.65, 0.95])
+@pytest.mark.parametrize(
+    ("stream", "make"), [(TextDataset, lines), (TarDataset, tar), (ArrowDataset, arrow)]
+)
+def test_up_to_eight_megabytes(
+    stream: Any, make: Callable[[int], bytes], share: float
+) -> None:
+    data = make(LARGE)
+    before, open_one = read_after_resuming(stream, data, share)
+    assert before < MB  # of Arrow files the footers
+    assert open_one <= (1 - share) * len(data) + 8 * MB + 4 * SAMPLE
+
+
+def test_the_row_group() -> None:
+    data = parquet(LARGE)
+    before, open_one = read_after_resuming(ParquetDataset, data, 0.6)
+    assert before < MB
+    assert len(data) / 2 < open_one < len(data) * 0.55
+
+
+@pytest.mark.parametrize(
+    ("stream", "make", "ending"),
+    [
+        (TextDataset, packed, ".gz"),
+        (CSVDataset, csv, ""),
+        (ArrowDataset, partial(arrow, is_stream=True), ""),
+    ],
+    ids=["gzip", "csv", "arrow stream"],
+)
+def test_the_shard_from_its_start(
+    stream: Any, make: Callable[[int], bytes], ending: str
+) -> None:
+    data = make(SMALL)
+    _, open_one = read_after_resuming(stream, data, 0.8, ending)
+    assert open_one >= len(data)
+
+
+def test_the_window() -> None:
+    """Of 2,000 samples: 2,400 of 4,800 are before it, and 600 were delivered of it."""
+
+    def stream(address: str) -> Any:
+        return TextDataset(address).shuffle(2_000)
+
+    _, unshuffled = read_after_resuming(TextDataset, lines(LARGE), 0.6)
+    before, open_one = read_after_resuming(stream, lines(LARGE), 0.6)
+    again = before + open_one - unshuffled
+    assert 0 < again <= 2_000 * SAMPLE + 8 * MB
