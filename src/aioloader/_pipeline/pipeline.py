@@ -17,6 +17,7 @@ from aioloader._observe.records import LISTED, NOT_MADE, Listed, processor_time
 from aioloader._order.epoch import BEGINNING, Bookmark
 from aioloader._order.failures import Failure
 from aioloader._order.raising import ends_task
+from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.fetcher_pool import FetcherPool
@@ -80,6 +81,8 @@ class Pipeline:
         )
         self.maker = maker
         self.host = host
+        if host.loop is not None:
+            maker.side_loop = SideLoop(host.loop)
         self.pool = pool
         self.stage: Stage | None = None
         self.under_way: dict[int, tuple[BatchTask, float]] = {}
@@ -149,6 +152,7 @@ class Pipeline:
         if not self._is_dismissed:
             self._is_closing = True
             self._bell.put(None)
+            self.maker.close()
             self.ready.close()
             self.host.dismiss(self)
             if self.stage is not None:
@@ -228,7 +232,6 @@ class Pipeline:
                 except BaseException as error:  # raised where it is closed
                     self.exit_error = error
             self._close_stream()
-            self.maker.close()
             self.fail(LoaderClosedError("the iterator was closed"))
 
     def release_workers(self) -> None:
