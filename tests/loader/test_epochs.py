@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 import aioloader
 from aioloader import DataLoader, ShuffledIndices
+from aioloader.testing._frozen import frozen
 from samples import AsyncMap, SyncMap, labels
 
 OURS = str(Path(aioloader.__file__).parent)
@@ -172,14 +173,27 @@ def test_a_subclass_may_have_an_epoch() -> None:
     assert loader.epoch == "mine"
 
 
-def test_a_copy_counts_its_epochs() -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader[Any](SyncMap(), 5, shuffle=True, rank=0, world_size=1),
+        lambda: DataLoader[Any](SyncMap(), 5, sampler=ShuffledIndices(20)),
+        lambda: DataLoader[Any](SyncMap(), None, sampler=ShuffledIndices(20)),
+        lambda: DataLoader[Any](SyncMap(), 5),
+    ],
+    ids=["ranks", "shuffled", "no batches", "plain"],
+)
+def test_a_copy_counts_its_epochs(make: Any) -> None:
     """And not those of the loader it was copied from."""
-    loader: Any = DataLoader(SyncMap(), 5)
-    list(loader)
+    reference = make()
+    expected = [frozen(list(reference)) for _ in range(3)]
+    loader = make()
+    assert frozen(list(loader)) == expected[0]
     other = copy.copy(loader)
-    list(other)
-    list(other)
+    assert [frozen(list(other)) for _ in range(2)] == expected[1:]
     assert (loader.epoch, other.epoch) == (1, 3)
+    other.set_epoch(7)
+    assert frozen(list(loader)) == expected[1]
 
 
 @pytest.mark.parametrize("wrapped", [True, False])

@@ -3,7 +3,6 @@
 It checks its arguments and delegates; it reads and schedules nothing itself.
 """
 
-import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
@@ -22,7 +21,12 @@ from aioloader._loader.ranks import (
     repeats_samples,
     warn_of_repeats,
 )
-from aioloader._loader.sampling import make_samplers, settle_shuffle, tell_epoch
+from aioloader._loader.sampling import (
+    make_samplers,
+    own_order,
+    settle_shuffle,
+    tell_epoch,
+)
 from aioloader._loader.state import State, unsealed
 from aioloader._loader.torch_compat import Batch, TorchLoader, dataset_kind
 from aioloader._order.epoch import EpochNumbers, index_sampler_of
@@ -351,8 +355,9 @@ class DataLoader(Observed, TorchLoader[Batch]):
         return {**vars(self), "_live": self._live.loaded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._epochs = copy.copy(self._epochs)  # `copy.copy` gives the other's
+        own = own_order(state["sampler"], state["batch_sampler"])
+        self.__dict__.update(state, sampler=own[0], batch_sampler=own[1])
+        self._epochs = self._epochs.copy(index_sampler_of(*own))
         from aioloader._loader.runtime import Runtime
 
         self._live = Runtime(self.dataset, self._epochs, loaded=state["_live"])

@@ -158,9 +158,7 @@ class ThreadWorkers:
 _LAST = BatchTask(-1, ())
 
 
-def _end(
-    over: list[bool], tasks: "queue.SimpleQueue[BatchTask]", number: int
-) -> None:
+def _end(over: list[bool], tasks: "queue.SimpleQueue[BatchTask]", number: int) -> None:
     """End ``number`` threads after their current batches."""
     over.append(True)
     for _ in range(number):
