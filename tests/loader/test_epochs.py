@@ -2,9 +2,11 @@
 
 import asyncio
 import copy
+import itertools
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -221,16 +223,33 @@ async def numbers() -> AsyncIterator[int]:
         yield number
 
 
-ONCE = r"generator .*each epoch needs a new generator; pass .*from_async_iterable\("
+ONCE = r"each epoch needs a new generator; pass .*from_async_iterable\("
+READ = r"iterator \(.*\) that was read before, .*" + ONCE
 
 
-@pytest.mark.parametrize("make", [numbers, lambda: (one for one in range(4))])
-def test_a_generator_has_one_epoch(make: Any) -> None:
-    """The next one would be empty, in silence."""
+@pytest.mark.parametrize(
+    "make",
+    [numbers, lambda: (n for n in range(4)), lambda: map(int, range(4))],
+    ids=["async generator", "generator", "map"],
+)
+@pytest.mark.parametrize("taken", [1, 3])
+def test_a_generator_has_one_epoch(make: Any, taken: int) -> None:
+    """The next one would lack what was read, in silence."""
     loader: Any = DataLoader(make(), 2)
-    assert len(list(loader)) == 2
-    with pytest.raises(TypeError, match=ONCE):
-        iter(loader)
+    iterator, other = iter(loader), iter(loader)
+    assert len(list(itertools.islice(iterator, taken))) == min(taken, 2)
+    for again in (partial(next, other), partial(iter, loader)):
+        with pytest.raises(TypeError, match=READ):
+            again()
+    iterator.close()
+
+
+def test_a_generator_that_has_ended_has_no_epoch() -> None:
+    """Wherever it was read."""
+    generator = (n for n in range(4))
+    assert list(generator)
+    with pytest.raises(TypeError, match=READ):
+        iter(DataLoader(generator, 2))
 
 
 def test_a_generator_function_is_no_dataset() -> None:

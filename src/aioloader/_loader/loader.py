@@ -36,7 +36,7 @@ from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import MakeLifespan
 from aioloader._pipeline.waiting import refuse_trio
 from aioloader._workers.rng import Rng
-from aioloader.protocols import Kind, refuse_ended
+from aioloader.protocols import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -422,8 +422,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
         """Return an iterator; worker processes start with it, as in torch."""
         from aioloader._pipeline.iterator import BatchIterator, Start, length_check
 
-        refuse_ended(self.dataset)
         live = self._live
+        live.refuse_again()
         options = self._options(settles=True)
         if options.chooses:
             deaths, is_kept = live.tally.deaths, live.pools.has_kept()
