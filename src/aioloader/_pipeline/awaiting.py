@@ -12,7 +12,7 @@ from aioloader._order.blocks import Bad, failed
 from aioloader._order.forks import fork_safe
 from aioloader._order.raising import Carried, carried, ends_task, raisable
 from aioloader._pipeline.cpu import CpuThread
-from aioloader._pipeline.waiting import call_threadsafe
+from aioloader._pipeline.waiting import LOOK_UP, call_threadsafe
 from aioloader.errors import LoaderClosedError
 
 _CONTAINERS = {tuple, list, dict}
@@ -153,6 +153,8 @@ class SideLoop:
             future = asyncio.run_coroutine_threadsafe(gathered, self._loop)
             self._waited.add(future)
         try:
+            while concurrent.futures.wait([future], LOOK_UP).not_done:
+                pass  # a signal is handled now
             return future.result()
         except concurrent.futures.CancelledError:
             raise LoaderClosedError(_CLOSED) from None
