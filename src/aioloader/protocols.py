@@ -13,7 +13,7 @@ import enum
 import functools
 import inspect
 import types
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
@@ -246,22 +246,24 @@ _ONCE = (
 )
 
 
-def refuse_ended(dataset: object) -> None:
-    """Refuse a generator that has ended: it can be iterated only once.
+def refuse_again(dataset: object, *, is_begun: bool) -> None:
+    """Refuse another epoch of a generator or of an iterator such as ``map``.
+
+    Args:
+        dataset: The dataset.
+        is_begun: Whether an epoch of it has begun.
 
     Raises:
-        TypeError: If ``dataset`` is one; the epoch would be empty.
+        TypeError: If it can be read once only; the epoch would lack samples.
     """
-    if isinstance(dataset, types.AsyncGeneratorType):
-        frame = dataset.ag_frame
-    elif isinstance(dataset, types.GeneratorType):
-        frame = dataset.gi_frame
-    else:
-        return
-    if frame is None:
+    is_once = isinstance(dataset, (Iterator, AsyncIterator))
+    if not is_once or type(dataset).__module__ not in {"builtins", "itertools"}:
+        return  # a user's own may start again
+    frame = getattr(dataset, "gi_frame", getattr(dataset, "ag_frame", dataset))
+    if is_begun or frame is None:
         raise TypeError(
-            f"the dataset is a {type(dataset).__name__} that has ended, and this epoch "
-            f"would be empty: {_ONCE}"
+            f"the dataset is an iterator ({type(dataset).__name__}) that was read "
+            f"before, and this epoch would lack its samples: {_ONCE}"
         )
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import product
 from typing import Any
 
 import pytest
@@ -183,7 +184,17 @@ class Async(Plain):
     async def __getitem__(self, i):
         if i: await asyncio.sleep(60)
         return i
+class Returning(Plain):
+    def __getitem__(self, i):
+        return Async().__getitem__(i)
+class Slow:
+    def __len__(self): return 9
+    def __iter__(self):
+        over.wait(60)
+        yield 0
 ways = {
+    'sampler': lambda: DataLoader(Async(), sampler=Slow()),
+    'returned': lambda: DataLoader(Returning()),
     'coroutines': lambda: DataLoader(Async()),
     'timed': lambda: DataLoader(Async(), timeout=50),
     'workers': lambda: DataLoader(Plain(), num_workers=1),
@@ -191,9 +202,14 @@ ways = {
 }
 async def main(loader):
     batches = aiter(loader)
-    await anext(batches)
+    if sys.argv[1] != 'sampler':
+        await anext(batches)
     threading.Thread(target=handled_elsewhere).start()
-    await anext(batches)
+    try:
+        await anext(batches)
+    finally:
+        over.set()
+over = threading.Event()
 loader = ways[sys.argv[1]]()
 if sys.argv[2] == 'async for':
     asyncio.run(main(loader))
@@ -204,8 +220,16 @@ next(batches)
 """
 
 
-@pytest.mark.parametrize("statement", ["for", "async for"])
-@pytest.mark.parametrize("way", ["coroutines", "timed", "workers", "device"])
+@pytest.mark.parametrize(
+    ("way", "statement"),
+    [
+        *product(
+            ["coroutines", "timed", "workers", "device", "returned"],
+            ["for", "async for"],
+        ),
+        ("sampler", "async for"),
+    ],
+)
 def test_an_interrupt_that_does_not_wake_the_main_thread(
     way: str, statement: str
 ) -> None:

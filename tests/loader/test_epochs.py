@@ -2,9 +2,11 @@
 
 import asyncio
 import copy
+import itertools
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -14,6 +16,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 import aioloader
 from aioloader import DataLoader, ShuffledIndices
+from aioloader.testing._frozen import frozen
 from samples import AsyncMap, SyncMap, labels
 
 OURS = str(Path(aioloader.__file__).parent)
@@ -172,14 +175,27 @@ def test_a_subclass_may_have_an_epoch() -> None:
     assert loader.epoch == "mine"
 
 
-def test_a_copy_counts_its_epochs() -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader[Any](SyncMap(), 5, shuffle=True, rank=0, world_size=1),
+        lambda: DataLoader[Any](SyncMap(), 5, sampler=ShuffledIndices(20)),
+        lambda: DataLoader[Any](SyncMap(), None, sampler=ShuffledIndices(20)),
+        lambda: DataLoader[Any](SyncMap(), 5),
+    ],
+    ids=["ranks", "shuffled", "no batches", "plain"],
+)
+def test_a_copy_counts_its_epochs(make: Any) -> None:
     """And not those of the loader it was copied from."""
-    loader: Any = DataLoader(SyncMap(), 5)
-    list(loader)
+    reference = make()
+    expected = [frozen(list(reference)) for _ in range(3)]
+    loader = make()
+    assert frozen(list(loader)) == expected[0]
     other = copy.copy(loader)
-    list(other)
-    list(other)
+    assert [frozen(list(other)) for _ in range(2)] == expected[1:]
     assert (loader.epoch, other.epoch) == (1, 3)
+    other.set_epoch(7)
+    assert frozen(list(loader)) == expected[1]
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
@@ -207,16 +223,33 @@ async def numbers() -> AsyncIterator[int]:
         yield number
 
 
-ONCE = r"generator .*each epoch needs a new generator; pass .*from_async_iterable\("
+ONCE = r"each epoch needs a new generator; pass .*from_async_iterable\("
+READ = r"iterator \(.*\) that was read before, .*" + ONCE
 
 
-@pytest.mark.parametrize("make", [numbers, lambda: (one for one in range(4))])
-def test_a_generator_has_one_epoch(make: Any) -> None:
-    """The next one would be empty, in silence."""
+@pytest.mark.parametrize(
+    "make",
+    [numbers, lambda: (n for n in range(4)), lambda: map(int, range(4))],
+    ids=["async generator", "generator", "map"],
+)
+@pytest.mark.parametrize("taken", [1, 3])
+def test_a_generator_has_one_epoch(make: Any, taken: int) -> None:
+    """The next one would lack what was read, in silence."""
     loader: Any = DataLoader(make(), 2)
-    assert len(list(loader)) == 2
-    with pytest.raises(TypeError, match=ONCE):
-        iter(loader)
+    iterator, other = iter(loader), iter(loader)
+    assert len(list(itertools.islice(iterator, taken))) == min(taken, 2)
+    for again in (partial(next, other), partial(iter, loader)):
+        with pytest.raises(TypeError, match=READ):
+            again()
+    iterator.close()
+
+
+def test_a_generator_that_has_ended_has_no_epoch() -> None:
+    """Wherever it was read."""
+    generator = (n for n in range(4))
+    assert list(generator)
+    with pytest.raises(TypeError, match=READ):
+        iter(DataLoader(generator, 2))
 
 
 def test_a_generator_function_is_no_dataset() -> None:

@@ -92,6 +92,14 @@ def test_for_cannot_be_hosted_on_the_callers_loop() -> None:
     assert len(list(DataLoader(SyncMap(), loop="caller"))) == 20
 
 
+async def test_for_does_not_block_the_callers_loop_forever() -> None:
+    """Nor over an iterator of ``async for``."""
+    iterator = aiter(DataLoader(AsyncMap(), batch_size=4, loop="caller"))
+    with pytest.raises(RuntimeError, match="a plain `for` would block it"):
+        next(iterator)
+    await iterator.aclose()
+
+
 async def test_the_callers_loop_is_where_coroutines_run() -> None:
     """And with the default they do not run there."""
     seen: set[Any] = set()

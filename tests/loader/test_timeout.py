@@ -2,8 +2,10 @@
 
 import asyncio
 import threading
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from aioloader import DataLoader
@@ -147,11 +149,14 @@ async def test_giving_up_after_a_timeout_releases_everything() -> None:
     await asyncio.sleep(0)
 
 
-def test_the_number_is_as_it_was_given() -> None:
+@pytest.mark.parametrize(
+    "timeout", [1, 0.5, np.float32(0.5), np.int64(1), Fraction(1, 2)]
+)
+def test_the_number_is_as_it_was_given(timeout: Any) -> None:
     """Scripts look for torch's words: "1", and not "1.0"."""
     dataset = StuckSync(stuck=0)
-    iterator = iter(DataLoader(dataset, batch_size=4, timeout=1))
-    with pytest.raises(BatchTimeoutError, match="timed out after 1 seconds"):
+    iterator = iter(DataLoader(dataset, batch_size=4, timeout=timeout))
+    with pytest.raises(BatchTimeoutError, match=f"timed out after {timeout} seconds"):
         next(iterator)
     dataset.let_through.set()
     iterator.close()

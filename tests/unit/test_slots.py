@@ -57,6 +57,26 @@ def test_a_consumer_that_keeps_everything_gets_its_own_memory() -> None:
     assert sum(len(free) for free in pool._free.values()) == 8
 
 
+def test_sizes_come_while_surplus_is_dropped() -> None:
+    """Another thread may lease then; here, what unlocks the memory does."""
+    pool = SlotPool()
+    others = [MIN_BYTES + 8192, MIN_BYTES + 16384]
+
+    class Leasing:
+        def lock(self, address: int, nbytes: int) -> bool:
+            return True
+
+        def unlock(self, address: int) -> None:
+            if others:
+                pool.lease(others.pop())
+
+    pool.locker = Leasing()
+    many = [pool.lease(1 << 26) for _ in range(6)]
+    del many
+    pool.lease(MIN_BYTES)
+    assert not others
+
+
 def test_a_late_view_outlives_its_pool() -> None:
     """The memory is valid as long as someone holds it."""
     slot = SlotPool().lease(MIN_BYTES)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -287,3 +288,14 @@ def test_closing_ends_a_retry(workers: Any, tmp_path: Path) -> None:
     next(iterator)
     loader.close()
     assert (tmp_path / "left").exists()
+
+
+def test_closing_ends_a_retry_in_an_executor() -> None:
+    """Its threads are free at once."""
+    with ThreadPoolExecutor(1) as executor:
+        loader: Any = DataLoader(
+            Failing(8), 2, num_workers=1, workers=executor, retry=Patient()
+        )
+        iterator = iter(loader)
+        next(iterator)
+        loader.close()

@@ -3,7 +3,6 @@
 It checks its arguments and delegates; it reads and schedules nothing itself.
 """
 
-import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
@@ -22,7 +21,12 @@ from aioloader._loader.ranks import (
     repeats_samples,
     warn_of_repeats,
 )
-from aioloader._loader.sampling import make_samplers, settle_shuffle, tell_epoch
+from aioloader._loader.sampling import (
+    make_samplers,
+    own_order,
+    settle_shuffle,
+    tell_epoch,
+)
 from aioloader._loader.state import State, unsealed
 from aioloader._loader.torch_compat import Batch, TorchLoader, dataset_kind
 from aioloader._order.epoch import EpochNumbers, index_sampler_of
@@ -32,7 +36,7 @@ from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import MakeLifespan
 from aioloader._pipeline.waiting import refuse_trio
 from aioloader._workers.rng import Rng
-from aioloader.protocols import Kind, refuse_ended
+from aioloader.protocols import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -352,8 +356,9 @@ class DataLoader(Observed, TorchLoader[Batch]):
         return {**vars(self), "_live": self._live.loaded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._epochs = copy.copy(self._epochs)  # `copy.copy` gives the other's
+        own = own_order(state["sampler"], state["batch_sampler"])
+        self.__dict__.update(state, sampler=own[0], batch_sampler=own[1])
+        self._epochs = self._epochs.copy(index_sampler_of(*own))
         from aioloader._loader.runtime import Runtime
 
         self._live = Runtime(self.dataset, self._epochs, loaded=state["_live"])
@@ -418,8 +423,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
         """Return an iterator; worker processes start with it, as in torch."""
         from aioloader._pipeline.iterator import BatchIterator, Start, length_check
 
-        refuse_ended(self.dataset)
         live = self._live
+        live.refuse_again()
         options = self._options(settles=True)
         if options.chooses:
             deaths, is_kept = live.tally.deaths, live.pools.has_kept()

@@ -38,7 +38,7 @@ from aioloader._pipeline.position import Loads
 from aioloader._pipeline.tuner import Tuning
 from aioloader._transport.slots import SlotPool
 from aioloader._workers.lease import Pools, Servers, Tally
-from aioloader.protocols import Kind
+from aioloader.protocols import Kind, refuse_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,6 +77,7 @@ class Runtime:
     def __init__(
         self, dataset: Any, numbers: EpochNumbers, loaded: State | None = None
     ) -> None:
+        self._dataset = dataset
         self.hosts = Hosts(dataset)
         self.loads = Loads()
         self.slots = SlotPool()
@@ -115,6 +116,10 @@ class Runtime:
         return cores()
 
     # -- an epoch starts ----------------------------------------------------------
+
+    def refuse_again(self) -> None:
+        """Refuse another epoch of a dataset that can be read once only."""
+        refuse_again(self._dataset, is_begun=self.epoch is not None)
 
     def draw(self, options: Options, saved: State | None) -> Epoch:
         """Draw when torch draws, so that the generators stay in step with torch's.
@@ -163,6 +168,7 @@ class Runtime:
         self, options: Options, drawn: Epoch | None, claim: "Start", *, is_async: bool
     ) -> tuple[Epoch, "Source"]:
         """Make one iteration; it takes effect with ``begin``."""
+        self.refuse_again()
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self.loaded is None and ahead.claim(options):
             ahead.epoch.dataset_epoch = epoch_of(options.dataset)

@@ -1,5 +1,6 @@
 """Torch's samplers for torch's arguments, and its handling of data pipes."""
 
+import copy
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from aioloader._loader.options import Options
 from aioloader._loader.ranks import Ranks, refuse_two_deals
+from aioloader._order.epoch import index_sampler_of
 from aioloader._order.indices import nested
 from aioloader._order.permutation import ShuffledIndices
 from aioloader.protocols import Kind, is_own_stream
@@ -57,6 +59,23 @@ def make_samplers(
         batch_sampler = BatchSampler(sampler, size, options.drop_last)
     refuse_two_deals(ranks.given, dataset, sampler, batch_sampler)
     return sampler, batch_sampler, size
+
+
+def own_order(sampler: Any, batch_sampler: Any) -> tuple[Any, Any]:
+    """Return the samplers for a copy of a loader, with their own ``ShuffledIndices``.
+
+    Each loader sets the epoch of its own.
+    """
+    order = index_sampler_of(sampler, batch_sampler)
+    if not isinstance(order, ShuffledIndices):
+        return sampler, batch_sampler
+    own = copy.copy(order)
+    if type(batch_sampler) is BatchSampler:
+        batch_sampler = copy.copy(batch_sampler)
+        batch_sampler.sampler = own
+    elif batch_sampler is not None:
+        batch_sampler = own
+    return own if sampler is order else sampler, batch_sampler
 
 
 def settle_shuffle(dataset: Any, shuffle: Any) -> tuple[Any, Any]:

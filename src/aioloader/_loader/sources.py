@@ -30,7 +30,12 @@ from aioloader._pipeline.evened import EvenedIterator, EvenedQueue
 from aioloader._pipeline.hosts import Hosts, Place
 from aioloader._pipeline.inline import GatherIterator, InlineIterator, PlainIterator
 from aioloader._pipeline.pipeline import Pipeline
-from aioloader._pipeline.pipeline_iterator import Patience, PipelineIterator, Window
+from aioloader._pipeline.pipeline_iterator import (
+    Patience,
+    PipelineIterator,
+    Window,
+    refuse_blocking,
+)
 from aioloader._pipeline.position import Loads
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import Pool
@@ -178,10 +183,7 @@ def _place(options: Options, pool: Pool | None, *, is_async: bool) -> Place:
     if options.loop == "thread":
         return "loop"
     if not is_async:
-        raise RuntimeError(
-            "loop='caller' hosts coroutines on the loop that iterates, and a plain "
-            "`for` would block it: use `async for`, or loop='thread'"
-        )
+        refuse_blocking()
     return asyncio.get_running_loop()
 
 

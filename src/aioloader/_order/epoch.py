@@ -331,6 +331,12 @@ class EpochNumbers:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _reserved=weakref.WeakSet())
 
+    def copy(self, sampler: Any) -> "EpochNumbers":
+        """Return the numbers for a copy of the loader, which has this sampler."""
+        numbers = EpochNumbers(sampler)
+        numbers.next, numbers._shuffled = self.next, self._shuffled
+        return numbers
+
     def reserve(self, epoch: Epoch) -> int:
         """Return the number for a new epoch, and note its order.
 

@@ -1,14 +1,22 @@
 """Small helpers for ``await`` and for errors of user code."""
 
 import asyncio
+import concurrent.futures
 import inspect
+import threading
 import types
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Collection, Iterable
 from typing import Any
 
 from aioloader._order.blocks import Bad, failed
+from aioloader._order.forks import fork_safe
 from aioloader._order.raising import Carried, carried, ends_task, raisable
 from aioloader._pipeline.cpu import CpuThread
+from aioloader._pipeline.waiting import LOOK_UP, call_threadsafe
+from aioloader.errors import LoaderClosedError
+
+_CONTAINERS = {tuple, list, dict}
+_CLOSED = "the iterator was closed"
 
 
 async def resolved(value: Any) -> Any:
@@ -46,12 +54,15 @@ async def _resolved_in_task(value: Any) -> Any:
         raise carried(error)  # noqa: B904  (it keeps its cause)
 
 
-def _has_awaitable(values: Iterable[Any]) -> bool:
-    return any(
-        isinstance(value, Awaitable)
-        or (type(value) in {tuple, list} and _has_awaitable(value))
-        or (type(value) is dict and _has_awaitable(value.values()))
+def _has_awaitable(values: Collection[Any]) -> bool:
+    """Tell whether there is an awaitable in ``values``, or in containers in them."""
+    kinds = set(map(type, values))
+    if any(issubclass(kind, Awaitable) for kind in kinds):
+        return True
+    return not kinds.isdisjoint(_CONTAINERS) and any(
+        _has_awaitable(value.values() if type(value) is dict else value)
         for value in values
+        if type(value) in _CONTAINERS
     )
 
 
@@ -70,9 +81,17 @@ def user_error(error: BaseException, what: str) -> BaseException:
     return raisable(error, what)
 
 
-def holds_coroutines(samples: Any) -> bool:
-    """Tell whether there is a coroutine in a list of samples."""
-    return type(samples) is list and types.CoroutineType in map(type, samples)
+def holds_awaitables(samples: Any) -> bool:
+    """Tell whether plain code has returned awaitables, as ``resolved`` finds them.
+
+    Of the tuples, lists and dicts in a list of samples, one of each type is searched.
+    """
+    if type(samples) is not list:
+        return False
+    kinds = set(map(type, samples))
+    if kinds.isdisjoint(_CONTAINERS):  # the usual case: this is per batch
+        return any(issubclass(kind, Awaitable) for kind in kinds)
+    return _has_awaitable({type(sample): sample for sample in samples}.values())
 
 
 def close_coroutines(samples: Any) -> None:
@@ -91,8 +110,7 @@ def refuse_coroutines(values: Any, what: str) -> None:
     """
     if isinstance(values, types.CoroutineType):
         values = [values]
-    is_list = type(values) is list and values
-    if not is_list or not isinstance(values[0], types.CoroutineType):
+    if type(values) is not list or types.CoroutineType not in map(type, values):
         return
     close_coroutines(values)
     raise TypeError(
@@ -102,34 +120,47 @@ def refuse_coroutines(values: Any, what: str) -> None:
 
 
 class SideLoop:
-    """An event loop in a thread, for plain code that returns awaitables.
-
-    It starts with the first awaitable and runs until ``close``: clients and sessions
-    are bound to one loop.
+    """The event loop that awaits what plain code in other threads returns.
 
     Args:
-        loop: The caller's loop, to await on that one instead.
+        loop: The loop of the loader or of its caller. None: a loop in a thread, which
+            starts with the first awaitable and runs until ``close``: clients and
+            sessions are bound to one loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop
+        self._ended: asyncio.Event | None = None  # of the thread's loop
         self._thread: CpuThread | None = None
-        self._runner: asyncio.Runner | None = None
+        self._waited: set[concurrent.futures.Future[list[Any]]] = set()
+        self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
+        self.is_closed: bool = False
 
     def resolve(self, values: Iterable[Any], limit: int) -> list[Any]:
         """Await all, at most ``limit`` at a time; block until the results are there.
 
         A failed one is returned as ``Bad``.
+
+        Raises:
+            LoaderClosedError: If it is closed meanwhile: the awaiting is cancelled.
         """
-        if self._loop is not None:
+        with self._lock:
+            if self.is_closed:
+                raise LoaderClosedError(_CLOSED)
+            if self._loop is None:
+                self._loop = self._start()
             gathered = _gathered(values, limit)
-            return asyncio.run_coroutine_threadsafe(gathered, self._loop).result()
-        if self._thread is None:
-            self._thread = CpuThread("aioloader-side-loop")
-            self._runner = asyncio.Runner()
-        runner = self._runner
-        assert runner is not None
-        return self._thread.wait_for(lambda: runner.run(_gathered(values, limit)))
+            future = asyncio.run_coroutine_threadsafe(gathered, self._loop)
+            self._waited.add(future)
+        try:
+            while concurrent.futures.wait([future], LOOK_UP).not_done:
+                pass  # a signal is handled now
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise LoaderClosedError(_CLOSED) from None
+        finally:
+            future.cancel()  # after Ctrl-C
+            self._waited.discard(future)
 
     def wait_for(self, value: Any) -> Any:
         """Await ``value``; block until the result is there, or raise its error."""
@@ -138,15 +169,27 @@ class SideLoop:
             raise found.error
         return found
 
-    def is_open(self) -> bool:
-        """Tell whether its thread runs."""
-        return self._thread is not None
-
     def close(self) -> None:
-        """End the loop and its thread; a later awaitable starts another."""
-        thread, self._thread = self._thread, None
-        if thread is not None and self._runner is not None:
-            thread.stop(self._runner.close)
+        """End every wait, and the thread; finalizers may call it."""
+        with self._lock:
+            self.is_closed = True
+            for future in list(self._waited):
+                future.cancel()
+            thread, self._thread = self._thread, None
+            if thread is not None and self._loop and self._ended:
+                call_threadsafe(self._loop, self._ended.set)
+                thread.stop(thread.ident)
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        loop, ended = asyncio.new_event_loop(), asyncio.Event()
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(ended.wait())
+
+        self._ended, self._thread = ended, CpuThread("aioloader-side-loop")
+        self._thread.post(run)
+        return loop
 
 
 async def _gathered(values: Iterable[Any], limit: int) -> list[Any]:

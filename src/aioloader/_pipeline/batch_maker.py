@@ -6,8 +6,8 @@ This is plain code that runs in the calling thread; the fetchers have async vers
 
 import contextlib
 import copy
+import inspect
 import time
-import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ from aioloader._order.retry import RETRIED, Retry
 from aioloader._pipeline.awaiting import (
     SideLoop,
     close_coroutines,
-    holds_coroutines,
+    holds_awaitables,
     refuse_coroutines,
     user_error,
 )
@@ -202,11 +202,11 @@ class BatchMaker:
                 self._read_batch(task, self.get_batch, pause)
             else:
                 self._read_each(task, pause)
+            if holds_awaitables(task.samples):
+                self._await_samples(task, pause)
         except BaseException:
             close_coroutines(task.samples)
             raise
-        if holds_coroutines(task.samples):
-            self._await_samples(task, pause)
         task.read = perf_counter()
 
     def apply(self, task: BatchTask) -> None:
@@ -329,7 +329,7 @@ class BatchMaker:
         return result
 
     def close(self) -> None:
-        """Release the thread that awaits what plain code returned, if any."""
+        """End the waits for what plain code returned; finalizers may call it."""
         self.side_loop.close()
 
     # -- reading --------------------------------------------------------------------
@@ -381,7 +381,7 @@ class BatchMaker:
             try:
                 self._seed(task, position, 0)
                 sample = self.get(task.indices[position])
-                is_later = isinstance(sample, types.CoroutineType)
+                is_later = holds_awaitables([sample])
                 return self.side_loop.wait_for(sample) if is_later else sample
             except BaseException as again:  # counted, then resolved
                 error = again
@@ -404,7 +404,7 @@ class BatchMaker:
         while True:
             try:
                 samples = get_batch(task.indices)
-                if isinstance(samples, types.CoroutineType):
+                if inspect.isawaitable(samples):
                     samples = self.side_loop.wait_for(samples)
                 task.samples = self.checked(task, samples)
             except BaseException as caught:
@@ -428,11 +428,7 @@ class BatchMaker:
         return may_skip and hasattr(self.dataset, "__getitem__")
 
     def _await_samples(self, task: BatchTask, pause: Callable[[float], object]) -> None:
-        """Await the coroutines that a plain ``__getitem__`` has returned.
-
-        A wrapper hides that its dataset is async, so it is read a batch at a time in
-        this thread.
-        """
+        """Await what a plain ``__getitem__`` has returned, a batch at a time."""
         for position, found in enumerate(
             self.side_loop.resolve(task.samples, self.concurrency)
         ):
@@ -446,6 +442,8 @@ class BatchMaker:
         self, stage: str, task: BatchTask, position: int, error: BaseException
     ) -> Any:
         """Return the replacement of a failed sample, or raise, by the policy."""
+        if self.side_loop.is_closed:
+            raise error  # of an iteration that is over
         failure = Failure(
             stage=stage,
             epoch=self.epoch,

@@ -5,7 +5,6 @@ is safe from any thread, and from finalizers (``SimpleQueue`` is reentrant).
 """
 
 import asyncio
-import concurrent.futures
 import logging
 import os
 import queue
@@ -18,7 +17,11 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from aioloader._order.forks import fork_safe
-from aioloader._pipeline.waiting import call_threadsafe, context_elsewhere
+from aioloader._pipeline.waiting import (
+    call_threadsafe,
+    context_elsewhere,
+    looking_up,
+)
 from aioloader.errors import LoaderClosedError
 
 T = TypeVar("T")
@@ -97,21 +100,8 @@ class CpuThread:
 
         if not self.post(do):
             raise LoaderClosedError("the thread of the loader has ended")
-        return await future
-
-    def wait_for(self, job: Callable[[], T]) -> T:
-        """Run ``job`` in the thread; block until its result is there."""
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def do() -> None:
-            try:
-                future.set_result(job())
-            except BaseException as error:  # raised by the caller
-                future.set_exception(error)
-
-        if not self.post(do):
-            raise LoaderClosedError("the thread of the loader has ended")
-        return future.result()
+        with looking_up(loop):
+            return await future
 
     def post_nowait(self, job: Job) -> None:
         """Post to a running thread without a lock, for finalizers."""

@@ -28,6 +28,7 @@ from aioloader._order.ranks import WHOLE
 from aioloader._pipeline.awaiting import (
     SideLoop,
     close_coroutines,
+    holds_awaitables,
     refuse_coroutines,
 )
 from aioloader._pipeline.batch_maker import BatchMaker
@@ -181,7 +182,7 @@ class PlainIterator(LocalIterator):
         try:
             for index in indices:
                 samples.append(self._get(index))  # noqa: PERF401  (kept if one fails)
-            if types.CoroutineType in map(type, samples):
+            if holds_awaitables(samples):
                 samples = self._awaited(samples)
             stage, read = "collate", perf_counter()
             with lending(self._slots):
@@ -221,7 +222,7 @@ class PlainIterator(LocalIterator):
         return noted(error, where)
 
     def _awaited(self, samples: list[Any]) -> list[Any]:
-        """Await the coroutines that a plain ``__getitem__`` has returned.
+        """Await what a plain ``__getitem__`` has returned.
 
         Raises:
             Exception: The error of the first sample that failed.
@@ -229,8 +230,9 @@ class PlainIterator(LocalIterator):
         if self._side_loop is None:
             self._side_loop, self.must_close = SideLoop(), True
         found = self._side_loop.resolve(samples, self._concurrency)
-        for sample in found:
+        for position, sample in enumerate(found):
             if type(sample) is Bad:
+                del samples[position:]  # the error names the next one
                 raise sample.error
         return found
 
@@ -264,7 +266,7 @@ class InlineIterator(LocalIterator):
             self._stream = SyncStream(
                 maker, drop_last=drop_last, resume=resume, keys=maker.seeds()
             )
-        self.must_close = self._stream is not None or host is not None
+        self.must_close = True
         if isinstance(host, CallerHost):
             try:
                 host.open()

@@ -17,6 +17,7 @@ from aioloader._observe.records import LISTED, NOT_MADE, Listed, processor_time
 from aioloader._order.epoch import BEGINNING, Bookmark
 from aioloader._order.failures import Failure
 from aioloader._order.raising import ends_task
+from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.fetcher_pool import FetcherPool
@@ -80,6 +81,8 @@ class Pipeline:
         )
         self.maker = maker
         self.host = host
+        if host.loop is not None:
+            maker.side_loop = SideLoop(host.loop)
         self.pool = pool
         self.stage: Stage | None = None
         self.under_way: dict[int, tuple[BatchTask, float]] = {}
@@ -148,7 +151,8 @@ class Pipeline:
         """Start ending, from any thread or finalizer; sets ``ended`` when done."""
         if not self._is_dismissed:
             self._is_closing = True
-            self._bell.put(None)
+            self._bell.put(None)  # ends pauses
+            self.maker.close()
             self.ready.close()
             self.host.dismiss(self)
             if self.stage is not None:
@@ -228,7 +232,6 @@ class Pipeline:
                 except BaseException as error:  # raised where it is closed
                     self.exit_error = error
             self._close_stream()
-            self.maker.close()
             self.fail(LoaderClosedError("the iterator was closed"))
 
     def release_workers(self) -> None:
@@ -239,6 +242,7 @@ class Pipeline:
         self.fail(LoaderClosedError("the event loop of the loader has ended"))
 
     def _release_pool(self) -> None:
+        self._bell.put(None)
         if self.pool is not None:
             self.pool.forget(self)
         if self._is_abandoned:
@@ -282,7 +286,7 @@ class Pipeline:
                 if self._stream is not None:
                     self._stream.pull(task)
                 else:
-                    maker.read(task, self._pause)
+                    maker.read(task, self.pause)
                 if is_plain and task.result is None:
                     task.result = maker.finish(task)
                     task.cpu = cpu and time.thread_time() - cpu
@@ -444,10 +448,15 @@ class Pipeline:
             # Its traceback would hold the consumer's frames and thus the iterator.
             self.deliver(task, BatchResult(error=error.with_traceback(None)))
 
-    def _pause(self, seconds: float) -> None:
-        """Sleep in the thread between attempts; raise if the pipeline closes."""
+    def pause(self, seconds: float) -> None:
+        """Sleep in a thread between attempts.
+
+        Raises:
+            LoaderClosedError: If the pipeline closes meanwhile.
+        """
         with contextlib.suppress(queue.Empty):
             self._bell.get(timeout=seconds)
+            self._bell.put(None)  # for the next thread
             raise LoaderClosedError("the iterator was closed")
 
     def _close_stream(self) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable  # noqa: TC003  (an annotation of an attribute)
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from aioloader._observe.records import CLOCKED, Counters, RecordTuple
 from aioloader._order.epoch import Epoch
@@ -28,6 +28,18 @@ _NOTHING: Final = object()
 _TURN = 0.001
 _MOST_PER_HOP = 64
 _NAP = 2 * HOP
+
+
+def refuse_blocking() -> NoReturn:
+    """Refuse a plain ``for`` in the thread of the loop that makes its batches.
+
+    Raises:
+        RuntimeError: It would wait forever.
+    """
+    raise RuntimeError(
+        "loop='caller' hosts coroutines on the loop that iterates, and a plain `for` "
+        "would block it: use `async for`, or loop='thread'"
+    )
 
 
 @dataclass(frozen=True)
@@ -208,7 +220,13 @@ class PipelineIterator:
                 await in_new_thread(partial(self._time_out, waited))
 
     def _wait(self) -> bool:
-        """Block until there is a result; tell whether it came in time."""
+        """Block until there is a result; tell whether it came in time.
+
+        Raises:
+            RuntimeError: If this thread runs the loop that makes it.
+        """
+        if self.pipeline.host.is_on_loop():
+            refuse_blocking()
         if self._naps():
             with self.pipeline.ready.napping() as ready:
                 if ready.wait(_NAP) or len(ready):
@@ -225,7 +243,7 @@ class PipelineIterator:
 
     def _limit(self) -> float | None:
         """Return how long to wait now, in seconds; None: without a limit."""
-        return self._timeout
+        return None if self._timeout is None else float(self._timeout)
 
     def _naps(self) -> bool:
         """Tell whether to wait for the batches of a whole hop.

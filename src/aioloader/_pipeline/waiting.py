@@ -31,7 +31,6 @@ class Waiters:
         self.lock = fork_safe(threading.RLock())  # a finalizer may need it too
         self._is_true = is_true
         self._wakes: deque[Callable[[], None]] = deque()
-        self._ticking: asyncio.AbstractEventLoop | None = None
 
     def wake(self, count: int | None = None) -> None:
         """Wake ``count`` waiters (all, if None); called without the lock."""
@@ -66,10 +65,8 @@ class Waiters:
 
         if not self._enter(wake):
             return True
-        if self._ticking is not loop:
-            self._tick(loop, weakref.ref(self))
         try:
-            with self._watching(loop):
+            with looking_up(loop), self._watching(loop):
                 if timeout is None:
                     await woken
                 else:
@@ -92,18 +89,6 @@ class Waiters:
         """Return the context to enter while a task of ``loop`` waits."""
         return _NOTHING
 
-    @staticmethod
-    def _tick(
-        loop: asyncio.AbstractEventLoop, reference: "weakref.ref[Waiters]"
-    ) -> None:
-        """Wake the loop every second, as long as anybody waits."""
-        self = reference()
-        if self is None:
-            return
-        self._ticking = loop if self._wakes else None
-        if self._wakes and threading.current_thread() is threading.main_thread():
-            loop.call_later(LOOK_UP, self._tick, loop, reference)
-
     def _enter(self, wake: Callable[[], None]) -> bool:
         with self.lock:
             if self._is_true():
@@ -119,6 +104,43 @@ class Waiters:
                 return True
         self.wake(1)
         return False
+
+
+class _LookUp:
+    """A timer on a loop of the main thread, as long as its tasks wait."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._waits = 0
+        self._is_on = False
+
+    def __enter__(self) -> None:
+        self._waits += 1
+        if not self._is_on:
+            self._tick()
+
+    def __exit__(self, *_exc: object) -> None:
+        self._waits -= 1
+
+    def _tick(self) -> None:
+        loop = self._loop()
+        self._is_on = False  # an interrupt may come before the next line has run
+        if self._waits and loop is not None:
+            loop.call_later(LOOK_UP, self._tick)
+            self._is_on = True
+
+
+_LOOK_UPS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LookUp]
+_LOOK_UPS = weakref.WeakKeyDictionary()
+
+
+def looking_up(loop: asyncio.AbstractEventLoop) -> AbstractContextManager[object]:
+    """Return the context in which a task of ``loop``, which runs here, waits."""
+    if threading.current_thread() is not threading.main_thread():
+        return _NOTHING
+    if (found := _LOOK_UPS.get(loop)) is None:
+        found = _LOOK_UPS[loop] = _LookUp(loop)
+    return found
 
 
 class Latch:

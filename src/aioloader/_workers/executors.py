@@ -120,7 +120,7 @@ class ExecutorWorkers:
         dataset = pipeline.maker.dataset
         be_worker_thread(WorkerInfo(number, self._spec.num_workers, seed, dataset))
         try:
-            result = make(pipeline, task, time.sleep)
+            result = make(pipeline, task)
             result.lane = number
             return result
         finally:

@@ -5,7 +5,6 @@ the dataset and the process's generators; each has its own generators in
 ``get_worker_info().rng``.
 """
 
-import contextlib
 import queue
 import sys
 import threading
@@ -24,7 +23,6 @@ from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.waiting import Latch
 from aioloader._workers.info import WorkerInfo, be_worker_thread, use_batch_rng
-from aioloader.errors import LoaderClosedError
 
 # How long a close waits for a batch in progress, in seconds.
 _GRACE = 10.0
@@ -73,7 +71,6 @@ class ThreadWorkers:
         self._base_seed = base_seed
         self._tasks: queue.SimpleQueue[BatchTask] = queue.SimpleQueue()
         self._over: list[bool] = []  # not empty: it is over
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # ends pauses
         self._threads: list[CpuThread] = []
         self._ended = [Latch() for _ in range(number)]
         self._in_flight: dict[int, tuple[BatchTask, float]] = {}  # by thread
@@ -86,7 +83,7 @@ class ThreadWorkers:
             thread.stop(self._ended[worker].set)
             self._threads.append(thread)
         # Runs at the interpreter's exit, before the threads are joined.
-        weakref.finalize(self, _end, self._over, self._bell, self._tasks, self._number)
+        weakref.finalize(self, _end, self._over, self._tasks, self._number)
 
     def wait_up(self) -> None:
         """Return at once."""
@@ -97,7 +94,7 @@ class ThreadWorkers:
 
     def forget(self, pipeline: Pipeline) -> None:  # noqa: ARG002  (the pool's protocol)
         """End the threads after their current batches; finalizers may call it."""
-        _end(self._over, self._bell, self._tasks, len(self._threads))
+        _end(self._over, self._tasks, len(self._threads))
 
     def join(self) -> bool:
         """Wait until the threads have ended, bounded; a forked child has none."""
@@ -151,45 +148,30 @@ class ThreadWorkers:
         ident = threading.get_ident()
         while (task := self._tasks.get()) is not _LAST and not self._over:
             self._in_flight[ident] = task, time.monotonic()
-            result = make(pipeline, task, self._pause)
+            result = make(pipeline, task)
             result.lane = worker
             del self._in_flight[ident]
             pipeline.deliver(task, result)
             del task, result  # the consumer may drop it before the next one comes
 
-    def _pause(self, seconds: float) -> None:
-        """Sleep before another attempt; raise if the iteration is over."""
-        with contextlib.suppress(queue.Empty):
-            if not self._over:
-                self._bell.get(timeout=seconds)
-            raise LoaderClosedError("the iterator was closed")
-
 
 _LAST = BatchTask(-1, ())
 
 
-def _end(
-    over: list[bool],
-    bell: "queue.SimpleQueue[None]",
-    tasks: "queue.SimpleQueue[BatchTask]",
-    number: int,
-) -> None:
+def _end(over: list[bool], tasks: "queue.SimpleQueue[BatchTask]", number: int) -> None:
     """End ``number`` threads after their current batches."""
     over.append(True)
     for _ in range(number):
-        bell.put(None)
         tasks.put(_LAST)
 
 
-def make(
-    pipeline: Pipeline, task: BatchTask, pause: Callable[[float], object]
-) -> BatchResult:
+def make(pipeline: Pipeline, task: BatchTask) -> BatchResult:
     """Make the rest of ``task`` in this thread; return errors."""
     maker, cpu = pipeline.maker, processor_time(task.number)
     try:
         with maker.around(task):
             if not pipeline.reads_here:
-                maker.read(task, pause)
+                maker.read(task, pipeline.pause)
             result = maker.finish(task)
     except BaseException as error:  # handed to the consumer
         return BatchResult(error=error)
