@@ -81,6 +81,16 @@ async def test_a_tar_cut_anywhere(form: str, tmp_path: Path) -> None:
         assert await whole_or_cut(TarDataset, path, data, at) == is_cut
 
 
+async def test_a_tar_with_a_hole(tmp_path: Path) -> None:
+    """Lost blocks are zeros, as its end is; so are joined archives."""
+    data = archive([Member(f"{at}.x", b"1") for at in range(4)])
+    for damaged in (data[:1024] + bytes(1024) + data[2048:], data + data):
+        whole, _ = await read(TarDataset(written(tmp_path / "a.tar", data)))
+        found, error = await read(TarDataset(written(tmp_path / "a.tar", damaged)))
+        assert found == whole[: 4 if damaged.startswith(data) else 1]
+        assert "with other bytes after them" in str(error)
+
+
 @pytest.mark.parametrize("blocks", [0, 1, 2, 9])
 @pytest.mark.parametrize("missing_end", ["error", "warn"])
 async def test_the_zeros_at_the_end(
@@ -199,7 +209,8 @@ async def test_packed_lines_cut_anywhere(
     for at in {*range(0, len(data), 29), *range(len(data) - 9, len(data))}:
         path.write_bytes(data[:at])
         if at != len(PACKS[pack](TEXT[:999])):
-            assert (await read(PACKED[ending](str(path))))[1] is not None
+            _, error = await read(PACKED[ending](str(path)))
+            assert isinstance(error, TruncatedReadError)
 
 
 @pytest.mark.parametrize("pack", PACKS)
