@@ -141,7 +141,7 @@ class Address:
     def check_pages(self, page: int) -> None:
         """Check that an SQLite file ends with a whole page.
 
-        SQLite takes the rest of a page to be zeros, and so of the rows there. The file is
+        SQLite takes the rest of a page, and of the rows there, to be zeros. The file is
         not opened: closing it would drop all its locks in this process.
 
         Raises:
