@@ -19,6 +19,7 @@ from aioloader.datasets import (
     ArrowDataset,
     CSVDataset,
     JSONLinesDataset,
+    ObjectDataset,
     ParquetDataset,
     Requests,
     TarDataset,
@@ -252,6 +253,17 @@ async def test_an_answer_that_seems_empty(ending: str, *, has_ranges: bool) -> N
         if ending == "txt":
             server.body = b""
             assert await read(TextDataset(address, requests=QUICK)) == ([], None)
+
+
+async def test_an_object_that_seems_empty() -> None:
+    """The same for whole objects."""
+    with ChangingServer(TEXT, has_ranges=False) as server:
+        server.seems_empty = True
+        async with ObjectDataset(server.url, ["a.txt"], requests=QUICK) as objects:
+            with pytest.raises(TruncatedReadError, match="gave 0 of 3,"):
+                await objects[0]
+            server.body = b""
+            assert bytes(await objects[0]) == b""
 
 
 def test_what_writers_write_ends() -> None:
