@@ -149,6 +149,7 @@ class SQLiteLookup:
         # A query ends within a millisecond after the closing.
         connection.set_progress_handler(lambda: self._is_closed, _STEPS)
         try:
+            connection.execute("PRAGMA schema_version")  # is it a database at all?
             (page,) = connection.execute("PRAGMA page_size").fetchone()
             self._address.check_pages(page)
         except BaseException:

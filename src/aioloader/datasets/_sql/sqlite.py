@@ -63,8 +63,8 @@ class SQLite:
         for link in self._links:
             await link.open()
             await link.run(execute, _LOCK_WAIT)
-        await self._links[0].run(_check_pages, self.address)
         await self._take_snapshot()
+        await self._links[0].run(_check_pages, self.address)
         self._users = dict.fromkeys(self._links, 0)
         first = self._links[0]
         self._plan = await first.run(planned, self.source)
