@@ -19,6 +19,7 @@ from aioloader.datasets import (
     ArrowDataset,
     CSVDataset,
     JSONLinesDataset,
+    ObjectDataset,
     ParquetDataset,
     Requests,
     TarDataset,
@@ -79,6 +80,16 @@ async def test_a_tar_cut_anywhere(form: str, tmp_path: Path) -> None:
         is_cut = at < end + 1024 and at != end + 512
         path = tmp_path / "a.tar"
         assert await whole_or_cut(TarDataset, path, data, at) == is_cut
+
+
+async def test_a_tar_with_a_hole(tmp_path: Path) -> None:
+    """Lost blocks are zeros, as its end is; so are joined archives."""
+    data = archive([Member(f"{at}.x", b"1") for at in range(4)])
+    for damaged in (data[:1024] + bytes(1024) + data[2048:], data + data):
+        whole, _ = await read(TarDataset(written(tmp_path / "a.tar", data)))
+        found, error = await read(TarDataset(written(tmp_path / "a.tar", damaged)))
+        assert found == whole[: 4 if damaged.startswith(data) else 1]
+        assert "with other bytes after them" in str(error)
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 2, 9])
@@ -199,7 +210,8 @@ async def test_packed_lines_cut_anywhere(
     for at in {*range(0, len(data), 29), *range(len(data) - 9, len(data))}:
         path.write_bytes(data[:at])
         if at != len(PACKS[pack](TEXT[:999])):
-            assert (await read(PACKED[ending](str(path))))[1] is not None
+            _, error = await read(PACKED[ending](str(path)))
+            assert isinstance(error, TruncatedReadError)
 
 
 @pytest.mark.parametrize("pack", PACKS)
@@ -241,6 +253,17 @@ async def test_an_answer_that_seems_empty(ending: str, *, has_ranges: bool) -> N
         if ending == "txt":
             server.body = b""
             assert await read(TextDataset(address, requests=QUICK)) == ([], None)
+
+
+async def test_an_object_that_seems_empty() -> None:
+    """The same for whole objects."""
+    with ChangingServer(TEXT, has_ranges=False) as server:
+        server.seems_empty = True
+        async with ObjectDataset(server.url, ["a.txt"], requests=QUICK) as objects:
+            with pytest.raises(TruncatedReadError, match="gave 0 of 3,"):
+                await objects[0]
+            server.body = b""
+            assert bytes(await objects[0]) == b""
 
 
 def test_what_writers_write_ends() -> None:

@@ -3,16 +3,21 @@
 import asyncio
 import contextlib
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aioloader.datasets import SQLRows
+from aioloader import DataLoader
+from aioloader.datasets import SQLDataset, SQLRows
 from aioloader.datasets._sql import links
 from aioloader.datasets._sql.address import address_of
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.reader import SQLReader
-from aioloader.errors import DatasetError
+from aioloader.errors import DatasetError, TruncatedReadError
 from datasets.pg import Database, database, postgresql, server, sqlite
 from datasets.sql_reads import opened, rest_of
 
@@ -123,4 +128,43 @@ async def test_a_scan_that_cannot_be_interrupted_is_left_to_its_thread(
     assert "runs on in its thread" in caplog.text
     with contextlib.suppress(asyncio.CancelledError):
         assert await scan == [(300_000,)]
-    await asyncio.to_thread(link._pool.shutdown)
+    await asyncio.to_thread(link._calls.join)
+
+
+_ENDLESS = """
+import sys
+from aioloader import DataLoader
+from aioloader.datasets import SQLDataset
+from aioloader.errors import BatchTimeoutError
+with DataLoader(SQLDataset(sys.argv[1], "slow", key="id"), timeout=0.5) as loader:
+    try:
+        list(loader)
+    except BatchTimeoutError:
+        print("timed out")
+"""
+
+
+@pytest.mark.slow
+def test_a_scan_that_never_ends_lets_the_process_end(sqlite: Database) -> None:
+    """Its thread is not waited for."""
+    sqlite.fill("t", 3)
+    sqlite.run(f"CREATE VIEW slow AS SELECT id, {counting()} AS n FROM t")
+    found = subprocess.run(
+        [sys.executable, "-c", _ENDLESS, sqlite.url],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert found.stdout == "timed out\n"
+    assert "runs on in its thread" in found.stderr
+
+
+@pytest.mark.parametrize("make", [SQLDataset, SQLRows])
+def test_a_file_that_ends_within_a_page(make: Any, sqlite: Database) -> None:
+    """SQLite takes the rest of it to be zeros, and so of rows there."""
+    sqlite.fill("t", 3)
+    path = Path(sqlite.url.removeprefix("sqlite:///"))
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(TruncatedReadError, match="ends within a page of 4,096 bytes"):
+        list(DataLoader(make(sqlite.url, "t", key="id")))

@@ -6,9 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from obstore.store import MemoryStore
 
 from aioloader import DataLoader
-from aioloader.datasets import TextDataset, from_async_iterable, from_iterable
+from aioloader._order.raising import STOPS
+from aioloader.datasets import (
+    ByteStream,
+    TextDataset,
+    from_async_iterable,
+    from_iterable,
+)
 from aioloader.errors import FailureBudgetError
 from beside import beside
 
@@ -165,3 +172,43 @@ async def test_a_fraction_is_of_the_samples_that_there_were() -> None:
     loader: Any = DataLoader(stream, 1000, on_error="skip", max_failures=0.1)
     with pytest.raises(FailureBudgetError, match="2 of 8 samples failed"):
         await beside(lambda: list(loader))
+
+
+class Stops:
+    """A parser of lines that raises at the end."""
+
+    def __init__(self, kind: type[BaseException], offset: int) -> None:
+        self.offset, self.is_over = offset, False
+        self._kind, self._lines = kind, list[bytes]()
+
+    def feed(self, piece: Any) -> None:
+        """Take whole lines."""
+        self._lines += bytes(piece).splitlines()
+
+    def end(self) -> None:
+        """Raise, as ``next`` does without a default."""
+        raise self._kind("the parser's")
+
+    def take(self, limit: int) -> list[Any]:
+        """Return lines."""
+        taken, self._lines = self._lines[:limit], self._lines[limit:]
+        self.offset += sum(len(line) + 1 for line in taken)
+        return taken
+
+
+@pytest.mark.parametrize("kind", [ValueError, *STOPS])
+@pytest.mark.parametrize("place", ["file", "store"])
+def test_a_parser_that_raises(
+    kind: type[BaseException], place: str, tmp_path: Path
+) -> None:
+    """The samples before come first, and then the error; nothing waits forever."""
+    (tmp_path / "a").write_bytes(b"one\ntwo\n")
+    store = MemoryStore()
+    store.put("a", b"one\ntwo\n")
+    where: Any = {"store": tmp_path if place == "file" else store}
+    stream: Any = ByteStream("a", lambda _, offset: Stops(kind, offset), **where)
+    found: list[bytes] = []
+    with pytest.raises(ValueError if kind is ValueError else RuntimeError):
+        for sample in DataLoader(stream, None, collate_fn=bytes, timeout=30):
+            found.append(sample)  # noqa: PERF402  (they stay after an error)
+    assert found == [b"one", b"two"]

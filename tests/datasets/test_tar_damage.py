@@ -148,6 +148,9 @@ HUGE = header(b"././@LongLink", (1 << 20) + 1, b"L")
     ("data", "what"),
     [
         (ZEROS[:512] + member(b"a.x", b"1"), "a lone block of zeros"),
+        (ZEROS + member(b"a.x", b"1") + ZEROS, "other bytes after them"),
+        (ZEROS + b"rest", "other bytes after them"),
+        (ONE + ZEROS * 3 + ONE, "other bytes after them"),
         (LONG_NAME + ZEROS, "zeros where a member must follow"),
         (HUGE + bytes(1 << 21), "PAX header of 1,048,577 bytes, over 1 MiB"),
         (header(b"a.x", b"0000000000z\0"), "for an octal number"),

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from aioloader import DataLoader
+from aioloader._order.raising import STOPS
 from aioloader.errors import WorkerDiedError
 from faults.error_table import (
     BATCHES,
@@ -16,6 +18,8 @@ from faults.error_table import (
     MODES,
     PLACES,
     Mode,
+    Raiser,
+    Samples,
     drained,
     drained_async,
     loader_of,
@@ -137,3 +141,36 @@ def test_processes(name: str, place: str, kind: str) -> None:
     if way.fits(place):
         with loader_of(place, kind, way) as loader:
             check(place, kind, way, drained(loader))
+
+
+class Unsaved(Samples):
+    """A dataset whose state cannot be saved; neither can a sampler's."""
+
+    def state_dict(self) -> Any:
+        """Raise."""
+        return self.one(3)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Do nothing."""
+
+
+class UnsavedSampler(Unsaved):
+    """The same with an order."""
+
+    def __iter__(self) -> Any:
+        return iter(range(len(self)))
+
+
+@pytest.mark.parametrize("kind", STOPS)
+@pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}, {"num_workers": 1}])
+def test_a_state_that_cannot_be_saved(
+    kind: type[BaseException], options: dict[str, Any]
+) -> None:
+    """The loop asks for it, and does not take this for its end."""
+    unsaved = UnsavedSampler(Raiser(kind))
+    samplers: list[dict[str, Any]] = [{}, {"sampler": unsaved}]
+    for dataset, more in zip([unsaved, Samples()], samplers, strict=True):
+        loader: Any = DataLoader(dataset, 2, **options, **more)
+        with pytest.raises(RuntimeError, match=f"raised {kind.__name__}") as caught:
+            list(loader)
+        assert type(caught.value.__cause__) is kind

@@ -32,6 +32,7 @@ from aioloader._observe.warnings import warn
 from aioloader._order.epoch import Epoch, EpochNumbers
 from aioloader._order.forks import fork_safe
 from aioloader._order.indices import epoch_of
+from aioloader._order.raising import raisable
 from aioloader._pipeline.hosts import Hosts
 from aioloader._pipeline.inline import PlainIterator
 from aioloader._pipeline.position import Loads
@@ -168,6 +169,14 @@ class Runtime:
         self, options: Options, drawn: Epoch | None, claim: "Start", *, is_async: bool
     ) -> tuple[Epoch, "Source"]:
         """Make one iteration; it takes effect with ``begin``."""
+        try:
+            return self._prepared(options, drawn, claim, is_async=is_async)
+        except BaseException as error:  # noqa: BLE001  (raised)
+            raise raisable(error, "user code")  # noqa: B904  (it keeps its cause)
+
+    def _prepared(
+        self, options: Options, drawn: Epoch | None, claim: "Start", *, is_async: bool
+    ) -> tuple[Epoch, "Source"]:
         self.refuse_again()
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self.loaded is None and ahead.claim(options):

@@ -289,7 +289,11 @@ class IteratedOrder:
         """Return the sampler's state after the latest batch, if it has one."""
         for name, part in (("iterator", iterator), ("sampler", self._sampler)):
             if is_stateful(part):
-                return {name: copy.deepcopy(part.state_dict()), "first": first}
+                try:
+                    return {name: copy.deepcopy(part.state_dict()), "first": first}
+                except BaseException as error:  # noqa: BLE001  (raised)
+                    error = raisable(error, "the sampler")
+                    raise noted(error, "in its state_dict()")  # noqa: B904  (it keeps its cause)
         return None
 
     def _warn(self, start: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeAlias
 
 from typing_extensions import Buffer
 
+from aioloader._order.raising import raisable
 from aioloader.datasets._cuts import Cuts, Part, checksum_of, cut_shards
 from aioloader.datasets._stores.bytes import Bytes
 from aioloader.datasets._stores.cache_dir import CacheDir
@@ -31,7 +32,7 @@ from aioloader.datasets._streams.shards import (
     WeighsShards,
     summary_of,
 )
-from aioloader.errors import DatasetError, ShardChangedError
+from aioloader.errors import ShardChangedError
 
 # A parser of one shard: its label, and the offset of the first byte it will get.
 MakeParser = Callable[[str, int], Parser]
@@ -85,7 +86,7 @@ class ParsedShard(KnowsVersion, CountsBytes):
         self._cutting: asyncio.Task[_Cut] | None = None
         # Whether the last piece has more, and whether it is the last of the shard.
         self._has_rest = self._has_ended = False
-        self._failure: DatasetError | None = None
+        self._failure: BaseException | None = None
         self._is_cached = isinstance(parser, Quick) and isinstance(source, FileBytes)
         self.is_draining = source.is_draining
         self.begin = source.begin
@@ -133,7 +134,12 @@ class ParsedShard(KnowsVersion, CountsBytes):
 
     async def _turn(self) -> bool:
         """Move to the next block; return whether there is one."""
-        while self._cutting is not None or self._has_rest or not self._has_ended:
+        while (
+            self._cutting is not None
+            or self._failure is not None
+            or self._has_rest
+            or not self._has_ended
+        ):
             byte, block = await self._cut_here() or await self._cut_in_thread()
             if block:
                 is_tracked = gc.is_tracked(block[-1])
@@ -179,31 +185,33 @@ class ParsedShard(KnowsVersion, CountsBytes):
     def _cut_piece(self, piece: Buffer | None) -> _Cut:
         """Cut one block from a piece, or from the rest of the last one."""
         begin = self._parser.offset
-        if piece is not None:
-            self._feed(piece)
-        return begin, self._take(self._limit)
+        try:
+            if piece is not None:
+                self._feed(piece)
+            return begin, self._take(self._limit)
+        except BaseException as error:  # noqa: BLE001  (raised)
+            raise raisable(error, "the parser")  # noqa: B904  (it keeps its cause)
 
     def _cut_pieces(self, length: int, read: Callable[[], Buffer | None]) -> _Cut:
         """Cut one block from the rest of the last piece, and from several more."""
         if self._failure is not None:
             raise self._failure
         begin, block = self._parser.offset, list[Any]()
-        while len(block) < self._limit:
-            if not self._has_rest:
-                if length <= 0 or self._has_ended:
-                    break
-                try:
+        try:
+            while len(block) < self._limit:
+                if not self._has_rest:
+                    if length <= 0 or self._has_ended:
+                        break
                     piece = read()
-                except DatasetError as error:
-                    if not block:
-                        raise
-                    self._failure = error  # raised after the samples before it
-                    break
-                if piece is None:
-                    break
-                length -= len(memoryview(piece))
-                self._feed(piece)
-            block += self._take(self._limit - len(block))
+                    if piece is None:
+                        break
+                    length -= len(memoryview(piece))
+                    self._feed(piece)
+                block += self._take(self._limit - len(block))
+        except BaseException as error:  # noqa: BLE001  (raised)
+            self._failure = raisable(error, "the parser")
+            if not block:  # or else after the samples before it
+                raise self._failure  # noqa: B904  (it keeps its cause)
         return begin, block
 
     def _feed(self, piece: Buffer) -> None:

@@ -284,7 +284,7 @@ class CSVFormat(TableFormat[Head]):
         known = {one.name: one.type for one in table.schema}
         types = {name: known[name] for name in present}
         parse = partial(dialect.parse, names=names, types=types, include=present)
-        with lines.opened() as read:
+        with lines.opened(location) as read:
             for at, data in blocks(read, lines.span, dialect, location):
                 yield from batches(data, at, parse, dialect, location)
 
@@ -298,8 +298,12 @@ class _Lines(NamedTuple):
     span: Range
 
     @contextlib.contextmanager
-    def opened(self) -> "Iterator[Any]":
-        """Open the file at the start of the range; yield its ``read``."""
+    def opened(self, location: str) -> "Iterator[Any]":
+        """Open the file at the start of the range; yield its ``read``.
+
+        Raises:
+            DatasetError: If it is packed, and cannot be unpacked.
+        """
         import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
         with contextlib.ExitStack() as stack:
@@ -313,6 +317,7 @@ class _Lines(NamedTuple):
             if self.packing is None:
                 file.seek(before)
             else:
+                stack.enter_context(_told(location))
                 file = pa.CompressedInputStream(file, self.packing)
                 stack.enter_context(file)
                 while before:
@@ -340,10 +345,26 @@ def _unpacked(
                     return b"".join(parts), False
     except OSError as error:
         if is_all:
-            text = f"{location!r} cannot be unpacked: {error}; it is damaged"
-            raise DatasetError(text, location=location) from error
+            raise _damage(error, location) from error
         return b"".join(parts), False
     return b"".join(parts), is_all
+
+
+def _damage(error: OSError, location: str) -> DatasetError:
+    text = f"{location!r} cannot be unpacked: {error}; it is damaged, or cut short"
+    if "Truncated" in str(error):  # pyarrow has one type for all
+        return TruncatedReadError(text, location=location)
+    return DatasetError(text, location=location)
+
+
+@contextlib.contextmanager
+def _told(location: str) -> "Iterator[None]":
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise _damage(error, location) from error
 
 
 def _type(name: str, given: Any) -> "pa.DataType":

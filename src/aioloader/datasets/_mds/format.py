@@ -130,7 +130,9 @@ class MDSFormat(ParsedFormat):
         unpacker = unpacker_of(self.places.name(shard.address))
         label = self.places.label(shard.address)
         start = 0 if unpacker else position.get("byte", shard.start)
-        stop = None if unpacker else shard.stop
+        # Of a whole shard, all is read: what follows the samples shows that the file is
+        # not the one that the index lists.
+        stop = None if unpacker or shard.stop == shard.size else shard.stop
         known = Known.of(position)
         source = self.places.open(shard.address, start, budget, known, stop)
         if unpacker is not None:

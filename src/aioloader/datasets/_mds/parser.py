@@ -26,7 +26,8 @@ class Column(NamedTuple):
 class MDSParser:
     """Makes samples from the bytes of one shard.
 
-    A sample that cannot be decoded is one failed sample; damaged lengths end the shard.
+    A sample that cannot be decoded is one failed sample; damaged lengths end the shard,
+    and so do bytes after the last sample.
 
     Args:
         url: Address of the shard, for errors.
@@ -46,7 +47,7 @@ class MDSParser:
         offset: int = 0,
     ) -> None:
         self.offset = offset
-        self.is_over = offset >= stop > 0
+        self.is_over = False
         self._url = url
         self._columns = columns
         self._samples = samples
@@ -81,9 +82,9 @@ class MDSParser:
                     break
                 samples.append(self._decode(data))
                 self.offset += len(data)
-                self.is_over = self.offset >= self._stop
             if self._is_ended and not self.is_over and len(samples) < limit:
-                self._fail_short()
+                self._check_end()
+                self.is_over = True
         except DatasetError as error:
             samples.append(Bad(error))
             self.is_over = True
@@ -109,10 +110,13 @@ class MDSParser:
         if self._take(first) is not None:
             self._at = self.offset = first
             self._is_begun = True
-            self.is_over = first == self._stop
 
     def _next(self) -> bytes | None:
-        """Return the bytes of the next sample."""
+        """Return the bytes of the next sample; None if there are not all of them."""
+        if self.offset >= self._stop:
+            if self._at < len(self._data):
+                raise self._damage("bytes after the last sample that the index lists")
+            return None
         head = self._take(self._head.size)
         if head is None:
             return None
@@ -149,7 +153,9 @@ class MDSParser:
         text = f"{self._url!r} is damaged at byte {self.offset:,}: {what}"
         return DatasetError(text, location=self._url)
 
-    def _fail_short(self) -> None:
+    def _check_end(self) -> None:
+        if self._is_begun and self.offset >= self._stop:
+            return
         received = self.offset + len(self._data) - self._at
         raise TruncatedReadError(
             f"{self._url!r} has {received:,} of {self._stop:,} bytes",

@@ -12,6 +12,7 @@ from urllib.parse import quote, unquote
 
 from aioloader.datasets._sql.password import find_password
 from aioloader.datasets._stores.redact import Sealed
+from aioloader.errors import TruncatedReadError
 
 # Parameters of libpq, and of encrypted SQLite files, that are secrets themselves.
 _SECRETS = frozenset({
@@ -136,6 +137,24 @@ class Address:
         parameters = {**self._parameters, "mode": "ro"}
         query = "&".join(f"{k}={quote(v)}" for k, v in parameters.items())
         return f"file:{quote(self.path)}?{query}"
+
+    def check_pages(self, page: int) -> None:
+        """Check that an SQLite file ends with a whole page.
+
+        SQLite takes the rest of a page, and of the rows there, to be zeros. The file is
+        not opened: closing it would drop all its locks in this process.
+
+        Raises:
+            TruncatedReadError: If it has not.
+        """
+        size = os.stat(self.path).st_size  # noqa: PTH116  (a string it stays)
+        if size % page:
+            raise TruncatedReadError(
+                f"{self.label!r} ends within a page of {page:,} bytes: it was cut "
+                f"short at {size:,} bytes",
+                location=self.label,
+                received=size,
+            )
 
     # -- for people ---------------------------------------------------------------
 

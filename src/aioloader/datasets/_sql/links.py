@@ -7,9 +7,10 @@ over Ctrl-C. So every call runs in the connection's thread, in order.
 import asyncio
 import contextlib
 import logging
+import queue
 import threading
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
@@ -45,6 +46,48 @@ def driver_of(address: "Address") -> "ModuleType":
         raise ImportError('databases need ADBC: pip install "aioloader[sql]"') from exc
 
 
+class _Calls:
+    """Makes calls in one thread, in order.
+
+    It is a daemon, unlike an executor's: a query that cannot be stopped must not keep
+    the process from ending.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._waiting = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, call: Callable[[], T]) -> "Future[T]":
+        """Make a call after the others."""
+        if self._thread is None:
+            name = "aioloader-sql"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+        future: Future[T] = Future()
+        self._waiting.put((future, call))
+        return future
+
+    def end(self) -> None:
+        """End the thread after the calls."""
+        self._waiting.put(None)
+
+    def join(self) -> None:
+        """Wait for the thread to end."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (waiting := self._waiting.get()) is not None:
+            future, call = waiting
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # noqa: BLE001  (raised where it waits)
+                    future.set_exception(error)
+            del waiting, future, call  # nothing is kept until the next call
+
+
 class Link:
     """A connection and its thread.
 
@@ -58,7 +101,7 @@ class Link:
     def __init__(self, address: "Address", like: "Link | None" = None) -> None:
         self._address = address
         self._like = like
-        self._pool = ThreadPoolExecutor(1, "aioloader-sql")
+        self._calls = _Calls()
         self._connection: Connection = None
         self._works: set[Future[Any]] = set()
         self._lock = threading.Lock()
@@ -84,7 +127,7 @@ class Link:
         **options: P.kwargs,
     ) -> None:
         """Call ``function(connection, ...)`` in the thread, without waiting."""
-        self._pool.submit(function, self._connection, *args, **options)
+        self._calls.submit(lambda: function(self._connection, *args, **options))
 
     async def interrupt(self) -> None:
         """Stop the running call; SQLite's driver cannot."""
@@ -95,17 +138,17 @@ class Link:
         """Stop the running call, disconnect, and join the thread.
 
         A query of SQLite that cannot be stopped runs on in its thread, which then
-        disconnects.
+        disconnects; the process may end before.
         """
         try:
             await self.interrupt()
         finally:
-            closing = self._pool.submit(self._close)
-            self._pool.shutdown(wait=False)
+            closing = self._calls.submit(self._close)
+            self._calls.end()
             if self._address.is_sqlite:
                 await asyncio.wait([asyncio.wrap_future(closing)], timeout=_PATIENCE)
             if closing.done() or not self._address.is_sqlite:
-                await asyncio.to_thread(self._pool.shutdown)
+                await asyncio.to_thread(self._calls.join)
             else:
                 _LOG.warning(
                     "a query of %r runs on in its thread after the iteration ended: "
@@ -115,7 +158,7 @@ class Link:
                 )
 
     async def _submit(self, call: Callable[[], T]) -> T:
-        work = self._pool.submit(call)
+        work = self._calls.submit(call)
         self._works.add(work)
         work.add_done_callback(self._works.discard)
         return await asyncio.wrap_future(work)

@@ -133,18 +133,29 @@ class SQLiteLookup:
         try:
             connection = self._idle.pop()
         except IndexError:
-            connection = sqlite3.connect(
-                self._address.for_sqlite(),
-                uri=True,
-                isolation_level=None,
-                check_same_thread=False,  # one thread at a time; the last closes
-            )
-            # A query ends within a millisecond after the closing.
-            connection.set_progress_handler(lambda: self._is_closed, _STEPS)
+            connection = self._connected()
         try:
             return function(connection)
         finally:
             self._idle.append(connection)
+
+    def _connected(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self._address.for_sqlite(),
+            uri=True,
+            isolation_level=None,
+            check_same_thread=False,  # one thread at a time; the last closes
+        )
+        # A query ends within a millisecond after the closing.
+        connection.set_progress_handler(lambda: self._is_closed, _STEPS)
+        try:
+            connection.execute("PRAGMA schema_version")  # is it a database at all?
+            (page,) = connection.execute("PRAGMA page_size").fetchone()
+            self._address.check_pages(page)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
     def _list(self, connection: sqlite3.Connection) -> Keys:
         cursor = connection.execute(_listed(self._source, column(self._source.key)))

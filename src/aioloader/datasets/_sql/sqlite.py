@@ -64,6 +64,7 @@ class SQLite:
             await link.open()
             await link.run(execute, _LOCK_WAIT)
         await self._take_snapshot()
+        await self._links[0].run(_check_pages, self.address)
         self._users = dict.fromkeys(self._links, 0)
         first = self._links[0]
         self._plan = await first.run(planned, self.source)
@@ -182,6 +183,11 @@ class SQLite:
 
 
 # -- in the connection's thread ---------------------------------------------------
+
+
+def _check_pages(connection: Connection, address: "Address") -> None:
+    ((page,),) = fetch(connection, "PRAGMA page_size")
+    address.check_pages(page)
 
 
 def _start(connection: Connection) -> None:

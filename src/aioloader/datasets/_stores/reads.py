@@ -56,8 +56,8 @@ class ObjectReader:
             if body is not None and len(body) == size:
                 return body
         body = await self._read_announced(store, source, key)
-        if size and len(body) != size:
-            # It has changed since the listing, or this answer was not the object.
+        if not body or (size and len(body) != size):
+            # It is empty or has changed since the listing; or this is not the object.
             meta = await self.flights.follow(self._obstore.head_async(store, key))
             if meta["size"] != len(body):
                 raise ShortReadError(meta["size"], len(body))

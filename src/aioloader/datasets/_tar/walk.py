@@ -50,7 +50,8 @@ class TarParser(MarksEnd):
     are in a top folder like ``__meta__``, are skipped; the first link is logged. Damage
     ends the archive; it is not detected in bodies, long names and PAX headers, which
     have no checksum. An archive ends with zeros; one that just stops was cut short,
-    unless its writer leaves them out. A single block of zeros is enough.
+    unless its writer leaves them out. A single block of zeros is enough; only zeros
+    may follow.
 
     Args:
         url: Name of the shard, for samples and errors; without credentials.
@@ -63,7 +64,7 @@ class TarParser(MarksEnd):
     Attributes:
         offset: Where the first header of the next sample from ``take`` starts; at the
             end where the zeros start, or the damage.
-        is_over: Nothing more will come: the archive has ended, or is damaged.
+        is_over: Nothing more will come: the bytes have ended, or are damaged.
     """
 
     def __init__(
@@ -226,11 +227,15 @@ class TarParser(MarksEnd):
             data = b"".join([*self._parts, data])
             self._parts, self._have = [], 0
         self._pos = stop
+        self._use(data)
+        return True
+
+    def _use(self, data: bytes) -> None:
+        """Use the next header, body or padding."""
         try:
             self._then(self, data)
         except DamageError as damage:
             self._break(str(damage))
-        return True
 
     def _expect_header(self, *, is_same_member: bool = False) -> None:
         """Expect a header next, of the announced member or of another."""
@@ -263,7 +268,14 @@ class TarParser(MarksEnd):
         if block != ZEROS:
             raise DamageError("a lone block of zeros")
         self._groups.flush()
-        self._stop()
+        self._then = TarParser._on_padding
+
+    def _on_padding(self, block: bytes) -> None:
+        if block.strip(b"\0"):
+            raise DamageError(
+                "the zeros that end an archive, with other bytes after them; data is "
+                "missing there, or archives were joined: join them by `tar -A`"
+            )
 
     def _on_long_name(self, data: bytes) -> None:
         self._extras["path"] = data
@@ -334,6 +346,10 @@ class TarParser(MarksEnd):
 
     def _finish(self) -> None:
         """Check that the archive may end where the bytes do."""
+        if self._then is TarParser._on_padding:
+            self._use(b"".join(self._parts))
+            self._stop()
+            return
         total = self._base + len(self._view)
         received, padded = total - self._begin, self._size + (-self._size & 511)
         if received < padded:
