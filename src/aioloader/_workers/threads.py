@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from aioloader._observe.records import processor_time
+from aioloader._observe.records import spent, thread_clocks
 from aioloader._order.failures import noted
 from aioloader._order.raising import raisable
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
@@ -185,7 +185,7 @@ def make(
     pipeline: Pipeline, task: BatchTask, pause: Callable[[float], object]
 ) -> BatchResult:
     """Make the rest of ``task`` in this thread; return errors."""
-    maker, cpu = pipeline.maker, processor_time(task.number)
+    maker, clocks = pipeline.maker, thread_clocks(task.number)
     try:
         with maker.around(task):
             if not pipeline.reads_here:
@@ -193,5 +193,5 @@ def make(
             result = maker.finish(task)
     except BaseException as error:  # handed to the consumer
         return BatchResult(error=error)
-    task.cpu = cpu and time.thread_time() - cpu
+    task.spent = spent(clocks)
     return result
