@@ -290,7 +290,7 @@ def crowding(records: Sequence[Record], setting: Setting) -> float:
     if not share or not seconds:
         return 1.0
     busy = sum(_plain(one.made, setting) for one in records if is_made(one))
-    own = max(1.0, busy * (share + delay) / seconds / max(1, setting.cores))
+    own = max(1.0, busy * (share + delay) / seconds / processors(setting))
     return max(1.0, (share + delay) / share / own)
 
 

@@ -22,7 +22,7 @@ from aioloader._observe.batches import (
 from aioloader._observe.bounds import Bounds, bounds_of
 from aioloader._observe.changes import Change, changes, waits_for_store
 from aioloader._observe.records import Copy, LoopLag, Record, Setting
-from aioloader._observe.replay import Replayed, replay, window_of
+from aioloader._observe.replay import Replayed, pace, replay, replay_again, window_of
 from aioloader._observe.stages import on_one_clock
 from aioloader._observe.stats import LoaderStats
 from aioloader._observe.words import seconds_text
@@ -179,7 +179,11 @@ def report(
     slow = slow_workers(on_one_clock(records), setting)
     bounds = bounds_of(settled, setting, batches, share, slow=slow, lag=lag)
     case = _Case(batches, setting, slow, bounds, start_seconds(records, setting))
-    error = case.now.seconds / each - 1 if each else 0.0
+    seconds = case.now.seconds
+    if records[0].number == 0 and len(records) == len(batches) + 1:  # all of an epoch
+        seconds = replay_again(batches, setting, slow, first)
+    measured = pace([one.taken for one in settled])
+    error = seconds / measured - 1 if measured else 0.0
     is_locked = share > 0 and locked >= _WAITS * each
     found = case.found(share, error)
     if lag is not None and share >= _WAITS:
