@@ -62,6 +62,11 @@ class Change:
     start: float = 0.0
 
     @property
+    def needs_code(self) -> bool:
+        """Whether it is more than an argument of ``DataLoader``."""
+        return self.cost == 4
+
+    @property
     def saves_work(self) -> bool:
         """Whether less is computed with it."""
         return self.new == _SHARDS

@@ -33,6 +33,8 @@ _WAITS = 0.02
 _LEAST_GAIN = 5.0
 # A cheaper change is preferred if it achieves this share of the best speed.
 _AS_GOOD = 0.95
+# An argument is preferred to new code if it achieves this share of its speed.
+_AS_FAST = 0.75
 # With fewer batches, the verdict is a guess.
 _ENOUGH = 16
 # The loop is the verdict only if it is blocked for this share of the time.
@@ -281,17 +283,21 @@ class _Case:
     def best(self) -> tuple[Change, float] | None:
         """Return the change to make and its gain in percent; None if none is worth it.
 
-        It is the cheapest change within 5 percent of the best speed; among equal ones
-        the first, which changes least.
+        It is the cheapest change within 5 percent of the best speed, or within a
+        quarter if that needs new code; among equal ones the first, which changes least.
         """
         found = changes(self.batches, self.setting, self.slow, self.start)
         tried = [(one, self.gain(one)) for one in found]
-        most = max((gain for _, gain in tried), default=0.0)
-        if most < _LEAST_GAIN:
-            return None
-        least = max(_LEAST_GAIN, _AS_GOOD * (100 + most) - 100)
-        good = [(one, gain) for one, gain in tried if gain >= least]
-        return min(good, key=lambda pair: pair[0].cost)
+        arguments = [pair for pair in tried if not pair[0].needs_code]
+        for some, as_good in (arguments, _AS_FAST), (tried, 1.0):
+            best = max((gain for _, gain in tried), default=0.0)
+            most = max((gain for _, gain in some), default=0.0)
+            if most < _LEAST_GAIN or 100 + most < as_good * (100 + best):
+                continue
+            least = max(_LEAST_GAIN, _AS_GOOD * (100 + most) - 100)
+            good = [(one, gain) for one, gain in some if gain >= least]
+            return min(good, key=lambda pair: pair[0].cost)
+        return None
 
     def gain(self, change: Change) -> float:
         """Return the gain of a change in steps per second of whole epochs, percent."""
@@ -341,9 +347,7 @@ def _headline(found: _Found, case: _Case, share: float, *, is_locked: bool) -> s
         return f"{lag.culprit} blocks the event loop and holds training back: {waits}."
     if stage == "start":
         took = seconds_text(case.start)
-        return (
-            f"Starting workers holds training back, for {took} of each epoch; {waits}."
-        )
+        return f"Starting workers holds training back: it takes {took} of each epoch."
     is_on_host = stage == "device" and case.setting.stays_on_host
     words = _ON_HOST if is_on_host else _WORDS[stage]
     return f"{words} holds training back: {waits}."
