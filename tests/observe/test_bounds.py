@@ -175,6 +175,28 @@ def test_a_coroutine_that_waits_for_the_lock_is_not_blamed() -> None:
     assert lag.culprit == ""
 
 
+def test_a_step_that_computes_shares_the_lock_with_a_thread() -> None:
+    """Whether it holds the lock is not known; a step that waits does not."""
+    inline = Setting("inline", batch_size=4, cores=8)
+    ticks = Ticks((1,) * 4, transform=10, collate=1, step=14, uses_cpu=ALL_CPU)
+    records = Clock(inline, [ticks]).run(64)
+    for used, most in ((15 / 29, 29 / 15), (0.97, 1 / 0.97)):
+        setting = replace(inline, used=used)
+        bounds = bounds_of(records, setting, batches_of(records, setting), 0.99)
+        (ahead,) = tried(records, setting, "prefetch_factor")
+        assert bounds.of(ahead, setting) == pytest.approx(most)
+        assert bounds.of(tried(records, setting, "num_workers")[0], setting) > 4
+
+
+def test_a_transport_is_not_seen() -> None:
+    """Batches of a microsecond: what a wider window would do for them is not known."""
+    setting = replace(PROCESSES, cores=8)
+    records = Clock(setting, [Ticks((0,) * 4, collate=1, transport=40, step=1)]).run(64)
+    found = report(records, setting)
+    assert (found.stage, found.advice) == ("transport", None)
+    assert found.limit.startswith("Handing batches over sets the pace")
+
+
 # -- starts of workers -----------------------------------------------------------------
 
 

@@ -24,12 +24,14 @@ class Bounds:
         cores: If no core is idle any more.
         lanes: If the lanes that make batches now are never idle.
         loop: If the thread of the event loop that reads now is never idle.
+        lock: If what this process computes takes turns at the interpreter's lock.
     """
 
     waits: float = inf
     cores: float = inf
     lanes: float = inf
     loop: float = inf
+    lock: float = inf
 
     def of(self, change: Change, setting: Setting) -> float:
         """Return the bound of a change."""
@@ -37,8 +39,10 @@ class Bounds:
             return 1.0  # only starts are saved
         if change.saves_work:
             return self.waits
-        kept = min(self.lanes, self.loop) if change.keeps_lanes(setting) else inf
-        return min(self.waits, self.cores, kept)
+        bound = min(self.waits, self.cores)
+        if change.keeps_lanes(setting):
+            return min(bound, self.lanes, self.loop)
+        return min(bound, self.lock) if is_shared(change.setting) else bound
 
 
 def bounds_of(
@@ -61,7 +65,7 @@ def bounds_of(
         lag: How busy the event loop is that reads samples here, if there is one.
     """
     seconds = (records[-1].taken - records[0].taken) / max(1, len(records) - 1)
-    used = setting.used * crowding(records, setting)
+    here = used = setting.used * crowding(records, setting)
     if setting.place == "workers" and not is_shared(setting) and seconds:
         used += mean(one.cpu * one.is_measured for one in batches) / seconds
     return Bounds(
@@ -69,6 +73,7 @@ def bounds_of(
         cores=setting.cores * _inverse(used),
         lanes=_inverse(busy_lanes(records, setting, slow)),
         loop=inf if lag is None else _inverse(lag.busy),
+        lock=_inverse(here),
     )
 
 

@@ -194,7 +194,8 @@ def _workers(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
         why += ", if __iter__ yields each worker its own part (get_worker_info())"
     most = min(_MOST_WORKERS, max(4 * setting.cores, 2 * old))
     numbers = {2, 4, 8, 16, 32, setting.cores, 2 * old}
-    start = 0.0 if old else _START
+    is_kept = old and (setting.is_persistent or kind != "process")
+    start, each = 0.0 if old else _START, 0.0 if is_kept else _START_EACH
     if not old:
         batches = [one._replace(step=one.step + _SENT) for one in batches]
         if setting.epochs_before:
@@ -203,7 +204,7 @@ def _workers(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
         wider = _with_workers(setting, new)
         if reading_lanes(wider) > _MOST_READS:
             return
-        starts = start + _START_EACH * (new - old)
+        starts = start + each * (new - old)
         yield Change("num_workers", old, new, why, 3, wider, batches, starts)
 
 

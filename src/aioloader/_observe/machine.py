@@ -7,6 +7,7 @@ import contextlib
 import math
 import mmap
 import os
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,10 +71,10 @@ def run_times(thread: int | None = None) -> RunTimes:
         thread: Its native number.
     """
     folder = "thread-self" if thread is None else f"self/task/{thread}"
+    cpu = delayed = 0
     with contextlib.suppress(OSError, ValueError):  # only Linux has it
         cpu, delayed, _ = map(int, _read(f"/proc/{folder}/schedstat").split())
-        return RunTimes(cpu / 1e9, delayed / 1e9)
-    return RunTimes()
+    return RunTimes(time.thread_time() if thread is None else cpu / 1e9, delayed / 1e9)
 
 
 def _cached(group: Path) -> int:

@@ -43,17 +43,17 @@ def thread_clocks(number: int, seconds: float = 1.0) -> RunTimes | None:
     """
     if number % CLOCKED != 1:
         return None
-    delayed = run_times().delayed if seconds > _QUICK else -1.0
-    return RunTimes(time.thread_time(), delayed)
+    return run_times() if seconds > _QUICK else RunTimes(time.thread_time(), -1.0)
 
 
 def spent(since: RunTimes | None) -> RunTimes:
     """Return what this thread has spent since then; zeros for None."""
     if since is None:
         return RunTimes()
-    cpu = time.thread_time() - since.cpu
-    delayed = 0.0 if since.delayed < 0 else run_times().delayed - since.delayed
-    return RunTimes(cpu, delayed)
+    if since.delayed < 0:
+        return RunTimes(time.thread_time() - since.cpu)
+    now = run_times()
+    return RunTimes(now.cpu - since.cpu, now.delayed - since.delayed)
 
 
 class MadeAt(NamedTuple):
@@ -252,7 +252,7 @@ class LoopLag:
         computes: Whether the coroutine computes; if not, it waits for a lock or a
             system call.
         is_callers: Whether it is the caller's loop.
-        busy: Share of the time in which its thread computed.
+        busy: Share of the time in which its thread computed, or could have.
     """
 
     seconds: float

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from aioloader._observe.batches import (
     Batch,
     batches_of,
+    crowding,
     scaled,
     slow_workers,
     start_seconds,
@@ -44,6 +45,8 @@ _BUSY = 1.25
 # Nothing is advised if the replay of the recorded setting is off by more than this.
 _IS_OFF = 0.15
 
+# Nothing is advised about these: no step of a transport is seen, only the rest.
+_UNSEEN = {"transport", "nothing"}
 _STAGES = ("read", "transform", "collate", "transport", "device", "consumer")
 _WORDS = {
     "read": "Reading samples",
@@ -180,7 +183,8 @@ def report(
     lag = None if stats is None else stats.loop_lag
     slow = slow_workers(on_one_clock(records), setting)
     bounds = bounds_of(settled, setting, batches, share, slow=slow, lag=lag)
-    case = _Case(batches, setting, slow, bounds, start_seconds(records, setting))
+    start, crowded = start_seconds(records, setting), crowding(records, setting)
+    case = _Case(batches, setting, slow, bounds, start, crowded)
     seconds = case.now.seconds
     if records[0].number == 0 and len(records) == len(batches) + 1:  # all of an epoch
         seconds = replay_again(batches, setting, slow, first)
@@ -230,6 +234,7 @@ class _Case:
         slow: How many times longer each worker takes.
         bounds: What no change exceeds.
         start: Seconds of each epoch in which workers start.
+        crowding: How many times longer computing takes because of other processes.
     """
 
     batches: Sequence[Batch]
@@ -237,6 +242,7 @@ class _Case:
     slow: Sequence[float] = ()
     bounds: Bounds = field(default_factory=Bounds)
     start: float = 0.0
+    crowding: float = 1.0
 
     @cached_property
     def now(self) -> Replayed:
@@ -262,11 +268,9 @@ class _Case:
         best = None if abs(error) > _IS_OFF else self.best()
         if best is not None and best[0].argument == "persistent_workers":
             stage = "start"
-        elif share < _WAITS:
-            return _Found("nothing")
         else:
-            stage = self.limiting_stage()
-        if best is None:
+            stage = self.limiting_stage() if share >= _WAITS else "nothing"
+        if best is None or stage in _UNSEEN:
             return _Found(stage)
         one, gain = best
         return _Found(stage, Advice(one.argument, one.old, one.new, gain, one.why))
@@ -304,7 +308,8 @@ class _Case:
         seconds = self.now.seconds
         then = replay(change.batches, change.setting, self.slow).seconds
         then = max(then, seconds / self.bounds.of(change, self.setting))
-        then += self._per_batch(self.start + change.start)
+        slowed = max(1.0, self.crowding) if change.start > 0 else 1.0
+        then += self._per_batch(self.start + change.start * slowed)
         return 100 * ((seconds + self.start_share) / then - 1) if then else 0.0
 
 
@@ -355,24 +360,29 @@ def _headline(found: _Found, case: _Case, share: float, *, is_locked: bool) -> s
 
 def _limit(stage: str, case: _Case, error: float) -> str:
     """Return what sets the pace if no change of an argument helps."""
-    batches, setting = case.batches, case.setting
-    if stage in {"nothing", "consumer"}:
-        return "The step itself sets the pace."
-    if case.bounds.cores < _BUSY:
-        return (
-            f"The cores set the pace: all {setting.cores} are busy, with batches, the "
-            "step or other processes."
-        )
-    if abs(error) > _IS_OFF:
-        return (
-            "Nothing is advised: a replay of these batches differs from what was "
-            f"measured by {error:+.0%} seconds per batch."
-        )
-    if stage == "read" and waits_for_store(batches, setting):
-        return "The store sets the pace: no argument gains 5 % or more."
-    if stage == "device" and not setting.stays_on_host:
-        return "The link to the device sets the pace: make batches smaller in bytes."
-    return "No argument gains 5 % or more: this stage must get cheaper."
+    setting = case.setting
+    is_handed = stage == "transport" and setting.place in {"thread", "workers"}
+    is_link = stage == "device" and not setting.stays_on_host
+    is_store = stage == "read" and waits_for_store(case.batches, setting)
+    busy = (
+        f"The cores set the pace: all {setting.cores} are busy, with batches, the step "
+        "or other processes."
+    )
+    doubtful = (
+        "Nothing is advised: a replay of these batches differs from what was measured "
+        f"by {error:+.0%} seconds per batch."
+    )
+    link = "The link to the device sets the pace: make batches smaller in bytes."
+    texts = (
+        (stage in {"nothing", "consumer"}, "The step itself sets the pace."),
+        (case.bounds.cores < _BUSY, busy),
+        (is_handed, "Handing batches over sets the pace: larger ones cost less of it."),
+        (abs(error) > _IS_OFF, doubtful),
+        (is_store, "The store sets the pace: no argument gains 5 % or more."),
+        (is_link, link),
+    )
+    last = "No argument gains 5 % or more: this stage must get cheaper."
+    return next((text for is_so, text in texts if is_so), last)
 
 
 def _remarks(stats: LoaderStats | None) -> tuple[str, ...]:

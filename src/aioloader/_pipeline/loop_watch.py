@@ -61,7 +61,7 @@ class Mark(NamedTuple):
     late: int
     times: int  # that the timer was late
     watched: float  # seconds
-    computed: float  # of these, by the loop's thread
+    busy: float  # of these, in which the loop's thread was ready to run
 
 
 class LoopWatch:
@@ -96,7 +96,7 @@ class LoopWatch:
         self._readers = 0
         self._rests_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._clocks = (0.0, 0.0)  # of the latest timer: wall, and the thread's own
+        self._clocks = 0.0, RunTimes()  # of the latest timer: wall, and the thread's
         self._held = self._computed = 0.0  # while it was late
         self._watched = self._busy = 0.0  # always
 
@@ -108,7 +108,7 @@ class LoopWatch:
             self.thread = threading.get_ident()
             self.native = threading.get_native_id()
             self.due = time.monotonic()
-            self._clocks = self.due, time.thread_time()
+            self._clocks = self.due, run_times()
             self._set()
         try:
             yield
@@ -143,7 +143,7 @@ class LoopWatch:
             culprit=name,
             computes=self._computed > self._held / 5,
             is_callers=self.is_callers,
-            busy=(self._busy - since.computed) / watched if watched > 0 else 0.0,
+            busy=(self._busy - since.busy) / watched if watched > 0 else 0.0,
         )
 
     def is_suspect(self) -> bool:
@@ -175,20 +175,21 @@ class LoopWatch:
         self._timer = loop.call_later(seconds, self._tick)
 
     def _tick(self) -> None:
-        now, own = time.monotonic(), time.thread_time()
+        now, own = time.monotonic(), run_times()
+        seconds, spent = now - self._clocks[0], _since(self._clocks[1], own)
         late = now - self.due
         missed = int(late / _EVERY)  # it would have been due again, and late
         counted = 1 + min(missed, _MOST)
         self.timers += counted
-        self._watched += now - self._clocks[0]
-        self._busy += own - self._clocks[1]
+        self._watched += seconds
+        self._busy += spent.cpu + spent.delayed
         if late > _TOLERANCE:
             self.late += counted
             self._lateness.append(late)
             self.times += 1  # after it: another thread may call ``lag``
             self._late_at.append(now)
-            self._held += now - self._clocks[0]
-            self._computed += own - self._clocks[1]
+            self._held += seconds
+            self._computed += spent.cpu
             if now - self._late_at[0] < _WITHIN and self.is_suspect():
                 _look_at(self)
         self._clocks = now, own
