@@ -40,9 +40,10 @@ class Bounds:
         if change.saves_work:
             return self.waits
         bound = min(self.waits, self.cores)
-        if change.keeps_lanes(setting):
-            return min(bound, self.lanes, self.loop)
-        return min(bound, self.lock) if is_shared(change.setting) else bound
+        if is_shared(change.setting):
+            bound = min(bound, self.lock)
+        kept = change.keeps_lanes(setting)
+        return min(bound, self.lanes, self.loop) if kept else bound
 
 
 def bounds_of(
