@@ -216,7 +216,7 @@ PLANTS = {
         tries={"num_workers": 4},
     ),
     "short epochs": Plant(
-        lambda _: Awaited(24 * 8, 0.002),
+        lambda _: Awaited(16 * 8, 0.002),
         {"batch_size": 8, "transform": Compute(0.001)},
         0.004,
         "transform,nothing",
