@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import subprocess
 import sys
 import tarfile
 import time
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -31,6 +33,21 @@ def compute(seconds: float) -> None:
         pass
 
 
+def keep_busy(seconds: float) -> None:
+    """Use two cores for a while, without the interpreter's lock."""
+    threads = [Thread(target=_digest, args=(seconds,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _digest(seconds: float) -> None:
+    end, block = time.thread_time() + seconds, bytes(1 << 18)
+    while time.thread_time() < end:
+        hashlib.sha256(block)
+
+
 class Plain:
     """Plain samples.
 
@@ -39,12 +56,19 @@ class Plain:
         pause: Seconds to wait for each.
         cpu: Seconds of a core for each.
         slow: How many times longer worker 0 waits.
+        late: Seconds to wait for one sample in 320.
     """
 
     def __init__(
-        self, length: int, pause: float = 0.0, cpu: float = 0.0, slow: int = 1
+        self,
+        length: int,
+        pause: float = 0.0,
+        cpu: float = 0.0,
+        slow: int = 1,
+        late: float = 0.0,
     ) -> None:
         self.length, self.pause, self.cpu, self.slow = length, pause, cpu, slow
+        self.late = late
 
     def __len__(self) -> int:
         return self.length
@@ -53,6 +77,8 @@ class Plain:
         info = aioloader.get_worker_info()
         if self.pause:
             time.sleep(self.pause * (self.slow if info and not info.id else 1))
+        if self.late and index % 320 == 0:
+            time.sleep(self.late)
         if self.cpu:
             compute(self.cpu)
         return torch.tensor(index)

@@ -43,7 +43,7 @@ class _Job:
         self.reading: list[list[int]] = []
         self.stage, self.left, self.lane = "read", sum(ticks.reads), 0
         self.at: dict[str, int] = {}
-        self.cpu = 0
+        self.cpu = self.delayed = 0
 
 
 class Clock:
@@ -124,10 +124,13 @@ class Clock:
             made[1:3] = made[0], made[0]
             busy = job.ticks.transform * len(job.ticks.reads) * TICK
         times = [at * TICK + 1 for at in (*made, job.at["made"])]
-        cpu = job.cpu * TICK if self._is_coupled and job.number % 4 == 0 else 0.0
+        is_clocked = job.number % 4 == 0
+        cpu, delayed = (
+            each * TICK * is_clocked for each in (job.cpu or 1e-6, job.delayed)
+        )
         asked, taken = self._asked * TICK + 1, self._now * TICK + 1
         began, read, started, transformed, collated = times
-        at = (began, read, started, transformed, collated, busy, cpu)
+        at = (began, read, started, transformed, collated, busy, cpu, delayed)
         size = len(job.ticks.reads)
         self.records.append(Record(job.number, asked, taken, job.lane, size, at))
         self._open -= 1
@@ -284,6 +287,8 @@ class Clock:
             elif job in computing:
                 job.left -= 1
                 job.cpu += 1
+            elif not is_one:
+                job.delayed += 1
 
 
 def seconds_per_batch(records: Sequence[Record]) -> float:

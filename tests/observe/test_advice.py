@@ -54,7 +54,7 @@ def test_batches_that_draw_from_the_callers_generators(
     assert {*offered(replace(setting, place="thread", on_device=1))}.isdisjoint(
         {"prefetch_factor", "prefetch_device"}
     )
-    batches = [Batch(read=0.08, reads=4, slowest=0.02, step=0.005)]
+    batches = [Batch(read=0.08, reads=4, slowest=0.02, step=0.005, is_measured=True)]
     found = {one.argument: one.setting for one in changes(batches, setting)}
     assert found["dataset"].window == 0
 

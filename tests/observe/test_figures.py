@@ -162,7 +162,7 @@ def test_batches_that_were_ready() -> None:
     """All four are made at once; then one after the other is asked for."""
 
     def record(number: int, asked: float, collated: float) -> Record:
-        made = (0.0, 1.0, 1.0, 1.0, collated, 0.0, 0.0)
+        made = (0.0, 1.0, 1.0, 1.0, collated, 0.0, 0.0, 0.0)
         return Record(number, asked, max(asked, collated), 0, 1, made)
 
     empty = LoaderStats(0, 4, 0.0, 0, failures=0)

@@ -8,7 +8,7 @@ from aioloader._observe.batches import batches_of
 from aioloader._observe.lock import lock_waits
 from aioloader._observe.records import Setting
 from aioloader._observe.replay import replay
-from aioloader._observe.verdict import best_change, report
+from aioloader._observe.verdict import _Case, report
 from observe.clock import TICK, Clock, Ticks, seconds_per_batch
 
 LOOP = Setting("loop", concurrency=8, window=6, batch_size=4, cores=8)
@@ -42,7 +42,7 @@ def test_a_thread_that_keeps_the_lock(
     assert found.wait_share > 0.25
     assert abs(found.model_error) < 0.1
 
-    best = best_change(batches_of(records, setting), setting)
+    best = _Case(batches_of(records, setting), setting).best()
     assert best is not None
     before = seconds_per_batch(records)
     after = seconds_per_batch(Clock(best[0].setting, [ticks]).run(320))

@@ -57,7 +57,7 @@ def records(count: int, *, is_made: bool = True) -> list[Record]:
     found = []
     for number in range(count):
         at = float(number)
-        made: Made = (at, at + 0.6, at + 0.6, at + 1.6, at + 1.8, 0.0, 0.0)
+        made: Made = (at, at + 0.6, at + 0.6, at + 1.6, at + 1.8, 0.0, 0.0, 0.0)
         made = made if is_made else NOT_MADE
         found.append(Record(number, at + 1.4, at + 2.0, number % 2, 4, made))
     return found

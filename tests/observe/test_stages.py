@@ -19,7 +19,7 @@ def one_after_the_other(count: int, waits: float = 0.0) -> list[Record]:
     records = []
     for number in range(count):
         at = 10.0 * number + 100
-        made = (at, at + 3, at + 3, at + 5, at + 6, 0.0, 0.0)
+        made = (at, at + 3, at + 3, at + 5, at + 6, 0.0, 0.0, 0.0)
         records.append(Record(number, at, at + 6 + waits, 0, 8, made))
     return records
 

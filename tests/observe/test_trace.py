@@ -43,7 +43,7 @@ SETTINGS = [
 
 def record(number: int, at: float, *, lane: int = 0, size: int = 4) -> RecordTuple:
     """Return a batch that took 2 s to read, 1 to wait, 3 to transform, 1 to collate."""
-    made = MadeAt(at, at + 2, at + 3, at + 6, at + 7, busy=5.0, cpu=0.5)
+    made = MadeAt(at, at + 2, at + 3, at + 6, at + 7, busy=5.0, cpu=0.5, delayed=0.1)
     return number, at + 5, at + 8, lane, size, made
 
 
@@ -104,7 +104,7 @@ def test_any_times(drawn: list[Any], setting: Setting) -> None:
         for seconds in lasts:
             at.append(at[-1] + seconds)
         asked = at[-1] - wait
-        made = (*at, 0.0, 0.0)
+        made = (*at, 0.0, 0.0, 0.0)
         one.records.append((number, asked, at[-1] + 1, lane, 1, made))
     events = list(trace_events([one], CLOCK, 1))
     check_trace({"traceEvents": events})
@@ -170,7 +170,7 @@ def test_batches_that_are_ready() -> None:
 def test_another_machines_clock() -> None:
     """What Ray's workers took is shown where it can have been at the latest."""
     far = 1e6
-    made = (far, far + 2, far + 2, far + 5, far + 6, 0.0, 0.0)
+    made = (far, far + 2, far + 2, far + 5, far + 6, 0.0, 0.0, 0.0)
     setting = Setting("workers", workers=1, worker_kind="RayWorkers")
     epoch = Traced(0, setting, [(0, 10.0, 20.0, 0, 1, made)])
     events = list(trace_events([epoch], CLOCK, 1))

@@ -1,7 +1,9 @@
 """What a loader reports: figures, what limits training, traces."""
 
+import contextlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from aioloader._observe.records import Copy, Counters, Record, Setting
@@ -77,6 +79,8 @@ class Observed:
 
         records, setting = self._recorded()
         stats, copies = self.stats(), self._copied()
+        length, before = self._epoch_length(), max(0, stats.epoch)
+        setting = replace(setting, length=length, epochs_before=before)
         return verdict.report(records, setting, stats, copies=copies)
 
     def report_html(self, path: str | os.PathLike[str]) -> None:
@@ -110,6 +114,17 @@ class Observed:
         epoch = self._live.epoch
         records = [] if epoch is None else epoch.counters.records.all()
         return records, self._live.setting()
+
+    def _epoch_length(self) -> int:
+        """Return how many batches the latest epoch has; so far, if it has no length."""
+        epoch, options = self._live.epoch, self._live.options
+        if epoch is None or options is None:
+            return 0
+        batches = epoch.counters.batches
+        if not epoch.progress.is_over:
+            with contextlib.suppress(TypeError):
+                batches = max(batches, options.length())
+        return batches
 
     def _copied(self) -> list[Copy]:
         epoch = self._live.epoch

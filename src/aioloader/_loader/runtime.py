@@ -286,7 +286,8 @@ class Runtime:
             assert self.options is not None
             assert self.epoch is not None
             counters.setting = inline_setting(self.options, self.epoch)
-        return replace(self.tuning.tuned(counters.setting), cores=self.cores)
+        setting = self.tuning.tuned(counters.setting)
+        return replace(setting, cores=self.cores, used=counters.used())
 
     def _source(self, options: Options, epoch: Epoch, *, is_async: bool) -> "Source":
         # Imported late: a plain ``for`` needs none of it.

@@ -257,6 +257,7 @@ def _setting(
         in_order=options.in_order,
         on_device=on_device,
         stays_on_host=on_device > 0 and options.device is None,
+        is_persistent=options.persistent_workers,
         fixed=_fixed_arguments(options),
     )
 

@@ -6,8 +6,8 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import NamedTuple
 
-from aioloader._observe.lock import lock_waits, processors
-from aioloader._observe.records import Copy, Record, Setting
+from aioloader._observe.lock import is_shared, lock_waits, processors
+from aioloader._observe.records import Copy, Made, Record, Setting
 from aioloader._observe.stages import (
     copy_seconds,
     hand_over,
@@ -46,6 +46,8 @@ class Batch(NamedTuple):
         locked: How long the consumer waited for the GIL, in addition to ``step``.
         awaited: Transforming its samples by coroutines, one after another.
         samples: How many samples it has.
+        is_measured: Whether processor time is known; if not, plain code is assumed to
+            use nothing else.
     """
 
     read: float = 0.0
@@ -63,6 +65,7 @@ class Batch(NamedTuple):
     locked: float = 0.0
     awaited: float = 0.0
     samples: int = 1
+    is_measured: bool = False
 
     @property
     def make(self) -> float:
@@ -104,8 +107,8 @@ def batches_of(
     """Return the durations of the latest recorded batches, without interference.
 
     Some are estimated: the transport of batches that the consumer did not wait for
-    (``transports``); processor time, which is measured for few batches; and how long
-    lanes waited for a processor.
+    (``transports``); processor time and waits for a processor, which are measured for
+    few batches; and how long threads waited for the interpreter's lock.
 
     Args:
         records: The records, in the order of delivery.
@@ -118,7 +121,7 @@ def batches_of(
     moved = [way.seconds for way in transports(*until_copied(records, setting, copies))]
     copied, sizes = _copied(records, moved, setting, copies)
     sending = _sending_share(records, moved, setting)
-    share = _cpu_share(records)
+    share, removed = _shares(records, setting)
     slow = slow_workers(records, setting)
     least = hand_over(records, setting)
     batches = []
@@ -133,16 +136,18 @@ def batches_of(
     for (one, transport, copy), step, wait in zip(
         by_number, steps, waits, strict=False
     ):
-        began, read, started, transformed, collated, busy, _ = one.made
+        began, read, started, transformed, collated, busy, *_ = one.made
         awaited = 0.0
         if setting.transforms_async:
             awaited, busy, started = busy, 0.0, transformed
         factor = slow[one.lane] if one.lane < len(slow) else 1.0
+        factor /= 1 - removed
         wall = (read - began) / (factor if is_coupled(setting) else 1.0)
         making = (collated - started) / factor
         total = busy if busy and not is_coupled(setting) else wall
         is_each = bool(busy) or is_coupled(setting)
-        cpu = making if share is None else share * (wall + making)
+        plain = making + (wall if is_coupled(setting) else 0.0)
+        cpu = making if share is None else share * plain
         batches.append(
             Batch(
                 read=total,
@@ -156,6 +161,7 @@ def batches_of(
                 slowest=wall,
                 sending=transport * sending,
                 read_cpu=min(1.0, max(0.0, cpu - making) / wall) if wall else 0.0,
+                is_measured=share is not None,
                 make_cpu=min(1.0, cpu / making) if making else 0.0,
                 locked=wait,
                 awaited=awaited,
@@ -202,6 +208,39 @@ def slow_workers(records: Sequence[Record], setting: Setting) -> tuple[float, ..
     return tuple(one if one > _SLOW else 1.0 for one in factors)
 
 
+def start_seconds(records: Sequence[Record], setting: Setting) -> float:
+    """Return how long an epoch has waited for its worker processes to start.
+
+    It is 0 if they are kept between epochs, or if the first batch is not recorded.
+    """
+    starts = setting.worker_kind == "process" and not setting.is_persistent
+    first = records[0]
+    if not starts or first.number or not is_made(first):
+        return 0.0
+    return max(0.0, first.made[making_starts(setting)] - first.asked)
+
+
+def busy_lanes(
+    records: Sequence[Record], setting: Setting, slow: Sequence[float] = ()
+) -> float:
+    """Return the share of the time in which the lanes that make batches are busy.
+
+    Args:
+        records: The records in the order of delivery.
+        setting: The loader's setting.
+        slow: How many times longer each worker takes; others would be as fast as usual.
+    """
+    first, last, begins = records[0].taken, records[-1].taken, making_starts(setting)
+    busy = 0.0
+    for one in records:
+        if is_made(one):
+            begin, end = max(first, one.made[begins]), min(last, one.made[4])
+            factor = slow[one.lane] if one.lane < len(slow) else 1.0
+            busy += max(0.0, end - begin) / factor
+    seconds = (last - first) * making_lanes(setting)
+    return min(1.0, busy / seconds) if seconds > 0 else 0.0
+
+
 def _sending_share(
     records: Sequence[Record], moved: Sequence[float], setting: Setting
 ) -> float:
@@ -223,26 +262,63 @@ def _sending_share(
     return sorted(shares)[len(shares) // 10] if shares else 1.0
 
 
-def _cpu_share(records: Sequence[Record]) -> float | None:
-    """Return the share of processor time in making batches; None if not known.
+def measured_cpu(records: Sequence[Record], setting: Setting) -> tuple[float, float]:
+    """Return the processor time of a batch, and how long it waited for a processor.
 
-    It is the median of the measured batches: the first one may wait longer for imports,
-    page faults or a disk than all others take.
+    They are shares of its plain code's seconds, medians of the measured batches: the
+    first one may wait longer for imports, page faults or a disk than all others take.
+    Zeros if none is measured.
     """
-    measured = [one.made for one in records if one.made[6]]
-    seconds = [made[4] - made[2] + made[1] - made[0] for made in measured]
-    shares = [
-        made[6] / took for made, took in zip(measured, seconds, strict=True) if took
-    ]
-    return min(1.0, median(shares)) if shares else None
+    shares, delays = [], []
+    for made in (one.made for one in records if one.made[6]):
+        if took := _plain(made, setting):
+            shares.append(min(1.0, made[6] / took))
+            delays.append(min(1.0, made[7] / took))
+    if not shares:
+        return 0.0, 0.0
+    share = median(shares)
+    return share, max(0.0, min(1 - share, median(delays)))
+
+
+def crowding(records: Sequence[Record], setting: Setting) -> float:
+    """Return how many times longer computing takes because others use the cores.
+
+    It is 1 if this loader's own lanes explain why they wait for a processor.
+    """
+    share, delay = measured_cpu(records, setting)
+    seconds = records[-1].taken - records[0].taken
+    if not share or not seconds:
+        return 1.0
+    busy = sum(_plain(one.made, setting) for one in records if is_made(one))
+    own = max(1.0, busy * (share + delay) / seconds / processors(setting))
+    return max(1.0, (share + delay) / share / own)
+
+
+def _plain(made: Made, setting: Setting) -> float:
+    """Return the seconds of a batch's plain code."""
+    return made[4] - made[2] + (made[1] - made[0] if is_coupled(setting) else 0.0)
+
+
+def _shares(records: Sequence[Record], setting: Setting) -> tuple[float | None, float]:
+    """Return two shares of the plain code's seconds.
+
+    The first is processor time, of cores as slow as others make them; None if not
+    known. The second is the time that this loader's lanes wait for each other.
+    """
+    share, delay = measured_cpu(records, setting)
+    if not share:
+        return None, 0.0
+    slowed = min(share * crowding(records, setting), share + delay)
+    removed = min(0.95, share + delay - slowed)
+    return min(1.0, slowed / (1 - removed)), removed
 
 
 def _undisturbed(batches: list[Batch], setting: Setting, seconds: float) -> list[Batch]:
     """Return the batches without the time that their lanes waited for each other.
 
-    This is not measured, but follows from the utilization of processors and readers: at
-    full utilization, all but processor time is waiting. The 8th power fits closed
-    queues: there is little waiting for processors that are half busy.
+    Waits for the interpreter's lock and for readers are not measured, but follow from
+    their utilization: at full utilization, all but processor time is waiting. The 8th
+    power fits closed queues: there is little waiting for lanes that are half busy.
 
     Args:
         batches: The batches, with their durations.
@@ -252,11 +328,9 @@ def _undisturbed(batches: list[Batch], setting: Setting, seconds: float) -> list
     if not seconds:
         return batches
     factor = 1.0
-    if setting.place == "workers":
-        cores = processors(setting)
-        is_crowded = making_lanes(setting) > cores
-        used = mean(one.cpu for one in batches) / (seconds * cores)
-        factor = 1 - min(1.0, used) ** 8 if is_crowded else 1.0
+    if processors(setting) < making_lanes(setting) and is_shared(setting):
+        used = mean(one.cpu for one in batches) / seconds
+        factor = 1 - min(1.0, used) ** 8
     readers_used = mean(one.read for one in batches) / (
         seconds * reading_lanes(setting)
     )

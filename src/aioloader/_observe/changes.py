@@ -9,7 +9,8 @@ from aioloader._observe.batches import Batch, scaled
 from aioloader._observe.lock import is_shared
 from aioloader._observe.records import Setting
 from aioloader._observe.replay import window_of
-from aioloader._observe.stages import is_coupled, reading_lanes
+from aioloader._observe.stages import is_coupled, making_lanes, reading_lanes
+from aioloader._observe.words import seconds_text
 
 _MOST_WORKERS = 32
 _MOST_READS = 1024
@@ -19,8 +20,13 @@ _MANY_READS = 256
 _CONCURRENCY = 64
 # Time to read small files that are packed into shards, as a share of the time without.
 _PACKED = 0.1
-# Up to this share of processor time, reading is considered as waiting for a store.
-_WAITS = 0.3
+_SHARDS = "shards"
+# Reading waits for a store if at most this share of it is processor time, and a sample
+# waits for as many seconds: what coroutines cost is less.
+_WAITS, _LEAST_WAIT = 0.3, 100e-6
+# Seconds of each epoch in which workers start: in all, and for each of them
+# (benchmarks/startup.py).
+_START, _START_EACH = 0.1, 0.02
 # Seconds that the consumer needs for a small batch from another process: 7,000 batches
 # per second (benchmarks/transport.py, pairs).
 _SENT = 0.00014
@@ -36,13 +42,14 @@ class Change:
 
     Attributes:
         argument: Its name.
-        old: Its value, as far as the setting shows.
+        old: Its value; the number in effect if it is left to the loader.
         new: Its new value.
         why: A sentence.
         cost: The price: 1 for memory, 2 for another order of batches, 3 for processes
             or threads, 4 for new code.
         setting: The loader's setting with it.
         batches: The durations of batches with it.
+        start: Seconds that it adds to each epoch.
     """
 
     argument: str
@@ -52,10 +59,29 @@ class Change:
     cost: int
     setting: Setting
     batches: Sequence[Batch]
+    start: float = 0.0
+
+    @property
+    def needs_code(self) -> bool:
+        """Whether it is more than an argument of ``DataLoader``."""
+        return self.cost == 4
+
+    @property
+    def saves_work(self) -> bool:
+        """Whether less is computed with it."""
+        return self.new == _SHARDS
+
+    def keeps_lanes(self, setting: Setting) -> bool:
+        """Tell whether batches are made by as many lanes of the same kind with it."""
+        then, parts = self.setting, ("place", "workers", "worker_kind")
+        return all(getattr(then, one) == getattr(setting, one) for one in parts)
 
 
 def changes(
-    batches: Sequence[Batch], setting: Setting, slow: Sequence[float] = ()
+    batches: Sequence[Batch],
+    setting: Setting,
+    slow: Sequence[float] = (),
+    start: float = 0.0,
 ) -> Iterator[Change]:
     """Yield the changes that suit a loader, smaller ones of a kind first.
 
@@ -63,8 +89,10 @@ def changes(
         batches: The recorded batches.
         setting: The loader's setting.
         slow: How many times longer each worker takes.
+        start: Seconds of each epoch in which workers start.
     """
     found = chain(
+        _starts(batches, setting, start),
         _windows(batches, setting),
         _reads(batches, setting),
         _moves(batches, setting),
@@ -75,6 +103,16 @@ def changes(
     yield from (one for one in found if one.argument not in setting.fixed)
 
 
+def _starts(
+    batches: Sequence[Batch], setting: Setting, start: float
+) -> Iterator[Change]:
+    if start and setting.epochs_before:
+        why = f"workers start anew in each epoch, for {seconds_text(start)}"
+        kept = replace(setting, is_persistent=True)
+        old, new = setting.is_persistent, kept.is_persistent
+        yield Change("persistent_workers", old, new, why, 1, kept, batches, -start)
+
+
 def _windows(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
     if setting.window == 0:  # keyed generators of this process: one at a time
         return
@@ -82,16 +120,15 @@ def _windows(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
         why = "a thread makes batches while the step runs"
         beside = replace(setting, place="thread", window=2)
         batches = [one._replace(step=one.step + _HANDED) for one in batches]
-        yield Change("prefetch_factor", None, 2, why, 1, beside, batches)
+        yield Change("prefetch_factor", 0, 2, why, 1, beside, batches)
     else:
         readers = max(1, setting.workers)
         on_device = setting.on_device
         now = max(1, (window_of(setting, batches) - on_device) // readers)
-        old = None if setting.window is None else now
         why = "more batches are requested ahead, so slow ones do not stop the others"
         for new in (2 * now, 4 * now, 8 * now):
             wider = replace(setting, window=new * readers + on_device)
-            yield Change("prefetch_factor", old, new, why, 1, wider, batches)
+            yield Change("prefetch_factor", now, new, why, 1, wider, batches)
 
 
 def _reads(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
@@ -134,7 +171,8 @@ def _moves(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
 def _orders(
     batches: Sequence[Batch], setting: Setting, slowest: float
 ) -> Iterator[Change]:
-    if setting.place == "inline" or not setting.in_order or setting.window == 0:
+    is_single = is_coupled(setting) and making_lanes(setting) == 1
+    if is_single or not setting.in_order or setting.window == 0:
         return
     seconds = sorted(one.slowest + one.make for one in batches)
     varies = seconds[int(0.95 * len(seconds))] > _VARIES * median(seconds)
@@ -156,13 +194,18 @@ def _workers(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
         why += ", if __iter__ yields each worker its own part (get_worker_info())"
     most = min(_MOST_WORKERS, max(4 * setting.cores, 2 * old))
     numbers = {2, 4, 8, 16, 32, setting.cores, 2 * old}
+    is_kept = old and (setting.is_persistent or kind != "process")
+    start, each = 0.0 if old else _START, 0.0 if is_kept else _START_EACH
     if not old:
         batches = [one._replace(step=one.step + _SENT) for one in batches]
+        if setting.epochs_before:
+            why += "; persistent_workers=True starts them once, not in each epoch"
     for new in sorted(n for n in numbers if max(1, old) < n <= most):
         wider = _with_workers(setting, new)
         if reading_lanes(wider) > _MOST_READS:
             return
-        yield Change("num_workers", old, new, why, 3, wider, batches)
+        starts = start + each * (new - old)
+        yield Change("num_workers", old, new, why, 3, wider, batches, starts)
 
 
 def _with_workers(setting: Setting, number: int) -> Setting:
@@ -189,7 +232,7 @@ def _with_workers(setting: Setting, number: int) -> Setting:
 
 
 def _datasets(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
-    if setting.is_stream or not waits_for_store(batches):
+    if setting.is_stream or not waits_for_store(batches, setting):
         return
     size = max(1, round(mean(one.reads for one in batches)))
     if is_coupled(setting):
@@ -210,11 +253,17 @@ def _datasets(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
     elif setting.reads_async and setting.concurrency >= _MANY_READS:
         why = "one request then brings many samples; assumed to take a tenth"
         packed = scaled(batches, "read", _PACKED)
-        yield Change("dataset", "a read each", "shards", why, 4, setting, packed)
+        yield Change("dataset", "a read each", _SHARDS, why, 4, setting, packed)
 
 
-def waits_for_store(batches: Sequence[Batch]) -> bool:
-    """Tell whether reading is mostly waiting, not processor time."""
+def waits_for_store(batches: Sequence[Batch], setting: Setting) -> bool:
+    """Tell whether reading is mostly waiting, as far as that is measured.
+
+    Coroutines may wait for anything else: what plain code does is measured.
+    """
+    if is_coupled(setting) and not all(one.is_measured for one in batches):
+        return False
     read = sum(one.read for one in batches)
     cpu = sum(one.read * one.read_cpu for one in batches)
-    return read > 0 and cpu <= _WAITS * read
+    samples = sum(max(one.reads, one.samples) for one in batches)
+    return cpu <= _WAITS * read and read - cpu >= _LEAST_WAIT * samples

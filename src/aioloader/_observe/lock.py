@@ -61,6 +61,30 @@ def lock_waits(records: Sequence[Record], setting: Setting) -> list[float]:
     makes = [one for one in records if is_made(one)]
     if not is_shared(setting) or setting.on_device or not (none and makes):
         return none
+    waits = _seen_waits(records, makes, setting)
+    most = _idle(records, makes, setting)
+    return [one * min(1.0, most / max(sum(waits), 1e-9)) for one in waits]
+
+
+def _idle(
+    records: Sequence[Record], makes: Sequence[Record], setting: Setting
+) -> float:
+    """Return the seconds of all steps in which their process did not compute.
+
+    A step that computes waits for no lock, whatever its length.
+    """
+    steps = [later.asked - one.taken for one, later in pairwise(records)]
+    seconds = records[-1].taken - records[0].taken
+    measured = [one.made[6] for one in makes if one.made[6]]
+    making = median(measured) * len(steps) if measured else 0.0
+    return max(0.0, sum(steps) - max(0.0, setting.used * seconds - making))
+
+
+def _seen_waits(
+    records: Sequence[Record], makes: Sequence[Record], setting: Setting
+) -> list[float]:
+    """Return the waits that the ends of steps show; zeros without such signs."""
+    none = [0.0] * (len(records) - 1)
     begins = _times(makes, making_starts(setting))
     ends = _times(makes, 4)
     turn = sys.getswitchinterval()

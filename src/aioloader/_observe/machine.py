@@ -7,7 +7,9 @@ import contextlib
 import math
 import mmap
 import os
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 _GROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60  # cgroup version 1 has a number near 2 ** 63 for no limit
@@ -50,6 +52,31 @@ def memory_left(groups: Path = _GROUPS) -> int:
     return max(0, left)
 
 
+class RunTimes(NamedTuple):
+    """What the kernel counts for a thread, in seconds; zeros where it does not.
+
+    Attributes:
+        cpu: Its processor time.
+        delayed: How long it was ready to run and waited for a processor.
+    """
+
+    cpu: float = 0.0
+    delayed: float = 0.0
+
+
+def run_times(thread: int | None = None) -> RunTimes:
+    """Return the times of a thread of this process, by default of the caller.
+
+    Args:
+        thread: Its native number.
+    """
+    folder = "thread-self" if thread is None else f"self/task/{thread}"
+    cpu = delayed = 0
+    with contextlib.suppress(OSError, ValueError):  # only Linux has it
+        cpu, delayed, _ = map(int, _read(f"/proc/{folder}/schedstat").split())
+    return RunTimes(time.thread_time() if thread is None else cpu / 1e9, delayed / 1e9)
+
+
 def _cached(group: Path) -> int:
     """Return the bytes of cached files, which the kernel evicts first."""
     words = _read(group / "memory.stat").split()
@@ -69,7 +96,7 @@ def _quota_1(groups: Path) -> float:
     return quota / int(_read(groups / "cpu" / "cpu.cfs_period_us"))
 
 
-def _read(path: Path) -> str:
+def _read(path: Path | str) -> str:
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         return os.read(descriptor, 1 << 16).decode()

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
+from aioloader._observe.machine import RunTimes, run_times
+
 T = TypeVar("T")
 
 # Batches whose records are kept.
@@ -21,18 +23,37 @@ KEPT = 1024
 # Processor time and bytes are measured for one in this many batches, starting with the
 # second, because the first is atypical.
 CLOCKED = 16
+# Seconds of a batch that is too quick to have waited for a processor often.
+_QUICK = 2e-4
 # Items of a batch that are measured.
 _ITEMS = 64
 
 # The fields of ``MadeAt`` as a plain tuple, which costs a fifth.
-Made: TypeAlias = tuple[float, float, float, float, float, float, float]
+Made: TypeAlias = tuple[float, float, float, float, float, float, float, float]
 RecordTuple: TypeAlias = tuple[int, float, float, int, int, Made]
-NOT_MADE: Made = (0.0,) * 7
+NOT_MADE: Made = (0.0,) * 8
 
 
-def processor_time(number: int) -> float:
-    """Return this thread's processor time; 0 for most batches: it takes 0.3 us."""
-    return time.thread_time() if number % CLOCKED == 1 else 0.0
+def thread_clocks(number: int, seconds: float = 1.0) -> RunTimes | None:
+    """Return this thread's times; None for most batches: reading them takes 6 us.
+
+    Args:
+        number: Of the batch.
+        seconds: What the one before took; only slow ones read both clocks.
+    """
+    if number % CLOCKED != 1:
+        return None
+    return run_times() if seconds > _QUICK else RunTimes(time.thread_time(), -1.0)
+
+
+def spent(since: RunTimes | None) -> RunTimes:
+    """Return what this thread has spent since then; zeros for None."""
+    if since is None:
+        return RunTimes()
+    if since.delayed < 0:
+        return RunTimes(time.thread_time() - since.cpu)
+    now = run_times()
+    return RunTimes(now.cpu - since.cpu, now.delayed - since.delayed)
 
 
 class MadeAt(NamedTuple):
@@ -46,8 +67,10 @@ class MadeAt(NamedTuple):
         collated: It was collated.
         busy: Seconds that coroutines took for single samples, summed over these: to
             read them, or else to transform them; 0 if there were none.
-        cpu: Seconds of processor time from ``began`` to ``collated`` if one thread did
-            all of it; measured only for every 16th batch, otherwise 0.
+        cpu: Seconds of processor time of the plain code that made it, reads included
+            unless coroutines did them; measured only for every 16th batch, otherwise 0.
+        delayed: Seconds in which that code was ready to run and waited for a processor;
+            measured with ``cpu``, where the system tells.
     """
 
     began: float
@@ -57,6 +80,7 @@ class MadeAt(NamedTuple):
     collated: float
     busy: float
     cpu: float
+    delayed: float
 
 
 class Record(NamedTuple):
@@ -182,7 +206,12 @@ class Setting:
         on_device: How many batches are moved to the device ahead, or page-locked or
             passed to ``device_transform``; 0 without such a stage.
         stays_on_host: Whether there is such a stage without a device.
+        is_persistent: Whether workers are kept between epochs.
         cores: How many cores this process may use; filled in when needed.
+        used: How many of them it has used meanwhile, worker processes not included; 0
+            if not known. Filled in when needed, as is the rest.
+        epochs_before: How many epochs were before this one.
+        length: How many batches this one has; so far, if it has no length.
         fixed: Arguments that are not advised: they would change nothing here, or the
             loader chooses them.
     """
@@ -201,13 +230,20 @@ class Setting:
     in_order: bool = True
     on_device: int = 0
     stays_on_host: bool = False
+    is_persistent: bool = False
     cores: int = 1
+    used: float = 0.0
+    epochs_before: int = 0
+    length: int = 0
     fixed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class LoopLag:
     """How an event loop was blocked while samples were read on it.
+
+    Time in which its thread waits for a processor, or for the interpreter's lock that
+    another thread holds, does not count for ``culprit``.
 
     Attributes:
         seconds: How long at a time: the 95th percentile.
@@ -216,6 +252,7 @@ class LoopLag:
         computes: Whether the coroutine computes; if not, it waits for a lock or a
             system call.
         is_callers: Whether it is the caller's loop.
+        busy: Share of the time in which its thread computed, or could have.
     """
 
     seconds: float
@@ -223,6 +260,7 @@ class LoopLag:
     culprit: str
     computes: bool = False
     is_callers: bool = False
+    busy: float = 0.0
 
 
 @dataclass(slots=True)
@@ -256,6 +294,7 @@ class Counters:
             None until it is asked for.
         weighed: How many batches had their bytes counted.
         bytes: The bytes of these.
+        clocks: The time and this process's processor time at the latest of these.
         listed: The listing of a stream's shards, if done here.
         lag: Returns how the event loop that reads samples is blocked; None if there is
             no loop.
@@ -271,6 +310,9 @@ class Counters:
     setting: Setting | None = None
     weighed: int = 0
     bytes: int = 0
+    clocks: deque[tuple[float, float]] = field(
+        default_factory=partial(deque, maxlen=KEPT // CLOCKED)
+    )
     listed: Listed | None = None
     lag: Callable[[], LoopLag | None] | None = None
     copies: Copies | None = None
@@ -280,6 +322,15 @@ class Counters:
         """Count the bytes of a batch; called for every 16th."""
         self.weighed += 1
         self.bytes += bytes_of(batch)
+        self.clocks.append((time.perf_counter(), time.process_time()))
+
+    def used(self) -> float:
+        """Return how many cores this process has used lately; 0 if not known."""
+        clocks = list(self.clocks)
+        if len(clocks) < 2:
+            return 0.0
+        (began, before), (ended, after) = clocks[0], clocks[-1]
+        return (after - before) / max(1e-9, ended - began)
 
 
 def bytes_of(batch: Any, items: int = _ITEMS, depth: int = 8) -> int:

@@ -102,6 +102,39 @@ def replay(
     return Replayed((taken[-1] - taken[ahead]) / (len(taken) - 1 - ahead), step)
 
 
+def replay_again(
+    batches: Sequence[Batch],
+    setting: Setting,
+    slow: Sequence[float],
+    first: int,
+) -> float:
+    """Return the pace of an epoch that is replayed from its start.
+
+    Batches may come in bursts for long after the start, if many are requested ahead.
+
+    Args:
+        batches: The durations of all of its batches.
+        setting: The loader's setting.
+        slow: How many times longer each worker takes.
+        first: The batches before this one do not count.
+    """
+    if setting.place == "inline":
+        return replay(batches, setting, slow).seconds
+    pipeline = _Pipeline(batches, setting, window_of(setting, batches), slow)
+    return pace(pipeline.run(len(batches) + 1)[first:])
+
+
+def pace(taken: Sequence[float]) -> float:
+    """Return the seconds per batch, also if batches come in bursts.
+
+    It is the time between the middles of both halves.
+    """
+    half = len(taken) // 2
+    if not half:
+        return 0.0
+    return (mean(taken[-half:]) - mean(taken[:half])) / (len(taken) - half)
+
+
 class _Pipeline:
     """The pipeline as processes of a simulation."""
 

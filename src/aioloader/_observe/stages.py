@@ -192,7 +192,7 @@ def is_made(record: Record) -> bool:
 def _shifted(record: Record, seconds: float) -> Record:
     made = record.made
     began, read, started, transformed, collated = (at + seconds for at in made[:5])
-    moved = (began, read, started, transformed, collated, made[5], made[6])
+    moved = (began, read, started, transformed, collated, *made[5:])
     return record._replace(made=moved)
 
 
@@ -325,7 +325,7 @@ class _Span:
             return ()
         setting = self._setting
         reading, making = reading_lanes(setting), making_lanes(setting)
-        began, read, started, transformed, collated, busy, _ = self._made
+        began, read, started, transformed, collated, busy, *_ = self._made
         lying = _Overlap(self._clip(collated), self._taken[self._is_made])
         steps: list[_Step] = [
             ("read", began, read, None),

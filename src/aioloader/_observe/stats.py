@@ -57,7 +57,7 @@ class LoaderStats:
             every 16th; 0 if none was measured.
         listed: The listing of a stream's shards, if this process did it.
         loop_lag: How the event loop that reads samples in this process is blocked;
-            None if it is not, or there is none.
+            None if there is none, or it is not yet measured.
         device_bytes: Device memory of batches that were moved and not yet delivered.
         iteration: Identifies the iteration: two may have the same epoch number.
     """

@@ -351,6 +351,8 @@ def _made(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[_J
         args = {**args, "seconds of coroutines, summed over samples": made.busy}
     if made.cpu:
         args = {**args, "seconds of processor time": made.cpu}
+    if made.delayed:
+        args = {**args, "seconds of waiting for a processor": made.delayed}
     names = ("read", "queued", "transform", "collate")
     slices = list(map(_Slice, names, times, times[1:]))
     # Reads run in another place than later steps, several batches at a time.

@@ -1,19 +1,30 @@
 """Whether the loader limits training, which stage does, and the change that helps.
 
 Each change of an argument is tried in a replay of the recorded batches, as is each
-stage at twice its speed. The advice is the change that gains most there.
+stage at twice its speed. The advice is the change that gains most there, but no change
+gains more than was waited, or than idle processors and lanes allow, and none is advised
+if the replay of the recorded setting differs from what was measured.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import mean
 from typing import NamedTuple
 
-from aioloader._observe.batches import Batch, batches_of, scaled, slow_workers
+from aioloader._observe.batches import (
+    Batch,
+    batches_of,
+    crowding,
+    scaled,
+    slow_workers,
+    start_seconds,
+)
+from aioloader._observe.bounds import Bounds, bounds_of
 from aioloader._observe.changes import Change, changes, waits_for_store
 from aioloader._observe.records import Copy, LoopLag, Record, Setting
-from aioloader._observe.replay import Replayed, replay, window_of
-from aioloader._observe.stages import making_lanes, on_one_clock
+from aioloader._observe.replay import Replayed, pace, replay, replay_again, window_of
+from aioloader._observe.stages import on_one_clock
 from aioloader._observe.stats import LoaderStats
 from aioloader._observe.words import seconds_text
 
@@ -23,15 +34,19 @@ _WAITS = 0.02
 _LEAST_GAIN = 5.0
 # A cheaper change is preferred if it achieves this share of the best speed.
 _AS_GOOD = 0.95
+# An argument is preferred to new code if it achieves this share of its speed.
+_AS_FAST = 0.75
 # With fewer batches, the verdict is a guess.
 _ENOUGH = 16
 # The loop is the verdict only if it is blocked for this share of the time.
 _LAGS = 0.1
-# Above this utilization, processors are the limit.
-_BUSY = 0.8
-# The report warns if the replay of the recorded setting is off by more than this share.
-_IS_OFF = 0.2
+# Processors are the limit if they allow no greater speed-up.
+_BUSY = 1.25
+# Nothing is advised if the replay of the recorded setting is off by more than this.
+_IS_OFF = 0.15
 
+# Nothing is advised about these: no step of a transport is seen, only the rest.
+_UNSEEN = {"transport", "nothing"}
 _STAGES = ("read", "transform", "collate", "transport", "device", "consumer")
 _WORDS = {
     "read": "Reading samples",
@@ -87,8 +102,9 @@ class Report:
     Attributes:
         headline: What limits training, in one sentence.
         stage: The limiting stage: ``"read"``, ``"transform"``, ``"collate"``,
-            ``"transport"``, ``"device"``, ``"consumer"``, ``"loop"``; ``"nothing"`` if
-            the consumer hardly waits; ``"unknown"`` if too little is recorded.
+            ``"transport"``, ``"device"``, ``"consumer"``, ``"loop"``; ``"start"`` if
+            each epoch waits for its workers; ``"nothing"`` if the consumer hardly
+            waits; ``"unknown"`` if too little is recorded.
         advice: What to change, or None if nothing gains 5 percent.
         limit: Without advice: what sets the pace.
         wait_share: Share of the time that the consumer waits, from 0 to 1, including
@@ -158,31 +174,35 @@ def report(
         headline = f"Too little is recorded to tell: {len(records)} batches."
         return Report(headline, "unknown", batches=len(records), remarks=remarks)
     # The first batches are late: they wait for workers and for the window to fill.
-    starting = min(len(records) // 4, window_of(setting, batches))
-    settled = records[starting:]
-    seconds = settled[-1].taken - settled[0].taken
-    waited = sum(one.taken - one.asked for one in settled[1:])
-    share = waited / seconds if seconds else 0.0
+    first = min(len(records) // 4, window_of(setting, batches))
+    settled = records[max(first, len(records) - len(batches) - 1) :]
+    each = (settled[-1].taken - settled[0].taken) / (len(settled) - 1)
+    waited = mean(one.taken - one.asked for one in settled[1:])
+    locked = mean(one.locked for one in batches)
+    share = min(1.0, (waited + locked) / each) if each else 0.0
+    lag = None if stats is None else stats.loop_lag
     slow = slow_workers(on_one_clock(records), setting)
-    now = replay(batches, setting, slow)
-    recent = records[-len(batches) - 1 :]
-    each = (recent[-1].taken - recent[0].taken) / len(batches)
-    locked = mean(one.locked for one in batches) / each if each else 0.0
-    share = min(1.0, share + locked)
-    found = _Found("nothing")
-    if share >= _WAITS:
-        found = _findings(batches, setting, slow)
-        if stats is not None and stats.loop_lag is not None:
-            found = _lagging(Replayed(each, now.step), stats.loop_lag, found) or found
+    bounds = bounds_of(settled, setting, batches, share, slow=slow, lag=lag)
+    start, crowded = start_seconds(records, setting), crowding(records, setting)
+    case = _Case(batches, setting, slow, bounds, start, crowded)
+    seconds = case.now.seconds
+    if records[0].number == 0 and len(records) == len(batches) + 1:  # all of an epoch
+        seconds = replay_again(batches, setting, slow, first)
+    measured = pace([one.taken for one in settled])
+    error = seconds / measured - 1 if measured else 0.0
+    is_locked = share > 0 and locked >= _WAITS * each
+    found = case.found(share, error)
+    if lag is not None and share >= _WAITS:
+        found = _lagging(Replayed(each, case.now.step), lag, found) or found
     return Report(
-        headline=_headline(found, setting, share, is_locked=locked >= _WAITS),
+        headline=_headline(found, case, share, is_locked=is_locked),
         stage=found.stage,
         advice=found.advice,
-        limit="" if found.advice else _limit(found.stage, batches, setting, now),
+        limit="" if found.advice else _limit(found.stage, case, error),
         wait_share=share,
         head_room=head_room(batches, setting, slow),
         batches=len(batches),
-        model_error=now.seconds / each - 1 if each else 0.0,
+        model_error=error,
         remarks=remarks,
     )
 
@@ -198,31 +218,99 @@ def head_room(
     return tuple(rooms)
 
 
-def best_change(
-    batches: Sequence[Batch], setting: Setting, slow: Sequence[float] = ()
-) -> tuple[Change, float] | None:
-    """Return the change to make and its gain in percent; None if none is worth it.
-
-    It is the cheapest change within 5 percent of the best speed; among equal ones the
-    first, which changes least.
-    """
-    now = replay(batches, setting, slow)
-    tried = [
-        (one, _gain(now, replay(one.batches, one.setting, slow)))
-        for one in changes(batches, setting, slow)
-    ]
-    most = max((gain for _, gain in tried), default=0.0)
-    if most < _LEAST_GAIN:
-        return None
-    least = max(_LEAST_GAIN, _AS_GOOD * (100 + most) - 100)
-    good = [(one, gain) for one, gain in tried if gain >= least]
-    return min(good, key=lambda pair: pair[0].cost)
-
-
 class _Found(NamedTuple):
     stage: str
     advice: Advice | None = None
     lag: LoopLag | None = None
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A loader as it was recorded, and what bounds the gain of a change.
+
+    Attributes:
+        batches: The durations of its batches.
+        setting: Its setting.
+        slow: How many times longer each worker takes.
+        bounds: What no change exceeds.
+        start: Seconds of each epoch in which workers start.
+        crowding: How many times longer computing takes because of other processes.
+    """
+
+    batches: Sequence[Batch]
+    setting: Setting
+    slow: Sequence[float] = ()
+    bounds: Bounds = field(default_factory=Bounds)
+    start: float = 0.0
+    crowding: float = 1.0
+
+    @cached_property
+    def now(self) -> Replayed:
+        """The replay of the recorded setting."""
+        return replay(self.batches, self.setting, self.slow)
+
+    @property
+    def start_share(self) -> float:
+        """The seconds in which workers start, per batch."""
+        return self._per_batch(self.start)
+
+    def _per_batch(self, seconds: float) -> float:
+        """Return seconds of each epoch, per batch; 0 if its length is not known."""
+        return seconds / self.setting.length if self.setting.length else 0.0
+
+    def found(self, share: float, error: float) -> _Found:
+        """Return the stage that limits training, and the advice.
+
+        Args:
+            share: Share of the time that the consumer waits.
+            error: Error of the replay.
+        """
+        best = None if abs(error) > _IS_OFF else self.best()
+        if best is not None and best[0].argument == "persistent_workers":
+            stage = "start"
+        else:
+            stage = self.limiting_stage() if share >= _WAITS else "nothing"
+        if best is None or stage in _UNSEEN:
+            return _Found(stage)
+        one, gain = best
+        return _Found(stage, Advice(one.argument, one.old, one.new, gain, one.why))
+
+    def limiting_stage(self) -> str:
+        """Return the stage whose speed matters most."""
+        halved = {
+            name: replay(scaled(self.batches, name, 0.5), self.setting, self.slow)
+            for name in _STAGES
+            if name != "device" or self.setting.on_device
+        }
+        return min(halved, key=lambda name: halved[name].seconds)
+
+    def best(self) -> tuple[Change, float] | None:
+        """Return the change to make and its gain in percent; None if none is worth it.
+
+        It is the cheapest change within 5 percent of the best speed, or within a
+        quarter if that needs new code; among equal ones the first, which changes least.
+        """
+        found = changes(self.batches, self.setting, self.slow, self.start)
+        tried = [(one, self.gain(one)) for one in found]
+        arguments = [pair for pair in tried if not pair[0].needs_code]
+        for some, as_good in (arguments, _AS_FAST), (tried, 1.0):
+            best = max((gain for _, gain in tried), default=0.0)
+            most = max((gain for _, gain in some), default=0.0)
+            if most < _LEAST_GAIN or 100 + most < as_good * (100 + best):
+                continue
+            least = max(_LEAST_GAIN, _AS_GOOD * (100 + most) - 100)
+            good = [(one, gain) for one, gain in some if gain >= least]
+            return min(good, key=lambda pair: pair[0].cost)
+        return None
+
+    def gain(self, change: Change) -> float:
+        """Return the gain of a change in steps per second of whole epochs, percent."""
+        seconds = self.now.seconds
+        then = replay(change.batches, change.setting, self.slow).seconds
+        then = max(then, seconds / self.bounds.of(change, self.setting))
+        slowed = max(1.0, self.crowding) if change.start > 0 else 1.0
+        then += self._per_batch(self.start + change.start * slowed)
+        return 100 * ((seconds + self.start_share) / then - 1) if then else 0.0
 
 
 def _lagging(now: Replayed, lag: LoopLag, else_found: _Found) -> _Found | None:
@@ -235,32 +323,10 @@ def _lagging(now: Replayed, lag: LoopLag, else_found: _Found) -> _Found | None:
     return _Found("loop", advice, lag) if advice.gain >= _LEAST_GAIN else None
 
 
-def _findings(
-    batches: Sequence[Batch], setting: Setting, slow: Sequence[float]
-) -> _Found:
-    """Return the stage that limits training, and the advice."""
-    halved = {
-        name: replay(scaled(batches, name, 0.5), setting, slow).seconds
-        for name in _STAGES
-        if name != "device" or setting.on_device
-    }
-    stage = min(halved, key=lambda name: halved[name])
-    best = best_change(batches, setting, slow)
-    if best is None:
-        return _Found(stage)
-    one, gain = best
-    return _Found(stage, Advice(one.argument, one.old, one.new, gain, one.why))
-
-
-def _gain(now: Replayed, then: Replayed) -> float:
-    """Return the gain in steps per second, in percent."""
-    return 100 * (now.seconds / then.seconds - 1) if then.seconds else 0.0
-
-
 def _freed(lag: LoopLag, now: Replayed) -> Advice:
     """Return the advice to free the loop, with an upper bound of the gain."""
     seconds = max(now.step, now.seconds * (1 - lag.share))
-    gain = _gain(now, Replayed(seconds, now.step))
+    gain = 100 * (now.seconds / seconds - 1) if seconds else 0.0
     why = (
         f"it blocks the loop {lag.share:.0%} of the time, up to "
         f"{seconds_text(lag.seconds)} at a time, and nothing else is read meanwhile"
@@ -271,9 +337,7 @@ def _freed(lag: LoopLag, now: Replayed) -> Advice:
     return Advice(lag.culprit, "the event loop", new, gain, why)
 
 
-def _headline(
-    found: "_Found", setting: Setting, share: float, *, is_locked: bool
-) -> str:
+def _headline(found: _Found, case: _Case, share: float, *, is_locked: bool) -> str:
     stage, lag = found.stage, found.lag
     what = "batches and for the interpreter's lock" if is_locked else "batches"
     waits = f"training waits for {what} {share:.0%} of the time"
@@ -286,28 +350,39 @@ def _headline(
         )
     if lag is not None:
         return f"{lag.culprit} blocks the event loop and holds training back: {waits}."
-    is_on_host = stage == "device" and setting.stays_on_host
+    if stage == "start":
+        took = seconds_text(case.start)
+        return f"Starting workers holds training back: it takes {took} of each epoch."
+    is_on_host = stage == "device" and case.setting.stays_on_host
     words = _ON_HOST if is_on_host else _WORDS[stage]
     return f"{words} holds training back: {waits}."
 
 
-def _limit(
-    stage: str, batches: Sequence[Batch], setting: Setting, now: Replayed
-) -> str:
+def _limit(stage: str, case: _Case, error: float) -> str:
     """Return what sets the pace if no change of an argument helps."""
-    if stage in {"nothing", "consumer"}:
-        return "The step itself sets the pace."
-    cpu = sum(one.cpu for one in batches) / len(batches)
-    processors = min(max(1, setting.cores), making_lanes(setting))
-    if cpu > _BUSY * now.seconds * processors and making_lanes(setting) >= (
-        setting.cores
-    ):
-        return f"The cores set the pace: all {setting.cores} are busy making batches."
-    if stage == "read" and waits_for_store(batches):
-        return "The store sets the pace: no argument gains 5 % or more."
-    if stage == "device" and not setting.stays_on_host:
-        return "The link to the device sets the pace: make batches smaller in bytes."
-    return "No argument gains 5 % or more: this stage must get cheaper."
+    setting = case.setting
+    is_handed = stage == "transport" and setting.place in {"thread", "workers"}
+    is_link = stage == "device" and not setting.stays_on_host
+    is_store = stage == "read" and waits_for_store(case.batches, setting)
+    busy = (
+        f"The cores set the pace: all {setting.cores} are busy, with batches, the step "
+        "or other processes."
+    )
+    doubtful = (
+        "Nothing is advised: a replay of these batches differs from what was measured "
+        f"by {error:+.0%} seconds per batch."
+    )
+    link = "The link to the device sets the pace: make batches smaller in bytes."
+    texts = (
+        (stage in {"nothing", "consumer"}, "The step itself sets the pace."),
+        (case.bounds.cores < _BUSY, busy),
+        (is_handed, "Handing batches over sets the pace: larger ones cost less of it."),
+        (abs(error) > _IS_OFF, doubtful),
+        (is_store, "The store sets the pace: no argument gains 5 % or more."),
+        (is_link, link),
+    )
+    last = "No argument gains 5 % or more: this stage must get cheaper."
+    return next((text for is_so, text in texts if is_so), last)
 
 
 def _remarks(stats: LoaderStats | None) -> tuple[str, ...]:

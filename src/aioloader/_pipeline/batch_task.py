@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from aioloader._observe.machine import RunTimes
 from aioloader._observe.records import NOT_MADE, Made
 
 
@@ -16,6 +17,7 @@ class _Missing:
 
 MISSING: Final = _Missing()
 """Placeholder for a sample still being read."""
+_NOTHING = RunTimes()
 
 
 @dataclass(slots=True, eq=False)
@@ -75,8 +77,9 @@ class BatchTask:
         result: The result, once known; late samples are dropped.
         missing: How many samples it lacks: skipped ones, or after a stream's end.
         state: As in ``BatchResult``.
-        began: With ``read``, ``started``, ``transformed``, ``collated``, ``busy`` and
-            ``cpu``: as in ``MadeAt``.
+        began: With ``read``, ``started``, ``transformed``, ``collated`` and ``busy``:
+            as in ``MadeAt``.
+        spent: What ``MadeAt`` has as ``cpu`` and ``delayed``.
     """
 
     number: int
@@ -97,7 +100,7 @@ class BatchTask:
     transformed: float = 0.0
     collated: float = 0.0
     busy: float = 0.0
-    cpu: float = 0.0
+    spent: RunTimes = _NOTHING
     again: bool = False
 
     @property
@@ -115,7 +118,7 @@ class BatchTask:
             transformed,
             self.collated,
             self.busy,
-            self.cpu,
+            *self.spent,
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from aioloader._collate.collate import lending
-from aioloader._observe.records import CLOCKED, Counters
+from aioloader._observe.records import CLOCKED, Counters, spent, thread_clocks
 from aioloader._order.blocks import Bad
 from aioloader._order.epoch import Epoch
 from aioloader._order.failures import Failure, noted
@@ -162,6 +162,7 @@ class PlainIterator(LocalIterator):
         self._slots = slots
         self._concurrency = concurrency
         self._side_loop: SideLoop | None = None
+        self._took = 1.0
 
     def next(self) -> Any:
         """Return the next batch, made now.
@@ -175,8 +176,7 @@ class PlainIterator(LocalIterator):
         except BaseException as error:
             self._end(is_over=isinstance(error, StopIteration))
             raise
-        is_clocked = number % CLOCKED == 1
-        cpu = time.thread_time() if is_clocked else 0.0
+        clocks = thread_clocks(number, self._took)
         samples: list[Any] = []
         stage = "fetch"
         try:
@@ -194,12 +194,13 @@ class PlainIterator(LocalIterator):
             self._progress.fail(number, state)
             raise self._noted(stage, number, indices, len(samples), error)  # noqa: B904
         self.counters.batches += 1
-        if is_clocked:
-            cpu = time.thread_time() - cpu
+        cpu, delayed = spent(clocks)
+        if clocks is not None:
             self.counters.weigh(batch)
         taken = perf_counter()
-        self.counters.waited += taken - asked
-        made = asked, read, read, read, taken, 0.0, cpu
+        self._took = taken - asked
+        self.counters.waited += self._took
+        made = asked, read, read, read, taken, 0.0, cpu, delayed
         self._records.append((number, asked, taken, 0, len(indices), made))
         self._progress.take(number, state)
         return batch
@@ -288,8 +289,7 @@ class InlineIterator(LocalIterator):
                 self._end(is_over=isinstance(error, StopIteration))
                 raise
             task = self._maker.task(request)
-            is_clocked = task.number % CLOCKED == 1
-            cpu = time.thread_time() if is_clocked else 0.0
+            clocks = thread_clocks(task.number)
             try:
                 with self._maker.around(task):
                     result = self._made(task)
@@ -304,8 +304,8 @@ class InlineIterator(LocalIterator):
             self.counters.batches += is_delivered
             asked = asked or task.began
             if is_delivered:
-                if is_clocked:
-                    task.cpu = time.thread_time() - cpu
+                task.spent = spent(clocks)
+                if clocks is not None:
                     self.counters.weigh(result.batch)
                 taken = task.collated
                 self.counters.waited += taken - asked
@@ -385,7 +385,7 @@ class GatherIterator(LocalIterator):
         if number % CLOCKED == 1:
             cpu = taken - asked  # copying memory never waits
             self.counters.weigh(batch)
-        made = asked, taken, taken, taken, taken, 0.0, cpu
+        made = asked, taken, taken, taken, taken, 0.0, cpu, 0.0
         self._records.append((number, asked, taken, 0, chunk_size, made))
         self._progress.take(number)
         return batch

@@ -3,7 +3,9 @@
 A timer on the loop is due at regular intervals. If it is late, the loop was blocked, so
 the share of late timers is the share of time in which it was blocked. Only if that
 happens often, a thread watches for a while what runs on the loop when a timer is
-overdue, and counts the coroutines that it finds there twice in a row.
+overdue, and counts the coroutines that it finds there twice in a row. It counts none
+while the loop's thread waits for a processor, or for the interpreter's lock: then the
+watching thread waits for it too.
 """
 
 import asyncio
@@ -20,6 +22,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
+from aioloader._observe.machine import RunTimes, run_times
 from aioloader._observe.records import LoopLag
 from aioloader._order.forks import fork_safe
 
@@ -37,6 +40,8 @@ _CALM = 1.0
 _LOOK = 0.003
 _NAMED = 5
 _ENOUGH, _REST = 100, 10.0
+# Seconds that the thread waits for the lock only if another one holds it.
+_LOCKED = 0.002
 # Late timers whose lateness is kept.
 _KEPT = 256
 # Missed timers that a late one counts for, at most: the loop may have been stopped.
@@ -55,6 +60,8 @@ class Mark(NamedTuple):
     timers: int
     late: int
     times: int  # that the timer was late
+    watched: float  # seconds
+    busy: float  # of these, in which the loop's thread was ready to run
 
 
 class LoopWatch:
@@ -66,27 +73,32 @@ class LoopWatch:
     Attributes:
         due: When the timer is due, by ``time.monotonic``.
         thread: The thread that runs the loop.
+        native: The same, as the kernel numbers it.
         timers: How many timers were due, including missed ones.
         late: How many of these were late.
         times: How often the timer was late; each counts the timers missed meanwhile.
         culprits: How often each coroutine was found while the loop was blocked.
+        excused: How often it waited for a processor or the interpreter's lock then.
     """
 
     def __init__(self, *, is_callers: bool) -> None:
         self.is_callers = is_callers
         self.due: float = 0.0
         self.thread: int = 0
+        self.native: int = 0
         self.timers: int = 0
         self.late: int = 0
         self.times: int = 0
         self.culprits: Counter[str] = Counter()
+        self.excused: int = 0
         self._lateness: deque[float] = deque(maxlen=_KEPT)
         self._late_at: deque[float] = deque([0.0] * _SUSPECT, maxlen=_SUSPECT)
         self._readers = 0
         self._rests_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._clocks = (0.0, 0.0)  # of the latest timer: wall, and the thread's own
-        self._held = self._computed = 0.0
+        self._clocks = 0.0, RunTimes()  # of the latest timer: wall, and the thread's
+        self._held = self._computed = 0.0  # while it was late
+        self._watched = self._busy = 0.0  # always
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -94,8 +106,9 @@ class LoopWatch:
         self._readers += 1
         if self._readers == 1:
             self.thread = threading.get_ident()
+            self.native = threading.get_native_id()
             self.due = time.monotonic()
-            self._clocks = self.due, time.thread_time()
+            self._clocks = self.due, run_times()
             self._set()
         try:
             yield
@@ -107,27 +120,30 @@ class LoopWatch:
 
     def mark(self) -> Mark:
         """Return the counts so far."""
-        return Mark(self.timers, self.late, self.times)
+        return Mark(self.timers, self.late, self.times, self._watched, self._busy)
 
     def lag(self, since: Mark) -> LoopLag | None:
-        """Return how the loop was blocked; None if it was not, or not yet measured.
+        """Return how the loop was blocked; None if this is not yet measured.
 
         Args:
             since: The counts at the start of the period.
         """
         timers, late = self.timers - since.timers, self.late - since.late
         times = self.times - since.times
-        if not times:
+        if not timers:
             return None
-        lateness = sorted([*self._lateness][-times:])
+        lateness = sorted([*self._lateness][-times:]) if times else [0.0]
         named = self.culprits.most_common(1)
-        name = named[0][0] if named and named[0][1] >= _NAMED else ""
+        most = named[0][1] if named else 0
+        name = named[0][0] if most >= _NAMED and most > self.excused else ""
+        watched = self._watched - since.watched
         return LoopLag(
             seconds=lateness[int(0.95 * (len(lateness) - 1))],
             share=min(1.0, late / max(1, timers)),
             culprit=name,
             computes=self._computed > self._held / 5,
             is_callers=self.is_callers,
+            busy=(self._busy - since.busy) / watched if watched > 0 else 0.0,
         )
 
     def is_suspect(self) -> bool:
@@ -139,9 +155,17 @@ class LoopWatch:
     def blame(self, code: CodeType) -> None:
         """Count a coroutine that was found; old counts are halved from time to time."""
         self.culprits[_name(code)] += 1
-        if self.culprits.total() >= _ENOUGH:
+        self._rest()
+
+    def excuse(self) -> None:
+        """Count that the loop's thread waited for a processor or the lock."""
+        self.excused += 1
+        self._rest()
+
+    def _rest(self) -> None:
+        if self.culprits.total() + self.excused >= _ENOUGH:
             halved = {name: count // 2 for name, count in self.culprits.items()}
-            self.culprits = Counter(halved)
+            self.culprits, self.excused = Counter(halved), self.excused // 2
             self._rests_until = time.monotonic() + _REST
 
     def _set(self) -> None:
@@ -151,18 +175,21 @@ class LoopWatch:
         self._timer = loop.call_later(seconds, self._tick)
 
     def _tick(self) -> None:
-        now, own = time.monotonic(), time.thread_time()
+        now, own = time.monotonic(), run_times()
+        seconds, spent = now - self._clocks[0], _since(self._clocks[1], own)
         late = now - self.due
         missed = int(late / _EVERY)  # it would have been due again, and late
         counted = 1 + min(missed, _MOST)
         self.timers += counted
+        self._watched += seconds
+        self._busy += spent.cpu + spent.delayed
         if late > _TOLERANCE:
             self.late += counted
             self._lateness.append(late)
             self.times += 1  # after it: another thread may call ``lag``
             self._late_at.append(now)
-            self._held += now - self._clocks[0]
-            self._computed += own - self._clocks[1]
+            self._held += seconds
+            self._computed += spent.cpu
             if now - self._late_at[0] < _WITHIN and self.is_suspect():
                 _look_at(self)
         self._clocks = now, own
@@ -204,6 +231,8 @@ def _look() -> None:
     # The last find and its timer count. The same coroutine twice means one long call,
     # or many short ones between which the timer could not run.
     seen: dict[LoopWatch, tuple[CodeType, int]] = {}
+    before: dict[LoopWatch, RunTimes] = {}
+    locked, since = 0.0, time.monotonic()
     while True:
         with _LOCK:
             suspects = [watch for watch in _suspects if watch.is_suspect()]
@@ -211,8 +240,15 @@ def _look() -> None:
             if not suspects:
                 return
         found: dict[LoopWatch, tuple[CodeType, int]] = {}
+        seconds, since = time.monotonic() - since, time.monotonic()
         for watch in suspects:
+            times = run_times(watch.native)
+            spent, before[watch] = _since(before.get(watch, times), times), times
             if time.monotonic() < watch.due + _TOLERANCE:
+                continue
+            stopped = max(locked if locked > _LOCKED else 0.0, spent.delayed)
+            if stopped > max(4 * spent.cpu, seconds / 4):
+                watch.excuse()
                 continue
             code = _running(watch.thread)
             if code is not None:
@@ -220,7 +256,19 @@ def _look() -> None:
                 if seen.get(watch) == found[watch]:
                     watch.blame(code)
         seen = found
-        time.sleep(_LOOK)
+        locked = _sleep()
+
+
+def _sleep() -> float:
+    """Sleep between two looks; return how long the lock took to get afterwards."""
+    began, times = time.monotonic(), run_times()
+    time.sleep(_LOOK)
+    late = time.monotonic() - began - _LOOK
+    return late - _since(times, run_times()).delayed
+
+
+def _since(before: RunTimes, now: RunTimes) -> RunTimes:
+    return RunTimes(now.cpu - before.cpu, now.delayed - before.delayed)
 
 
 def _running(thread: int) -> CodeType | None:

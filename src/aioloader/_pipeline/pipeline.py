@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from aioloader._observe.records import LISTED, NOT_MADE, Listed, processor_time
+from aioloader._observe.records import LISTED, NOT_MADE, Listed, spent, thread_clocks
 from aioloader._order.epoch import BEGINNING, Bookmark
 from aioloader._order.failures import Failure
 from aioloader._order.raising import ends_task
@@ -280,7 +280,7 @@ class Pipeline:
         """Read a batch in the host's thread, and make it there if all is plain."""
         maker, began = self.maker, time.perf_counter()
         is_plain = maker.is_plain() and self.pool is None
-        cpu = processor_time(task.number)
+        clocks = thread_clocks(task.number)
         try:
             with maker.around(task):
                 if self._stream is not None:
@@ -289,7 +289,7 @@ class Pipeline:
                     maker.read(task, self.pause)
                 if is_plain and task.result is None:
                     task.result = maker.finish(task)
-                    task.cpu = cpu and time.thread_time() - cpu
+                    task.spent = spent(clocks)
         except BaseException as error:  # handed to the consumer
             task.result = BatchResult(error=error)
         self._time(began)
@@ -399,8 +399,10 @@ class Pipeline:
         self.deliver(task, result)  # only once the user's generators are back
 
     def _finished(self, task: BatchTask) -> BatchResult:
+        clocks = thread_clocks(task.number)
         try:
             result = self.maker.finish(task)
+            task.spent = spent(clocks)
         except BaseException as error:  # handed to the consumer
             result = BatchResult(error=error)
         task.samples = []

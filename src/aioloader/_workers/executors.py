@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from aioloader._observe.records import processor_time
+from aioloader._observe.records import spent, thread_clocks
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
@@ -201,11 +201,11 @@ def _made(maker: BatchMaker, task: BatchTask) -> BatchResult:
 
 
 def _make(maker: BatchMaker, task: BatchTask) -> BatchResult:
-    cpu = processor_time(task.number)
+    clocks = thread_clocks(task.number)
     if maker.reads:
         maker.read(task, time.sleep)
     result = maker.finish(task)
-    task.cpu = cpu and time.thread_time() - cpu
+    task.spent = spent(clocks)
     return result
 
 

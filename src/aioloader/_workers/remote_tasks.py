@@ -94,11 +94,11 @@ def open_request(maker: BatchMaker, request: Packed) -> BatchTask:
 
 def of_both(task: BatchTask, made: Sequence[float]) -> Made:
     """Return when a batch was made, combining reads here with a worker's times."""
-    began, read, started, transformed, collated, busy, cpu = made
+    began, read, started, transformed, collated, busy, *spent = made
     if not began:
         began, read, busy = task.began, task.read, task.busy
         started = task.started or started
-    return began, read, started, transformed, collated, busy, cpu
+    return began, read, started, transformed, collated, busy, spent[0], spent[1]
 
 
 def pack_answer(

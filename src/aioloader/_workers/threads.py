@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from aioloader._observe.records import processor_time
+from aioloader._observe.records import spent, thread_clocks
 from aioloader._order.failures import noted
 from aioloader._order.raising import raisable
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
@@ -167,7 +167,7 @@ def _end(over: list[bool], tasks: "queue.SimpleQueue[BatchTask]", number: int) -
 
 def make(pipeline: Pipeline, task: BatchTask) -> BatchResult:
     """Make the rest of ``task`` in this thread; return errors."""
-    maker, cpu = pipeline.maker, processor_time(task.number)
+    maker, clocks = pipeline.maker, thread_clocks(task.number)
     try:
         with maker.around(task):
             if not pipeline.reads_here:
@@ -175,5 +175,5 @@ def make(pipeline: Pipeline, task: BatchTask) -> BatchResult:
             result = maker.finish(task)
     except BaseException as error:  # handed to the consumer
         return BatchResult(error=error)
-    task.cpu = cpu and time.thread_time() - cpu
+    task.spent = spent(clocks)
     return result

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from aioloader._observe.records import NOT_MADE, Made
 
-RESULT_HEAD = struct.Struct("<BHq7d")
+RESULT_HEAD = struct.Struct("<BHq8d")
 STAGES = ("fetch", "transform", "collate", "send")
 
 # The kinds of results. READY: the worker takes requests; BATCH: a batch; ANSWER: any

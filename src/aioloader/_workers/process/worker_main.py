@@ -11,13 +11,12 @@ import ctypes
 import faulthandler
 import os
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from aioloader._observe.records import processor_time
+from aioloader._observe.records import spent, thread_clocks
 from aioloader._order.failures import noted
 from aioloader._order.raising import raisable
 from aioloader._order.retry import last_error
@@ -150,7 +149,7 @@ def _make(
     stream: SyncStream | None,
     pause: Callable[[float], object],
 ) -> BatchResult:
-    maker, cpu = endpoint.maker, processor_time(task.number)
+    maker, clocks = endpoint.maker, thread_clocks(task.number)
     try:
         endpoint.restore(request)
         with maker.around(task):
@@ -164,7 +163,7 @@ def _make(
             maker.apply(task)
             endpoint.enter(COLLATE)
             result = maker.collate(task)
-            task.cpu = cpu and time.thread_time() - cpu
+            task.spent = spent(clocks)
             return maker.leave(task, result)
     except (KeyboardInterrupt, SystemExit):  # they end a worker, as in torch
         raise

@@ -1,0 +1,308 @@
+"""What is not advised: gains that nothing measured allows, on a simulated clock."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from aioloader._observe.batches import batches_of, crowding, start_seconds
+from aioloader._observe.bounds import bounds_of
+from aioloader._observe.changes import Change, changes, waits_for_store
+from aioloader._observe.machine import RunTimes, run_times
+from aioloader._observe.records import Counters, LoopLag, Record, Setting
+from aioloader._observe.replay import pace
+from aioloader._observe.stats import LoaderStats
+from aioloader._observe.verdict import Report, report
+from aioloader._pipeline.loop_watch import LoopWatch, Mark
+from observe.clock import TICK, Clock, Ticks
+
+ALL_CPU = ("read", "transform", "collate")
+PROCESSES = Setting(
+    "workers", 2, "process", reads_in_workers=True, window=4, batch_size=4, cores=2
+)
+LOOP = Setting("loop", concurrency=8, window=12, batch_size=4, cores=8)
+BUSY = Ticks((1,) * 4, transform=30, collate=2, step=5, uses_cpu=ALL_CPU)
+
+
+def measured(record: Record, cpu: float, delayed: float) -> Record:
+    """Return a record whose plain code was measured, as shares of its seconds."""
+    made = record.made
+    seconds = made[4] - made[0]
+    return record._replace(made=(*made[:6], cpu * seconds, delayed * seconds))
+
+
+def tried(
+    records: list[Record], setting: Setting, argument: str, start: float = 0.0
+) -> list[Change]:
+    """Return the changes of an argument that are tried."""
+    found = changes(batches_of(records, setting), setting, (), start)
+    return [one for one in found if one.argument == argument]
+
+
+# -- waits -----------------------------------------------------------------------------
+
+
+def test_no_gain_exceeds_what_is_waited() -> None:
+    """One batch in 40 is late, and training waits for it 3 % of the time."""
+    setting = replace(PROCESSES, cores=8)
+    late = [Ticks((100 if not at else 4,) * 4, step=20) for at in range(40)]
+    records = Clock(setting, late).run(160)
+    found = report(records, setting)
+    assert 0.02 < found.wait_share < 0.4
+    bound = 1 / (1 - found.wait_share)
+    for one in tried(records, setting, "num_workers"):
+        bounds = bounds_of(records, setting, batches_of(records, setting), 0.03)
+        assert bounds.of(one, setting) <= 1 / 0.97
+    if found.advice is not None:
+        assert found.advice.gain <= 100 * (bound - 1) + 1e-6
+
+
+# -- cores -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("used", [0.7, 2.0])
+def test_cores_that_the_step_keeps_busy(used: float) -> None:
+    """More workers are advised only if they are idle."""
+    setting = replace(PROCESSES, cores=4)
+    records = Clock(setting, [BUSY]).run(96)
+    free, busy = report(records, setting), report(records, replace(setting, used=used))
+    assert free.advice is not None
+    assert free.advice.argument == "num_workers"
+    if used == 2.0:
+        assert busy.advice is None
+        assert "all 4 are busy" in busy.limit
+    else:
+        assert busy.advice is not None
+        assert busy.advice.gain == pytest.approx(100 * (4 / 2.7 - 1), abs=2)
+
+
+def test_busy_cores_are_not_taken_for_waiting() -> None:
+    """Others take the processors for most of the time: no store is waited for."""
+    setting = Setting("thread", window=2, batch_size=4, cores=2)
+    waits = Clock(setting, [Ticks((10,) * 4, collate=1, step=3)]).run(64)
+    crowded = [measured(one, 0.2, 0.75) for one in waits]
+    idle = [measured(one, 0.02, 0.0) for one in waits]
+    assert crowding(crowded, setting) == pytest.approx(0.95 / 0.2)
+    assert crowding(idle, setting) == 1
+    assert not waits_for_store(batches_of(crowded, setting), setting)
+    assert waits_for_store(batches_of(idle, setting), setting)
+    assert tried(idle, setting, "dataset")
+    assert not tried(crowded, setting, "dataset")
+
+
+def test_lanes_that_crowd_out_each_other() -> None:
+    """Eight workers on two cores: nobody else explains that they wait for a core."""
+    setting = replace(PROCESSES, workers=8, window=16)
+    records = Clock(setting, [BUSY]).run(96)
+    assert crowding(records, setting) == pytest.approx(1, abs=0.1)
+    found = report(records, setting)
+    assert found.advice is None
+    assert abs(found.model_error) < 0.1
+
+
+def test_a_step_that_computes_waits_for_no_lock() -> None:
+    """Its process computes all the time: the step is slow by itself."""
+    ticks = Ticks((4,) * 4, collate=20, step=13, uses_cpu=("collate",))
+    setting = replace(LOOP, window=6)
+    records = Clock(setting, [ticks], locks=True).run(96)
+    assert any(one.locked for one in batches_of(records, setting))
+    computes = replace(setting, used=2.0)
+    assert not any(one.locked for one in batches_of(records, computes))
+
+
+def test_processor_time_of_the_process() -> None:
+    """It is known once two batches have been weighed."""
+    counters = Counters()
+    assert counters.used() == 0
+    counters.clocks += [(10.0, 1.0), (12.0, 4.0)]
+    assert counters.used() == 1.5
+
+
+def test_run_times_of_threads() -> None:
+    """Of this one, of another, and of none."""
+    end = time.thread_time() + 0.02
+    while time.thread_time() < end:
+        pass
+    assert run_times().cpu > 0.01
+    assert run_times(threading.get_native_id()).cpu > 0.01
+    assert run_times(2**30) == RunTimes()
+
+
+# -- lanes and loops -------------------------------------------------------------------
+
+
+def told(records: list[Record], lag: LoopLag, setting: Setting = LOOP) -> Report:
+    stats = LoaderStats(0, len(records), 0.0, 0, failures=0, loop_lag=lag)
+    return report(records, setting, stats)
+
+
+def test_more_reads_do_not_help_a_busy_lane() -> None:
+    """Samples seem to take long, because one thread transforms them all."""
+    ticks = Ticks((70,) * 4, transform=28, step=5, uses_cpu=("transform",))
+    records = Clock(LOOP, [ticks]).run(64)
+    batches = batches_of(records, LOOP)
+    bounds = bounds_of(records[16:], LOOP, batches, 0.8)
+    assert bounds.lanes == pytest.approx(35 / 28, abs=0.05)
+    for one in tried(records, LOOP, "concurrency"):
+        assert bounds.of(one, LOOP) == bounds.lanes
+    for one in tried(records, LOOP, "num_workers"):
+        assert bounds.of(one, LOOP) > 4
+
+
+def test_more_reads_do_not_help_a_busy_loop() -> None:
+    records = Clock(LOOP, [Ticks((20,) * 4, collate=1, step=5)]).run(64)
+    idle = told(records, LoopLag(0.0, 0.0, "", busy=0.1))
+    assert idle.advice is not None
+    assert idle.advice.argument == "concurrency"
+    busy = told(records, LoopLag(0.0, 0.0, "", busy=0.97))
+    assert busy.advice is None or busy.advice.argument != "concurrency"
+
+
+def test_a_coroutine_that_waits_for_the_lock_is_not_blamed() -> None:
+    """It was found on the loop less often than its thread was stopped."""
+    watch = LoopWatch(is_callers=False)
+    watch.timers, start = 50, Mark(0, 0, 0, 0.0, 0.0)
+    for _ in range(8):
+        watch.blame(test_more_reads_do_not_help_a_busy_loop.__code__)
+    lag = watch.lag(start)
+    assert lag is not None
+    assert lag.culprit.startswith("test_more_reads")
+    for _ in range(9):
+        watch.excuse()
+    lag = watch.lag(start)
+    assert lag is not None
+    assert lag.culprit == ""
+
+
+def test_a_step_that_computes_shares_the_lock_with_a_thread() -> None:
+    """Whether it holds the lock is not known; a step that waits does not."""
+    inline = Setting("inline", batch_size=4, cores=8)
+    ticks = Ticks((1,) * 4, transform=10, collate=1, step=14, uses_cpu=ALL_CPU)
+    records = Clock(inline, [ticks]).run(64)
+    for used, most in ((15 / 29, 29 / 15), (0.97, 1 / 0.97)):
+        setting = replace(inline, used=used)
+        bounds = bounds_of(records, setting, batches_of(records, setting), 0.99)
+        (ahead,) = tried(records, setting, "prefetch_factor")
+        assert bounds.of(ahead, setting) == pytest.approx(most)
+        assert bounds.of(tried(records, setting, "num_workers")[0], setting) > 4
+
+
+def test_a_transport_is_not_seen() -> None:
+    """Batches of a microsecond: what a wider window would do for them is not known."""
+    setting = replace(PROCESSES, cores=8)
+    records = Clock(setting, [Ticks((0,) * 4, collate=1, transport=40, step=1)]).run(64)
+    found = report(records, setting)
+    assert (found.stage, found.advice) == ("transport", None)
+    assert found.limit.startswith("Handing batches over sets the pace")
+
+
+# -- starts of workers -----------------------------------------------------------------
+
+
+def starting(seconds: float, batches: int = 24) -> list[Record]:
+    """Return the records of an epoch whose workers start so late."""
+    records = Clock(PROCESSES, [Ticks((4,) * 4, step=20)]).run(batches)
+    made = [one.made for one in records]
+    return [
+        one._replace(
+            asked=one.asked + (seconds if at else 0.0),
+            taken=one.taken + seconds,
+            made=(*(time + seconds for time in made[at][:5]), *made[at][5:]),
+        )
+        for at, one in enumerate(records)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_advised"),
+    [
+        (replace(PROCESSES, epochs_before=1, length=24), True),
+        (PROCESSES, False),
+        (replace(PROCESSES, epochs_before=1, length=2400), False),
+        (replace(PROCESSES, epochs_before=1, length=24, is_persistent=True), False),
+    ],
+    ids=["short epochs", "one epoch", "long epochs", "kept workers"],
+)
+def test_workers_that_start_in_each_epoch(setting: Setting, is_advised: bool) -> None:
+    """They are kept if that saves 5 % of the epochs that are seen."""
+    found = report(starting(0.2), setting)
+    if not is_advised:
+        assert (found.stage, found.advice) == ("nothing", None)
+        return
+    assert found.stage == "start"
+    assert "it takes 200 ms of each epoch" in found.headline
+    assert found.advice is not None
+    assert found.advice.argument == "persistent_workers"
+    assert found.advice.gain == pytest.approx(100 * 0.2 / (24 * 0.02), rel=0.02)
+
+
+def test_a_first_batch_that_is_not_recorded() -> None:
+    assert start_seconds(starting(0.2)[1:], PROCESSES) == 0
+    assert start_seconds(starting(0.2), replace(PROCESSES, worker_kind="thread")) == 0
+
+
+@pytest.mark.parametrize("length", [24, 2400])
+def test_new_workers_start_in_each_epoch(length: int) -> None:
+    """They are not worth it if an epoch is over soon."""
+    setting = Setting("inline", batch_size=4, cores=8, length=length, epochs_before=1)
+    ticks = Ticks((1,) * 4, transform=4, collate=1, step=12, uses_cpu=ALL_CPU)
+    records = Clock(setting, [ticks]).run(24)
+    (two, *_) = tried(records, setting, "num_workers")
+    assert two.start == pytest.approx(0.14)
+    assert "persistent_workers=True" in two.why
+    thread = replace(setting, place="thread", window=4)
+    found = report(Clock(thread, [ticks._replace(step=5)]).run(24), thread)
+    if length == 24:
+        assert found.advice is None
+    else:
+        assert found.advice is not None
+        assert found.advice.argument == "num_workers"
+
+
+# -- what was not seen -----------------------------------------------------------------
+
+
+def test_nothing_is_advised_if_the_replay_is_off() -> None:
+    """There were four workers, and the setting says one."""
+    records = Clock(replace(PROCESSES, workers=4, window=8, cores=8), [BUSY]).run(96)
+    one = replace(PROCESSES, workers=1, window=8, cores=8)
+    found = report(records, one)
+    assert abs(found.model_error) > 0.15
+    assert found.advice is None
+    assert found.limit.startswith("Nothing is advised: a replay of these batches")
+
+
+def test_samples_at_hand() -> None:
+    """Reads of a microsecond wait for no store, whatever their processor time says."""
+    for cpu in (0.0, 0.1):
+        records, now = [], 0.0
+        for number in range(64):
+            times = now, now + 8e-6, now + 8e-6, now + 8e-6, now + 9e-6
+            records.append(
+                Record(number, now, now + 9e-6, 0, 8, (*times, 0.0, cpu * 1e-5, 0.0))
+            )
+            now += 9e-6
+        setting = Setting("inline", batch_size=8, cores=8)
+        assert not waits_for_store(batches_of(records, setting), setting)
+        assert report(records, setting).advice is None
+
+
+def test_numbers_in_effect_are_named() -> None:
+    """An inline loader makes nothing ahead; others have a number of their own."""
+    inline = Setting("inline", batch_size=4, cores=8)
+    records = Clock(inline, [Ticks((4,) * 4, step=20)]).run(64)
+    assert [one.old for one in tried(records, inline, "prefetch_factor")] == [0]
+    loop = Clock(LOOP, [Ticks((4,) * 4, step=20)]).run(64)
+    auto = replace(LOOP, window=None)
+    assert {one.old for one in tried(loop, auto, "prefetch_factor")} == {5}
+    thread = Setting("thread", window=2, batch_size=4, cores=8)
+    assert not tried(Clock(thread, [BUSY]).run(64), thread, "in_order")
+
+
+def test_the_pace_of_bursts() -> None:
+    """Batches that come eight at a time; the ends of the span do not matter much."""
+    taken = [float(at // 8) for at in range(60)]
+    assert pace(taken) == pytest.approx(1 / 8, rel=0.05)
+    assert pace([TICK * at for at in range(7)]) == pytest.approx(TICK)
+    assert pace([1.0]) == 0
