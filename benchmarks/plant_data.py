@@ -192,7 +192,7 @@ def as_numbers(bodies: list[Any]) -> torch.Tensor:
 
 
 def main() -> None:
-    from aioloader.testing import ObjectServer  # noqa: PLC0415
+    from served import ObjectServer  # noqa: PLC0415
 
     count, latency = int(sys.argv[1]), float(sys.argv[2])
     bodies = [number.to_bytes(FILE_BYTES, "little") for number in range(count)]

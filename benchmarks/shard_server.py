@@ -2,7 +2,7 @@
 
 A sample is one member of 20,000 bytes of noise that starts with its number, eight bytes
 of little-endian: nothing can be compressed, and every epoch can be checked. The server
-is ``aioloader.testing.ObjectServer`` in a separate process, because it costs as much
+is the tests' ``ObjectServer`` in a separate process, because it costs as much
 CPU as a client; it maps the files and copies them from the page cache.
 """
 
@@ -107,7 +107,7 @@ def mapped(path: str) -> mmap.mmap:
 
 
 def main() -> None:
-    from aioloader.testing import ObjectServer  # noqa: PLC0415
+    from served import ObjectServer  # noqa: PLC0415
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder")

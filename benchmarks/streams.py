@@ -190,7 +190,7 @@ class Server:
 
 
 def serve(folder: str, latency: float) -> None:
-    from aioloader.testing import ObjectServer  # noqa: PLC0415
+    from served import ObjectServer  # noqa: PLC0415
 
     objects = {}
     for path in Path(folder).glob("*.tar"):

@@ -83,7 +83,7 @@ class TarProcess:
 
 
 def main() -> None:
-    from aioloader.testing import ObjectServer  # noqa: PLC0415
+    from served import ObjectServer  # noqa: PLC0415
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shards", type=int, default=200)

@@ -22,7 +22,7 @@ IN_SDIST += ("constraints.txt", "noxfile.py", "pyproject.toml", "src", "tests")
 IN_SDIST += ("benchmarks", "examples", "tools")
 EXAMPLE = """
 import os, pathlib, re, sys
-from aioloader.testing import ObjectServer
+from object_server import ObjectServer
 
 page = pathlib.Path(sys.argv[1]).read_text()
 code = re.search("```python\\n(.*?)```", page, re.DOTALL)[1]
@@ -92,7 +92,14 @@ def check_installed(wheel: Path, folder: Path) -> None:
     code = "import aioloader; print(aioloader.__version__)"
     version = run(python, "-c", code, cwd=folder)
     assert version == wheel.name.split("-")[1], version
-    run(python, "-c", EXAMPLE, ROOT / "README.md", cwd=folder)
+    run(
+        python,
+        "-c",
+        EXAMPLE,
+        ROOT / "README.md",
+        cwd=folder,
+        PYTHONPATH=str(ROOT / "tests"),
+    )
     print(f"aioloader {version} installed: the README's first example runs")
 
 

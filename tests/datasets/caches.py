@@ -28,7 +28,7 @@ def cache(tmp_path: Path) -> CacheDir:
 
 
 def files(directory: str | Path) -> list[Path]:
-    """Return all files of the cache but the journal."""
+    """Return all files of the cache but the one with the size."""
     return sorted(path for path in Path(directory).glob("??/*") if path.is_file())
 
 
@@ -62,8 +62,8 @@ def damage(path: Path, where: int) -> None:
 
 
 def scan(cache: CacheDir) -> None:
-    """Let a process begin that finds no scan of late."""
-    Path(cache.directory, ".aioloader-journal").unlink()
+    """Let a process begin that does not know the size."""
+    Path(cache.directory, ".aioloader-size").unlink()
     CacheDir(cache.directory, cache.max_bytes).put("scanning", b"")
 
 

@@ -15,8 +15,8 @@ import trustme
 import uvloop
 from obstore.store import S3Store
 
-from aioloader.testing import objects
-from aioloader.testing.objects import ObjectServer
+from object_server import ObjectServer
+from object_server import server as objects
 
 DATA = bytes(range(256)) * 5000
 OBJECTS = {

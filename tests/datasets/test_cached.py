@@ -20,11 +20,11 @@ from aioloader.datasets import (
     from_iterable,
 )
 from aioloader.errors import DatasetError
-from aioloader.testing import Faults, ObjectServer
 from beside import beside
 from datasets.changing import ChangingServer
 from datasets.shards import NAMES, name_of, names, read
 from datasets.test_places import QUICK, big_shard, shards
+from object_server import Faults, ObjectServer
 
 
 def bodies(server: ObjectServer) -> int:

@@ -17,9 +17,9 @@ from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests
 from aioloader.datasets._tar.index import write_index
 from aioloader.errors import DatasetError, StateMismatchError, TruncatedReadError
-from aioloader.testing import ObjectServer
 from datasets.shards import names, read
 from datasets.tar_archives import Member, archive
+from object_server import ObjectServer
 
 LINES = [f"line {at} {'x' * (at * 37 % 90)}" for at in range(200)]
 TAR = [Member(f"{at:03}.txt", b"%d" % at * (at % 700)) for at in range(60)]

@@ -15,7 +15,7 @@ from aioloader.datasets import Parser, ShardedStream, ShardFormat, ShardReader
 from aioloader.datasets._json import JSONDecoder
 from aioloader.datasets._lines import LineParser
 from aioloader.datasets._tar.walk import TarParser
-from aioloader.testing import ObjectServer, check_parser, check_shard_format
+from aioloader.testing import check_parser, check_shard_format
 from datasets.shards import (
     Make,
     arrow,
@@ -28,6 +28,7 @@ from datasets.shards import (
     text,
 )
 from datasets.tar_archives import Member, archive
+from object_server import ObjectServer
 
 ALL: list[Make] = [text, json_lines, tar, tar_zstd, parquet, arrow, sqlite]
 

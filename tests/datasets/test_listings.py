@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from aioloader.datasets import ObjectDataset, Requests, TarDataset
 from aioloader.datasets._stores.listing import Listing
 from aioloader.errors import DatasetError
-from aioloader.testing import Faults, ObjectServer
 from beside import beside
 from datasets.shards import NAMES, names
 from datasets.test_places import shards
+from object_server import Faults, ObjectServer
 
 if TYPE_CHECKING:
     from datasets.conftest import Loopback

@@ -21,8 +21,9 @@ from aioloader.datasets import MDSDataset
 from aioloader.datasets._mds.encodings import decoder_of
 from aioloader.datasets._mds.parser import Column, MDSParser
 from aioloader.errors import DatasetError, StateMismatchError, TruncatedReadError
-from aioloader.testing import ObjectServer, check_parser, check_shard_format
+from aioloader.testing import check_parser, check_shard_format
 from datasets.shards import read
+from object_server import ObjectServer
 
 WRITTEN = Path(__file__).with_name("mds_written.zip")
 

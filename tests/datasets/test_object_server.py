@@ -16,8 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from obstore.store import HTTPStore, S3Store
 
-from aioloader.testing import objects
-from aioloader.testing.objects import Faults, ObjectServer
 from datasets.serving import (  # noqa: F401  (fixtures too)
     BROKEN,
     DATA,
@@ -34,6 +32,8 @@ from datasets.serving import (  # noqa: F401  (fixtures too)
     server,
     tls,
 )
+from object_server import Faults, ObjectServer
+from object_server import server as objects
 
 
 def test_example() -> None:

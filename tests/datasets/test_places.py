@@ -23,9 +23,9 @@ from aioloader.errors import (
     ObjectNotFoundError,
     ObjectPermissionError,
 )
-from aioloader.testing import Faults, ObjectServer
 from beside import beside
 from datasets.shards import NAMES, name_of, names, rows, write_tar
+from object_server import Faults, ObjectServer
 
 if TYPE_CHECKING:
     from datasets.conftest import Loopback

@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader.testing import objects
-from aioloader.testing.objects import Faults, ObjectServer
 from datasets.serving import (  # noqa: F401  (fixtures too)
     BROKEN,
     DATA,
@@ -30,6 +28,8 @@ from datasets.serving import (  # noqa: F401  (fixtures too)
     server,
     tls,
 )
+from object_server import Faults, ObjectServer
+from object_server import server as objects
 
 # -- faults -------------------------------------------------------------------------
 

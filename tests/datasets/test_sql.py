@@ -252,26 +252,6 @@ async def test_partitioned_tables_and_schemas(postgresql: Database) -> None:
     assert max(map(len, parts)) < 510
 
 
-async def test_text_in_another_order(sqlite: Database) -> None:
-    """Not that of its code points: cutting and going on hold to the column's own."""
-    sqlite.run(
-        "CREATE TABLE t (id TEXT COLLATE NOCASE PRIMARY KEY, n INTEGER)",
-        "INSERT INTO t WITH RECURSIVE r(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM r "
-        "WHERE n < 499) SELECT char(65 + n % 26 + n % 2 * 32) || n, n FROM r",
-    )
-    expected = in_order(sqlite)
-    made = SQLFormat(sqlite.url, "t", key="id", partitions=5)
-    assert [row["n"] for row in await rows_of(made)] == expected
-    assert expected != [
-        row[0] for row in sqlite.run("SELECT n FROM t ORDER BY id COLLATE BINARY")
-    ]
-    again = SQLFormat(sqlite.url, "t", key="id", partitions=await made.plan())
-    assert [row["n"] for row in await rows_of(again)] == expected
-    whole = SQLFormat(sqlite.url, "t", key="id", partitions=1)
-    for count in (1, 250, 251):
-        assert [row["n"] for row in await resumed(whole, 0, count)] == expected
-
-
 # -- cutting ----------------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from aioloader.datasets import TarDataset
-from aioloader.testing import Faults, ObjectServer
 from datasets.pg import server
 from datasets.shards import (
     NAMES,
@@ -22,6 +21,7 @@ from datasets.shards import (
     sqlite,
 )
 from datasets.test_places import QUICK, shards
+from object_server import Faults, ObjectServer
 
 __all__ = ["server"]
 

@@ -157,7 +157,6 @@ INTERNAL = {
     "datasets/_tar/walk.py:TarParser._on_padding": "a reason there too",
     "datasets/_write/sinks.py:_ObjectUpload.abort": "caught where it is raised",
     "datasets/sql.py:SQLRows._find": "cannot happen",
-    "testing/objects.py:_Talk.request_head": "caught by the server",
 }
 
 # Places that pass the words of another message on.

@@ -4,12 +4,8 @@ from aioloader.testing._datasets import check_dataset
 from aioloader.testing._formats import check_parser, check_shard_format
 from aioloader.testing._laws import assert_resumes_exactly, assert_resumes_exactly_async
 from aioloader.testing.leaks import Resources, no_leaks
-from aioloader.testing.objects import Counts, Faults, ObjectServer
 
 __all__ = [
-    "Counts",
-    "Faults",
-    "ObjectServer",
     "Resources",
     "assert_resumes_exactly",
     "assert_resumes_exactly_async",

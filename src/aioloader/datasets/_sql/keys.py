@@ -4,7 +4,6 @@ A key is a number, or its text as the database reads it; bytes are hexadecimal. 
 check works on whole columns: about a nanosecond per row.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -72,24 +71,19 @@ class NotUniqueError(ValueError):
     """A key is not unique; becomes a ``DatasetError`` where rows are read."""
 
 
-def refuse_equal(name: str, found: Sequence[tuple[Any, ...]]) -> None:
-    """Refuse a key of which two values are equal in its collation.
+def collation_error(name: str, exact: str) -> ValueError:
+    """Return the error for a key whose collation equates different texts.
 
     Their order is arbitrary, so reading could not resume between them.
 
     Args:
         name: The key's column.
-        found: The rows of the query ``equal_keys``.
-
-    Raises:
-        NotUniqueError: If there is a row.
+        exact: A collation that tells all texts apart.
     """
-    if found:
-        one, other = found[0]
-        raise NotUniqueError(
-            f"key {name!r} is not unique: {one!r} and {other!r} are equal in its "
-            "collation; choose a unique column, or make one in a query"
-        )
+    return ValueError(
+        f"the collation of key {name!r} equates different texts; make a key in a "
+        f"query: SELECT {name} COLLATE {exact} AS id, ..."
+    )
 
 
 class KeyCheck:

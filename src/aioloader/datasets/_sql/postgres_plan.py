@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aioloader.datasets._sql.keys import Key, Span, refuse_equal, spans_of
+from aioloader.datasets._sql.keys import Key, Span, collation_error, spans_of
 from aioloader.datasets._sql.links import Connection, fetch
 from aioloader.datasets._sql.postgres_values import FLAG, POINTS, Values, finite
 from aioloader.datasets._sql.source import (
@@ -17,7 +17,6 @@ from aioloader.datasets._sql.source import (
     any_null,
     checked_names,
     column,
-    equal_keys,
     quoted,
     rising,
     select,
@@ -103,8 +102,7 @@ def planned(connection: Connection, source: Source, values: Values) -> Plan:
     if fetch(connection, any_null(source), source.parameters):
         raise ValueError(f"key {source.key!r} is NULL in some rows; it must not be")
     if types[source.key] in _TEXTS and _is_loose(connection, source):
-        found = fetch(connection, equal_keys(source, '"C"'), source.parameters)
-        refuse_equal(source.key, found)
+        raise collation_error(source.key, '"C"')
     if types[source.key] in POINTS:
         casts[read.index(source.key)] = "{}"
         _refuse_infinite(connection, source)

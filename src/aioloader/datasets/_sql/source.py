@@ -152,19 +152,6 @@ def any_null(source: Source) -> str:
     return select("1", source.relation(), "WHERE", missing, "LIMIT 1")
 
 
-def equal_keys(source: Source, collation: str) -> str:
-    """Return the query for two keys that are equal in the key's collation.
-
-    Args:
-        source: The table or query.
-        collation: One that tells them apart, to name them.
-    """
-    key = column(source.key)
-    exact = f"{key} COLLATE {collation}"
-    groups = f"GROUP BY {key} HAVING count(*) > 1 LIMIT 1"
-    return select(f"min({exact}), max({exact})", source.relation(), groups)
-
-
 def rising(source: Source, key_type: str, count: int, sign: str) -> str:
     """Return the query for how many of ``count`` bounds do not rise.
 

@@ -12,8 +12,8 @@ from aioloader.datasets._sql.keys import (
     Key,
     Span,
     as_bytes,
+    collation_error,
     encoded,
-    refuse_equal,
     spans_of,
 )
 from aioloader.datasets._sql.links import Connection, execute, fetch
@@ -22,7 +22,6 @@ from aioloader.datasets._sql.source import (
     any_null,
     checked_names,
     column,
-    equal_keys,
     quoted,
     rising,
     select,
@@ -82,8 +81,7 @@ def planned(connection: Connection, source: Source) -> Plan:
     types, row_bytes = _types(connection, source, {n: declared[n] for n in read})
     key_type = _key_type(connection, source)
     if key_type == "text" and _is_collated(connection, source):
-        found = fetch(connection, equal_keys(source, "BINARY"), source.parameters)
-        refuse_equal(source.key, found)
+        raise collation_error(source.key, "BINARY")
     types[source.key] = _KEY_TYPES[key_type]
     casts = [
         "{}" if name == source.key else _CASTS.get(types[name], "{}") for name in read

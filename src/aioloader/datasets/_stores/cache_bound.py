@@ -1,10 +1,10 @@
 """The size limit of a cache directory: reserving space, and evicting entries.
 
-Processes announce what they are about to add by records at the end of one file, the
-journal. A process that finds no room scans the directory, evicts the least recently
-used entries until 7/8 of the limit are left, and records the new total in the journal.
-One process scans for all, once for each 1/8 that they add together; others do not store
-meanwhile. The journal may be lost: the scan counts. Memory: 16 bytes an entry, then.
+One file holds the number of bytes stored or reserved. A process adds to it under a
+lock, at least 1/256 of the limit each time. If there is no room, it measures the
+directory and evicts the least recently used entries until 7/8 of the limit are left;
+others wait meanwhile. The file may be lost: then the next process measures. Memory:
+16 bytes an entry while it does.
 """
 
 import contextlib
@@ -21,17 +21,14 @@ import numpy as np
 
 from aioloader._order.forks import fork_safe
 
-# Time of a scan and the bytes it found; or zero, and the bytes added.
-_RECORD = struct.Struct("<dq")
-_JOURNAL = ".aioloader-journal"
-_LONGEST_JOURNAL = 1 << 20
+_SIZE = struct.Struct("<q")
+_SIZE_FILE = ".aioloader-size"
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 _ENTRY = re.compile(r"[0-9a-f]{62}")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{62}\.(\d{1,9})\.[0-9a-f]{16}\.tmp")
 # The pid of a writer in another container is meaningless here: it gets this long.
 _YOUNG = 60.0
 _OLD = 3600.0
-_FRESH = 60.0  # oldest scan that a new process may use
 
 
 def entry_path(directory: str, digest: bytes) -> str:
@@ -58,105 +55,55 @@ class Bound:
 
     def __init__(self, directory: str, max_bytes: int) -> None:
         self._directory = directory
-        self._journal = f"{directory}{os.sep}{_JOURNAL}"
         self._max_bytes = max_bytes
         self._begin()
 
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._lock = fork_safe(threading.Lock())
-        self._scanning = fork_safe(threading.Lock())
-        self._unsaid = 0  # bytes added here that are not in the journal
-        self._offset = 0  # read position in the journal
-        self._total: int | None = None  # bytes stored or reserved, if known
+        self._left = 0  # bytes reserved and not used yet
 
     def reserve(self, size: int) -> bool:
         """Make room; return whether ``size`` bytes may be added now.
 
+        Threads of this process wait for each other: one scan serves them all.
+
         Raises:
-            OSError: If the journal cannot be used.
+            OSError: If the directory cannot be used.
         """
         if self._pid != os.getpid():
             self._begin()  # the lock may have been held when this process was forked
         with self._lock:
-            more = self._unsaid + size
-            if more < self._max_bytes // 256 and self._fits(more):
-                self._unsaid = more
-                return True
-            unsaid, self._unsaid = self._unsaid, 0
-        journal = _open(self._journal)
-        try:
-            if unsaid:
-                _append(journal, 0.0, unsaid)
-            return self._reserve(journal, size)
-        finally:
-            os.close(journal)
-
-    def _reserve(self, journal: int, size: int) -> bool:
-        if not self._has_room(journal, size) and not self._make_room(journal, size):
-            return False
-        _append(journal, 0.0, size)
-        # If two writers took the same room, at least one sees both records here.
-        if self._has_room(journal, 0):
-            return True
-        _append(journal, 0.0, -size)
-        return False
+            if self._left < size:
+                self._left += self._take(size - self._left)
+            has_room = self._left >= size
+            self._left -= size if has_room else 0
+            return has_room
 
     def give_back(self, size: int) -> None:
         """Cancel a reservation that was not used."""
         with self._lock:
-            self._unsaid -= size
+            self._left += size
 
-    def _fits(self, more: int) -> bool:
-        return self._total is not None and self._total + more <= self._max_bytes
+    def _take(self, size: int) -> int:
+        """Reserve at least ``size`` bytes, if that can be; return how many."""
+        with _opened_alone(self._directory) as file:
+            stored = _read_size(file)
+            if stored is None or stored + size > self._max_bytes:
+                stored = self._scan(size)
+            room = max(0, self._max_bytes - stored)
+            taken = min(size + self._max_bytes // 256, room)
+            _write_size(file, stored + taken)
+        return taken
 
-    def _has_room(self, journal: int, size: int) -> bool:
-        """Read new records of the journal; return whether ``size`` bytes fit."""
-        with self._lock:
-            length = os.fstat(journal).st_size
-            if length < self._offset or length % _RECORD.size:
-                self._offset, self._total = 0, None  # the journal was replaced
-            if length % _RECORD.size:
-                return False  # torn record: the scan resets the journal
-            for when, amount in _records(journal, self._offset):
-                self._learn(when, amount)
-                self._offset += _RECORD.size
-            return self._fits(size)
-
-    def _learn(self, when: float, amount: int) -> None:
-        if when > 0:
-            if self._total is not None or abs(time.time() - when) < _FRESH:
-                self._total = amount
-        elif self._total is not None:
-            self._total += amount
-
-    def _make_room(self, journal: int, size: int) -> bool:
-        """Scan if no other process does; return whether there is room then.
-
-        Threads of this process wait for each other: one scan serves them all.
-        """
-        with self._scanning, _alone(journal) as is_alone:
-            if not is_alone:
-                return self._has_room(journal, size)
-            # Another process may have finished a scan since.
-            if self._has_room(journal, size):
-                return True
-            self._scan(journal, size)
-        return self._has_room(journal, size)
-
-    def _scan(self, journal: int, size: int) -> None:
-        """Measure the directory, evict the surplus, and record what is left."""
-        start = os.fstat(journal).st_size
-        if start > _LONGEST_JOURNAL or start % _RECORD.size:
-            os.ftruncate(journal, 0)
-            start = 0
+    def _scan(self, size: int) -> int:
+        """Measure the directory, evict the surplus, and return what is left."""
         sizes, times = self._survey()
         left = sum(sizes)
         if left + size > self._max_bytes:
             low = max(size, self._max_bytes * 7 // 8)
             left -= self._evict(sizes, times, left + size - low)
-        left += sum(amount for _, amount in _records(journal, start))
-        _append(journal, time.time(), left)
+        return left
 
     def _survey(self) -> tuple["array[int]", "array[int]"]:
         """Return sizes and times of use of all files; delete leftovers."""
@@ -203,47 +150,41 @@ def _files_of(folder: str) -> Iterator["os.DirEntry[str]"]:
                 yield file
 
 
-def _open(journal: str) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
-    try:
-        return os.open(journal, flags, 0o666)
-    except FileNotFoundError:
-        Path(journal).parent.mkdir(parents=True, exist_ok=True)
-        return os.open(journal, flags, 0o666)
-
-
-def _records(journal: int, start: int) -> Iterator[tuple[float, int]]:
-    """Return the complete records from ``start`` on."""
-    os.lseek(journal, start, os.SEEK_SET)
-    records = os.read(journal, os.fstat(journal).st_size - start)
-    return _RECORD.iter_unpack(records[: len(records) // _RECORD.size * _RECORD.size])
-
-
-def _append(journal: int, when: float, amount: int) -> None:
-    os.write(journal, _RECORD.pack(when, amount))
-
-
 @contextlib.contextmanager
-def _alone(journal: int) -> Iterator[bool]:
-    """Yield whether no other process scans; if so, none will until the block ends."""
+def _opened_alone(directory: str) -> Iterator[int]:
+    """Open the file with the size; no other process does until the block ends."""
+    path = f"{directory}{os.sep}{_SIZE_FILE}"
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
     try:
-        import fcntl  # noqa: PLC0415  (no such module on Windows)
-    except ImportError:
-        yield True
-        return
+        file = os.open(path, flags, 0o666)
+    except FileNotFoundError:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        file = os.open(path, flags, 0o666)
+    # Without locks (Windows, some file systems) two scans do no harm.
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl  # noqa: PLC0415
+
+        fcntl.flock(file, fcntl.LOCK_EX)
     try:
-        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        yield False
-        return
-    except OSError:
-        pass  # no locks on this file system: two scans do no harm
-    try:
-        yield True
+        yield file
     finally:
         # Closing it is not enough: a process forked meanwhile holds it open, too.
-        with contextlib.suppress(OSError):
-            fcntl.flock(journal, fcntl.LOCK_UN)
+        with contextlib.suppress(ImportError, OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+        os.close(file)
+
+
+def _read_size(file: int) -> int | None:
+    """Return the size; None if it is not known."""
+    raw = os.read(file, _SIZE.size + 1)
+    size: int = _SIZE.unpack(raw)[0] if len(raw) == _SIZE.size else -1
+    return size if size >= 0 else None
+
+
+def _write_size(file: int, size: int) -> None:
+    os.lseek(file, 0, os.SEEK_SET)
+    os.write(file, _SIZE.pack(size))
+    os.ftruncate(file, _SIZE.size)
 
 
 def _is_left_over(name: str, age: float) -> bool:

@@ -1,9 +1,9 @@
 """A directory of immutable byte strings by key: a cache that processes share.
 
-Threads, workers and unrelated processes use one directory at once, without a lock. An
-entry is one file, written next to its place and renamed when complete, so a reader sees
-all of it or nothing. Nothing is synced to disk: after a power cut an entry may be torn;
-its checksum shows that, and it counts as missing. Memory holds nothing.
+Threads, workers and unrelated processes use one directory at once. An entry is one
+file, written next to its place and renamed when complete, so a reader sees all of it or
+nothing. Nothing is synced to disk: after a power cut an entry may be torn; its checksum
+shows that, and it counts as missing. Memory holds nothing.
 """
 
 import contextlib
@@ -40,8 +40,7 @@ class CacheDir:
     threads and by forked processes. The bytes of a key must never change. Keys are kept
     as hashes only, because they may be signed URLs.
 
-    The limit may be exceeded by 1/256 per process, and by entries being put. An
-    entry that finds no room while another process evicts is not stored. If storing
+    The limit may be exceeded by 1/256 per process, and by entries being put. If storing
     fails (disk full, no permission), there is one warning, and storing pauses for a
     minute. Leftovers of killed writers are removed by the next scan that finds them a
     minute old.

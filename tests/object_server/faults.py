@@ -56,7 +56,7 @@ class Faults:
         shares = self._shares()
         if not any(shares):
             return None
-        chance = random.Random((self.seed << 64) + number)  # noqa: S311
+        chance = random.Random((self.seed << 64) + number)
         left = chance.random()
         for kind, share in zip(_KINDS, shares, strict=True):
             left -= share

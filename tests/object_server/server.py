@@ -21,7 +21,7 @@ from typing import Self, TypeAlias
 from typing_extensions import Buffer
 
 from aioloader._pipeline.loop_host import new_event_loop
-from aioloader.testing._answers import (
+from object_server.answers import (
     BUCKET,
     MAX_KEYS,
     Answer,
@@ -31,10 +31,8 @@ from aioloader.testing._answers import (
     answer,
     failure,
 )
-from aioloader.testing._faults import Fault, Faults
-from aioloader.testing._tally import Counts, Tally
-
-__all__ = ["Counts", "Faults", "ObjectServer"]
+from object_server.faults import Fault, Faults
+from object_server.tally import Counts, Tally
 
 _Started: TypeAlias = "Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]"
 _PIECE = 1 << 18
@@ -148,7 +146,7 @@ class ObjectServer:
 
     bucket = BUCKET
 
-    def __init__(  # noqa: PLR0913  (keywords, each of one thing)
+    def __init__(
         self,
         objects: Mapping[str, Buffer] | None = None,
         *,
