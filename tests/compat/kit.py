@@ -20,6 +20,7 @@ import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import aioloader
+from aioloader.datasets import from_iterable
 
 SHIFT = 1000
 
@@ -109,6 +110,25 @@ class SizedShiftedStream(ShiftedStream):
         return len(self.inner)
 
 
+class Part(IterableDataset[Any]):
+    """A rank's part of numbers, as an ``epoch_length`` gives it, for torch's loader."""
+
+    def __init__(self, n: int, rank: int, world: int) -> None:
+        self.n, self.rank, self.world = n, rank, world
+
+    def __len__(self) -> int:
+        return self.n // self.world
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index in range(self.rank, self.n, self.world):
+            yield torch.tensor([float(index)])
+
+
+def number(index: int) -> torch.Tensor:
+    """Return a tensor of one element."""
+    return torch.tensor([float(index)])
+
+
 def plain(value: Any) -> Any:
     """Return ``value`` ready for JSON; floats as they are, bit for bit."""
     if isinstance(value, torch.Tensor):
@@ -167,6 +187,25 @@ class Kit:
             cls = StatefulDataLoader
         return cls(self.data(dataset), *args, **kw, **self.options())
 
+    def stream_loader(self, workers: int) -> Any:
+        """Return a loader of this rank's part of one of our streams, of three batches.
+
+        Torch's has no workers: each would read all of the part.
+        """
+        n = 12 * self.world
+        if not self.is_ours:
+            return self.loader(Part(n, self.rank, self.world), 4)
+        stream = from_iterable(range(n)).map(number).epoch_length(n)
+        return self.loader(stream, 4, rank="auto", num_workers=workers)
+
+    def merged(self, state: Any) -> Any:
+        """Return one state of all ranks."""
+        states: list[Any] = [state]
+        if self.world > 1:
+            states = [None] * self.world
+            torch.distributed.all_gather_object(states, state)
+        return aioloader.merge_states(states)
+
     def prepared(self, accelerator: Any, *objects: Any) -> Any:
         """Return what accelerate makes of the objects."""
         if not self.is_ours:
@@ -211,6 +250,8 @@ KINDS = tuple(
 def dataset(kind: str, n: int = 23) -> Any:
     """Return a dataset of a kind."""
     makers = {"map": Numbers, "async": AsyncNumbers, "stream": Stream}
+    if kind == "ours":
+        return from_iterable(range(n)).map(number)
     if kind == "sized":
         return Stream(n, sized=True)
     return makers[kind](n)

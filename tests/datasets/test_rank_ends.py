@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,12 +30,13 @@ TAILS = pytest.mark.parametrize("tail", ["drop", "wrap", "pad"])
 
 def test_a_finite_stream_needs_a_tail() -> None:
     """At ``iter``, with the numbers and the ways out; also by its own ``shard``."""
-    said = r"rank 1 of 3, .* repeat\(\) .* epoch_length\(n\), .* tail='uneven'"
+    said = r"rank 1 of 3, .* repeat\(\) .* epoch_length\(n\) as .* tail='uneven'"
     part: Any
     for stream, part in (
         (numbers(), {"rank": 1, "world_size": 3}),
         (numbers().shard(1, 3), {}),
         (numbers().repeat().take(4).shard(1, 3), {}),
+        (numbers().epoch_length(9).filter(abs).shard(1, 3), {}),
         (numbers().mix(numbers().repeat(), until="first").shard(1, 3), {}),
     ):
         loader: Any = DataLoader(stream, **part)
@@ -132,6 +135,12 @@ def test_shards(readers: int | None, tmp_path: Path) -> None:
     stream = lines(tmp_path, shuffle=True, interleave=3)
     stream = stream if readers is None else stream.readers(readers)
     check_law(stream, 3, batch_size=4)
+
+
+def test_steps_after_epoch_length() -> None:
+    """They make the length of an epoch unknown again."""
+    stream = numbers(100).epoch_length(61).filter(lambda number: number % 5)
+    check_law(stream, 2, batch_size=4)
 
 
 @pytest.mark.parametrize("fetch", ["loader", "workers"])
@@ -394,3 +403,38 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
         assert [len(rank.answer()) for rank in two] == [2, 2]
         two[1].end()
         assert "waits for rank 1 to tell" in two[0].do(do="finish")
+
+
+_LEFT_OPEN = """
+import atexit, sys, threading
+
+@atexit.register  # the first one is called last
+def look():
+    names = [thread.name for thread in threading.enumerate()]
+    print("aioloader-end" in names, flush=True)
+
+import torch.distributed as dist
+from aioloader import DataLoader
+from aioloader.datasets import from_iterable
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+stream = from_iterable(range(9)).agree(store)
+iterator = iter(DataLoader(stream, rank=0, world_size=2, tail="pad"))
+next(iterator)
+if "drop" in sys.argv:
+    del iterator
+if "raise" in sys.argv:
+    raise ValueError
+"""
+
+
+@pytest.mark.parametrize("how", ["keep", "drop", "raise"])
+def test_exit(how: str) -> None:
+    """Of Python, amid an epoch: a thread in a call of the store would abort it."""
+    made = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _LEFT_OPEN, how],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (made.returncode, made.stdout) == (int(how == "raise"), "False\n")

@@ -76,7 +76,7 @@ async def test_a_pass_whose_end_is_cancelled_is_closed() -> None:
     async def open_pass(number: int, _state: Any) -> Any:
         return Pass(number)
 
-    repeated = Repeated(Pass(0), open_pass, None, {"good": True})  # type: ignore[arg-type]
+    repeated = Repeated(Pass(0), open_pass, None, Share(), {"good": True})  # type: ignore[arg-type]
     pulling = asyncio.create_task(repeated.pull(1))
     await is_closing.wait()
     pulling.cancel()
@@ -104,7 +104,7 @@ async def test_an_empty_pass_is_not_the_end(times: int | None) -> None:
     async def open_pass(number: int, _state: Any) -> Any:
         return Pass(number)
 
-    repeated = Repeated(Pass(0), open_pass, times, {})  # type: ignore[arg-type]
+    repeated = Repeated(Pass(0), open_pass, times, Share(), {})  # type: ignore[arg-type]
     count = times or 6
     found = [await repeated.pull(5) for _ in range(count // 2)]
     assert found == [[number] for number in range(1, count, 2)]
@@ -114,7 +114,6 @@ async def test_an_empty_pass_is_not_the_end(times: int | None) -> None:
 
 async def test_nothing_is_not_repeated() -> None:
     """Neither an empty stream, nor one whose samples all fail."""
-    assert await items(numbers(0).repeat()) == []
 
     def refuse(number: int) -> int:
         raise OSError(f"cannot read {number}")
@@ -122,8 +121,18 @@ async def test_nothing_is_not_repeated() -> None:
     loader: Any = DataLoader(numbers(3).map(refuse).repeat(), 2, on_error="skip")
     with pytest.raises(OSError, match="cannot read 2"):
         await beside(lambda: list(loader))
-    with pytest.raises(ValueError, match="reader 0 of 1 has no samples at all, so its"):
-        await items(numbers(0).epoch_length(5))
+    for stream in (numbers(0).repeat(), numbers(0).epoch_length(5)):
+        with pytest.raises(
+            ValueError, match="reader 0 of 1 had no samples in 8 passes"
+        ):
+            await items(stream)
+
+
+async def test_a_rank_without_samples_is_an_error() -> None:
+    """Of an endless stream too: other ranks would wait for it forever."""
+    part = numbers().filter(lambda number: number % 2).repeat().shard(0, 2)
+    with pytest.raises(ValueError, match="reader 0 of 2 had no samples in 8 passes"):
+        await items(part)
 
 
 EPOCHS: dict[str, Callable[[Path], Any]] = {

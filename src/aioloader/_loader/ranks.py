@@ -109,9 +109,9 @@ class Ranks:
             raise ValueError(
                 f"{dataset!r} is read as rank {rank} of {ranks}, and ranks may have "
                 "different numbers of batches, so that some would wait forever in "
-                "collective calls: use the stream's repeat() (endless) or "
-                "epoch_length(n), or the loader's tail='drop', 'wrap' or 'pad' (ranks "
-                "end together), or tail='uneven'"
+                "collective calls: use the stream's repeat() (endless), or "
+                "epoch_length(n) as its last step, or the loader's tail='drop', 'wrap' "
+                "or 'pad' (ranks end together), or tail='uneven'"
             )
         if options.tail != "uneven" and not dataset.has_store():
             raise ValueError(

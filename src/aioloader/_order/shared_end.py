@@ -145,7 +145,7 @@ class EndTalk(abc.ABC):
 
     @abc.abstractmethod
     def waits_for(self) -> str:
-        """Return which ranks have told less than the others, as text. Blocks."""
+        """Return which ranks have told less than the others, or ""; blocks."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -41,15 +41,6 @@ def is_repeatable(description: Description) -> bool:
     )
 
 
-def never_ends(description: Description) -> bool:
-    """Tell whether no reader of a stream ends before the others."""
-    return any(
-        step["kind"] == "epoch_length"
-        or (step["kind"] == "repeat" and step["times"] is None)
-        for step in steps_of(description)
-    )
-
-
 def differences(saved: Description, found: Description) -> Differences:
     """Compare two descriptions; return text for an error or a warning."""
     before, now = steps_of(saved), steps_of(found)

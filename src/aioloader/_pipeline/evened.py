@@ -223,7 +223,7 @@ class EvenedIterator(PipelineIterator):
             return
         ranks = "the other ranks"
         with contextlib.suppress(RuntimeError):  # the store is gone too
-            ranks = self._queue.talk.waits_for()
+            ranks = self._queue.talk.waits_for() or ranks
         limit = self._limit() or 0.0
         raise BatchTimeoutError(
             f"DataLoader timed out after {limit:g} seconds: {self._queue.talk.who} has "

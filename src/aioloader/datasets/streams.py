@@ -265,9 +265,13 @@ class _Over(Stream[Any]):
         return None if up is None else {"up": up}
 
     def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:  # noqa: ARG002
-        """Return the stream with its source evened; this step may fail after it."""
+        """Return the stream with its source evened, if it keeps the number of samples.
+
+        This step may fail after it.
+        """
         clone = super().evened(tail)
-        clone.upstream = self.upstream.evened(tail)
+        is_known = self.total() is not None
+        clone.upstream = self.upstream.evened(tail if is_known else "uneven")
         return clone
 
 
@@ -363,7 +367,7 @@ class _Repeat(_Over):
             return await self.upstream.open(here, up)
 
         cursor = await open_pass(state.get("pass", 0), state.get("up", {}))
-        return Repeated(cursor, open_pass, self._times, state)
+        return Repeated(cursor, open_pass, self._times, reading.share, state)
 
     def is_endless(self) -> bool:
         """Tell whether it never ends."""
@@ -398,7 +402,7 @@ class _EpochLength(_Over):
         upstream = await self.upstream.open(whole, state.get("up", {}))
         counts_failed = not self.leaves_out or share.in_turns
         parts = self._parts(share)
-        return EpochPart(upstream, *parts, share, state, counts_failed=counts_failed)
+        return EpochPart(upstream, *parts, state, counts_failed=counts_failed)
 
     def _parts(self, share: Share) -> tuple[int, int]:
         """Return how many samples a reader has, and how many are not padding."""
@@ -418,6 +422,10 @@ class _EpochLength(_Over):
     def total(self) -> int:
         """Return the length of an epoch."""
         return self._count
+
+    def is_endless(self) -> bool:
+        """Return False: its source is endless, an epoch of it is not."""
+        return False
 
     def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:
         """Return the stream whose ranks have equal parts, unless that is "uneven"."""

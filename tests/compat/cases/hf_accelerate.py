@@ -195,3 +195,43 @@ def pair_ranks_twice(kit: Kit) -> Any:
         assert "splits them" in str(error)
         return None
     raise AssertionError("dealt twice")
+
+
+@cases.add(*[{"workers": w, "dispatch": d} for w in (0, 2) for d in (0, 1)])
+def own_stream(kit: Kit, workers: int, dispatch: int) -> Any:
+    """Two epochs of one of our streams; torch's workers would each read a part."""
+    tool = accelerator(kit, dispatch_batches=bool(dispatch))
+    data = dataset("ours" if kit.is_ours else "stream")
+    count = workers if kit.is_ours else 0
+    loader = kit.prepared(tool, kit.loader(data, 4, num_workers=count))
+    kit.check_engine(loader.base_dataloader)
+    return [[batch.flatten().tolist() for batch in loader] for _ in range(2)]
+
+
+@cases.add(*[{"workers": w, "step": s} for w in (0, 2) for s in (1, 2, 3)])
+def own_stream_resumed(kit: Kit, workers: int, step: int) -> Any:
+    """Amid the second epoch of three, and at its end; each has another order."""
+    if not kit.is_ours:
+        return None
+
+    def loader() -> Any:
+        tool = accelerator(kit, dispatch_batches=False)
+        data = dataset("ours", 24 if kit.world > 1 else 12).shuffle(8)
+        return kit.prepared(tool, kit.loader(data, 4, num_workers=workers))
+
+    def batches(one: Any) -> list[Any]:
+        return [batch.flatten().tolist() for batch in one]
+
+    whole, first, second = loader(), loader(), loader()
+    expected = [batches(whole) for _ in range(3)]
+    assert len({str(sorted(epoch)) for epoch in expected}) == 3
+    batches(first)
+    iterator = iter(first)
+    for _ in range(step):
+        next(iterator)
+    state = first.state_dict()
+    iterator.close()
+    second.load_state_dict(state)
+    rest = [expected[1][step:]] * (step < 3)
+    assert [batches(second) for _ in (*rest, 2)] == [*rest, expected[2]]
+    return None

@@ -7,6 +7,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
 from aioloader.accelerate import TrainerMixin
+from aioloader.datasets import from_iterable
 from compat.kit import Cases, Kit, Shifted, ShiftedStream, Stream, seed, shift
 
 cases = Cases()
@@ -67,7 +68,9 @@ class Ours(TrainerMixin, Trainer):
 
 
 def samples(kit: Kit, kind: str, n: int = 23) -> Any:
-    if kind == "stream":
+    if kind == "ours" and kit.is_ours:
+        return from_iterable(range(n)).map(Samples(n).__getitem__)
+    if kind in {"stream", "ours"}:
         found: Any = SampleStream(n)
         return found if kit.is_ours else ShiftedStream(found)
     if kit.is_ours:
@@ -158,3 +161,21 @@ def resume(kit: Kit, workers: int, step: int) -> Any:
     second = trainer(kit, workers, f"map-{step}", **options)
     second.train(resume_from_checkpoint=f"{first.args.output_dir}/checkpoint-{step}")
     return [told(first), told(second)]
+
+
+@cases.add({"workers": 0}, {"workers": 2})
+def own_stream(kit: Kit, workers: int) -> Any:
+    """One of our streams, from the beginning and from a checkpoint amid an epoch."""
+    options: dict[str, Any] = {"max_steps": 9, "save_steps": 2, "num_train_epochs": 3}
+    # Torch's workers would each read a part of the stream.
+    count = workers if kit.is_ours else 0
+    first = trainer(kit, count, "ours", **options)
+    first.train()
+    if kit.is_ours:
+        kit.check_engine(first.get_train_dataloader().base_dataloader)
+    predicted = first.predict(first.eval_dataset).predictions
+    second = trainer(kit, count, "ours", **options)
+    second.train(resume_from_checkpoint=f"{first.args.output_dir}/checkpoint-2")
+    batches = [batch for mode, batch in first.model.seen if mode == "train"]
+    assert [batch for _, batch in second.model.seen] == batches[2:]
+    return [told(first), predicted, told(second)]

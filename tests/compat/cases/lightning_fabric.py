@@ -60,3 +60,27 @@ def several_and_moved(kit: Kit, workers: int) -> Any:
         for a, b in zip(one, two, strict=False)
     ]
     return [found, len(one), len(two)]
+
+
+@cases.add(*WORKERS)
+def own_stream(kit: Kit, workers: int) -> Any:
+    """Each rank's part of one of our streams; resumed from the states of all ranks."""
+    tool = fabric(kit)
+
+    def loader() -> Any:
+        made = tool.setup_dataloaders(kit.stream_loader(workers))
+        kit.check_engine(made._dataloader)
+        return made
+
+    def batches(one: Any) -> list[Any]:
+        return [batch.flatten().tolist() for batch in one]
+
+    expected = [batches(one := loader()), batches(one), len(one)]
+    if kit.is_ours:
+        first, second = loader(), loader()
+        iterator = iter(first)
+        found = [next(iterator).flatten().tolist() for _ in range(2)]
+        state = kit.merged(first._dataloader.state_dict())
+        second._dataloader.load_state_dict(state)
+        assert [found + batches(second), batches(second), len(second)] == expected
+    return expected

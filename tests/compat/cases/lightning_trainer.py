@@ -248,3 +248,28 @@ def rank_and_a_sampler_of_lightnings(kit: Kit) -> Any:
         assert "would both split" in str(error)
         return None
     raise AssertionError("dealt twice")
+
+
+@cases.add(*[{"workers": w, "step": s} for w, s in ((0, 2), (0, 4), (2, 4))])
+def own_stream(kit: Kit, workers: int, step: int) -> Any:
+    """Each rank's part of one of our streams: whole epochs, and resumed amid one."""
+
+    class Merging(Model):
+        """Lightning writes the states of one rank; this one those of all."""
+
+        def on_save_checkpoint(self, checkpoint: Any) -> None:
+            loop = checkpoint["loops"]["fit_loop"]["state_dict"]
+            loop["combined_loader"] = [*map(kit.merged, loop["combined_loader"])]
+
+    whole, trained = Model(), trainer(kit, max_epochs=3)
+    trained.fit(whole, kit.stream_loader(workers))
+    kit.check_engine(trained.train_dataloader)
+    if kit.is_ours:
+        path = kit.folder / f"own-{workers}-{step}.ckpt"
+        stopped = trainer(kit, max_epochs=3, callbacks=[Stop(step, path)])
+        stopped.fit(Merging(), kit.stream_loader(workers))
+        second, training = Model(), trainer(kit, max_epochs=3)
+        loader = kit.stream_loader(workers)
+        training.fit(second, loader, ckpt_path=str(path), weights_only=False)
+        assert second.seen == whole.seen[step:]
+    return gathered(whole, trained)

@@ -10,6 +10,7 @@ key, which it overwrites; those of a round are deleted in it.
 import json
 import queue
 import threading
+import weakref
 from collections import Counter
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,8 @@ class StoreTalk(EndTalk):
         key = key_of(["end", self._ranks, self._what])
         _BEGUN[key, self._rank] += 1
         self._key = f"{key}/{_BEGUN[key, self._rank]}"
+        # Python's exit aborts the process if a thread is in a call of the store.
+        weakref.finalize(self, _end, weakref.ref(self))
         for job in (self._tell, self._listen):
             thread = threading.Thread(
                 target=self._run, args=(job,), name="aioloader-end", daemon=True
@@ -96,13 +99,14 @@ class StoreTalk(EndTalk):
         return not any(thread.is_alive() for thread in self._threads)
 
     def waits_for(self) -> str:
-        """Return which ranks have told less than the others, as text. Blocks."""
+        """Return which ranks have told less than the others, or ""; blocks."""
         store, late = self._store.open(), []
         for rank in range(self._ranks):
             has_told = store.check([self._key_of(rank)])
             if not has_told or self._told_by(store, rank)[0] < self._round:
                 late.append(rank)
-        return f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+        words = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+        return words if late else ""
 
     # -- in the threads -----------------------------------------------------------
 
@@ -213,3 +217,10 @@ class StoreTalk(EndTalk):
         )
         error.__cause__ = cause
         return error
+
+
+def _end(found: "weakref.ref[StoreTalk]") -> None:
+    """End the threads of a rank; they hold it, so it is alive if they run."""
+    if (talk := found()) is not None:
+        talk.close()
+        talk.join()

@@ -9,7 +9,6 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from aioloader._observe.warnings import warn
 from aioloader._order.ranks import Tail
 from aioloader._order.shares import Deal, Share
-from aioloader._order.stream_chains import never_ends
 from aioloader._order.stream_states import opened, state_of
 from aioloader.datasets._options import check_at_least
 from aioloader.datasets._streams.agreement import RankStore
@@ -174,7 +173,8 @@ class Iterated(Dataset[Sample_co], OwnStream):
         """
         readers = self.num_readers or ranks
         least = readers // math.gcd(readers, ranks)
-        if ranks == 1 or size >= least or never_ends(self.describe()):
+        end_together = self.is_endless() or self.total() is not None
+        if ranks == 1 or size >= least or end_together:
             return
         raise ValueError(
             f"batches of {size} samples are too small for readers({readers}) on "

@@ -13,8 +13,8 @@ from aioloader.datasets._stores.outlast import outlast
 from aioloader.datasets._streams.cursors import Cursor, State, skip
 from aioloader.errors import DatasetError
 
-# Empty passes in a row that end a stream without ``times``. If shards are shuffled, one
-# reader's share of a pass may be empty, and its share of the next pass not.
+# Empty passes in a row after which an endless stream is an error. If shards are
+# shuffled, a reader's share of a pass may be empty, and its share of the next one not.
 _EMPTY = 8
 # Opens a pass, starting at a state.
 OpenPass = Callable[[int, State], Awaitable[Cursor]]
@@ -28,30 +28,41 @@ def epoch_of_pass(epoch: int, number: int) -> int:
 class Repeated:
     """A stream, repeated from its beginning.
 
-    Without ``times``, several empty passes in a row end it. A pass in which all samples
-    failed is an error, because no failure policy could ever end it.
+    Without ``times``, several empty passes in a row are an error, because other ranks
+    would wait for this one. So is a pass in which all samples failed: no policy could
+    ever end it.
 
     Args:
         cursor: The current pass; owned.
         open_pass: Opens another one.
         times: Number of passes; None: endless.
+        share: The reader.
         state: What ``state`` returned.
     """
 
     def __init__(
-        self, cursor: Cursor, open_pass: OpenPass, times: int | None, state: State
+        self,
+        cursor: Cursor,
+        open_pass: OpenPass,
+        times: int | None,
+        share: Share,
+        state: State,
     ) -> None:
         self._cursor = cursor
         self._open_pass = open_pass
         self._times = times
+        self._share = share
         self._pass: int = state.get("pass", 0)
         self._has_good: bool = state.get("good", False)
-        self._is_over = False
         lost = state.get("lost")
         self._lost: BaseException | None = None if lost is None else DatasetError(lost)
 
     async def pull(self, limit: int) -> Block:
-        """Return the next samples, all of one pass."""
+        """Return the next samples, all of one pass.
+
+        Raises:
+            ValueError: If there are none to repeat without end.
+        """
         empty = 0
         while True:
             block = await self._cursor.pull(limit)
@@ -62,10 +73,16 @@ class Repeated:
                 lost, self._lost = self._lost, None
                 lost.add_note("aioloader: all samples failed; they are not repeated")
                 raise lost
-            empty = 0 if self._has_good else empty + 1
-            self._is_over |= self._times is None and empty == _EMPTY
-            if self._is_over or self._pass + 1 == self._times:
+            if self._pass + 1 == self._times:
                 return []
+            empty = 0 if self._has_good else empty + 1
+            if self._times is None and empty == _EMPTY:
+                raise ValueError(
+                    f"reader {self._share.reader} of {self._share.readers} had no "
+                    f"samples in {empty} passes in a row, so it has none to repeat; "
+                    "give it shards that have some, use fewer readers, or an iterable "
+                    "that can be read again"
+                )
             before = self._cursor
             self._cursor = await self._open_pass(self._pass + 1, {})
             self._pass += 1
@@ -99,7 +116,6 @@ class EpochPart:
         upstream: An endless stream of samples; owned.
         count: How many of the epoch's samples belong to this reader.
         real: How many of these are not padding, which the next epoch has again.
-        share: The reader.
         state: What ``state`` returned.
         counts_failed: Whether failed samples count.
     """
@@ -109,7 +125,6 @@ class EpochPart:
         upstream: Cursor,
         count: int,
         real: int,
-        share: Share,
         state: State,
         *,
         counts_failed: bool = True,
@@ -120,16 +135,11 @@ class EpochPart:
         self._again: int = state.get("again", 0)
         self._next: State | None = state.get("next")
         self._count, self._real = count, real
-        self._share = share
         self._counts_failed = counts_failed
         self.aclose = upstream.aclose
 
     async def pull(self, limit: int) -> Block:
-        """Return the next samples of the epoch.
-
-        Raises:
-            ValueError: If the stream has no samples to repeat.
-        """
+        """Return the next samples of the epoch."""
         if self._again:
             await skip(self._upstream, self._again)
             self._again = 0
@@ -143,12 +153,6 @@ class EpochPart:
         self._given += len(block)
         if not self._counts_failed and isinstance(block, list):
             self._given -= sum(type(one) is Bad for one in block)
-        if not len(block):
-            raise ValueError(
-                f"reader {self._share.reader} of {self._share.readers} has no samples "
-                f"at all, so its {self._count:,} of this epoch cannot be made; give it "
-                "shards that have some, or use fewer readers"
-            )
         return block
 
     def state(self) -> State:
