@@ -26,9 +26,10 @@ from torch.utils.data import TensorDataset
 from aioloader import DataLoader
 from aioloader._loader import runtime, sources
 from aioloader._pipeline.batch_maker import BatchMaker
-from aioloader._pipeline.inline import GatherIterator, InlineIterator, PlainIterator
+from aioloader._pipeline.inline import GatherIterator, InlineIterator
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.pipeline_iterator import PipelineIterator
+from aioloader._pipeline.plain import PlainIterator
 from harness import Contender, Figures, Limit, Metric, Options, Question, main
 
 if TYPE_CHECKING:

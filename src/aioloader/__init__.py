@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from aioloader import errors
 from aioloader._collate.collate import default_collate, default_convert
 from aioloader._loader.loader import DataLoader
-from aioloader._observe.stats import LoaderStats
 from aioloader._order.failures import SKIP, Failure
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.retry import Retry
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
         observe_with_opentelemetry,
     )
     from aioloader._observe.progress import progress
+    from aioloader._observe.stats import LoaderStats
     from aioloader._observe.trace import merge_traces
     from aioloader._workers.process.fork_server import warm_up
     from aioloader._workers.ray.workers import RayWorkers
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _LATER = {
+    "LoaderStats": "aioloader._observe.stats",
     "PrometheusCollector": "aioloader._observe.metrics",
     "RayWorkers": "aioloader._workers.ray.workers",
     "merge_states": "aioloader._loader.merge_states",

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader.datasets import JSONLinesDataset, TarDataset, TextDataset
-from aioloader.datasets._cuts import at_line_ends
+from aioloader.datasets._cuts import at_line_ends, cut_shards
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests
+from aioloader.datasets._stores.versions import Version
 from aioloader.datasets._tar.index import write_index
 from aioloader.errors import DatasetError, StateMismatchError, TruncatedReadError
 from datasets.shards import names, read
@@ -122,6 +123,26 @@ def test_cuts_are_between_lines(lines: list[bytes], count: int, ends: bool) -> N
     assert list(found) == sorted(set(found))
     assert len(found) < count
     assert all(0 < at < len(data) and data[at - 1 : at] == b"\n" for at in found)
+
+
+async def test_sizes_and_cuts_are_asked_together() -> None:
+    """Not shard by shard: each answer of a distant store takes long."""
+    places, shards = Places(None, {}, Requests()), ["a", "b", "c"]
+    sizes, cuts = asyncio.Barrier(3), asyncio.Barrier(3)
+
+    async def version(_shard: str) -> Version:
+        await sizes.wait()
+        return Version(10)
+
+    async def halves(*_of: object) -> list[int]:
+        await cuts.wait()
+        return [5]
+
+    places.version = version  # type: ignore[method-assign]
+    parts = await asyncio.wait_for(cut_shards(places, shards, 6, halves), 10)
+    assert [(part.address, part.start, part.stop) for part in parts] == [
+        (shard, start, start + 5) for shard in shards for start in (0, 5)
+    ]
 
 
 def _opener(data: bytes) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import io
 import pickle
 import sys
 import threading
@@ -21,6 +22,7 @@ from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.errors import DatasetError, TruncatedReadError
+from aioloader.testing import ObjectServer
 from datasets.tables import (
     Local,
     contents,
@@ -374,3 +376,38 @@ async def test_few_numbers_are_collated_on_the_loop(
     async for _ in loader:
         names |= {thread.name for thread in threading.enumerate()}
     assert ("aioloader-cpu" not in names) is is_quick
+
+
+# -- epochs ------------------------------------------------------------------------
+
+
+async def test_footers_are_read_once() -> None:
+    """A later epoch asks for the version of each file, and for data."""
+    objects = {}
+    for n in range(3):
+        file = io.BytesIO()
+        pq.write_table(pa.table({"n": range(n * 9, n * 9 + 9)}), file)
+        objects[f"{n}.parquet"] = file.getvalue()
+    with ObjectServer(objects) as server:
+        stream = ParquetDataset([*objects], store=server.url)
+        sent = []
+        for _ in range(2):
+            before = server.counts().requests
+            assert [row["n"] async for row in stream] == [*range(27)]
+            sent.append(server.counts().requests - before)
+    assert sent[0] - sent[1] == 3
+
+
+async def test_a_file_rewritten_between_epochs(tmp_path: Path) -> None:
+    """The next epoch reads the new one, and the columns that it has in all files."""
+    paths = [
+        write(tmp_path / f"{n}.parquet", pa.table({"n": [n], "text": ["a"]}))
+        for n in range(2)
+    ]
+    stream = ParquetDataset(paths)
+    assert [row async for row in stream] == [{"n": n, "text": "a"} for n in range(2)]
+    first = pa.table({"n": [7], "text": ["b"]})
+    write(Path(paths[0]), first)
+    assert [row["n"] async for row in stream] == [7, 1]
+    write(Path(paths[0]), first.select(["text"]))
+    assert [row async for row in stream] == [{"text": "b"}, {"text": "a"}]

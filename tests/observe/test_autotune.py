@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aioloader._loader.options import Chosen
 from aioloader._observe.autotune import (
-    Chosen,
     Controller,
     Decision,
     Held,

@@ -15,7 +15,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from aioloader import DataLoader
 from aioloader._loader.arguments import count_workers
-from aioloader._observe.autotune import Chosen, Controller, Held
+from aioloader._loader.options import Chosen
+from aioloader._observe.autotune import Controller, Held
 from aioloader._pipeline import fetcher_pool
 from aioloader._pipeline import tuner as tuner_module
 from aioloader._pipeline.batch_task import BatchTask

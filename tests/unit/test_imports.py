@@ -20,7 +20,9 @@ LATER = [
     "adbc_driver_sqlite",
     "aiofiles",
     "aioloader._cli",
-    "aioloader._loader.runtime",
+    "aioloader._loader.sources",
+    "aioloader._observe.stats",
+    "aioloader._pipeline.inline",
     "aioloader._workers.process.fork_server",
     "aioloader._workers.process.pool",
     "aioloader.datasets",
@@ -64,13 +66,86 @@ def test_importing_the_package() -> None:
     found = imported_by("import aioloader")
     assert not found.intersection(LATER)
     assert not [name for name in found if name.startswith("torch.")]
-    assert len([name for name in found if name.startswith("aioloader")]) < 55
+    assert len([name for name in found if name.startswith("aioloader")]) < 60
 
 
 def test_making_and_iterating_a_loader() -> None:
     """What is installed beside the loader stays out of a program that needs it not."""
     found = imported_by("import aioloader; list(aioloader.DataLoader([1, 2]))")
     assert not found.intersection(NOT_BY_A_LOADER)
+
+
+DATASETS = """
+import aioloader, asyncio, sys, threading
+class Plain:
+    def __len__(self): return 8
+    def __getitem__(self, index): return index
+class Asynchronous(Plain):
+    async def __getitem__(self, index): return index
+"""
+
+
+def test_making_a_loader_imports_nothing() -> None:
+    """The first one of a process is made as quickly as the next one."""
+    code = f"""{DATASETS}
+before = set(sys.modules)
+aioloader.DataLoader(Plain())
+aioloader.DataLoader(Asynchronous())
+aioloader.DataLoader(Plain(), 4, num_workers=2)
+"""
+    assert not imported_by(code)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "others"),
+    [
+        ("Plain(), 4", "workers process inline pipeline stream tuner"),
+        ("Plain(), 4, num_workers=2", "fork_server spawn recovery inline tuner anyio"),
+        ("Asynchronous(), 4", "process inline threads evened tuner ahead"),
+    ],
+)
+def test_iterating_imports_what_this_loader_uses(arguments: str, others: str) -> None:
+    """Not what other datasets, start methods and arguments need."""
+    code = f"{DATASETS}\nlist(aioloader.DataLoader({arguments}))"
+    found = {name.rpartition(".")[2] for name in imported_by(code)}
+    assert not found.intersection(others.split())
+
+
+FIRST_STEP = """
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if threading.current_thread() is threading.main_thread():
+            if name.startswith(("aioloader", "anyio")):
+                sys.exit(f"{name} is imported on the caller's loop")
+async def main():
+    iterator = aiter(loader)
+    sys.meta_path.insert(0, Finder())
+    await anext(iterator)
+    sys.meta_path.pop(0)
+    await iterator.aclose()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments", ["Plain()", "Asynchronous()", "Asynchronous(), loop='caller'"]
+)
+def test_a_first_step_imports_off_the_callers_loop(arguments: str) -> None:
+    """The loop serves other tasks meanwhile."""
+    imported_by(f"{DATASETS}\nloader = aioloader.DataLoader({arguments})\n{FIRST_STEP}")
+
+
+def test_a_first_iteration_collects_no_garbage() -> None:
+    """Where torch is loaded, a full collection takes as long as the imports."""
+    code = f"""{DATASETS}
+import gc
+found = []
+gc.callbacks.append(lambda phase, info: found.append(phase))
+iterator = iter(aioloader.DataLoader(Plain(), 4, num_workers=2))
+gc.disable()
+sys.exit(found.count("stop") > 4 and f"{{found.count('stop')}} collections")
+"""
+    imported_by(code)
 
 
 def test_importing_the_datasets() -> None:

@@ -43,7 +43,7 @@ _INDEX = """\
 Write an index next to each tar, X.tar.idx, so that several readers can share a shard.
 
 It says where samples start. Tars written by `aioloader pack` have one already.
-Compressed tars (.gz, .zst) cannot have one.
+Compressed tars cannot have one.
 """
 _BENCH = """\
 Compare your loader with torch's, with the same dataset and arguments, alternately.

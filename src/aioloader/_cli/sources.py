@@ -37,7 +37,7 @@ _STREAMS: dict[str, Any] = {
     "parquet": ParquetDataset,
     "tar": TarDataset,
 }
-_PACKED = (".gz", ".zst")
+_PACKED = (".gz", ".zst", ".bz2", ".xz")
 # The key of a sample, and its files: column or extension to index.
 Plan: TypeAlias = tuple[dict[str, Any], dict[str, int]]
 

@@ -1,15 +1,17 @@
 """Arguments that are ``"auto"``: where refused, their first values, their limits."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import TensorDataset
 
 from aioloader._collate.collate import default_collate, default_convert
-from aioloader._loader.options import Options, argument
-from aioloader._observe.autotune import Chosen, Controller
+from aioloader._loader.options import Chosen, Options, argument
 from aioloader._observe.machine import cores
-from aioloader._pipeline.tuner import Tuner, Tuning
 from aioloader.protocols import Kind, is_async_function
+
+if TYPE_CHECKING:
+    from aioloader._observe.autotune import Controller
+    from aioloader._pipeline.tuner import Tuner, Tuning
 
 AUTO = "auto"
 NAMES = ("num_workers", "prefetch_factor", "concurrency")
@@ -93,7 +95,7 @@ def _first_workers(options: Options) -> int:
     return min(cores(), _FIRST_WORKERS)
 
 
-def settle(loader: Any, tuning: Tuning, *, deaths: int, is_kept: bool) -> None:
+def settle(loader: Any, tuning: "Tuning", *, deaths: int, is_kept: bool) -> None:
     """Let the next iteration start with what earlier ones found out.
 
     Args:
@@ -118,7 +120,7 @@ def settle(loader: Any, tuning: Tuning, *, deaths: int, is_kept: bool) -> None:
             loader._replace(name, Chosen(controller.value))
 
 
-def tuner_of(options: Options, tuning: Tuning, *, reads_here: bool) -> Tuner:
+def tuner_of(options: Options, tuning: "Tuning", *, reads_here: bool) -> "Tuner":
     """Return the tuner of an iteration.
 
     Args:
@@ -126,6 +128,8 @@ def tuner_of(options: Options, tuning: Tuning, *, reads_here: bool) -> Tuner:
         tuning: What earlier iterations found out.
         reads_here: Whether this process reads the samples.
     """
+    from aioloader._pipeline.tuner import Tuner
+
     concurrency: Controller | None = None
     prefetch: Controller | None = None
     given = int(options.prefetch_factor or 2)

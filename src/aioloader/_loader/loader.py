@@ -21,6 +21,7 @@ from aioloader._loader.ranks import (
     repeats_samples,
     warn_of_repeats,
 )
+from aioloader._loader.runtime import Runtime
 from aioloader._loader.sampling import (
     make_samplers,
     own_order,
@@ -33,6 +34,7 @@ from aioloader._order.epoch import EpochNumbers, index_sampler_of
 from aioloader._order.failures import OnError
 from aioloader._order.ranks import WHOLE, Tail
 from aioloader._order.retry import Retry
+from aioloader._pipeline.iterator import BatchIterator, Start, length_check
 from aioloader._pipeline.lifespan import MakeLifespan
 from aioloader._pipeline.waiting import refuse_trio
 from aioloader._workers.rng import Rng
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from aioloader._loader import signature as sig
-    from aioloader._loader.runtime import Runtime
-    from aioloader._pipeline.iterator import BatchIterator
 
 
 class DataLoader(Observed, TorchLoader[Batch]):
@@ -140,7 +140,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
     """
 
     prefetch_factor: int | None
-    _live: "Runtime"
+    _live: Runtime
 
     # The type of a batch: see `signature`. The first overload that matches wins.
     @overload
@@ -344,9 +344,6 @@ class DataLoader(Observed, TorchLoader[Batch]):
         self._dataset_kind = dataset_kind(dataset, given.kind)
         self._IterableDataset_len_called = None
         self._epochs = EpochNumbers(index_sampler_of(self.sampler, self.batch_sampler))
-        # Imported late: it imports everything that a loader may need.
-        from aioloader._loader.runtime import Runtime
-
         self._live = Runtime(dataset, self._epochs)
         if self.num_workers:
             self._live.warm(Options.of(attributes_of(self), WHOLE))
@@ -359,21 +356,19 @@ class DataLoader(Observed, TorchLoader[Batch]):
         own = own_order(state["sampler"], state["batch_sampler"])
         self.__dict__.update(state, sampler=own[0], batch_sampler=own[1])
         self._epochs = self._epochs.copy(index_sampler_of(*own))
-        from aioloader._loader.runtime import Runtime
-
         self._live = Runtime(self.dataset, self._epochs, loaded=state["_live"])
 
     # -- iteration ----------------------------------------------------------------
 
-    def __iter__(self) -> "BatchIterator[Batch]":  # type: ignore[override]
+    def __iter__(self) -> BatchIterator[Batch]:  # type: ignore[override]
         return self._get_iterator()
 
-    def __aiter__(self) -> "BatchIterator[Batch]":
+    def __aiter__(self) -> BatchIterator[Batch]:
         torch_compat.refuse_overridden(type(self), DataLoader)
         refuse_trio()
         return self._iterate(is_async=True)
 
-    def _get_iterator(self) -> "BatchIterator[Batch]":  # type: ignore[override]
+    def _get_iterator(self) -> BatchIterator[Batch]:  # type: ignore[override]
         return self._iterate(is_async=False)
 
     def _options(self, *, settles: bool = False) -> Options:
@@ -419,10 +414,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
         self._epochs.choose(epoch)
         tell_epoch((self.sampler, self.batch_sampler), self.dataset, epoch)
 
-    def _iterate(self, *, is_async: bool) -> "BatchIterator[Batch]":
+    def _iterate(self, *, is_async: bool) -> BatchIterator[Batch]:
         """Return an iterator; worker processes start with it, as in torch."""
-        from aioloader._pipeline.iterator import BatchIterator, Start, length_check
-
         live = self._live
         live.refuse_again()
         options = self._options(settles=True)
@@ -438,7 +431,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
             seed = epoch.base_seed
         prepared = None
         # Otherwise the epoch starts at the first step: an unused iterator is no epoch.
-        start = Start(partial(live.start, options, epoch, is_async=is_async))
+        begin = partial(live.start, options, epoch, is_async=is_async)
+        start = Start(begin, options.engine)
         if options.has_processes and options.starts_at_iter(is_async=is_async):
             epoch, prepared = live.prepare(options, epoch, start, is_async=is_async)
             start.make = partial(live.begin, epoch, prepared)

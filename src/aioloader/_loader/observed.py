@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from aioloader._observe.records import Copy, Counters, Record, Setting
-from aioloader._observe.stats import LoaderStats, with_records
 from aioloader._order.failures import Failure
 
 if TYPE_CHECKING:
     from aioloader._loader.runtime import Runtime
+    from aioloader._observe.stats import LoaderStats
     from aioloader._observe.trace import Trace
     from aioloader._observe.verdict import Report
 
@@ -43,8 +43,10 @@ class Observed:
     _live: "Runtime"
     epoch: _Shown = _Shown(lambda loader: loader._live.epoch_number())
 
-    def stats(self) -> LoaderStats:
+    def stats(self) -> "LoaderStats":
         """Return the figures of the latest epoch so far; ``print`` shows a table."""
+        from aioloader._observe.stats import LoaderStats, with_records
+
         epoch, tally = self._live.epoch, self._live.tally
         counters = Counters() if epoch is None else epoch.counters
         policy = None if epoch is None else epoch.failures

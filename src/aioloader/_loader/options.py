@@ -6,6 +6,7 @@ argument is replaced.
 """
 
 import math
+import multiprocessing
 import operator
 import threading
 from collections.abc import Callable
@@ -18,7 +19,6 @@ import torch
 from torch.utils.data import BatchSampler, TensorDataset
 
 from aioloader._device.naming import Keys, Transform
-from aioloader._observe.autotune import Chosen
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import index_sampler_of, order_of
 from aioloader._order.failures import OnError
@@ -39,6 +39,13 @@ from aioloader.protocols import (
     kind_of,
     reads_async,
 )
+
+
+class Chosen(int):
+    """The present value of a number that the loader chooses for ``"auto"``."""
+
+    def __repr__(self) -> str:
+        return f"auto({int(self)})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,11 +224,28 @@ class Options:
         return self.workers == "thread" or isinstance(self.workers, Executor)
 
     @property
+    def engine(self) -> tuple[str, ...]:
+        """The modules that make batches other than in the plainest ``for``."""
+        names = ["aioloader._loader.sources"]
+        if self.has_processes:
+            room = "aioloader._workers.process"
+            names += [f"{room}.start", f"{room}.fork_launcher"]
+        if not self.is_plain:
+            names += ["aioloader._pipeline.loop_host", "anyio._backends._asyncio"]
+        return tuple(names)
+
+    @property
     def start_method(self) -> str:
         """How worker processes start; the default may change at any time."""
-        from aioloader._workers.process.start import start_method
-
-        return start_method(self.multiprocessing_context, is_plain=self.is_plain)
+        context = self.multiprocessing_context
+        if context is not None:
+            return str(context.get_start_method())
+        method = multiprocessing.get_start_method(allow_none=True)
+        if method is None:  # not set yet; get_start_method() would set it
+            method = multiprocessing.get_all_start_methods()[0]
+        # Event loops and their clients do not survive a fork: only an explicit context
+        # forks them.
+        return "forkserver" if method == "fork" and not self.is_plain else method
 
     def starts_at_iter(self, *, is_async: bool) -> bool:
         """Tell whether ``iter()`` starts the worker processes, as in torch.

@@ -26,17 +26,15 @@ from aioloader._loader.state import (
     sealed,
     state_of,
 )
-from aioloader._loader.state_check import check, fitted
 from aioloader._observe.records import Copies, Counters, Records, Setting
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import Epoch, EpochNumbers
-from aioloader._order.forks import fork_safe
+from aioloader._order.forks import fork_safe, import_modules
 from aioloader._order.indices import epoch_of
 from aioloader._order.raising import raisable
 from aioloader._pipeline.hosts import Hosts
-from aioloader._pipeline.inline import PlainIterator
+from aioloader._pipeline.plain import PlainIterator
 from aioloader._pipeline.position import Loads
-from aioloader._pipeline.tuner import Tuning
 from aioloader._transport.slots import SlotPool
 from aioloader._workers.lease import Pools, Servers, Tally
 from aioloader.protocols import Kind, refuse_again
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
     from aioloader._order.ranks import Part
     from aioloader._pipeline.iterator import BatchIterator, Start
     from aioloader._pipeline.pipeline_iterator import PipelineIterator
+    from aioloader._pipeline.tuner import Tuning
 
 
 class Follower(Protocol):
@@ -85,7 +84,6 @@ class Runtime:
         self.pools = Pools()
         self.servers = Servers()
         self.tally = Tally()
-        self.tuning = Tuning()
         self.traces: list[Follower] = []
         self.open: weakref.WeakKeyDictionary[BatchIterator[Any], None]
         self.open = weakref.WeakKeyDictionary()
@@ -115,6 +113,13 @@ class Runtime:
         from aioloader._observe.machine import cores
 
         return cores()
+
+    @cached_property
+    def tuning(self) -> "Tuning":
+        """What the loader has found out of its ``"auto"`` arguments."""
+        from aioloader._pipeline.tuner import Tuning
+
+        return Tuning()
 
     # -- an epoch starts ----------------------------------------------------------
 
@@ -291,12 +296,16 @@ class Runtime:
 
     def _source(self, options: Options, epoch: Epoch, *, is_async: bool) -> "Source":
         # Imported late: a plain ``for`` needs none of it.
-        from aioloader._loader.ahead import can_look_ahead
+        import_modules(options.engine)
         from aioloader._loader.sources import make_source
 
         source = make_source(options, epoch, self, is_async=is_async)
         may_look = options.persistent_workers and not self._guesses_wrong
-        if source.pipeline is not None and may_look and can_look_ahead(options):
+        if source.pipeline is None or not may_look:
+            return source
+        from aioloader._loader.ahead import can_look_ahead
+
+        if can_look_ahead(options):
             # A weak reference: the loader may own the source.
             source.when_exhausted = partial(_look_ahead, weakref.ref(self), options)
         return source
@@ -368,6 +377,8 @@ class Runtime:
 
     def load_state_dict(self, options: Options, state: State, *, strict: bool) -> None:
         """Let the next iteration start where ``state`` was saved."""
+        from aioloader._loader.state_check import check, fitted
+
         check(options, state)
         state = fitted(options, state, strict=strict)
         if any(iterator.is_under_way() for iterator in self.iterators()):

@@ -21,14 +21,11 @@ from aioloader._observe.machine import allows_processes
 from aioloader._observe.records import Copies, Setting
 from aioloader._order.epoch import Epoch
 from aioloader._order.indices import IndexOrder
-from aioloader._order.shared_end import SharedEnd
 from aioloader._order.turns import Turns
 from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker, nothing_around
 from aioloader._pipeline.batch_task import BatchTask
-from aioloader._pipeline.evened import EvenedIterator, EvenedQueue
 from aioloader._pipeline.hosts import Hosts, Place
-from aioloader._pipeline.inline import GatherIterator, InlineIterator, PlainIterator
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.pipeline_iterator import (
     Patience,
@@ -39,7 +36,6 @@ from aioloader._pipeline.pipeline_iterator import (
 from aioloader._pipeline.position import Loads
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import Pool
-from aioloader._pipeline.tuner import Tuning
 from aioloader._transport.slots import Locker, SlotPool
 from aioloader._workers.info import use_sample_rng
 from aioloader._workers.lease import Lease, Pools, Servers, Tally
@@ -52,14 +48,16 @@ from aioloader._workers.rng import (
     swapped_in,
 )
 from aioloader._workers.rng_streams import seed_batch
-from aioloader._workers.threads import KeyedHere, ThreadWorkers
 from aioloader.protocols import Kind, batch_getter, is_async_function
 
 if TYPE_CHECKING:
     from aioloader._device.opening import Devices, DeviceSide
+    from aioloader._pipeline.inline import GatherIterator, InlineIterator
+    from aioloader._pipeline.plain import PlainIterator
+    from aioloader._pipeline.tuner import Tuning
     from aioloader._workers.worker_spec import WorkerSpec
 
-Source: TypeAlias = PlainIterator | InlineIterator | GatherIterator | PipelineIterator
+Source: TypeAlias = "PlainIterator | InlineIterator | GatherIterator | PipelineIterator"
 
 
 class Resources(Protocol):
@@ -71,11 +69,14 @@ class Resources(Protocol):
     pools: Pools
     servers: Servers
     tally: Tally
-    tuning: Tuning
 
     @property
     def devices(self) -> "Devices":
         """The devices that batches were moved to."""
+
+    @property
+    def tuning(self) -> "Tuning":
+        """What the loader has found out of its ``"auto"`` arguments."""
 
 
 def make_source(
@@ -94,6 +95,8 @@ def make_source(
     """
     tensors = _gathered(options, epoch)
     if tensors is not None:
+        from aioloader._pipeline.inline import GatherIterator
+
         return GatherIterator(tensors, epoch)
     epoch.on_error, epoch.max_failures = options.on_error, options.max_failures
     hosts = resources.hosts
@@ -104,6 +107,8 @@ def make_source(
     side = _device_side(options, resources)
     locker = resources.slots.locker = side.locker if side else None
     if options.is_inline and side is None and not is_async:
+        from aioloader._pipeline.inline import InlineIterator
+
         host = hosts.lease("inline") if options.lifespan else None
         return InlineIterator(epoch, maker, host, drop_last=options.drop_last)
     pool = _pool(options, epoch, maker, resources, locker)
@@ -142,6 +147,8 @@ def make_source(
     epoch.reads_ahead = True  # samples read are not samples delivered
     if ends_together:
         readers = options.readers
+        from aioloader._pipeline.evened import EvenedIterator
+
         return EvenedIterator(pipeline, epoch, window, patience, readers=readers)
     return PipelineIterator(pipeline, epoch, window, patience)
 
@@ -150,6 +157,9 @@ def _evened_queue(
     options: Options, epoch: Epoch, maker: BatchMaker
 ) -> Callable[..., ReadyQueue]:
     """Return what makes the queue of a rank that ends together with the others."""
+    from aioloader._order.shared_end import SharedEnd
+    from aioloader._pipeline.evened import EvenedQueue
+
     at = epoch.number, epoch.bookmark.read()
     talk = maker.dataset.end_talk(options.tail, at)
     end = SharedEnd(pads=options.tail != "drop")
@@ -372,7 +382,11 @@ def _around(options: Options) -> Callable[[BatchTask], Any]:
     """Return the context in which plain code of this process draws for a batch."""
     if not options.num_workers:
         return lambda task: swapped_in(task.key or 0)
-    return KeyedHere if options.works_here else nothing_around
+    if not options.works_here:
+        return nothing_around
+    from aioloader._workers.threads import KeyedHere
+
+    return KeyedHere
 
 
 # -- workers --------------------------------------------------------------------------
@@ -390,6 +404,8 @@ def _pool(
     if not options.num_workers or (not reads and maker.collates_async):
         return None  # everything left runs on the loop
     if workers == "thread":
+        from aioloader._workers.threads import ThreadWorkers
+
         threads = ThreadWorkers(
             options.num_workers,
             reads=reads,

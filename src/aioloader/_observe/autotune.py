@@ -30,13 +30,6 @@ _REST = 8
 _LONGEST_REST = 256
 
 
-class Chosen(int):
-    """The present value of a number that the loader chooses for ``"auto"``."""
-
-    def __repr__(self) -> str:
-        return f"auto({int(self)})"
-
-
 @dataclass(frozen=True)
 class Observation:
     """What a value has achieved over a period.

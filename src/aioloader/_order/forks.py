@@ -2,13 +2,18 @@
 
 A lock that another thread holds at a fork stays locked in the child, where that thread
 does not exist. A child's copy of a socket would keep a worker from noticing that the
-loader has ended. This code sends nothing and takes no lock.
+loader has ended. This code sends nothing and takes no lock. The garbage collector is
+turned off here too, because a child inherits that.
 """
 
 import contextlib
+import gc
+import importlib
 import os
+import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -34,7 +39,44 @@ def close_in_children(close: Callable[[], object]) -> None:
     _CLOSERS.append(weakref.WeakMethod(close))
 
 
+# One thread at a time: a second one would take the collector for turned off.
+_COLLECTOR_LOCK = fork_safe(threading.RLock())
+_is_importing = False
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[bool]:
+    """Turn the garbage collector off; yield whether it is otherwise on."""
+    with _COLLECTOR_LOCK:
+        is_on = gc.isenabled()
+        gc.disable()
+        try:
+            yield is_on
+        finally:
+            if is_on:
+                gc.enable()
+
+
+def import_modules(names: tuple[str, ...]) -> None:
+    """Import modules without garbage collections: everything that they make stays.
+
+    A full one takes as long as all of these imports where torch is loaded.
+    """
+    global _is_importing  # noqa: PLW0603  (a process has one collector)
+    if all(name in sys.modules for name in names):
+        return
+    with without_collector() as is_on:
+        _is_importing = is_on
+        try:
+            for name in names:
+                importlib.import_module(name)
+        finally:
+            _is_importing = False
+
+
 def _renew() -> None:
+    if _is_importing:  # in another thread, which the child does not have
+        gc.enable()
     # The list of references: another thread may have been changing the set itself.
     for reference in list(_PRIMITIVES.data):  # type: ignore[attr-defined]
         primitive = reference()

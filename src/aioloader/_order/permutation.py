@@ -10,12 +10,11 @@ methods 2 and 3.
 import operator
 import time
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-Words: TypeAlias = npt.NDArray[np.uint64]
+Words: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
 
 MAX_N = 2**63
 _ROUNDS = 8
@@ -65,7 +64,7 @@ class ShuffledIndices:
         self.epoch = operator.index(epoch)
         self._keys = self._round_keys()
 
-    def take(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+    def take(self, start: int, stop: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
         """Return the indices at positions ``start`` to ``stop``.
 
         Args:

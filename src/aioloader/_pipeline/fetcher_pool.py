@@ -9,15 +9,17 @@ import contextvars
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aioloader._order.failures import SKIP
 from aioloader._order.raising import ends_task
 from aioloader._pipeline.awaiting import resolved, user_error
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
-from aioloader._pipeline.tuner import Tuner
 from aioloader.protocols import is_async_function
+
+if TYPE_CHECKING:
+    from aioloader._pipeline.tuner import Tuner
 
 # One in this many samples of a batch is timed.
 _TIMED_EVERY = 8
@@ -51,7 +53,7 @@ class FetcherPool:
         done: Done,
         *,
         head_start: bool,
-        tuner: Tuner | None = None,
+        tuner: "Tuner | None" = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         # Not the context of the code that submits a batch, maybe another library's.
@@ -257,7 +259,7 @@ class FetcherPool:
                 task.busy += (now - began) * timed
         return None if task.pending else self._done(task)
 
-    def _tune(self, tuner: Tuner, began: float) -> None:
+    def _tune(self, tuner: "Tuner", began: float) -> None:
         """Set the number of concurrent jobs to what the tuner returns."""
         is_busy = bool(self._queue) and self._fetching >= self._size
         size = tuner.note_read(began, failures=self._failed, is_busy=is_busy)

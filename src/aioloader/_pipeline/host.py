@@ -11,18 +11,18 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Protocol
-
-import anyio
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aioloader._observe.warnings import warn
 from aioloader._order.forks import fork_safe
 from aioloader._order.raising import raisable
 from aioloader._pipeline.cpu import CpuThread, Job, SharedThread, in_new_thread
 from aioloader._pipeline.lifespan import Lifespan
-from aioloader._pipeline.loop_watch import LoopWatch
 from aioloader._pipeline.waiting import Latch
 from aioloader.errors import LoaderClosedError
+
+if TYPE_CHECKING:
+    from aioloader._pipeline.loop_watch import LoopWatch
 
 # How long a close waits for user code that does not return, in seconds.
 GRACE = 10.0
@@ -75,7 +75,7 @@ class Host(abc.ABC):
     """
 
     loop: asyncio.AbstractEventLoop | None = None
-    watch: LoopWatch | None = None
+    watch: "LoopWatch | None" = None
 
     def __init__(self, lifespan: Lifespan, *, shares_threads: bool = False) -> None:
         self.lifespan = lifespan
@@ -368,6 +368,8 @@ async def wait_released_async(
     """
     cancelled: asyncio.CancelledError | None = None
     joining: asyncio.Future[bool] | None = None
+    import anyio
+
     with anyio.CancelScope(shield=True):
         if host.is_lost():
             host.give_up(returned, pipeline)

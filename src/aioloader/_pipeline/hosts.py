@@ -17,7 +17,6 @@ from aioloader._pipeline.host import (
     wait_released_async,
 )
 from aioloader._pipeline.lifespan import Lifespan, MakeLifespan, reads_on_loop
-from aioloader._pipeline.loop_host import LoopHost
 from aioloader._pipeline.waiting import Latch
 
 Place: TypeAlias = (
@@ -112,6 +111,8 @@ class Hosts:
             return CallerHost(lifespan, reads=place == "inline")
         if place == "thread":
             return ThreadHost(lifespan)
+        from aioloader._pipeline.loop_host import LoopHost
+
         if place == "loop":
             return LoopHost(lifespan, None)
         # If nothing is bound to a thread, all loaders on callers' loops share a few.

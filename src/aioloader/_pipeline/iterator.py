@@ -6,7 +6,6 @@ without a garbage collection.
 """
 
 import asyncio
-import importlib
 import sys
 import threading
 import weakref
@@ -18,10 +17,10 @@ from torch.autograd import profiler
 from typing_extensions import TypeVar
 
 from aioloader._observe.warnings import warn
-from aioloader._order.forks import fork_safe
+from aioloader._order.forks import fork_safe, import_modules
 from aioloader._pipeline.cpu import in_new_thread
 from aioloader._pipeline.host import GRACE
-from aioloader._pipeline.inline import ClosedIterator, LocalIterator
+from aioloader._pipeline.plain import ClosedIterator, LocalIterator
 from aioloader._pipeline.waiting import require_asyncio
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from aioloader._pipeline.pipeline_iterator import PipelineIterator
 
 Batch = TypeVar("Batch", default=Any)
-# Importing it takes tens of milliseconds, for which no consumer's loop is blocked.
-_ENGINE = "aioloader._pipeline.pipeline_iterator"
 Source: TypeAlias = "LocalIterator | PipelineIterator"
 # Profilers find the time of data loading by torch's form of this name.
 _RANGE = "enumerate(DataLoader)#BatchIterator.__next__"
@@ -52,14 +49,19 @@ class Start:
 
     Args:
         make: Makes the source, given this object.
+        engine: The modules that it needs. Importing them takes tens of milliseconds,
+            for which no consumer's loop is blocked.
 
     Attributes:
         is_held: Whether no other iteration may resume from the state that this one was
             given: until its first step has ended, or it is closed or dropped.
     """
 
-    def __init__(self, make: "Callable[[Start], Source]") -> None:
+    def __init__(
+        self, make: "Callable[[Start], Source]", engine: tuple[str, ...]
+    ) -> None:
         self.make = make
+        self.engine = engine
         self.is_held = False
 
     def __call__(self) -> Source:
@@ -229,9 +231,11 @@ class _Steps:
         if loop is not self._loop:
             self._loop, self._turns = loop, asyncio.Lock()
         async with self._turns:
-            if self.source is None and _ENGINE not in sys.modules:
-                await in_new_thread(partial(importlib.import_module, _ENGINE))
             start = self._start
+            if start is not None and any(
+                one not in sys.modules for one in start.engine
+            ):
+                await in_new_thread(partial(import_modules, start.engine))
             try:
                 source = self.source or self.begin()
                 batch = await source.next_async()

@@ -246,7 +246,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     try:
         for standard in range(3):
             os.fstat(standard)
-        import uvloop  # noqa: PLC0415  (no such package on Windows)
+        import uvloop
     except (ImportError, OSError):
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()

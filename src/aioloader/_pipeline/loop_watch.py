@@ -12,12 +12,12 @@ import asyncio
 import contextlib
 import inspect
 import sys
-import sysconfig
 import threading
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -49,9 +49,6 @@ _MOST = 50
 
 _COROUTINES = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _PACKAGE = str(Path(__file__).parents[1])
-_INSTALLED = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-)
 
 
 class Mark(NamedTuple):
@@ -282,11 +279,19 @@ def _running(thread: int) -> CodeType | None:
         place = frame.f_code.co_filename
         is_coroutine = frame.f_code.co_flags & _COROUTINES
         if is_coroutine and not place.startswith(_PACKAGE):
-            if not place.startswith(_INSTALLED):
+            if not place.startswith(_installed()):
                 return frame.f_code
             found = found or frame.f_code
         frame = frame.f_back
     return found
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    """Return where Python's own modules and installed ones are."""
+    import sysconfig
+
+    return tuple(map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 
 
 def _name(code: CodeType) -> str:

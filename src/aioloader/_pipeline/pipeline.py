@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aioloader._observe.records import LISTED, NOT_MADE, Listed, spent, thread_clocks
 from aioloader._order.epoch import BEGINNING, Bookmark
@@ -25,10 +25,12 @@ from aioloader._pipeline.host import Host
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import Pool, Stage
 from aioloader._pipeline.stream import AsyncStream, SyncStream
-from aioloader._pipeline.tuner import Tuner
 from aioloader._pipeline.waiting import Latch, call_threadsafe, context_elsewhere
 from aioloader.errors import LoaderClosedError
 from aioloader.protocols import Kind
+
+if TYPE_CHECKING:
+    from aioloader._pipeline.tuner import Tuner
 
 # Batches made within this many seconds are delivered together.
 HOP = 0.002
@@ -68,7 +70,7 @@ class Pipeline:
         sink: Callable[[BatchTask, BatchResult], None] | None = None,
         make_ready: Callable[..., ReadyQueue] = ReadyQueue,
         head_start: bool = False,
-        tuner: Tuner | None = None,
+        tuner: "Tuner | None" = None,
     ) -> None:
         self.bookmark = bookmark
         # A stream makes batches again that were delivered beyond the position.

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeAlias
 
-import cloudpickle
-
 Reducers: TypeAlias = Mapping[type, Callable[[Any], Any]]
 Buffers: TypeAlias = list[pickle.PickleBuffer]
 
@@ -46,6 +44,8 @@ def encode_by_value(
     value: Any, reducers: Reducers, least_bytes: int = LEAST_BYTES
 ) -> tuple[bytes, Buffers]:
     """Encode for a process that has another ``__main__`` or lacks our modules."""
+    import cloudpickle
+
     table = ChainMap(dict(reducers), cloudpickle.Pickler.dispatch_table)
     # A new class: the pickler reads the table of its class when it is made.
     pickler = type("ByValue", (cloudpickle.Pickler,), {"dispatch_table": table})

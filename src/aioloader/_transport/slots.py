@@ -16,9 +16,8 @@ from collections import deque
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-Slot: TypeAlias = npt.NDArray[np.uint8]
+Slot: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 # Below this the allocator of the C library recycles well enough by itself.
 MIN_BYTES = 1 << 18

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._pipeline.cpu import in_new_thread
-from aioloader._transport.channel import Channel
 
 if TYPE_CHECKING:
     from aioloader._pipeline.batch_task import BatchTask
     from aioloader._pipeline.pipeline import Pipeline
+    from aioloader._transport.channel import Channel
 
 
 class WorkerPool(Protocol):
@@ -151,12 +151,12 @@ class Servers:
         self.is_shared = True
         weakref.finalize(self, _close_channels, self._idle)
 
-    def take(self) -> Channel | None:
+    def take(self) -> "Channel | None":
         """Return the channel to an idle supervisor, now the caller's, or None."""
         with self._lock:
             return self._idle.pop() if self._idle else None
 
-    def give_back(self, control: Channel) -> None:
+    def give_back(self, control: "Channel") -> None:
         """Keep a supervisor that has ended its workers."""
         close_in_children(control.close)
         with self._lock:
@@ -168,7 +168,7 @@ class Servers:
             _close_channels(self._idle)
 
 
-def _close_channels(idle: list[Channel]) -> None:
+def _close_channels(idle: "list[Channel]") -> None:
     while idle:
         idle.pop().close()
 

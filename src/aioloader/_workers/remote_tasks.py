@@ -15,7 +15,6 @@ from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.codec import Buffers, decode, encode, encode_by_value
-from aioloader._workers.pickling_errors import explain
 from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.remote_error import RemoteError
 from aioloader._workers.worker_spec import (
@@ -38,6 +37,8 @@ def pack_spec(spec: WorkerSpec) -> tuple[bytes, Buffers]:
         send_by_value_what_cannot_be_imported()
         return encode_by_value(spec, REDUCERS)
     except Exception as error:  # user objects may raise anything
+        from aioloader._workers.pickling_errors import explain
+
         raise WorkerStartError(explain(spec, error)) from error
 
 

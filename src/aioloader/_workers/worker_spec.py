@@ -21,7 +21,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 
@@ -29,7 +28,6 @@ from aioloader._order.failures import OnError
 from aioloader._order.ranks import WHOLE, Part
 from aioloader._order.retry import Retry
 from aioloader._transport.codec import Reducers, decode, encode_by_value
-from aioloader._workers.pickling_errors import explain
 from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.rng import Rng
 from aioloader.errors import WorkerStartError
@@ -208,6 +206,8 @@ def send_by_value_what_cannot_be_imported() -> None:
 
     These were loaded from a file: a test by pytest, a configuration, a plugin.
     """
+    import cloudpickle
+
     for name, module in list(sys.modules.items()):
         if "." not in name and isinstance(module, ModuleType) and not _is_known(name):
             with contextlib.suppress(ValueError):  # it is imported under another name
@@ -238,6 +238,8 @@ def ship(spec: WorkerSpec) -> int:
     try:
         header, buffers = encode_by_value(spec, SHIPPING)
     except Exception as error:
+        from aioloader._workers.pickling_errors import explain
+
         raise WorkerStartError(explain(spec, error, SHIPPING)) from error
     raws = [buffer.raw() for buffer in buffers]
     places, end = [], _start(len(header), len(raws))

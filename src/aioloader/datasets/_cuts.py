@@ -8,12 +8,14 @@ import re
 import zlib
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 from heapq import heapify, heapreplace
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 from aioloader.datasets._stores.addresses import Address
 from aioloader.datasets._stores.bytes import Bytes, NoRangesError
-from aioloader.datasets._stores.places import Places
+from aioloader.datasets._stores.places import Places, each
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._stores.versions import Version
 
@@ -63,26 +65,30 @@ async def cut_shards(
     Raises:
         ValueError: If not enough parts can be cut.
     """
-    versions = [await _version(places, shard) for shard in shards]
+    versions = await each(partial(_version, places), shards)
     wanted_of = shares([version.size for version in versions], count)
-    parts: list[Part] = []
-    reasons: list[str] = []
-    for shard, version, wanted in zip(shards, versions, wanted_of, strict=True):
-        size = version.size
+    reasons: dict[int, str] = {}
+
+    async def cut(number: int) -> list[Part]:
+        shard, version, wanted = shards[number], versions[number], wanted_of[number]
         inner: Sequence[int] = ()
         if unpacker_of(places.name(shard)):
-            reasons.append(f"{places.label(shard)!r} is compressed: unpack or split it")
+            reasons[number] = "is compressed: unpack or split it"
         elif wanted > 1:
             try:
-                inner = await cuts(places, shard, size, wanted)
+                inner = await cuts(places, shard, version.size, wanted)
             except CannotCutError as error:
-                reasons.append(f"{places.label(shard)!r} {error}")
-        starts = [0, *inner]
-        ends = [*inner, size]
-        edges = zip(starts, ends, strict=True)
-        parts += [Part(shard, *pair, version) for pair in edges]
+                reasons[number] = str(error)
+        edges = zip([0, *inner], [*inner, version.size], strict=True)
+        return [Part(shard, *pair, version) for pair in edges]
+
+    parts = [*chain.from_iterable(await each(cut, range(len(shards))))]
     if len(parts) < count:
-        why = "; ".join(reasons) or "they have too few samples"
+        why = "; ".join(
+            f"{places.label(shards[number])!r} {reason}"
+            for number, reason in sorted(reasons.items())
+        )
+        why = why or "they have too few samples"
         raise ValueError(
             f"{len(shards)} shards can be cut into {len(parts)} parts only, but there "
             f"are {count} readers (ranks x workers, or as `readers` says): {why}; or "
@@ -124,11 +130,9 @@ async def at_line_ends(
     places: Places, address: Address, size: int, count: int
 ) -> Sequence[int]:
     """Return starts of lines, as ``Cuts`` does, after even shares of the bytes."""
-    found: list[int] = []
-    for number in range(1, count):
-        start = await _line_after(places, address, size * number // count, size)
-        if start < size and start > (found[-1] if found else 0):
-            found.append(start)
+    after = [size * number // count for number in range(1, count)]
+    starts = await each(lambda at: _line_after(places, address, at, size), after)
+    found = sorted({start for start in starts if 0 < start < size})
     if len(found) < count - 1 and size <= _SMALL:  # few lines, of uneven lengths
         data = await read_whole(places.open(address, 0, _LOOK, stop=size))
         ends = [0, *(one.end() for one in re.finditer(rb"\n", data))]

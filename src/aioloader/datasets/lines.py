@@ -1,4 +1,4 @@
-"""Shards of lines: JSON lines and text, plain, gzip or zstandard."""
+"""Shards of lines: JSON lines and text, plain or compressed."""
 
 import codecs
 import functools

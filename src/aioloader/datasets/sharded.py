@@ -438,8 +438,8 @@ class ByteStream(StoredStream[Sample_co]):
     """A stream of shards cut by a parser.
 
     Args:
-        addresses: As for ``StoredStream``. Names ending in ``.gz`` or ``.zst`` are
-            decompressed.
+        addresses: As for ``StoredStream``. Names that end in ``.gz``, ``.zst``,
+            ``.bz2`` or ``.xz`` are decompressed.
         make: Makes a parser from a shard's address and its first byte.
         options: As for ``StoredStream``.
 

@@ -10,10 +10,9 @@ looked up by its bytes.
 import pickle
 import struct
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef
@@ -27,6 +26,8 @@ from aioloader._transport.layout import (
     lay_out,
 )
 from aioloader._workers.reducers import Span, reducers
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
 
 # slot number (-1: none), start, size; bytes used; header: place and size; buffers
 _HEAD = struct.Struct("<qqqqqqq")
@@ -53,7 +54,7 @@ class Packer:
         self._arena = arena
         self._inline_bytes = max(inline_bytes, _HEADER_INLINE)
         self._ref: SlotRef | None = None
-        self._view: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._view: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
         self._used = 0
         self._wanted = 0  # by the largest batch so far
         self._described: dict[Any, tuple[bytes, list[bytes]]] = {}
@@ -92,7 +93,7 @@ class Packer:
         """Return the parts of a small batch of plain tensors, or None."""
         if self._ref is not None:
             return None
-        arrays: list[npt.NDArray[Any]] = []
+        arrays: list[np.ndarray[Any, Any]] = []
         addresses: list[Place] = []
         try:
             form = _form_of(value, arrays, addresses)
@@ -254,7 +255,7 @@ class _Leaf(NamedTuple):
     start: int
 
 
-def _form_of(value: Any, arrays: list[npt.NDArray[Any]], addresses: list[Place]) -> Any:
+def _form_of(value: Any, arrays: list[Array], addresses: list[Place]) -> Any:
     """Return the structure of a batch as a key; append its arrays.
 
     Raises:
@@ -280,7 +281,7 @@ def _form_of(value: Any, arrays: list[npt.NDArray[Any]], addresses: list[Place])
     return kind, keys, tuple([_form_of(part, arrays, addresses) for part in value])
 
 
-def _describe(form: Any, arrays: list[npt.NDArray[Any]]) -> tuple[bytes, list[bytes]]:
+def _describe(form: Any, arrays: list[Array]) -> tuple[bytes, list[bytes]]:
     """Return the head of a frame for such a batch, and the padding after each array."""
     leaves, gaps, start = [], [], 0
     for array in arrays:
@@ -341,6 +342,6 @@ def _address(buffer: Any) -> int:
     return int(memory.__array_interface__["data"][0])
 
 
-def _bytes_of(array: npt.NDArray[np.uint8]) -> memoryview:
+def _bytes_of(array: "np.ndarray[Any, np.dtype[np.uint8]]") -> memoryview:
     """Return the memory of ``array`` and keep it alive; a numpy view would not."""
     return memoryview(array)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
@@ -20,9 +20,11 @@ from aioloader._transport.in_flight_table import PLACES
 from aioloader._transport.slots import Locker
 from aioloader._workers.process.batch_codec import Packer, slot_of
 from aioloader._workers.process.messages import Request, forget
-from aioloader._workers.process.replicas import Replicas
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.protocols import is_stateful
+
+if TYPE_CHECKING:
+    from aioloader._workers.process.replicas import Replicas
 
 # Samples of up to this size travel inside the request.
 _INLINE_BYTES = 1 << 15
@@ -108,6 +110,12 @@ class Ticket:
     slot: SlotRef | None = None
 
 
+def _replicas(spec: WorkerSpec) -> "Replicas":
+    from aioloader._workers.process.replicas import Replicas
+
+    return Replicas(spec.num_workers, has_state=is_stateful(spec.dataset))
+
+
 class Dispatcher:
     """Tickets, queues and workers of one pool.
 
@@ -128,10 +136,7 @@ class Dispatcher:
         self.tickets: dict[int, Ticket] = {}
         self._names = itertools.count()
         self._has_copies = spec.has_copies()
-        self.replicas: Replicas | None = None
-        if spec.is_replicated():
-            has_state = is_stateful(spec.dataset)
-            self.replicas = Replicas(spec.num_workers, has_state=has_state)
+        self.replicas = _replicas(spec) if spec.is_replicated() else None
         self.requests = Queue.make(stack)
         self.samples: ArenaWriter | None = None
         self._readers: dict[int, int] = {}  # slot of samples -> the latest ticket

@@ -2,18 +2,16 @@
 
 import _thread
 import contextlib
-import gc
 import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.util import Finalize, close_fds  # type: ignore[attr-defined]
 from typing import Any
 
-from aioloader._order.forks import fork_safe
+from aioloader._order.forks import without_collector
 from aioloader._transport.channel import Channel
 from aioloader._workers.process.launch import (
     ORPHANED,
@@ -21,7 +19,6 @@ from aioloader._workers.process.launch import (
     SupervisedLauncher,
     has_ended,
 )
-from aioloader._workers.process.recovery import cause_of
 from aioloader._workers.process.supervisor import UNKNOWN, Note, be_forked
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerDiedError, WorkerStartError
@@ -124,6 +121,21 @@ class ForkLauncher(SupervisedLauncher):
             for descriptor in (loader, *copies):
                 os.close(descriptor)
 
+    def advice(self) -> list[str]:
+        """Return a sentence on loaded libraries that fail in forked children."""
+        found: list[str] = [one for one in ("obstore", "grpc") if one in sys.modules]
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            found.append("CUDA")
+        if not found:
+            return []
+        advice = (
+            f"this process has loaded {' and '.join(found)}: objects used before the "
+            "fork hang in a forked worker; multiprocessing_context='forkserver' starts "
+            "workers without forking this process"
+        )
+        return [advice]
+
     def _dispose(self) -> None:
         """Kill a supervisor that did not come up."""
         self._hang_up()
@@ -136,6 +148,8 @@ class ForkLauncher(SupervisedLauncher):
         Raises:
             WorkerDiedError: Always.
         """
+        from aioloader._workers.process.recovery import cause_of
+
         pid = self._process.pid
         super()._orphans()
         self._is_over = True
@@ -158,25 +172,18 @@ def _quiet_fork() -> Iterator[bool]:
     of ``multiprocessing`` (a worker of its ``Pool``) may fork too.
     """
     config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  (as torch does, the other way round)
-    with _FORKING_LOCK:
+    with without_collector() as collects:  # and one fork at a time
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        collects, daemon = gc.isenabled(), config.get("daemon")
+        daemon = config.get("daemon")
         try:
             config.pop("daemon", None)
             # A Ctrl-C of just before is raised here, when the mask has changed.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            gc.disable()
             yield collects
         finally:
-            if collects:
-                gc.enable()
             if daemon is not None:
                 config["daemon"] = daemon
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-# One fork at a time: each one changes the signal mask and the collector.
-_FORKING_LOCK = fork_safe(threading.Lock())
 
 
 def _watch_by_pidfd(process: Any) -> None:
@@ -196,19 +203,3 @@ def _reap(process: Any, timeout: float) -> None:
     if not has_ended(process.pid, timeout):
         process.kill()
     process.join()
-
-
-def advice_on_forks() -> list[str]:
-    """Return a sentence on loaded libraries that fail in forked children."""
-    found: list[str] = [one for one in ("obstore", "grpc") if one in sys.modules]
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        found.append("CUDA")
-    if not found:
-        return []
-    advice = (
-        f"this process has loaded {' and '.join(found)}: objects used before the fork "
-        "hang in a forked worker; multiprocessing_context='forkserver' starts workers "
-        "without forking this process"
-    )
-    return [advice]

@@ -36,7 +36,13 @@ _GONE = (BrokenPipeError, ConnectionResetError)
 
 
 class SupervisedLauncher(abc.ABC):
-    """Start workers through a supervisor."""
+    """Start workers through a supervisor.
+
+    Attributes:
+        forks: Whether workers are forked, and so run soon.
+    """
+
+    forks = True
 
     def __init__(self) -> None:
         self._control: Channel | None = None
@@ -44,6 +50,10 @@ class SupervisedLauncher(abc.ABC):
         self._pids: dict[int, int] = {}
         self._pending: list[Note] = []
         self._is_over = False
+
+    def advice(self) -> list[str]:
+        """Return sentences for a worker that is stuck."""
+        return []
 
     @abc.abstractmethod
     def open(self) -> None:

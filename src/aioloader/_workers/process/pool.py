@@ -12,7 +12,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from aioloader._order.failures import Failure
 from aioloader._order.forks import close_in_children, fork_safe
@@ -28,7 +28,6 @@ from aioloader._transport.slots import Locker
 from aioloader._workers.lease import Tally
 from aioloader._workers.process.batch_codec import slot_of, unpack
 from aioloader._workers.process.dispatcher import Dispatcher, Worker
-from aioloader._workers.process.fork_launcher import ForkLauncher, advice_on_forks
 from aioloader._workers.process.launch import PATIENCE
 from aioloader._workers.process.messages import (
     BATCH,
@@ -39,18 +38,18 @@ from aioloader._workers.process.messages import (
     STAGES,
     UP,
 )
-from aioloader._workers.process.recovery import Death, recover
-from aioloader._workers.process.server_launcher import ServerLauncher
-from aioloader._workers.process.spawn import SpawnLauncher
-from aioloader._workers.process.stacks import stack_of
 from aioloader._workers.process.supervisor import Note
 from aioloader._workers.remote_tasks import of_both, opened
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerError, WorkerStartError
 
+if TYPE_CHECKING:
+    from aioloader._workers.process.launch import SupervisedLauncher
+    from aioloader._workers.process.spawn import SpawnLauncher
+
 _LOG = logging.getLogger("aioloader")
 
-Launcher: TypeAlias = ForkLauncher | ServerLauncher | SpawnLauncher
+Launcher: TypeAlias = "SupervisedLauncher | SpawnLauncher"
 
 # Limits on processes of one worker that end without taking a batch: before the first is
 # ready, and in total, since an idle one may be killed too.
@@ -106,7 +105,7 @@ class ProcessPool:
             with contextlib.ExitStack() as launching:
                 launching.callback(self._launcher.close)
                 self._launcher.open()
-                self._is_up = not isinstance(self._launcher, SpawnLauncher)
+                self._is_up = self._launcher.forks
                 for worker in self._dispatcher.workers:
                     self._start(worker)
                 launching.pop_all()
@@ -261,6 +260,8 @@ class ProcessPool:
         self._collect_results()  # sent before it died
         if self._is_over:  # a result reported that no worker can start
             return
+        from aioloader._workers.process.recovery import Death, recover
+
         death = Death(worker, exitcode, self.stack())
         self._tally.deaths += 1
         died = f"worker {worker.number} (pid {worker.pid}) died, {death.cause}"
@@ -293,6 +294,8 @@ class ProcessPool:
         holders = self._holders(task)
         if not holders:
             return "waits for a worker process that is free"
+        from aioloader._workers.process.stacks import stack_of
+
         parts = []
         for worker, held in holders:
             parts.append(
@@ -301,9 +304,7 @@ class ProcessPool:
             )
             if worker.pid is not None:
                 parts.append(stack_of(worker.pid, self.stack))
-        if isinstance(self._launcher, ForkLauncher):
-            parts += advice_on_forks()
-        return "\n".join(parts)
+        return "\n".join([*parts, *self._launcher.advice()])
 
     def restart(self, task: BatchTask) -> bool:
         """Kill the workers that have ``task``; their batches are made again."""

@@ -32,6 +32,8 @@ class SpawnLauncher:
         ends: The descriptors that all workers share; not owned.
     """
 
+    forks = False
+
     def __init__(
         self, surroundings: Surroundings, file: int, ends: Sequence[int]
     ) -> None:
@@ -47,6 +49,10 @@ class SpawnLauncher:
 
     def open(self) -> None:
         """Do nothing: there is no supervisor."""
+
+    def advice(self) -> list[str]:
+        """Return sentences for a worker that is stuck."""
+        return []
 
     def start(self, worker: int, descriptors: Sequence[int]) -> None:
         """Start a worker; ``descriptors`` are its arena and its own queue."""

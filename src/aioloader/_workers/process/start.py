@@ -1,31 +1,14 @@
 """How workers start: forked from this process or by the fork server, or spawned."""
 
-import multiprocessing
-from typing import Any
+from typing import TYPE_CHECKING
 
 from aioloader._transport.slots import Locker
 from aioloader._workers.lease import Servers, Tally
-from aioloader._workers.process.fork_launcher import ForkLauncher
-from aioloader._workers.process.pool import Launcher, ProcessPool
-from aioloader._workers.process.server_launcher import ServerLauncher
-from aioloader._workers.process.spawn import SpawnLauncher
+from aioloader._workers.process.pool import ProcessPool
 from aioloader._workers.worker_spec import Surroundings, WorkerSpec, ship
 
-
-def start_method(context: Any, *, is_plain: bool) -> str:
-    """Return the start method of workers, as named by ``multiprocessing``.
-
-    Args:
-        context: The user's context, or None.
-        is_plain: Whether all user code is plain. Event loops and their clients do not
-            survive a fork, so only an explicit context forks them.
-    """
-    if context is not None:
-        return str(context.get_start_method())
-    method = multiprocessing.get_start_method(allow_none=True)
-    if method is None:  # not set yet; get_start_method() would set it
-        method = multiprocessing.get_all_start_methods()[0]
-    return "forkserver" if method == "fork" and not is_plain else method
+if TYPE_CHECKING:
+    from aioloader._workers.process.pool import Launcher
 
 
 def start_pool(
@@ -39,7 +22,7 @@ def start_pool(
 
     Args:
         spec: What they do.
-        method: The result of ``start_method``.
+        method: Its name in ``multiprocessing``.
         servers: The loader's supervisors of the fork server.
         locker: Page-locks the memory that workers write batches to, or None.
         tally: Counts the deaths of workers.
@@ -48,12 +31,18 @@ def start_pool(
         WorkerStartError: If ``spec`` cannot be pickled or no worker can be started.
     """
 
-    def launch(ends: list[int]) -> Launcher:
+    def launch(ends: list[int]) -> "Launcher":
         if method == "fork":
+            from aioloader._workers.process.fork_launcher import ForkLauncher
+
             return ForkLauncher(spec, ends)
         surroundings, file = Surroundings(), ship(spec)
         if method == "spawn":
+            from aioloader._workers.process.spawn import SpawnLauncher
+
             return SpawnLauncher(surroundings, file, ends)
+        from aioloader._workers.process.server_launcher import ServerLauncher
+
         return ServerLauncher(servers, surroundings, file, ends)
 
     return ProcessPool(spec, launch, locker, tally)

@@ -110,6 +110,7 @@ class TableFormat(CutsShards, WeighsShards, Generic[SomeEnd]):
         self._wanted = Wanted(**wanted)
         self._kept: OrderedDict[str, SomeEnd] = OrderedDict()
         # Of all files, as listed: an end may be dropped and read again.
+        self._listed: list[str] = []
         self._versions: dict[str, Version] = {}
         self._schemas: deque[pa.Schema] = deque(maxlen=_SCHEMAS)
 
@@ -131,8 +132,9 @@ class TableFormat(CutsShards, WeighsShards, Generic[SomeEnd]):
         self._opener.enter()
         stack.push_async_callback(self._opener.aclose)
         addresses = await self._opener.expand(self._addresses)
-        self._kept.clear()
-        self._versions = {}
+        if not await self._are_unchanged(addresses):
+            self._kept.clear()
+            self._versions, self._listed = {}, [*addresses]
         # Other iterations use the previous table until this one is complete.
         wanted = copy.copy(self._wanted)
         # The first file decides which columns are read; all decide their types.
@@ -142,6 +144,19 @@ class TableFormat(CutsShards, WeighsShards, Generic[SomeEnd]):
         parts = await asyncio.to_thread(self._unified, found, wanted)
         self._wanted = wanted
         return parts
+
+    async def _are_unchanged(self, addresses: Sequence[str]) -> bool:
+        """Return whether the files are those of the latest listing: ends stay valid.
+
+        One changed file may change the columns that are read of the others.
+        """
+        if [*addresses] != self._listed or not all(map(self._versions.get, addresses)):
+            return False
+        versions = await each(self._opener.version, addresses)
+        return all(
+            now.is_marked and now.is_of(self._versions[address])
+            for address, now in zip(addresses, versions, strict=True)
+        )
 
     def _unified(self, files: "Sequence[_File]", wanted: Wanted) -> list[Part]:
         """Unify the files into one table, and return their shards; in a thread."""
@@ -272,8 +287,8 @@ class TableFormat(CutsShards, WeighsShards, Generic[SomeEnd]):
 
     def __getstate__(self) -> dict[str, Any]:
         schemas: deque[pa.Schema] = deque(maxlen=_SCHEMAS)
-        fresh = {"_kept": OrderedDict(), "_versions": {}, "_schemas": schemas}
-        return {**self.__dict__, **fresh}
+        kept: dict[str, Any] = {"_kept": OrderedDict(), "_schemas": schemas}
+        return {**self.__dict__, **kept, "_versions": {}, "_listed": []}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({shown_addresses(sealed(self._addresses))})"

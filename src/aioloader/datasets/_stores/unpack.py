@@ -1,10 +1,11 @@
-"""Compressed shards: gzip and zstandard, decompressed in a thread in bounded pieces.
+"""Compressed shards, decompressed in a thread in bounded pieces.
 
 Whatever the compression ratio, about one piece at most is unpacked ahead.
 """
 
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from typing_extensions import Buffer
@@ -19,13 +20,15 @@ _GZIP = 16 + zlib.MAX_WBITS
 # Packed bytes per call. zstandard does not bound what a call returns: in
 # the worst case 128 KB for four bytes, so 32 MB here.
 _GZIP_SLICE, _ZSTD_SLICE = 1 << 16, 1 << 10
+# The memory of xz's largest preset, 65 MB, and some more.
+_MOST_MEMORY = 1 << 27
 
 
 class Unpacker:
     """Decompresses packed bytes into a bounded number of unpacked ones.
 
     Args:
-        make: Makes a decompressor of one member (gzip) or frame (zstandard).
+        make: Makes a decompressor of one member (gzip), frame (zstandard) or stream.
         length: Packed bytes for each of its calls.
         is_bounded: Whether its ``decompress`` accepts a limit on what it returns.
     """
@@ -48,7 +51,11 @@ class Unpacker:
         """Return about ``limit`` bytes; none if more packed ones are needed."""
         parts: list[bytes] = []
         room = limit
-        while room > 0 and (part := self._next_part()):
+        while room > 0:
+            is_holding = self._is_holding()
+            part = b"" if is_holding else self._next_part()
+            if not (part or is_holding):
+                break
             data = self._unpack(part, room)
             parts.append(data)
             room -= len(data)
@@ -63,6 +70,10 @@ class Unpacker:
     def has_ended(self) -> bool:
         """Return whether the bytes may end here: at least one member, all complete."""
         return self._inner is not None and self.is_whole()
+
+    def _is_holding(self) -> bool:
+        """Return whether bzip2 or xz has packed bytes left that it has taken."""
+        return not (self.is_whole() or getattr(self._inner, "needs_input", True))
 
     def _next_part(self) -> Buffer:
         part = self._tail
@@ -81,7 +92,7 @@ class Unpacker:
         inner = self._inner
         if self._is_bounded:
             data: bytes = inner.decompress(part, room)
-            self._tail = inner.unconsumed_tail or inner.unused_data
+            self._tail = getattr(inner, "unconsumed_tail", b"") or inner.unused_data
         else:
             data = inner.decompress(bytes(part))
             self._tail = inner.unused_data
@@ -90,6 +101,19 @@ class Unpacker:
 
 def _gunzip() -> Unpacker:
     return Unpacker(lambda: zlib.decompressobj(_GZIP), _GZIP_SLICE, is_bounded=True)
+
+
+def _unbz2() -> Unpacker:
+    import bz2  # noqa: PLC0415  (Python may be built without it)
+
+    return Unpacker(bz2.BZ2Decompressor, _GZIP_SLICE, is_bounded=True)
+
+
+def _unxz() -> Unpacker:
+    import lzma  # noqa: PLC0415  (Python may be built without it)
+
+    make = partial(lzma.LZMADecompressor, memlimit=_MOST_MEMORY)
+    return Unpacker(make, _GZIP_SLICE, is_bounded=True)
 
 
 def _unzstd() -> Unpacker:
@@ -103,7 +127,16 @@ def _unzstd() -> Unpacker:
     return Unpacker(make, _ZSTD_SLICE, is_bounded=False)
 
 
-_UNPACKERS = {"gz": _gunzip, "tgz": _gunzip, "zst": _unzstd, "zstd": _unzstd}
+_UNPACKERS = {
+    "gz": _gunzip,
+    "tgz": _gunzip,
+    "zst": _unzstd,
+    "zstd": _unzstd,
+    "bz2": _unbz2,
+    "tbz2": _unbz2,
+    "xz": _unxz,
+    "txz": _unxz,
+}
 
 
 def unpacker_of(name: str) -> Callable[[], Unpacker] | None:

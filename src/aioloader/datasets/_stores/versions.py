@@ -31,6 +31,11 @@ class Version(NamedTuple):
         """The tag, if it identifies every byte: for conditional requests."""
         return None if (self.e_tag or "W/").startswith("W/") else self.e_tag
 
+    @property
+    def is_marked(self) -> bool:
+        """Whether a change of the bytes shows, besides a change of their number."""
+        return bool(self.e_tag) or self.modified is not None
+
     def is_of(self, other: "Version") -> bool:
         """Return whether both have the same bytes, as far as the server shows."""
         if self.size != other.size:
