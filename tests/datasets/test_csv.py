@@ -334,3 +334,15 @@ async def test_any_values(
         form = made(path, column_types=types, newlines_in_values=newlines)
         found = [(int(r["n"]), r["s"], r["t"]) for r in await read_all(form)]
         assert found == given_rows
+
+
+async def test_garbage_after_the_lines(tmp_path: Path) -> None:
+    """The lines before it are read, and the error says where it is."""
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"a,b\n" + b"1,x\n" * 9 + b"\x1f\x8b\x08\x00junk")
+    rows = []
+    with pytest.raises(DatasetError, match="the line at byte 40"):
+        async with aiter(CSVDataset(str(path))) as iterator:
+            async for row in iterator:
+                rows.append(row["a"])  # noqa: PERF401  (kept when one fails)
+    assert rows == [1] * 9

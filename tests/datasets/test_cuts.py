@@ -130,11 +130,11 @@ async def test_sizes_and_cuts_are_asked_together() -> None:
     places, shards = Places(None, {}, Requests()), ["a", "b", "c"]
     sizes, cuts = asyncio.Barrier(3), asyncio.Barrier(3)
 
-    async def version(_shard: str) -> Version:
+    async def version(address: Any) -> Version:
         await sizes.wait()
         return Version(10)
 
-    async def halves(*_of: object) -> list[int]:
+    async def halves(*_: Any, **__: Any) -> list[int]:
         await cuts.wait()
         return [5]
 

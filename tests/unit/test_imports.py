@@ -99,7 +99,7 @@ aioloader.DataLoader(Plain(), 4, num_workers=2)
 @pytest.mark.parametrize(
     ("arguments", "others"),
     [
-        ("Plain(), 4", "workers process inline pipeline stream tuner"),
+        ("Plain(), 4", "process inline pipeline stream tuner"),
         ("Plain(), 4, num_workers=2", "fork_server spawn recovery inline tuner anyio"),
         ("Asynchronous(), 4", "process inline threads evened tuner ahead"),
     ],

@@ -199,9 +199,14 @@ class CSVFormat(TableFormat[Head]):
         if is_all and not dialect.is_open(data[start:]):
             end = len(data)
         types = dict.fromkeys(names, pa.null())
-        if end > start and data[start:end].strip(b"\r\n"):
-            guessed = dialect.parse(data[start:end], names).schema
+        while end > start and data[start:end].strip(b"\r\n"):
+            try:
+                guessed = dialect.parse(data[start:end], names).schema
+            except ValueError:  # a wrong line that is no text
+                end = start + dialect.last_end(data[start : (start + end) // 2])
+                continue
             types |= {one.name: one.type for one in guessed}
+            break
         types |= {n: one for n, one in self._types.items() if n in types}
         return checked(pa.schema([(name, types[name]) for name in names])), start
 

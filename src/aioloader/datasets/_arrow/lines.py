@@ -111,7 +111,8 @@ class Dialect:
         Args:
             data: The lines.
             names: All their columns.
-            types: Types of columns; None: they are guessed, and wrong lines left out.
+            types: Types of columns; None: they are guessed, and wrong lines left out
+                if all is text.
             include: The columns to return; empty: all.
         """
         import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
@@ -130,7 +131,7 @@ class Dialect:
                 quote_char=self.quote_char,
                 escape_char=self.escape_char,
                 newlines_in_values=True,
-                invalid_row_handler=_skip if types is None else None,
+                invalid_row_handler=_skip if types is None and _is_text(data) else None,
             ),
             csv.ConvertOptions(
                 column_types=types,
@@ -168,6 +169,15 @@ class Dialect:
         begin = rb"(?:\A|(?<=[" + between + rb"\r\n]))"
         return re.compile(begin + quote + rb"(?:" + rb"|".join(inner) + rb")*+(" + quote
                           + rb"|\Z)")  # fmt: skip
+
+
+def _is_text(data: bytes) -> bool:
+    """Return whether pyarrow can pass wrong lines on: it decodes them."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _skip(_row: Any) -> str:
