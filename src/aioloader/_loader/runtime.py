@@ -300,10 +300,21 @@ class Runtime:
         """Return the number of the epoch under way, or else of the next one."""
         if self.loaded is not None:
             return int(self.loaded["epoch"])
+        epoch = self._newer() or self.epoch
+        is_next = epoch is None or epoch.progress.is_over or epoch.number < 0
+        return self.numbers.next if is_next or epoch is None else epoch.number
+
+    def _newer(self) -> Epoch | None:
+        """Return the epoch of the latest iterator, if it is next.
+
+        That is one that has not started, while no iteration continues the epoch before.
+        """
         epoch = self.epoch
-        if epoch is None or epoch.progress.is_over:
-            epoch = self.numbers.latest_reserved()
-        return self.numbers.next if epoch is None else epoch.number
+        if epoch is not None and not epoch.progress.is_over:
+            for iterator in self.iterators():
+                if iterator.counters is epoch.counters and iterator.is_under_way():
+                    return None
+        return self.numbers.latest_reserved() or self.drawn()
 
     def drawn(self) -> Epoch | None:
         """Return the epoch of the latest iterator, if it has not started."""
@@ -328,19 +339,19 @@ class Runtime:
 
     def state_dict(self, options: "Callable[[], Options]") -> State:
         """Return the loaded state, or the position after the last batch."""
-        now, loaded, drawn = options(), self.loaded, self.drawn()
-        moved = self._moved
+        now, loaded, moved = options(), self.loaded, self._moved
         prepared = None if loaded is None else self.numbers.latest_reserved()
         if prepared is not None and prepared.saved is loaded:
             return state_of(
-                now, self.numbers, prepared, drawn=None, is_kept=False, moved=moved
+                now, self.numbers, prepared, newer=None, kept=None, moved=moved
             )
         if loaded is not None:
+            drawn = self.drawn()
             drawn = drawn if drawn and drawn.saved is loaded else None
             return sealed(loaded_again(now, loaded, drawn))
-        is_kept = self.pools.has_kept()
+        kept = self._base_seed if self.pools.has_kept() else None
         parts = now, self.numbers, self.epoch
-        return state_of(*parts, drawn=drawn, is_kept=is_kept, moved=moved)
+        return state_of(*parts, newer=self._newer(), kept=kept, moved=moved)
 
     def _moved(self, options: Options) -> str | None:
         """Return the name of a number of the user's that has changed, if one has."""
