@@ -225,9 +225,7 @@ async def test_workers_that_wait_for_the_first_step(name: str) -> None:
 
     async def epochs(loader: Any, iterator: Any, count: int) -> Any:
         found = [[frozen(batch) async for batch in iterator]]
-        return found + [
-            [frozen(batch) async for batch in loader] for _ in range(count)
-        ]
+        return found + [[frozen(batch) async for batch in loader] for _ in range(count)]
 
     loader = waiting()
     iterator = aiter(loader)

@@ -9,6 +9,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from aioloader import ShuffledIndices
 from aioloader._order.epoch import Bookmark, Epoch, EpochNumbers, order_of
+from aioloader._order.generators import packed
 from aioloader._order.orders import StreamOrder
 from aioloader._order.ranks import WHOLE
 

@@ -19,6 +19,7 @@ from aioloader._loader.state import (
     loaded_again,
     note_first,
     numbers_of,
+    restore_dataset,
     restore_epochs,
     restore_positions,
     restore_sampler,
@@ -195,13 +196,17 @@ class Runtime:
                     batched=options.batch_sampler is not None,
                     concurrency=options.concurrency,
                 )
-            return epoch, self._source(options, epoch, is_async=is_async)
+            source = self._source(options, epoch, is_async=is_async)
         except BaseException:  # it has not started, and may be retried
             if epoch is not None:
                 epoch.number = -1
                 self.numbers.release(epoch)
             claim.is_held = False
             raise
+        is_inline = epoch.bookmark.read() and not epoch.reads_ahead
+        positions = (epoch.saved or {}).get("generators") or {}
+        self.loads.keeps_generator = bool(is_inline and "default" in positions)
+        return epoch, source
 
     def _to_resume(
         self, options: Options, drawn: Epoch | None, claim: "Start"
@@ -370,6 +375,7 @@ class Runtime:
         self.forget_ahead()
         self._moved(options)
         restore_epochs(options, state)
+        restore_dataset(options, state, self.loads)
         self.loaded = copy.deepcopy(state)
         restore_positions(options, state)
 

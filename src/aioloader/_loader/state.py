@@ -9,7 +9,7 @@ Source: torchdata 0.11, ``stateful_dataloader/worker.py``.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, TypeAlias, TypedDict
 
@@ -26,6 +26,7 @@ from aioloader._order.orders import (
     draws_from_default,
     is_repeatable,
 )
+from aioloader._pipeline.position import Loads
 from aioloader.errors import StateMismatchError
 from aioloader.protocols import Kind, OwnStream, is_stateful
 
@@ -391,36 +392,26 @@ def _datasets_of(options: Options, epoch: Epoch | None) -> State:
     return {str(worker): one for worker, one in sorted(found.items())}
 
 
-def _restore_datasets(options: Options, state: State) -> States:
-    """Restore a map-style dataset's state; return the states for the workers.
+def _copies_of(options: Options, state: State) -> States:
+    """Return the states of a map-style dataset for the workers' copies, if any differ.
 
     Each worker gets the state of its predecessor. If their number differs, all get the
     state of the worker that made the last delivered batch.
-
-    Raises:
-        StateMismatchError: If the dataset cannot load a state.
     """
     saved = state.get("datasets") or {}
-    if not saved:
-        return {}
-    dataset = options.dataset
-    if not options.is_stateful:
-        raise StateMismatchError(
-            f"the state holds the dataset's own state, but {type(dataset).__name__} "
-            "has no state_dict() and load_state_dict(); load it with the same dataset",
-            expected="a dataset with a state",
-            found=type(dataset).__name__,
-        )
-    is_own = _LOADER in saved
-    latest = saved[_LOADER if is_own else str((state["done"] - 1) % len(saved))]
-    if is_own or not options.has_copies:
-        dataset.load_state_dict(copy.deepcopy(latest))
-    if is_own or not options.has_copies:
-        return {}  # workers are started with it
+    if not saved or _LOADER in saved or not options.has_copies:
+        return {}  # workers are started with the loader's
     workers = range(options.num_workers)
     if len(saved) != options.num_workers:
-        return dict.fromkeys(workers, latest)
+        return dict.fromkeys(workers, _latest_of(state))
     return {worker: saved[str(worker)] for worker in workers}
+
+
+def _latest_of(state: State) -> Any:
+    """Return the state of a map-style dataset after the last delivered batch."""
+    saved = state["datasets"]
+    is_own = _LOADER in saved
+    return saved[_LOADER if is_own else str((state["done"] - 1) % len(saved))]
 
 
 # -- read ---------------------------------------------------------------------------
@@ -441,7 +432,7 @@ def resume(options: Options, epoch: Epoch) -> None:
         state["done"],
         frozenset(state["beyond"]),
         {int(reader): one for reader, one in state["states"].items()},
-        _restore_datasets(options, state),
+        _copies_of(options, state),
     )
     if "seed" not in state and options.kind is Kind.MAP:
         bookmark = replace(bookmark, states={})  # ``restore_sampler`` has used them
@@ -463,6 +454,35 @@ def restore_epochs(options: Options, state: State) -> None:
     if options.kind is Kind.MAP:
         set_epoch(options.index_sampler, state.get("order", {}).get("next"))
     set_epoch(options.dataset, state.get("dataset_epoch"))
+
+
+def restore_dataset(options: Options, state: State, loads: Loads) -> None:
+    """Load the state of this process's dataset; an iterable's, if between two epochs.
+
+    Now, because it may hold torch's generator, from which the next epoch draws first.
+    Workers seed theirs; those of this process do not move for them.
+
+    Raises:
+        StateMismatchError: If the dataset cannot load a state.
+    """
+    saved, dataset = state.get("datasets") or {}, options.dataset
+    if saved and not options.is_stateful:
+        raise StateMismatchError(
+            f"the state holds the dataset's own state, but {type(dataset).__name__} "
+            "has no state_dict() and load_state_dict(); load it with the same dataset",
+            expected="a dataset with a state",
+            found=type(dataset).__name__,
+        )
+    with torch.random.fork_rng(devices=[], enabled=options.has_copies):
+        if saved and (_LOADER in saved or not options.has_copies):
+            dataset.load_state_dict(copy.deepcopy(_latest_of(state)))
+        elif options.kind is not Kind.MAP and options.is_stateful:
+            for one in state["states"].values():
+                is_mine = "is_over" in one and not options.has_copies
+                has_one = "dataset" in one or "is_dataset" in one
+                if has_one and (is_mine or "is_first" in one):
+                    loads.load_early(dataset, one)
+                    return
 
 
 def numbers_of(options: Options) -> dict[str, int]:
