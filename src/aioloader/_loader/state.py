@@ -583,6 +583,7 @@ def _warn_of_what_is_lost(options: Options, state: State, bookmark: Bookmark) ->
 def _warn_of_sampler(sampler: Any, state: State, bookmark: Bookmark) -> None:
     """Warn of one that may count its epochs; within an epoch, the order warns."""
     is_known = is_repeatable(sampler) or is_stateful(sampler)
+    is_known |= any("iterator" in one for one in state["states"].values())
     if is_known or epoch_of(sampler) is not None:
         return
     if state["epoch"] and not bookmark.read():
