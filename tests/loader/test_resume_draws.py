@@ -61,6 +61,13 @@ class Grouped(Sampler[list[int]]):
         return iter(torch.randperm(N)[:9].view(3, 3).tolist())
 
 
+class Yielding(Grouped):
+    """A generator function: it draws at its first step, not at ``iter``."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from torch.randperm(N)[:9].view(3, 3).tolist()
+
+
 class Noisy(Numbers):
     """Its samples draw from the default generator."""
 
@@ -109,6 +116,8 @@ LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
     "permuting, threads": lambda: {"sampler": Permuting(), **THREADS},
     "drawn one by one": lambda: {"sampler": OneByOne()},
     "grouped": lambda: {"batch_sampler": Grouped()},
+    "yielding": lambda: {"batch_sampler": Yielding()},
+    "yielding, threads": lambda: {"batch_sampler": Yielding(), **THREADS},
     "wrapped": lambda: {"batch_sampler": BatchSampler(Permuting(), 3, drop_last=False)},
     "threads": lambda: {"shuffle": True, **THREADS},
     "threads, generator": lambda: {
@@ -185,6 +194,67 @@ def test_wherever_it_is_left(name: str) -> None:
         found = resumed.drawn(steps=draws_steps)
         wanted = run.drawn(place, steps=draws_steps)[: len(found)]
         assert found == wanted, f"{what}, {place} of epoch {state['epoch']}"
+
+
+@pytest.mark.parametrize("name", ["shuffled", "subset, generator", "processes"])
+def test_left_and_begun_again(name: str) -> None:
+    """Once an epoch was left and the next iterator exists, the state is the next's."""
+    loader = make(name)
+    left = iter(loader)
+    next(left)
+    waiting = iter(loader)  # the first one is under way, and its position counts
+    assert loader.state_dict()["done"] == 1
+    left.close()
+    state = loader.state_dict()
+    assert (state["epoch"], state["done"]) == (loader.epoch, 0) == (1, 0)
+    expected = [frozen(batch) for batch in waiting]
+    loader.close()
+    torch.manual_seed(99)
+    resumed = make(name)
+    resumed.load_state_dict(state)
+    assert [frozen(batch) for batch in resumed] == expected
+    resumed.close()
+
+
+@pytest.mark.parametrize("name", ["permuting", "subset, generator", "generator"])
+async def test_workers_that_wait_for_the_first_step(name: str) -> None:
+    """They have started at ``aiter``, and the order is not drawn before the step."""
+
+    def waiting() -> Any:
+        return Loader(**{"dataset": Numbers(N), **LOADERS[name]()}, num_workers=1)
+
+    async def epochs(loader: Any, iterator: Any, count: int) -> Any:
+        found = [[frozen(batch) async for batch in iterator]]
+        return found + [[frozen(batch) async for batch in loader] for _ in range(count)]
+
+    loader = waiting()
+    iterator = aiter(loader)
+    state = loader.state_dict()
+    torch.rand(())  # the order is drawn after it
+    expected = await epochs(loader, iterator, 1)
+    torch.manual_seed(99)
+    resumed = waiting()
+    resumed.load_state_dict(state)
+    iterator = aiter(resumed)
+    torch.rand(())
+    assert await epochs(resumed, iterator, 1) == expected
+    await loader.aclose()
+    await resumed.aclose()
+
+
+def test_the_seed_of_workers_that_were_never_used() -> None:
+    """They persist, and so does the seed that their draws are keyed with."""
+    options = {"persistent_workers": True, "num_workers": 1, "rng": "batch"}
+    loader = Loader(Noisy(N), 3, **options)
+    iter(loader).close()
+    state = loader.state_dict()
+    expected = [frozen(batch) for batch in loader]
+    loader.close()
+    torch.manual_seed(99)
+    resumed = Loader(Noisy(N), 3, **options)
+    resumed.load_state_dict(state)
+    assert [frozen(batch) for batch in resumed] == expected
+    resumed.close()
 
 
 SCRIPT = """

@@ -276,6 +276,42 @@ class Counting(Sampler[int]):
         return iter(random.Random(self.count).sample(range(6), 6))
 
 
+class Seeded(Counting):
+    """Draws from a generator of Python's."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random.sample(range(6), 6))
+
+
+class Around(Sampler[list[int]]):
+    """A batch sampler around a sampler that counts."""
+
+    def __init__(self) -> None:
+        self.sampler = Counting()
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = list(self.sampler)
+        yield from (indices[:3], indices[3:])
+
+
+class Nested(Cursors):
+    """The dataset counts within one of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = {"epoch": 0}
+
+    def __iter__(self) -> Iterator[int]:
+        self.now["epoch"] += 1
+        return Cursor(range(100 * self.now["epoch"], 100 * self.now["epoch"] + 10))
+
+
 class OnDatasetOnly(OnDataset):
     """The dataset counts, and cannot be told."""
 
@@ -305,7 +341,10 @@ LOST: dict[str, Callable[[], dict[str, Any]]] = {
     "plain counter": lambda: {"dataset": Counter()},
     "plain draws": lambda: {"dataset": Drawing()},
     "sampler": lambda: {"dataset": Numbers(), "sampler": Counting()},
+    "sampler's generator": lambda: {"dataset": Numbers(), "sampler": Seeded()},
+    "sampler within": lambda: {"dataset": Numbers(), "batch_sampler": Around()},
     "iterator with state": lambda: {"dataset": OnDatasetOnly()},
+    "iterator with state, nested": lambda: {"dataset": Nested()},
 }
 KNOWN: dict[str, Callable[[], dict[str, Any]]] = {
     "range": lambda: {"dataset": from_iterable(range(6)).map(int).shuffle(2)},

@@ -4,6 +4,7 @@ What torchdata 0.11 gives is written down here as well, for where it is not inst
 """
 
 import importlib
+import itertools
 import json
 import os
 import pickle
@@ -15,7 +16,7 @@ import torch
 
 from aioloader import DataLoader
 from aioloader.datasets import from_iterable
-from stateful import Batches, Counted, Cursors, Epochs, Kept, Numbers, Plain
+from stateful import Batches, Counted, Cursors, Epochs, Kept, Numbers, Plain, mine
 
 Loader: Any = DataLoader  # options are tables here
 
@@ -320,3 +321,110 @@ def test_a_batch_sampler_behind_its_epoch(num_workers: int) -> None:
     state = saved(loader)
     resumed = Loader(Numbers(), batch_sampler=Batches(), **options)
     assert rest_of(resumed, state) == [batch.tolist() for batch in loader]
+
+
+# -- torch's generator in a state ----------------------------------------------------
+
+
+class Itself(Plain):
+    """Its own iterator; draws, and its state has the position of torch's generator."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.place = 0
+        return self
+
+    def __next__(self) -> int:
+        if self.place >= len(mine(self.n)):
+            raise StopIteration
+        self.place += 1
+        return int(torch.randint(10**6, ()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "torch": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+        torch.set_rng_state(state["torch"])
+
+
+class Apart(Plain):
+    """The iterator has that state."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(Itself(self.n))
+
+
+class Mapped(Numbers):
+    """Map-style with that state."""
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * int(torch.randint(10**6, ())) + index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"torch": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["torch"])
+
+
+DRAWING: dict[str, Callable[[], dict[str, Any]]] = {
+    "itself": lambda: {"dataset": Itself()},
+    "apart": lambda: {"dataset": Apart()},
+    "map": lambda: {"dataset": Mapped()},
+    "map, shuffled": lambda: {"dataset": Mapped(), "shuffle": True},
+    "shuffled": lambda: {"dataset": Numbers(), "shuffle": True},
+}
+
+
+def run_of(iterator: Any, taken: int | None = None) -> list[Any]:
+    """Return batches; each step draws."""
+    found = []
+    for batch in itertools.islice(iterator, taken):
+        found += [batch.tolist(), torch.rand(()).item()]
+    return found
+
+
+@pytest.mark.parametrize("moment", ["before", "iter", 1, 2, "end"])
+@pytest.mark.parametrize("kind", DRAWING)
+def test_draws_of_datasets_and_steps(kind: str, moment: Any) -> None:
+    """They go on where they were, in this process and beside torchdata."""
+    found = []
+    for cls in both():
+        torch.manual_seed(5)
+        loader = cls(**DRAWING[kind](), batch_size=3)
+        if moment == "end":
+            run_of(loader)
+        iterator = iter(loader) if moment in {"iter", 1, 2} else None
+        if isinstance(moment, int):
+            run_of(iterator, moment)
+        state = pickle.loads(pickle.dumps(loader.state_dict()))
+        expected = [run_of(loader if iterator is None else iterator), run_of(loader)]
+        torch.manual_seed(99)
+        resumed = cls(**DRAWING[kind](), batch_size=3)
+        resumed.load_state_dict(state)
+        if cls is Loader:
+            assert [run_of(resumed), run_of(resumed)] == expected
+        found.append(expected[0][::2])
+    assert all(one == found[0] for one in found if moment != "end")
+
+
+@pytest.mark.parametrize("moment", ["before", "iter", 1, "end"])
+@pytest.mark.parametrize("kind", ["itself", "shuffled"])
+def test_draws_in_workers(kind: str, moment: Any) -> None:
+    """A reader that has delivered nothing starts as it did."""
+    options = {"batch_size": 3, "num_workers": 2, "rng": "worker"}
+    torch.manual_seed(5)
+    loader = Loader(**DRAWING[kind](), **options)
+    if moment == "end":
+        run_of(loader)
+    iterator = iter(loader) if moment in {"iter", 1} else None
+    if moment == 1 and iterator is not None:
+        next(iterator)
+    state = pickle.loads(pickle.dumps(loader.state_dict()))
+    expected = run_of(loader if iterator is None else iterator)
+    torch.manual_seed(99)
+    resumed = Loader(**DRAWING[kind](), **options)
+    resumed.load_state_dict(state)
+    assert run_of(resumed) == expected

@@ -9,6 +9,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from aioloader import ShuffledIndices
 from aioloader._order.epoch import Bookmark, Epoch, EpochNumbers, order_of
+from aioloader._order.generators import packed
 from aioloader._order.orders import StreamOrder
 from aioloader._order.ranks import WHOLE
 
@@ -115,12 +116,14 @@ def test_what_was_delivered_is_not_requested() -> None:
 
 
 def test_the_state_of_the_generator_is_that_before_the_order() -> None:
-    """It is read when the epoch begins, and no permutation is drawn for it."""
+    """It is part of the state once the order is drawn, with the first request."""
     generator = torch.Generator().manual_seed(3)
     epoch = epoch_of(RandomSampler(range(9), generator=generator))
     known = {"sampler": "RandomSampler", "length": 9, "replacement": False}
     assert epoch.order.state() == known
     before = generator.get_state()
     epoch.begin(0)
-    assert list(epoch.order.state()) == [*known, "generator"]
+    assert epoch.order.state() == known
     assert torch.equal(generator.get_state(), before)
+    next(epoch.requests())
+    assert epoch.order.state() == {**known, "generator": packed(before)}

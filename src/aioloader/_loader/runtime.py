@@ -19,6 +19,7 @@ from aioloader._loader.state import (
     loaded_again,
     note_first,
     numbers_of,
+    restore_dataset,
     restore_epochs,
     restore_positions,
     restore_sampler,
@@ -215,13 +216,17 @@ class Runtime:
                     batched=options.batch_sampler is not None,
                     concurrency=options.concurrency,
                 )
-            return epoch, self._source(options, epoch, is_async=is_async)
+            source = self._source(options, epoch, is_async=is_async)
         except BaseException:  # it has not started, and may be retried
             if epoch is not None:
                 epoch.number = -1
                 self.numbers.release(epoch)
             claim.is_held = False
             raise
+        is_inline = epoch.bookmark.read() and not epoch.reads_ahead
+        positions = (epoch.saved or {}).get("generators") or {}
+        self.loads.keeps_generator = bool(is_inline and "default" in positions)
+        return epoch, source
 
     def _to_resume(
         self, options: Options, drawn: Epoch | None, claim: "Start"
@@ -325,10 +330,21 @@ class Runtime:
         """Return the number of the epoch under way, or else of the next one."""
         if self.loaded is not None:
             return int(self.loaded["epoch"])
+        epoch = self._newer() or self.epoch
+        is_next = epoch is None or epoch.progress.is_over or epoch.number < 0
+        return self.numbers.next if is_next or epoch is None else epoch.number
+
+    def _newer(self) -> Epoch | None:
+        """Return the epoch of the latest iterator, if it is next.
+
+        That is one that has not started, while no iteration continues the epoch before.
+        """
         epoch = self.epoch
-        if epoch is None or epoch.progress.is_over:
-            epoch = self.numbers.latest_reserved()
-        return self.numbers.next if epoch is None else epoch.number
+        if epoch is not None and not epoch.progress.is_over:
+            for iterator in self.iterators():
+                if iterator.counters is epoch.counters and iterator.is_under_way():
+                    return None
+        return self.numbers.latest_reserved() or self.drawn()
 
     def drawn(self) -> Epoch | None:
         """Return the epoch of the latest iterator, if it has not started."""
@@ -353,19 +369,19 @@ class Runtime:
 
     def state_dict(self, options: "Callable[[], Options]") -> State:
         """Return the loaded state, or the position after the last batch."""
-        now, loaded, drawn = options(), self.loaded, self.drawn()
-        moved = self._moved
+        now, loaded, moved = options(), self.loaded, self._moved
         prepared = None if loaded is None else self.numbers.latest_reserved()
         if prepared is not None and prepared.saved is loaded:
             return state_of(
-                now, self.numbers, prepared, drawn=None, is_kept=False, moved=moved
+                now, self.numbers, prepared, newer=None, kept=None, moved=moved
             )
         if loaded is not None:
+            drawn = self.drawn()
             drawn = drawn if drawn and drawn.saved is loaded else None
             return sealed(loaded_again(now, loaded, drawn))
-        is_kept = self.pools.has_kept()
+        kept = self._base_seed if self.pools.has_kept() else None
         parts = now, self.numbers, self.epoch
-        return state_of(*parts, drawn=drawn, is_kept=is_kept, moved=moved)
+        return state_of(*parts, newer=self._newer(), kept=kept, moved=moved)
 
     def _moved(self, options: Options) -> str | None:
         """Return the name of a number of the user's that has changed, if one has."""
@@ -386,6 +402,7 @@ class Runtime:
         self.forget_ahead()
         self._moved(options)
         restore_epochs(options, state)
+        restore_dataset(options, state, self.loads)
         self.loaded = copy.deepcopy(state)
         restore_positions(options, state)
 

@@ -21,13 +21,19 @@ from aioloader._order.checksums import checksum
 from aioloader._order.epoch import BEGINNING, Bookmark, Epoch, EpochNumbers
 from aioloader._order.generators import packed, unpacked
 from aioloader._order.indices import described, epoch_of, set_epoch
-from aioloader._order.orders import drawing_part_of, draws_from_default
+from aioloader._order.orders import (
+    drawing_part_of,
+    draws_from_default,
+    is_repeatable,
+)
+from aioloader._pipeline.position import Loads
 from aioloader.errors import StateMismatchError
 from aioloader.protocols import Kind, OwnStream, is_stateful
 
 State: TypeAlias = dict[str, Any]
 States: TypeAlias = dict[int, Any]
 VERSION = 4
+_MOST_NUMBERS = 64  # data, if there are more
 _LOADER = "loader"  # the dataset is this process's own, and not a worker's copy
 
 
@@ -41,8 +47,8 @@ class LoaderState(TypedDict):
         epoch: Its number.
         dataset_epoch: The number last given to the dataset's ``set_epoch``, if it has
             one and an attribute ``epoch``.
-        moved: The name of an attribute that had changed, where it is no part of a
-            state: of the sampler, or of an iterable dataset.
+        moved: The name of an attribute of an iterable dataset that had changed, where
+            it is no part of a state.
         done: Batches below this number were delivered.
         beyond: Numbers of later batches that were delivered too.
         checksum: Of these values, and of which parts there are.
@@ -186,8 +192,8 @@ def state_of(
     numbers: EpochNumbers,
     epoch: Epoch | None,
     *,
-    drawn: Epoch | None,
-    is_kept: bool,
+    newer: Epoch | None,
+    kept: int | None,
     moved: Callable[[Options], str | None],
 ) -> State:
     """Return the state of a loader, sealed.
@@ -196,18 +202,21 @@ def state_of(
         options: The loader's options.
         numbers: Which epoch is next.
         epoch: The latest epoch that has started, if one has.
-        drawn: The epoch of an iterator that has not started, if there is one.
-        is_kept: Whether workers of the latest epoch persist.
+        newer: The epoch of an iterator that is next, if there is one.
+        kept: The seed of the workers that persist, if there are any.
         moved: Returns the name of a number of the user's that has changed, if any.
     """
-    if epoch is None or epoch.progress.is_over:
-        epoch = numbers.latest_reserved() or epoch
-    if epoch is None or epoch.progress.is_over:
-        state = _between(options, numbers, epoch, drawn, is_kept=is_kept)
+    if newer is not None and newer.number >= 0:  # its workers have started
+        epoch, newer = newer, None
+    is_between = epoch is None or epoch.progress.is_over or newer is not None
+    if epoch is None or is_between:
+        state = _between(options, numbers, epoch, newer, kept)
         state["moved"] = moved(options)
     else:
         bookmark = epoch.progress.bookmark()
-        head = epoch.head = epoch.head or _head(options, epoch)
+        head = epoch.head or _head(options, epoch)
+        if bookmark.read():
+            epoch.head = head  # constant, now that the order is drawn
         state = {
             **head,
             "order": {**head["order"]},
@@ -217,13 +226,14 @@ def state_of(
         }
         if epoch.order.pulled:
             state["order"]["pulled"] = epoch.order.pulled
-    state["datasets"] = _datasets_of(options, epoch, is_kept=is_kept)
+    is_new = is_between and options.has_copies and kept is None
+    state["datasets"] = _datasets_of(options, None if is_new else epoch)
     state["generators"] = positions(options)
     return sealed(state)
 
 
 def _head(options: Options, epoch: Epoch) -> State:
-    """Return the part of an epoch's state that is constant."""
+    """Return the part of an epoch's state that is constant once it is drawn."""
     return {
         "version": VERSION,
         **identity(options),
@@ -240,23 +250,21 @@ def _between(
     numbers: EpochNumbers,
     epoch: Epoch | None,
     drawn: Epoch | None,
-    *,
-    is_kept: bool,
+    kept: int | None,
 ) -> State:
     """Return the state before an epoch: nothing is drawn for it yet."""
-    first = first_states(options, epoch, is_kept=is_kept)
+    first = first_states(options, epoch, is_kept=kept is not None)
     state: State = {"version": VERSION, **identity(options)}
     state |= {"epoch": numbers.next, "done": 0, "beyond": []}
-    if drawn is not None:  # an iterator was made and has not started
-        state["seed"] = drawn.base_seed
-    elif epoch is not None and is_kept:
-        state["seed"] = epoch.base_seed
+    # Drawn for an iterator that was made and has not started, or kept.
+    state["seed"] = kept if drawn is None else drawn.base_seed
     if epoch is not None:
         if epoch.order.end is not None:  # of a sampler that may count epochs
             first = {0: {**epoch.order.end, "is_over": True}}
         if options.is_own_stream:  # other ranks may have more of it: ``merge_states``
             first = continued(options, epoch, numbers.next).states
-            state["last"] = _by_name(epoch.progress.bookmark().states)
+            if epoch.progress.is_over:
+                state["last"] = _by_name(epoch.progress.bookmark().states)
     state["states"] = _by_name(first)
     state["dataset_epoch"] = epoch_of(options.dataset)
     if options.kind is Kind.MAP:
@@ -372,13 +380,11 @@ def first_states(options: Options, before: Epoch | None, *, is_kept: bool) -> St
     return dict.fromkeys(range(options.readers), first)
 
 
-def _datasets_of(options: Options, epoch: Epoch | None, *, is_kept: bool) -> State:
+def _datasets_of(options: Options, epoch: Epoch | None) -> State:
     """Return the states of a map-style dataset: by worker, or the loader's own."""
     if options.kind is not Kind.MAP or not options.is_stateful:
         return {}
-    are_new = options.has_copies and not is_kept
-    is_new = epoch is None or (epoch.progress.is_over and are_new)
-    if epoch is None or is_new or not epoch.reads_ahead:
+    if epoch is None or not epoch.reads_ahead:
         return {_LOADER: copy.deepcopy(options.dataset.state_dict())}
     found = {**epoch.first_datasets, **epoch.progress.bookmark().datasets}
     if not options.has_copies:
@@ -386,36 +392,26 @@ def _datasets_of(options: Options, epoch: Epoch | None, *, is_kept: bool) -> Sta
     return {str(worker): one for worker, one in sorted(found.items())}
 
 
-def _restore_datasets(options: Options, state: State) -> States:
-    """Restore a map-style dataset's state; return the states for the workers.
+def _copies_of(options: Options, state: State) -> States:
+    """Return the states of a map-style dataset for the workers' copies, if any differ.
 
     Each worker gets the state of its predecessor. If their number differs, all get the
     state of the worker that made the last delivered batch.
-
-    Raises:
-        StateMismatchError: If the dataset cannot load a state.
     """
     saved = state.get("datasets") or {}
-    if not saved:
-        return {}
-    dataset = options.dataset
-    if not options.is_stateful:
-        raise StateMismatchError(
-            f"the state holds the dataset's own state, but {type(dataset).__name__} "
-            "has no state_dict() and load_state_dict(); load it with the same dataset",
-            expected="a dataset with a state",
-            found=type(dataset).__name__,
-        )
-    is_own = _LOADER in saved
-    latest = saved[_LOADER if is_own else str((state["done"] - 1) % len(saved))]
-    if is_own or not options.has_copies:
-        dataset.load_state_dict(copy.deepcopy(latest))
-    if is_own or not options.has_copies:
-        return {}  # workers are started with it
+    if not saved or _LOADER in saved or not options.has_copies:
+        return {}  # workers are started with the loader's
     workers = range(options.num_workers)
     if len(saved) != options.num_workers:
-        return dict.fromkeys(workers, latest)
+        return dict.fromkeys(workers, _latest_of(state))
     return {worker: saved[str(worker)] for worker in workers}
+
+
+def _latest_of(state: State) -> Any:
+    """Return the state of a map-style dataset after the last delivered batch."""
+    saved = state["datasets"]
+    is_own = _LOADER in saved
+    return saved[_LOADER if is_own else str((state["done"] - 1) % len(saved))]
 
 
 # -- read ---------------------------------------------------------------------------
@@ -436,7 +432,7 @@ def resume(options: Options, epoch: Epoch) -> None:
         state["done"],
         frozenset(state["beyond"]),
         {int(reader): one for reader, one in state["states"].items()},
-        _restore_datasets(options, state),
+        _copies_of(options, state),
     )
     if "seed" not in state and options.kind is Kind.MAP:
         bookmark = replace(bookmark, states={})  # ``restore_sampler`` has used them
@@ -460,18 +456,67 @@ def restore_epochs(options: Options, state: State) -> None:
     set_epoch(options.dataset, state.get("dataset_epoch"))
 
 
-def numbers_of(options: Options) -> dict[str, int]:
-    """Return the attributes in which a sampler or an iterable may count its epochs.
+def restore_dataset(options: Options, state: State, loads: Loads) -> None:
+    """Load the state of this process's dataset; an iterable's, if between two epochs.
 
-    Empty if they are restored, or only copies of a dataset in new workers have them.
+    Now, because it may hold torch's generator, from which the next epoch draws first.
+    Workers seed theirs; those of this process do not move for them.
+
+    Raises:
+        StateMismatchError: If the dataset cannot load a state.
     """
-    part = options.index_sampler if options.kind is Kind.MAP else options.dataset
+    saved, dataset = state.get("datasets") or {}, options.dataset
+    if saved and not options.is_stateful:
+        raise StateMismatchError(
+            f"the state holds the dataset's own state, but {type(dataset).__name__} "
+            "has no state_dict() and load_state_dict(); load it with the same dataset",
+            expected="a dataset with a state",
+            found=type(dataset).__name__,
+        )
+    with torch.random.fork_rng(devices=[], enabled=options.has_copies):
+        if saved and (_LOADER in saved or not options.has_copies):
+            dataset.load_state_dict(copy.deepcopy(_latest_of(state)))
+        elif options.kind is not Kind.MAP and options.is_stateful:
+            for one in state["states"].values():
+                is_mine = "is_over" in one and not options.has_copies
+                has_one = "dataset" in one or "is_dataset" in one
+                if has_one and (is_mine or "is_first" in one):
+                    loads.load_early(dataset, one)
+                    return
+
+
+def numbers_of(options: Options) -> dict[str, int]:
+    """Return the numbers in which an iterable dataset may count its epochs.
+
+    Empty if they are restored, or only copies of it in new workers have them.
+    """
+    part = options.dataset
     is_restored = is_stateful(part) or epoch_of(part) is not None
-    if is_restored or isinstance(part, OwnStream):
+    if options.kind is Kind.MAP or is_restored or isinstance(part, OwnStream):
         return {}
     name = type(part).__name__
     values = {**vars(type(part)), **getattr(part, "__dict__", {})}
-    return {f"{name}.{key}": one for key, one in values.items() if type(one) is int}
+    found = {key: one for key, one in values.items() if type(one) is int}
+    found |= _numbers_within(getattr(part, "__dict__", {}), depth=2)
+    return {f"{name}.{key}": one for key, one in found.items()}
+
+
+def _numbers_within(values: Any, depth: int) -> dict[str, int]:
+    """Return the integers in a few attributes, and within these."""
+    if isinstance(values, (list, tuple)):
+        values = dict(enumerate(values[: _MOST_NUMBERS + 1]))
+    elif not isinstance(values, dict):
+        values = getattr(values, "__dict__", {})
+    if len(values) > _MOST_NUMBERS:  # data
+        return {}
+    found = {}
+    for key, one in [*values.items()]:  # at once: it may be read in another thread
+        if type(one) is int:
+            found[f"{key}"] = one
+        elif depth:
+            within = _numbers_within(one, depth - 1)
+            found |= {f"{key}.{name}": number for name, number in within.items()}
+    return found
 
 
 def restore_sampler(options: Options, state: State) -> None:
@@ -500,12 +545,15 @@ def loaded_again(options: Options, loaded: State, drawn: Epoch | None) -> State:
 def _warn_of_what_is_lost(options: Options, state: State, bookmark: Bookmark) -> None:
     """Warn where the rest of the epoch, or the next one, depends on more than this."""
     states, dataset = list(bookmark.states.values()), options.dataset
+    if options.kind is Kind.MAP:
+        _warn_of_sampler(options.index_sampler, state, bookmark)
+        return
     if options.is_own_stream:
         names = dataset.reread()
     elif any("iterator" in one or "dataset" in one for one in states):
         names = []
     else:
-        names = [type(dataset).__name__] if options.kind is not Kind.MAP else []
+        names = [type(dataset).__name__]
     name, moved = ", ".join(names), state.get("moved")
     what = f"{name} has no state_dict()"
     if options.is_own_stream:
@@ -518,8 +566,8 @@ def _warn_of_what_is_lost(options: Options, state: State, bookmark: Bookmark) ->
             "and dropped, which takes as long as the first time, and is correct only "
             "if they come in the same order"
         )
-    elif moved is not None and (options.kind is not Kind.MAP or not bookmark.read()):
-        warn(  # within an epoch, the order warns that the sampler is iterated again
+    elif moved is not None:
+        warn(
             f"{moved} had changed when the state was saved, and is no part of it: the "
             "samples may be others; give it state_dict() and load_state_dict(), or "
             "set_epoch() and the attribute `epoch`"
@@ -529,4 +577,20 @@ def _warn_of_what_is_lost(options: Options, state: State, bookmark: Bookmark) ->
             f"{what}: epoch {state['epoch']} starts as the first "
             "one of this process, which is correct only if all epochs have the same "
             "samples"
+        )
+
+
+def _warn_of_sampler(sampler: Any, state: State, bookmark: Bookmark) -> None:
+    """Warn of one that may count its epochs; within an epoch, the order warns."""
+    is_known = is_repeatable(sampler) or is_stateful(sampler)
+    is_known |= any("iterator" in one for one in state["states"].values())
+    if is_known or epoch_of(sampler) is not None:
+        return
+    if state["epoch"] and not bookmark.read():
+        warn(
+            f"{type(sampler).__name__} has no state_dict(): epoch {state['epoch']} "
+            "starts as the first one of this process, which is correct only if the "
+            "order is the same in each epoch, or drawn from torch's generators; give "
+            "it state_dict() and load_state_dict(), or set_epoch() and the attribute "
+            "`epoch`"
         )

@@ -63,22 +63,36 @@ class Draws:
         self._saved: State | None = saved.get(self._key)
         self._packed = self._saved
 
+    def prepare(self) -> None:
+        """Draw the seed, if the order is drawn from one."""
+        if self._draws_seed and self._seed is None:
+            drawn = torch.empty((), dtype=torch.int64).random_()
+            self._seed = int(drawn.item())
+
     def begin(self) -> torch.Generator:
         """Return the generator to draw from, in its state when the order was drawn.
 
         That of a saved order is a copy: the sampler's own is past it already.
         """
-        if self._draws_seed:
-            if self._seed is None:
-                drawn = torch.empty((), dtype=torch.int64).random_()
-                self._seed = int(drawn.item())
+        self.prepare()
+        if self._seed is not None:
             return torch.Generator().manual_seed(self._seed)
         if self._saved is not None:
             copied = torch.Generator()
             copied.set_state(unpacked(self._saved))
             return copied
-        self._before = self._source.get_state()
+        if self._before is None:
+            self._before = self._source.get_state()
         return self._source
+
+    def begin_later(self) -> None:
+        """Undo ``begin``, unless something was drawn since.
+
+        A generator function draws at its first step, and not when ``iter`` is called.
+        """
+        before, now = self._before, self._source.get_state()
+        if before is not None and torch.equal(before, now):
+            self._before = None
 
     @property
     def _source(self) -> torch.Generator:

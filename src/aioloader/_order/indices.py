@@ -79,17 +79,16 @@ class IndexOrder:
         self._draws: Draws | None = None
         if isinstance(sampler, RandomSampler):
             self._draws = Draws(sampler, saved)
-        self._generator: torch.Generator | None = None
         self._shuffled: ShuffledIndices | None = None
 
     def prepare(self, epoch: int | None = None) -> None:
-        """Draw the contents of the state, once: a seed, or the state of a generator.
+        """Draw a seed, if the order has one, once; no permutation yet.
 
         Args:
             epoch: The epoch of ``ShuffledIndices``; None: its current one.
         """
-        if self._draws is not None and self._generator is None:
-            self._generator = self._draws.begin()
+        if self._draws is not None:
+            self._draws.prepare()
         if type(self._sampler) is ShuffledIndices and self._shuffled is None:
             self._shuffled = self._sampler.copy()  # a later set_epoch is for the next
             if epoch is not None:
@@ -119,8 +118,8 @@ class IndexOrder:
         n, size = len(self._sampler), self._cutting.size
         self.prepare()
         indices: Indices = self._shuffled or range(n)
-        if self._generator is not None:
-            indices = _permutation(n, self._generator)
+        if self._draws is not None:
+            indices = _permutation(n, self._draws.begin())
         # Torch's sampler draws another, unused permutation at its end: with a short
         # last batch, which runs into the end, or else after the last one.
         short = n // size if n % size and not self._cutting.drop_last else None

@@ -163,17 +163,18 @@ class IteratedOrder:
         if owner is not None or draws_from_default(sampler):
             self._draws = Draws(owner or sampler, saved)
         self.end: State | None = None  # the sampler's final state
-        self._generator: torch.Generator | None = None
         self._iterator: Iterator[Any] | None = None
         if begins and not saved and type(sampler) not in WITH_GENERATOR:
             self._iterator = self._begin(None)
+            if self._draws is not None:
+                self._draws.begin_later()
 
     def prepare(self, _epoch: int | None = None) -> None:
-        """Draw a seed, or note the state of the generator; and what is drawn from."""
+        """Draw a seed, if the order has one, and note what is drawn from."""
         if self._contents is None:
             self._contents = contents_of(self._sampler)
-        if self._draws is not None and self._generator is None:
-            self._generator = self._draws.begin()
+        if self._draws is not None:
+            self._draws.prepare()
 
     def draws_long(self, _number: int, _start: int) -> bool:
         """Tell whether user code runs for each request."""
@@ -184,6 +185,8 @@ class IteratedOrder:
         is_whole, ranks = bool(self._size), self._part.world_size
         whole = (self._size or 1) * ranks
         with self._draws.replayed() if self._draws else contextlib.nullcontext():
+            if self._draws is not None:
+                self._draws.begin()
             iterator = self._begin(after) if self._iterator is None else self._iterator
             number, first, beginning = self._place(start, after)
             if after is not None and after.get("ended"):
@@ -264,16 +267,19 @@ class IteratedOrder:
     def _begin(self, after: Any) -> Iterator[Any]:
         """Return an iterator, restored from the saved state if there is one."""
         self.prepare()
+        generator = None if self._draws is None else self._draws.begin()
         try:
-            return self._iterator_of(self._sampler, after)
+            return self._iterator_of(self._sampler, after, generator)
         except BaseException as error:  # noqa: BLE001  (raised)
             error = raisable(error, "the sampler")
             raise noted(error, "in the sampler's __iter__")  # noqa: B904  (it keeps its cause)
 
-    def _iterator_of(self, sampler: Any, after: Any) -> Iterator[Any]:
+    def _iterator_of(
+        self, sampler: Any, after: Any, generator: torch.Generator | None
+    ) -> Iterator[Any]:
         if type(sampler) is RandomSampler and sampler.generator is None:
             sampler = copy.copy(sampler)
-            sampler.generator = self._generator
+            sampler.generator = generator
         if self._is_again:
             set_epoch(sampler, self._epoch)
         if after is not None and "sampler" in after:
@@ -298,10 +304,7 @@ class IteratedOrder:
 
     def _warn(self, start: int) -> None:
         """Warn that a sampler without a state is iterated again."""
-        module = type(self._sampler).__module__
-        is_known = isinstance(self._sampler, Sequence)
-        is_known |= module.startswith("torch.utils.data")
-        if self._is_again and not is_known:
+        if self._is_again and not is_repeatable(self._sampler):
             warn(
                 f"{type(self._sampler).__name__} has no state_dict(): it is iterated "
                 f"again and its first {start} batches are dropped, which is correct "
@@ -325,6 +328,12 @@ def draws_from_default(sampler: Any) -> bool:
         and not seeds_itself(part)
         for part in nested(sampler)
     )
+
+
+def is_repeatable(sampler: Any) -> bool:
+    """Tell whether it is known that a sampler without a state gives an order again."""
+    is_ours = isinstance(sampler, (Sequence, ShuffledIndices))
+    return is_ours or type(sampler).__module__.startswith("torch.utils.data")
 
 
 def seeds_itself(sampler: Any) -> bool:

@@ -10,6 +10,8 @@ import pickle
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import torch
+
 from aioloader.protocols import BlockIterator, is_own_stream, is_stateful
 
 # "read": samples read in total; "skip": samples read after the states below;
@@ -35,6 +37,16 @@ class Loads:
         self._is_beside = False  # its own state remained another one
         self._begun: Any = None  # after the first sample of the resumed epoch
         self.is_pending: bool = False  # an epoch may start from it by mistake
+        self.is_early: bool = False  # it was loaded before its epoch is opened
+        self.keeps_generator: bool = False  # torch's, where it is, as it resumes
+
+    def kept_generator(self) -> torch.Tensor | None:
+        """Return where torch's generator is to stay while a dataset resumes, if it is.
+
+        The state has put it there; the dataset's own state may be an earlier one.
+        """
+        keeps, self.keeps_generator = self.keeps_generator, False
+        return torch.get_rng_state() if keeps else None
 
     def begin(self, dataset: Any) -> None:
         """Note the first state of the dataset, if it is not known."""
@@ -44,8 +56,21 @@ class Loads:
     def load(self, dataset: Any, state: Any) -> None:
         """Load a state into the dataset."""
         dataset.load_state_dict(state)
+        self.is_early = False
         self._loaded, self._begun, self.is_pending = copy.deepcopy(state), None, True
         self._is_beside = not _is_same(dataset.state_dict(), state)
+
+    def load_early(self, dataset: Any, position: StreamState) -> None:
+        """Load the state of a dataset between two epochs, before anything is drawn.
+
+        Not one that is as it was before the first read: a dataset that is its own
+        iterator may take any state as one from mid-epoch.
+        """
+        state = position["iterator" if "is_dataset" in position else "dataset"]
+        self.begin(dataset)
+        if "is_over" in position or not _is_pickled(dataset.state_dict(), state):
+            self.load(dataset, copy.deepcopy(state))
+        self.is_early = True
 
     def resumed(self, dataset: Any) -> None:
         """Note the state after the first sample of an epoch that resumes."""
@@ -84,6 +109,14 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
 
 
+def _is_pickled(one: Any, other: Any) -> bool:
+    """Tell whether two states are the same to the last bit, as far as is known."""
+    try:
+        return pickle.dumps(one) == pickle.dumps(other)
+    except Exception:  # not picklable
+        return False
+
+
 class Position:
     """The position of one stream that is being read.
 
@@ -109,7 +142,7 @@ class Position:
         self._every = every
         self._loads = loads
         self._resume: StreamState = resume or {}
-        is_next = "is_over" in self._resume
+        is_next = self._is_next = "is_over" in self._resume
         self._resumes = bool(resume) and not is_next
         self.owes: int = self._resume.get("read", 0) if is_next else 0
         if self._resume.get("is_over"):
@@ -135,7 +168,10 @@ class Position:
         """Load the dataset's state before it is iterated; return whether it did."""
         if not self._is_own and is_stateful(self._dataset):
             self._loads.begin(self._dataset)
-        if "dataset" not in self._resume or self._is_as_at_first():
+        is_loaded = "is_first" in self._resume
+        if self._is_next and self._loads.is_early:
+            is_loaded, self._loads.is_early = True, False
+        if "dataset" not in self._resume or is_loaded:
             return False
         state = self._resume["dataset"]
         if self._is_own:
@@ -163,19 +199,6 @@ class Position:
             return False
         self._resume = self._loads.correction(self._dataset, is_empty=is_empty)
         return bool(self._resume)
-
-    def _is_as_at_first(self) -> bool:
-        """Tell whether nothing was read and the dataset's state is unchanged.
-
-        A dataset that is its own iterator may take any state as one from mid-epoch.
-        """
-        if "is_first" not in self._resume:
-            return False
-        now, then = self._dataset.state_dict(), self._resume["dataset"]
-        try:
-            return pickle.dumps(now) == pickle.dumps(then)
-        except Exception:  # not picklable: load the state
-            return False
 
     def load_iterator(self, iterator: Any) -> None:
         """Load the iterator's state before it is read."""

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, nullcontext
 from time import perf_counter
 from typing import Any, ClassVar
 
+import torch
 from torch.utils.data import get_worker_info
 
 from aioloader._collate.collate import default_collate
@@ -128,6 +129,7 @@ class _Stream(abc.ABC):
 
         They are read again with the seeds of their batches.
         """
+        kept = self._maker.loads.kept_generator()
         left = self._position.to_skip
         earlier = -(-left // wanted)
         for number in range(task.number - earlier, task.number):
@@ -147,16 +149,26 @@ class _Stream(abc.ABC):
         if earlier:
             self._reseed(task)
         if self._source is None:
-            self._source = await self._begin(task)
+            self._source = await self._begin(task, kept)
+        elif kept is not None:
+            torch.set_rng_state(kept)
 
-    async def _begin(self, task: BatchTask) -> BlockSource:
+    async def _begin(
+        self, task: BatchTask, kept: torch.Tensor | None = None
+    ) -> BlockSource:
         """Open the dataset where this epoch starts."""
+        before = None if self.is_on_loop else torch.get_rng_state()
         source = await self._open(task)
+        if kept is not None:
+            torch.set_rng_state(kept)
         if not self._position.is_doubtful:
             return source
         first = await source.read(1)
         if self._position.starts_again(is_empty=not len(first.block)):
-            return await self._open(task)
+            source = await self._open(task)
+            if before is not None:
+                torch.set_rng_state(before)
+            return source
         return Reread(first, source)
 
     def _reseed(self, task: BatchTask) -> None:
