@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
+    ChainDataset,
     DistributedSampler,
 )
 
@@ -174,6 +175,9 @@ def test_two_deals(group: Group) -> None:
     with pytest.raises(ValueError, match=r"is sharded by shard\(0, 2\)"):
         Loader(STREAM.shard(0, 2), **numbers)
     Loader(STREAM.shard(1, 3), **numbers)
+    with pytest.raises(ValueError, match=r"is sharded by shard\(1, 3\)"):
+        Loader(ChainDataset([STREAM.shard(1, 3)]), **numbers)
+    Loader(ChainDataset([STREAM]), **numbers)
 
 
 @pytest.mark.parametrize(

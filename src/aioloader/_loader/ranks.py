@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch.distributed
-from torch.utils.data import DistributedSampler
+from torch.utils.data import ChainDataset, DistributedSampler
 
 from aioloader._loader.options import Options
 from aioloader._observe.warnings import warn
@@ -216,11 +216,16 @@ def refuse_two_deals(part: Part | None, dataset: Any, *samplers: Any) -> None:
                 "the sampler; Lightning puts none in with "
                 "use_distributed_sampler=False)"
             )
-    shard = dataset.ranks if is_own_stream(dataset) else None
-    if shard not in {None, (part.rank, part.world_size)}:
-        raise ValueError(
-            f"{asked}, but the stream is sharded by shard{shard}: leave out one of them"
-        )
+    # The loader deals the samples of a chain, and the shards of a stream.
+    is_chain = type(dataset) is ChainDataset and type(dataset.datasets) in {list, tuple}
+    same = None if is_chain else (part.rank, part.world_size)
+    for stream in dataset.datasets if is_chain else [dataset]:
+        shard = stream.ranks if is_own_stream(stream) else None
+        if shard not in {None, same}:
+            raise ValueError(
+                f"{asked}, but the stream is sharded by shard{shard}: leave out one of "
+                "them"
+            )
 
 
 def _replicas(sampler: Any) -> int:
