@@ -22,7 +22,6 @@ from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.errors import DatasetError, TruncatedReadError
-from aioloader.testing import ObjectServer
 from datasets.tables import (
     Local,
     contents,
@@ -35,6 +34,7 @@ from datasets.tables import (
     shards,
 )
 from datasets.tables import write_parquet as write
+from object_server import ObjectServer
 
 PLACES = pytest.mark.parametrize("is_remote", [False, True], ids=["file", "object"])
 

@@ -21,7 +21,7 @@ from aioloader.datasets import (
     TarDataset,
     TextDataset,
 )
-from aioloader.testing import ObjectServer
+from object_server import ObjectServer
 
 MB = 1 << 20
 # A shard that several requests read, and one that a single request does.

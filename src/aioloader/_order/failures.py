@@ -198,6 +198,6 @@ def check_failure_options(on_error: object, max_failures: object) -> None:
     most = 1.0 if isinstance(max_failures, float) else math.inf
     if not 0 <= max_failures <= most:  # nor is NaN
         raise ValueError(
-            "max_failures must be a count of at least 0 or a fraction from 0.0 up to "
-            f"1.0, got {max_failures!r}"
+            "max_failures must be a count of at least 0 or a fraction below 1.0, got "
+            f"{max_failures!r}"
         )
