@@ -208,7 +208,7 @@ def starting(seconds: float, batches: int = 24) -> list[Record]:
         one._replace(
             asked=one.asked + (seconds if at else 0.0),
             taken=one.taken + seconds,
-            made=(*(time + seconds for time in made[at][:5]), *made[at][5:]),
+            made=(*(t + seconds for t in made[at][:5]), *made[at][5:]),  # type: ignore[arg-type]
         )
         for at, one in enumerate(records)
     ]
