@@ -135,13 +135,16 @@ class LoopWatch:
         lateness = sorted([*self._lateness][-times:]) if times else [0.0]
         named = self.culprits.most_common(1)
         most = named[0][1] if named else 0
-        name = named[0][0] if most >= _NAMED and most > self.excused else ""
+        # The kernel's times of another thread are coarse; those of its own are not.
+        computes = self._computed > self._held / 5
+        is_named = most >= _NAMED and (computes or most > self.excused)
+        name = named[0][0] if is_named else ""
         watched = self._watched - since.watched
         return LoopLag(
             seconds=lateness[int(0.95 * (len(lateness) - 1))],
             share=min(1.0, late / max(1, timers)),
             culprit=name,
-            computes=self._computed > self._held / 5,
+            computes=computes,
             is_callers=self.is_callers,
             busy=(self._busy - since.busy) / watched if watched > 0 else 0.0,
         )
