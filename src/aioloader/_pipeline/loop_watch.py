@@ -135,19 +135,20 @@ class LoopWatch:
         lateness = sorted([*self._lateness][-times:]) if times else [0.0]
         named = self.culprits.most_common(1)
         most = named[0][1] if named else 0
-        # The kernel's times of another thread are coarse; those of its own are not.
-        computes = self._computed > self._held / 5
-        is_named = most >= _NAMED and (computes or most > self.excused)
-        name = named[0][0] if is_named else ""
+        name = named[0][0] if most >= _NAMED and most > self.excused else ""
         watched = self._watched - since.watched
         return LoopLag(
             seconds=lateness[int(0.95 * (len(lateness) - 1))],
             share=min(1.0, late / max(1, timers)),
             culprit=name,
-            computes=computes,
+            computes=self.computes(),
             is_callers=self.is_callers,
             busy=(self._busy - since.busy) / watched if watched > 0 else 0.0,
         )
+
+    def computes(self) -> bool:
+        """Tell whether the loop's thread computes while its timers are late."""
+        return self._computed > self._held / 5
 
     def is_suspect(self) -> bool:
         """Tell whether the thread should watch what runs on the loop."""
@@ -250,7 +251,8 @@ def _look() -> None:
             if time.monotonic() < watch.due + _TOLERANCE:
                 continue
             stopped = max(locked if locked > _LOCKED else 0.0, spent.delayed)
-            if stopped > max(4 * spent.cpu, seconds / 4):
+            # The kernel's times of another thread are coarse; its own are not.
+            if stopped > max(4 * spent.cpu, seconds / 4) and not watch.computes():
                 watch.excuse()
                 continue
             code = _running(watch.thread)
