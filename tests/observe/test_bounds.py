@@ -3,7 +3,6 @@
 import threading
 import time
 from dataclasses import replace
-from typing import cast
 
 import pytest
 
@@ -11,7 +10,7 @@ from aioloader._observe.batches import batches_of, crowding, start_seconds
 from aioloader._observe.bounds import bounds_of
 from aioloader._observe.changes import Change, changes, waits_for_store
 from aioloader._observe.machine import RunTimes, run_times
-from aioloader._observe.records import Counters, LoopLag, Made, Record, Setting
+from aioloader._observe.records import Counters, LoopLag, Record, Setting
 from aioloader._observe.replay import pace
 from aioloader._observe.stats import LoaderStats
 from aioloader._observe.verdict import Report, report
@@ -201,12 +200,6 @@ def test_a_transport_is_not_seen() -> None:
 # -- starts of workers -----------------------------------------------------------------
 
 
-def later(made: Made, seconds: float) -> Made:
-    """Return the times of a batch that is made so much later."""
-    times = [time + seconds for time in made[:5]]
-    return cast("Made", (*times, *made[5:]))
-
-
 def starting(seconds: float, batches: int = 24) -> list[Record]:
     """Return the records of an epoch whose workers start so late."""
     records = Clock(PROCESSES, [Ticks((4,) * 4, step=20)]).run(batches)
@@ -215,7 +208,7 @@ def starting(seconds: float, batches: int = 24) -> list[Record]:
         one._replace(
             asked=one.asked + (seconds if at else 0.0),
             taken=one.taken + seconds,
-            made=later(made[at], seconds),
+            made=(*(t + seconds for t in made[at][:5]), *made[at][5:]),  # type: ignore[arg-type]
         )
         for at, one in enumerate(records)
     ]

@@ -1,7 +1,7 @@
 """What a change can gain at most, from what was measured, whatever a replay says.
 
 No change gains more time than the consumer waits, more than the processors have left
-for the same work, or, if the same lanes go on to make the batches, than these are idle.
+for the same work, or, if the same lanes keep making the batches, than these are idle.
 """
 
 from collections.abc import Sequence

@@ -107,7 +107,7 @@ def _starts(
     batches: Sequence[Batch], setting: Setting, start: float
 ) -> Iterator[Change]:
     if start and setting.epochs_before:
-        why = f"workers start anew in each epoch, for {seconds_text(start)}"
+        why = f"workers start again in each epoch, for {seconds_text(start)}"
         kept = replace(setting, is_persistent=True)
         old, new = setting.is_persistent, kept.is_persistent
         yield Change("persistent_workers", old, new, why, 1, kept, batches, -start)

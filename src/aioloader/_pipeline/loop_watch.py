@@ -138,10 +138,14 @@ class LoopWatch:
             seconds=lateness[int(0.95 * (len(lateness) - 1))],
             share=min(1.0, late / max(1, timers)),
             culprit=name,
-            computes=self._computed > self._held / 5,
+            computes=self.computes(),
             is_callers=self.is_callers,
             busy=(self._busy - since.busy) / watched if watched > 0 else 0.0,
         )
+
+    def computes(self) -> bool:
+        """Tell whether the loop's thread computes while its timers are late."""
+        return self._computed > self._held / 5
 
     def is_suspect(self) -> bool:
         """Tell whether the thread should watch what runs on the loop."""
@@ -244,7 +248,8 @@ def _look() -> None:
             if time.monotonic() < watch.due + _TOLERANCE:
                 continue
             stopped = max(locked if locked > _LOCKED else 0.0, spent.delayed)
-            if stopped > max(4 * spent.cpu, seconds / 4):
+            # The kernel's times of another thread are coarse; its own are not.
+            if stopped > max(4 * spent.cpu, seconds / 4) and not watch.computes():
                 watch.excuse()
                 continue
             code = _running(watch.thread)
