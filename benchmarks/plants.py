@@ -1,6 +1,6 @@
 """Plants: is the verdict right about bottlenecks that were planted on purpose?
 
-For each of 17: a real loader and a training step run, ``loader.report()`` is called,
+For each of 18: a real loader and a training step run, ``loader.report()`` is called,
 and the change that it advises is made. The second run gives the gain, to compare with
 the first one's prediction. Each run is a separate process.
 """
