@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from aioloader import DataLoader, progress
 from aioloader._observe import progress as module
-from aioloader._pipeline import batch_maker, inline
+from aioloader._pipeline import batch_maker, inline, plain
 from observe.showing import Clock, Counting, Terminal
 from samples import AsyncMap
 from scripts.running import KERNEL
@@ -111,7 +111,7 @@ def test_batches_made_by_the_for_itself(
     options: dict[str, Any],
 ) -> None:
     """Making a batch takes 12 ms and a step 4: the loop waits 75 % of the time."""
-    for place in (inline, batch_maker):
+    for place in (plain, inline, batch_maker):
         monkeypatch.setattr(place, "perf_counter", clock)
     loader = DataLoader(Slow(clock), 4, **options)
     for _ in progress(loader, file=terminal):
@@ -350,7 +350,7 @@ CELL = """
 import time
 from aioloader import DataLoader, progress
 from aioloader._observe import progress as module
-from aioloader._pipeline import batch_maker, inline
+from aioloader._pipeline import batch_maker, inline, plain
 module.SHOWN_EVERY = 0.0
 async for _ in progress(DataLoader(range(6), 2), desc="train"):
     pass

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 _GROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60  # cgroup version 1 has a number near 2 ** 63 for no limit
 
@@ -71,9 +73,11 @@ def run_times(thread: int | None = None) -> RunTimes:
         thread: Its native number.
     """
     folder = "thread-self" if thread is None else f"self/task/{thread}"
-    cpu = delayed = 0
+    cpu = delayed = 0.0
     with contextlib.suppress(OSError, ValueError):  # only Linux has it
-        cpu, delayed, _ = map(int, _read(f"/proc/{folder}/schedstat").split())
+        # One call: a Ctrl-C between opening and closing would leave a descriptor open.
+        times = np.fromfile(f"/proc/{folder}/schedstat", np.int64, sep=" ")
+        cpu, delayed, _ = times.tolist()
     return RunTimes(time.thread_time() if thread is None else cpu / 1e9, delayed / 1e9)
 
 
@@ -96,7 +100,7 @@ def _quota_1(groups: Path) -> float:
     return quota / int(_read(groups / "cpu" / "cpu.cfs_period_us"))
 
 
-def _read(path: Path | str) -> str:
+def _read(path: Path) -> str:
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         return os.read(descriptor, 1 << 16).decode()
