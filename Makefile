@@ -37,7 +37,8 @@ pytest: $(VENV)/.dev
 
 # slow combinations of what the others hold, and laws with ten times as many examples
 fuzz: $(VENV)/.dev
-	$(BIN)/pytest -n 3 --dist worksteal -m "fuzz or law" --hypothesis-profile fuzz
+	$(BIN)/pytest -n 3 --dist worksteal -m "fuzz or law" --hypothesis-profile fuzz \
+		-o faulthandler_timeout=900
 
 # the same tests, but the slow ones, with the lowest versions that are allowed
 lowest: $(LOWEST)/.dev
