@@ -167,7 +167,7 @@ def test_a_planted_bottleneck(plant: Plant) -> None:
     batches = batches_of(records, setting)
     best = _Case(batches, setting, slow_workers(records, setting)).best()
     assert best is not None
-    assert best[1] >= found.advice.gain
+    assert best[1] == pytest.approx(found.advice.gain)
     changed = best[0].setting
     changed = replace(changed, window=window_of(changed, batches))
     ticks = plant.batches
@@ -282,7 +282,7 @@ def test_more_workers_than_cores_gain_nothing() -> None:
     ticks = Ticks((1,) * 4, transform=30, collate=2, step=5, uses_cpu=ALL_CPU)
     found = report(Clock(setting, [ticks]).run(96), setting)
     assert found.advice is None
-    assert abs(found.model_error) < 0.1
+    assert abs(found.model_error) < 0.05
 
 
 def told(records: list[Record], lag: LoopLag, setting: Setting = LOOP) -> Report:
