@@ -298,14 +298,20 @@ def test_a_rank_that_does_not_come(own: bool) -> None:
             next(iter(loader))
 
 
-def test_ranks_at_different_places() -> None:
-    """One that was resumed elsewhere is told so."""
+@pytest.mark.parametrize("samples", [2, 4, 61])
+@pytest.mark.parametrize("tail", ["drop", "wrap", "pad"])
+def test_ranks_at_different_places(tail: Any, samples: int) -> None:
+    """One that was resumed elsewhere is told so, whenever it hears of it."""
     store = dist.HashStore()
 
     def read(rank: int) -> Any:
-        with loader_of(numbers(), store, rank, 2, tail="drop") as loader:
+        options: Any = {"tail": tail, "batch_size": 2}
+        with loader_of(numbers(samples), store, rank, 2, **options) as loader:
             loader.set_epoch(rank)
-            return len(list(loader))
+            for _ in loader:  # by the second batch, all has been told
+                for thread in threading.enumerate():
+                    if thread.name == "aioloader-end":
+                        thread.join(20)
 
     said = "rank 0 is at batch 0 of epoch 0; rank 1 is at batch 0 of epoch 1"
     with pytest.raises(DatasetError, match=said):

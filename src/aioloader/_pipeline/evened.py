@@ -38,12 +38,17 @@ class EvenedQueue(ReadyQueue):
         self.end, self.talk = end, talk
         self._dropped = dropped
         self._news: list[None] = []  # not empty: the consumer must look again
-        self._error: Exception | None = None
+        self._errors: list[Exception] = []  # why ranks cannot agree, once needed
         super().__init__(**options)
 
     def _settled(self, items: Items, ends: list[None]) -> Callable[[], bool]:
-        end, dropped, news = self.end, self._dropped, self._news
-        return lambda: bool(ends or news or _passable(items, end, dropped))
+        end, dropped, news, errors = self.end, self._dropped, self._news, self._errors
+        return lambda: bool(
+            ends
+            or news
+            or _passable(items, end, dropped)
+            or (errors and end.needs_others())
+        )
 
     def begin(self) -> None:
         """Start to agree with the other ranks."""
@@ -83,12 +88,11 @@ class EvenedQueue(ReadyQueue):
             if end.is_over():
                 self._look()
             return item
+        if self._errors and end.needs_others():
+            raise self._errors.pop()
         if self._news:
             self._news.clear()
             return _NEWS, BatchResult(is_empty=True)
-        if self._error is not None and end.needs_others():
-            error, self._error = self._error, None
-            raise error
         if not items:
             self._raise_broken()
         return None
@@ -108,8 +112,9 @@ class EvenedQueue(ReadyQueue):
 
     def _hear(self, error: Exception | None) -> None:
         """Look again: the other ranks have told more, or cannot."""
-        self._error = error or self._error
-        if error or self.end.has_ended or self.end.is_over():
+        if error is not None:
+            self._errors.append(error)
+        if self.end.has_ended or self.end.is_over():
             self._look()
         else:
             self._waiters.wake()
