@@ -54,6 +54,10 @@ class Local:
         """Return what may be shown."""
         return address.rpartition("/")[2]
 
+    def name(self, address: str) -> str:
+        """Return the address as it is."""
+        return address
+
     def path(self, address: str) -> str | None:
         """Return the path, unless it is to be read by ranges."""
         return None if self.is_remote else address

@@ -67,6 +67,10 @@ class ParquetDataset(_TableFiles):
     in columns that are all NULL. A missing column, a type incompatible with the others'
     and a value that would change are errors that name the files.
 
+    Directories named ``key=value`` (``"year=2024/"``, as Hive, Spark and pyarrow write
+    them) are columns, after those of the files: int32 if all values are, or text, or of
+    the type in ``schema``. Files that ``filters`` on them leave out are not opened.
+
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/{000..127}.parquet"``.
         columns: Names of the columns to read; default: those of ``schema``, or of the
@@ -92,7 +96,8 @@ class ParquetDataset(_TableFiles):
 class ArrowDataset(_TableFiles):
     """Streams rows from Arrow IPC files and streams; needs the extra ``arrow``.
 
-    Its shards are record batches (of files) or whole files (of streams).
+    Its shards are record batches (of files) or whole files (of streams). Names of
+    directories are columns as for ``ParquetDataset``.
 
     Args:
         addresses: As for ``ParquetDataset``.
@@ -134,7 +139,8 @@ class CSVDataset(StoredStream[Row]):
 
     Its shards are ranges of lines, or whole files that are compressed or may have
     newlines in values. Types not given are inferred from the first lines of all files;
-    a line that cannot be read is one failed sample, which names its offset.
+    a line that cannot be read is one failed sample, which names its offset. Names of
+    directories are columns as for ``ParquetDataset``.
 
     Args:
         addresses: Paths or URLs. Names that end in ``.gz``, ``.zst``, ``.bz2`` or

@@ -34,6 +34,9 @@ class Opener(Protocol):
     def label(self, address: str) -> str:
         """Return an address as it may be shown."""
 
+    def name(self, address: str) -> str:
+        """Return the name of a file, as it was given or listed."""
+
     def path(self, address: str) -> str | None:
         """Return the path of a local file, or None."""
 
@@ -69,7 +72,7 @@ class Copies:
         self._copies: OrderedDict[str, tuple[str, Version]] = OrderedDict()
         self._lock = threading.Lock()  # copies start in threads
         self.expand = opener.expand
-        self.label = opener.label
+        self.label, self.name = opener.label, opener.name
 
     def enter(self) -> None:
         """Keep copies until ``aclose`` was called once for each call of this."""

@@ -275,7 +275,7 @@ class CSVFormat(TableFormat[Head]):
         wanted = self._wanted  # a later listing replaces it
         found: Callable[[], Iterator[Any]]
         found = partial(self._batches, lines, head, place, wanted.table)
-        rows_of = partial(wanted.rows_of, location=place.location)
+        rows_of = self._rows_of(address, wanted, place.location)
         check = partial(self._opener.check, address, head.version)
         return Source(found, rows_of, None, ranges, head.version, check)
 
@@ -288,7 +288,8 @@ class CSVFormat(TableFormat[Head]):
         present = table.present(head.schema)
         known = {one.name: one.type for one in table.schema}
         types = {name: known[name] for name in present}
-        parse = partial(dialect.parse, names=names, types=types, include=present)
+        include = present or names[:1]  # an empty list would be all
+        parse = partial(dialect.parse, names=names, types=types, include=include)
         with lines.opened(location) as read:
             for at, data in blocks(read, lines.span, dialect, location):
                 yield from batches(data, at, parse, dialect, location)

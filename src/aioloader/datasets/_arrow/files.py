@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -23,6 +24,12 @@ from typing import (
 )
 
 from aioloader.datasets._arrow.copies import Copies, Opener
+from aioloader.datasets._arrow.hive import (
+    columns_of,
+    condition_of,
+    values_of,
+    with_columns,
+)
 from aioloader.datasets._arrow.reader import Place, Source, TableReader, shares
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._stores.addresses import sealed, shown_addresses
@@ -108,6 +115,8 @@ class TableFormat(CutsShards, WeighsShards, Generic[SomeEnd]):
         self._addresses = addresses
         self._opener = Copies(opener)
         self._wanted = Wanted(**wanted)
+        # The columns that are in the names of files.
+        self._in_names: pa.Schema | None = None
         self._kept: OrderedDict[str, SomeEnd] = OrderedDict()
         # Of all files, as listed: an end may be dropped and read again.
         self._listed: list[str] = []
@@ -137,25 +146,43 @@ class TableFormat(CutsShards, WeighsShards, Generic[SomeEnd]):
             self._versions, self._listed = {}, [*addresses]
         # Other iterations use the previous table until this one is complete.
         wanted = copy.copy(self._wanted)
+        names = map(self._opener.name, addresses)
+        self._in_names = await asyncio.to_thread(columns_of, names, wanted.given or ())
         # The first file decides which columns are read; all decide their types.
-        found = [await self._look(addresses[0])]
-        await asyncio.to_thread(wanted.begin, found[0].schema, found[0].location)
-        found += await each(self._look, addresses[1:])
+        first = await self._look(addresses[0])
+        others = await asyncio.to_thread(self._begun, first, wanted, addresses[1:])
+        found = [first, *await each(self._look, others)]
         parts = await asyncio.to_thread(self._unified, found, wanted)
         self._wanted = wanted
         return parts
+
+    def _begun(
+        self, first: "_File", wanted: Wanted, others: "Sequence[str]"
+    ) -> "Sequence[str]":
+        """Begin a table; return the other files that may have wanted rows."""
+        columns = self._in_names
+        assert columns is not None
+        wanted.begin(first.schema, first.location, in_names=len(columns) > 0)
+        if wanted.filters is None or not len(columns):
+            return others
+        names = map(self._opener.name, others)
+        kept = wanted.filters.files(
+            first.schema, [condition_of(name, columns) for name in names]
+        )
+        return [others[number] for number in kept]
 
     async def _are_unchanged(self, addresses: Sequence[str]) -> bool:
         """Return whether the files are those of the latest listing: ends stay valid.
 
         One changed file may change the columns that are read of the others.
         """
-        if [*addresses] != self._listed or not all(map(self._versions.get, addresses)):
+        if [*addresses] != self._listed:
             return False
-        versions = await each(self._opener.version, addresses)
+        read = [*self._versions]
+        versions = await each(self._opener.version, read)
         return all(
             now.is_marked and now.is_of(self._versions[address])
-            for address, now in zip(addresses, versions, strict=True)
+            for address, now in zip(read, versions, strict=True)
         )
 
     def _unified(self, files: "Sequence[_File]", wanted: Wanted) -> list[Part]:
@@ -228,9 +255,20 @@ class TableFormat(CutsShards, WeighsShards, Generic[SomeEnd]):
     async def _look(self, address: str) -> "_File":
         """Return the facts about a file needed before it is read."""
         end = await self._known_end(address)
-        schema = self._shared(end.schema)
+        schema = self._shared(self._with_name(end.schema, address))
         parts, skipped = [*self._parts_of(end)], self._skipped_of(end)
         return _File(address, self._opener.label(address), schema, parts, skipped)
+
+    def _with_name(self, schema: "pa.Schema", address: str) -> "pa.Schema":
+        """Return the columns of a file, and those in its name."""
+        if not self._in_names:
+            return schema
+        return with_columns(schema, self._in_names, self._opener.name(address))
+
+    def _rows_of(self, address: str, wanted: Wanted, location: str) -> Any:
+        """Return what makes the rows to deliver from a checked batch of a file."""
+        in_name = values_of(self._opener.name(address)) if self._in_names else None
+        return partial(wanted.rows_of, location=location, in_name=in_name)
 
     def _shared(self, schema: "pa.Schema") -> "pa.Schema":
         """Return one object for equal schemas: there may be many files."""
@@ -243,7 +281,7 @@ class TableFormat(CutsShards, WeighsShards, Generic[SomeEnd]):
         """Return the end of a file, checked for wanted columns and the state."""
         end, location = await self._known_end(address), self._opener.label(address)
         Known.of(position).check(location, end.version)
-        self._wanted.check(end.schema, location)
+        self._wanted.check(self._with_name(end.schema, address), location)
         return end
 
     async def _known_end(self, address: str) -> SomeEnd:

@@ -11,6 +11,7 @@ from aioloader.datasets._arrow.ranges import RangeFile
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyarrow import dataset as ds
     from pyarrow import parquet as pq
 
 
@@ -84,8 +85,32 @@ class Filters:
         """Return the rows that meet the condition, in order."""
         return batch.filter(self.expression)
 
+    def files(
+        self, schema: "pa.Schema", known: "Sequence[ds.Expression | None]"
+    ) -> list[int]:
+        """Return which files may have matching rows.
+
+        Args:
+            schema: The columns of one of them.
+            known: What is true of all rows of each.
+        """
+        from pyarrow import dataset, fs  # noqa: PLC0415  (an optional dependency)
+
+        made, nowhere = dataset.ParquetFileFormat(), fs.LocalFileSystem()
+        found = [
+            made.make_fragment(str(number), nowhere, one)
+            for number, one in enumerate(known)
+        ]
+        whole = dataset.FileSystemDataset(found, schema, made, nowhere)
+        return [int(one.path) for one in whole.get_fragments(self.expression)]
+
     def row_groups(
-        self, size: int, tail: bytes, metadata: "pq.FileMetaData"
+        self,
+        size: int,
+        tail: bytes,
+        metadata: "pq.FileMetaData",
+        schema: "pa.Schema",
+        known: "ds.Expression | None",
     ) -> Iterable[int]:
         """Return the row groups of a Parquet file that may have matching rows.
 
@@ -93,14 +118,19 @@ class Filters:
             size: Length of the file, in bytes.
             tail: Its end, with the footer in it.
             metadata: Metadata in the footer.
+            schema: Its columns, with those in its name.
+            known: What is true of all its rows.
         """
         import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
         from pyarrow import dataset  # noqa: PLC0415  (an optional dependency)
 
         file = RangeFile(size, _no_more, {size - len(tail): tail})
-        made = dataset.ParquetFileFormat().make_fragment(pa.PythonFile(file, mode="r"))
+        made = dataset.ParquetFileFormat().make_fragment(
+            pa.PythonFile(file, mode="r"), None, known
+        )
         try:
-            return [group.id for group in made.subset(self.expression).row_groups]
+            found = made.subset(self.expression, schema=schema)
+            return [group.id for group in found.row_groups]
         except (ValueError, TypeError, NotImplementedError, OSError):
             # A column is of another type here, or missing: rows will be tested.
             return range(metadata.num_row_groups)

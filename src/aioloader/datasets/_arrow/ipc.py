@@ -205,7 +205,7 @@ class ArrowFormat(TableFormat[Layout]):
         )
         batches = partial(_batches, file, read, layout.schema, self._wanted)
         check = partial(self._opener.check, address, layout.version)
-        rows_of = partial(self._wanted.rows_of, location=place.location)
+        rows_of = self._rows_of(address, self._wanted, place.location)
         return Source(batches, rows_of, None, ranges, layout.version, check)
 
 

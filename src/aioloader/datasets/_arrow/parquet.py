@@ -20,7 +20,7 @@ from aioloader.datasets._arrow.files import (
     Tail,
     read_tail,
 )
-from aioloader.datasets._arrow.filters import Filters
+from aioloader.datasets._arrow.hive import condition_of
 from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
 from aioloader.datasets._arrow.reader import (
     Place,
@@ -166,8 +166,20 @@ class ParquetFormat(TableFormat[Footer], OpensTogether):
         length = _footer_length(tail, location)
         if length > len(tail.data):
             tail = await read_tail(self._opener, address, length, tail.version)
-        filters = self._wanted.filters
-        return await asyncio.to_thread(_parsed, tail, length, location, filters)
+        return await asyncio.to_thread(self._parsed, tail, length, address, location)
+
+    def _parsed(self, tail: Tail, length: int, address: str, location: str) -> Footer:
+        """Read a footer; in a thread, because wide tables take long."""
+        footer, filters = _parsed(tail, length, location), self._wanted.filters
+        if filters is not None:
+            known, columns = None, self._in_names
+            if columns:
+                known = condition_of(self._opener.name(address), columns)
+            schema = self._with_name(footer.schema, address)
+            metadata = footer.metadata
+            found = filters.row_groups(tail.size, tail.data, metadata, schema, known)
+            footer.skipped.update({*range(metadata.num_row_groups)} - {*found})
+        return footer
 
     def _drop_ends(self) -> None:
         sizes = [footer.metadata.serialized_size for footer in self._kept.values()]
@@ -215,7 +227,7 @@ class ParquetFormat(TableFormat[Footer], OpensTogether):
             _between, first, stop, file, footer, number, group, buffer, wanted
         )
         check = partial(self._opener.check, address, footer.version)
-        rows_of = partial(wanted.rows_of, location=place.location)
+        rows_of = self._rows_of(address, wanted, place.location)
         return Source(batches, rows_of, stop - first, ranges, footer.version, check)
 
 
@@ -246,8 +258,7 @@ def _footer_length(tail: Tail, location: str) -> int:
     return length
 
 
-def _parsed(tail: Tail, length: int, location: str, filters: Filters | None) -> Footer:
-    """Read a footer; in a thread, because wide tables take long."""
+def _parsed(tail: Tail, length: int, location: str) -> Footer:
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
     from pyarrow import parquet as pq  # noqa: PLC0415  (an optional dependency)
 
@@ -257,11 +268,7 @@ def _parsed(tail: Tail, length: int, location: str, filters: Filters | None) -> 
     except Exception as error:
         text = f"{location!r} has a footer that cannot be read: {error}; it is damaged"
         raise DatasetError(text, location=location) from error
-    skipped: set[int] = set()
-    if filters is not None:
-        skipped.update(range(metadata.num_row_groups))
-        skipped.difference_update(filters.row_groups(tail.size, tail.data, metadata))
-    return Footer(metadata, schema, tail.version, skipped)
+    return Footer(metadata, schema, tail.version, set())
 
 
 def _group_of(footer: Footer, number: int, names: list[str], place: Place) -> Group:

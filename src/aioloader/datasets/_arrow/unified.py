@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from aioloader.datasets._arrow.hive import Values
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -24,10 +25,14 @@ class Table:
     Args:
         names: The columns.
         given: Types that the user has chosen; missing columns of these are NULL.
+        in_names: Whether some are in the names of files.
     """
 
-    def __init__(self, names: Sequence[str], given: "pa.Schema | None") -> None:
+    def __init__(
+        self, names: Sequence[str], given: "pa.Schema | None", *, in_names: bool = False
+    ) -> None:
         self.names = tuple(names)
+        self._is_partial = given is not None or in_names
         self._given: dict[str, pa.Field] = {}
         if given is not None:
             self._given = {field.name: field for field in given if field.name in names}
@@ -68,9 +73,10 @@ class Table:
         self._seen.append(schema)
 
     def present(self, schema: "pa.Schema") -> list[str]:
-        """Return which of the columns a file has."""
-        if self._given:
-            return [name for name in self.names if name in schema.names]
+        """Return which of the columns a file itself has."""
+        if self._is_partial:
+            known = {*schema.names}
+            return [name for name in self.names if name in known]
         return list(self.names)
 
     def has(self, schema: "pa.Schema", names: Iterable[str]) -> bool:
@@ -78,8 +84,15 @@ class Table:
         types = {field.name: field.type for field in schema}
         return all(types.get(name) == self._types[name] for name in names)
 
-    def unified(self, batch: "pa.RecordBatch", location: str) -> "pa.RecordBatch":
+    def unified(
+        self, batch: "pa.RecordBatch", location: str, in_name: Values | None = None
+    ) -> "pa.RecordBatch":
         """Return a batch of an added file as a batch of the table.
+
+        Args:
+            batch: The columns that the file has.
+            location: The file, for errors.
+            in_name: The values in its name.
 
         Raises:
             DatasetError: If a value does not fit the type.
@@ -93,7 +106,9 @@ class Table:
         for field in schema:
             place = batch.schema.get_field_index(field.name)
             if place < 0:
-                columns.append(pa.nulls(batch.num_rows, field.type))
+                value = pa.scalar((in_name or {}).get(field.name), pa.string())
+                column = pa.repeat(value, batch.num_rows)
+                columns.append(_cast(column, field, location))
             else:
                 columns.append(_cast(batch.column(place), field, location))
         return pa.RecordBatch.from_arrays(columns, schema=schema)

@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 from aioloader.datasets._arrow.filters import Filters
+from aioloader.datasets._arrow.hive import Values
 from aioloader.datasets._arrow.unified import (
     Table,
     check_schema,
@@ -62,7 +63,7 @@ class Wanted:
         self.filters = None if filters is None else Filters(filters)
         self._names = names
         self._nulls = dict(nulls or {})
-        self._given = schema
+        self.given = schema
         self._table: Table | None = None
         self._delivered: list[str] = []
 
@@ -78,12 +79,19 @@ class Wanted:
         return {
             "columns": self._names,
             "nulls": nulls,
-            "schema": described(self._given),
+            "schema": described(self.given),
             "filters": None if self.filters is None else self.filters.describe(),
         }
 
-    def begin(self, first: "pa.Schema", location: str) -> None:
+    def begin(
+        self, first: "pa.Schema", location: str, *, in_names: bool = False
+    ) -> None:
         """Start a table with the first file of a listing.
+
+        Args:
+            first: Its columns.
+            location: Its address, for errors.
+            in_names: Whether some of them are in the names of files.
 
         Raises:
             DatasetError: If it lacks a column.
@@ -91,11 +99,11 @@ class Wanted:
         names = self._names or first.names
         read = list(names)
         if self.filters is not None:
-            among = _with_given(first, self._given)
+            among = _with_given(first, self.given)
             read += [name for name in self.filters.names(among) if name not in names]
-        for name in [] if self._given else self._nulls:
+        for name in [] if self.given else self._nulls:
             field_of(first, name, location)
-        table = Table(read, self._given)
+        table = Table(read, self.given, in_names=in_names)
         table.add(first, location)
         self._delivered, self._table = list(names), table
 
@@ -128,13 +136,17 @@ class Wanted:
         """Return the wanted columns of a batch of a checked file."""
         return batch.select(self.table.present(batch.schema))
 
-    def rows_of(self, batch: "pa.RecordBatch", location: str) -> "pa.RecordBatch":
+    def rows_of(
+        self, batch: "pa.RecordBatch", location: str, in_name: Values | None = None
+    ) -> "pa.RecordBatch":
         """Return the rows to deliver, from a batch returned by ``of``.
+
+        ``in_name`` has the values in the file's name.
 
         Raises:
             DatasetError: If a value does not fit its column's type.
         """
-        batch = self.table.unified(batch, location)
+        batch = self.table.unified(batch, location, in_name)
         if self.filters is not None:
             batch = self.filters.passed(batch).select(self._delivered)
         for name, value in self._nulls.items():

@@ -1,0 +1,182 @@
+"""Columns in the names of directories: as in pyarrow, and files skipped by filters."""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+from pyarrow import compute as pc
+
+from aioloader import DataLoader
+from aioloader.datasets import ArrowDataset, CSVDataset, ParquetDataset
+from aioloader.errors import DatasetError
+from aioloader.testing import assert_resumes_exactly
+from object_server import ObjectServer
+
+ROWS = 48
+PATTERN = "h/**/*.parquet"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Files of three years and three towns, of one of which the name is NULL."""
+    towns = ["São Paulo/SP", None, "Rome"]
+    table = pa.table({
+        "number": range(ROWS),
+        "year": [2022 + number % 3 for number in range(ROWS)],
+        "town": [towns[number // 3 % 3] for number in range(ROWS)],
+    })  # fmt: skip
+    pq.write_to_dataset(table, tmp_path / "h", partition_cols=["year", "town"])
+    return tmp_path
+
+
+def theirs(folder: Path, **options: Any) -> list[dict[str, Any]]:
+    """Return what pyarrow reads."""
+    whole = ds.dataset(folder / "h", partitioning="hive")
+    return in_order(whole.to_table(**options).to_pylist())
+
+
+def in_order(rows: Any) -> list[dict[str, Any]]:
+    """Return rows by number, as Python's values."""
+    plain = json.dumps([*rows], default=lambda number: number.item())
+    return sorted(json.loads(plain), key=json.dumps)
+
+
+def ours(stream: Any, **options: Any) -> list[dict[str, Any]]:
+    """Return all samples."""
+    with DataLoader(stream, batch_size=None, collate_fn=dict, **options) as loader:
+        return in_order(loader)
+
+
+FILTERS = [
+    pc.field("year") > 2022,
+    [("year", "=", 2024), ("number", ">", 20)],
+    [[("year", "=", 2024)], [("number", "<", 5)]],
+    [("town", "in", ["Rome", "São Paulo/SP"])],
+    pc.field("town").is_null(),
+    pc.field("year") == 1999,
+]
+
+
+@pytest.mark.parametrize("filters", [None, *FILTERS], ids=str)
+@pytest.mark.parametrize("columns", [None, ["town", "number"], ["year"]], ids=str)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_as_pyarrow(filters: Any, columns: Any, num_workers: int, folder: Path) -> None:
+    """All columns or some, also none of a file."""
+    expression = pq.filters_to_expression(filters) if type(filters) is list else filters
+    stream = ParquetDataset(PATTERN, columns, filters=filters, store=folder)
+    expected = theirs(folder, columns=columns, filter=expression)
+    assert ours(stream, num_workers=num_workers) == expected
+
+
+def test_types(folder: Path) -> None:
+    """Numbers where all are, or what ``schema=`` says; batches have tensors."""
+    stream = ParquetDataset(PATTERN, ["year", "number"], store=folder)
+    (batch,) = DataLoader(stream, ROWS)
+    assert batch["year"].dtype.itemsize == 4
+    assert set(batch["year"].tolist()) == {2022, 2023, 2024}
+    schema = pa.schema([("year", pa.string()), ("number", pa.int16())])
+    (batch,) = DataLoader(ParquetDataset(PATTERN, store=folder, schema=schema), ROWS)
+    assert set(batch["year"]) == {"2022", "2023", "2024"}
+
+
+def test_nulls(folder: Path) -> None:
+    """They are replaced like those of other columns."""
+    stream = ParquetDataset(PATTERN, ["town"], nulls={"town": "?"}, store=folder)
+    assert {row["town"] for row in ours(stream)} == {"São Paulo/SP", "?", "Rome"}
+
+
+def test_dates(tmp_path: Path) -> None:
+    """A value that is none names the file."""
+    for day in ("2026-01-31", "2026-02-30"):
+        place = tmp_path / f"day={day}"
+        place.mkdir()
+        pq.write_table(pa.table({"number": [1]}), place / "0.parquet")
+    schema = pa.schema([("number", pa.int64()), ("day", pa.date32())])
+
+    def read(pattern: str) -> Any:
+        stream = ParquetDataset(pattern, schema=schema, store=tmp_path)
+        return [*DataLoader(stream, batch_size=None, collate_fn=dict)]
+
+    assert read("*-01-*/*")[0]["day"] == datetime.date(2026, 1, 31)
+    with pytest.raises(DatasetError, match=r"day.*2026-02-30/0.parquet.*date32"):
+        read("*/*")
+
+
+@pytest.mark.parametrize("resumed", [1, 2])
+def test_ranks_and_resuming(resumed: int, folder: Path) -> None:
+    """With a filter, by which files are left out."""
+    stream = ParquetDataset(
+        PATTERN, filters=[("year", ">", 2022)], shuffle=True, store=folder
+    )
+    parts = [ours(stream, rank=r, world_size=2, tail="uneven") for r in range(2)]
+    expected = theirs(folder, filter=pc.field("year") > 2022)
+    assert in_order(parts[0] + parts[1]) == expected
+    assert_resumes_exactly(
+        lambda: DataLoader(stream, 5, collate_fn=list), stops=[resumed]
+    )
+
+
+def test_files_of_other_partitions_are_not_read(folder: Path) -> None:
+    """Only the end of the first file is, which decides the columns."""
+    objects = {
+        str(one.relative_to(folder)): one.read_bytes()
+        for one in sorted((folder / "h").rglob("*.parquet"))
+    }
+    with ObjectServer(objects) as server:
+        sent = []
+        for filters in ([("year", "=", 2024)], None):
+            stream = ParquetDataset([*objects], filters=filters, store=server.url)
+            loader = DataLoader(stream, 8, collate_fn=list)
+            for _ in range(2):
+                before = server.counts().requests
+                assert sum(map(len, loader)) == (ROWS // 3 if filters else ROWS)
+                sent.append(server.counts().requests - before)
+    assert sent == [4 * 2 + 3, 4 + 3, 9 * 2 + 9, 9 + 9]
+
+
+def test_a_file_without_the_column(folder: Path) -> None:
+    """It is named; where the column is not wanted, the file is read."""
+    pq.write_table(pa.table({"number": [99]}), folder / "h" / "year=2022" / "x.parquet")
+    with pytest.raises(DatasetError, match=r"x.parquet' has no column 'town'"):
+        ours(ParquetDataset(PATTERN, store=folder))
+    found = ours(ParquetDataset(PATTERN, ["number", "year"], store=folder))
+    assert {"number": 99, "year": 2022} in found
+    assert len(found) == ROWS + 1
+
+
+def test_a_column_of_the_file_comes_first(tmp_path: Path) -> None:
+    """Some writers keep it there too."""
+    place = tmp_path / "h" / "year=2022"
+    place.mkdir(parents=True)
+    pq.write_table(pa.table({"year": [7]}), place / "x.parquet")
+    assert ours(ParquetDataset(PATTERN, store=tmp_path)) == [{"year": 7}]
+
+
+@pytest.mark.parametrize("columns", [None, ["year"]])
+def test_other_formats(columns: Any, tmp_path: Path) -> None:
+    """Arrow and CSV files have them too."""
+    for year in (2022, 2023):
+        place = tmp_path / f"year={year}"
+        place.mkdir()
+        table = pa.table({"number": [1, 2]})
+        with pa.ipc.new_file(place / "x.arrow", table.schema) as writer:
+            writer.write_table(table)
+        (place / "x.csv").write_text("number\n1\n2\n")
+    expected = [
+        {key: row[key] for key in columns or row}
+        for row in (
+            {"number": number, "year": year}
+            for number in (1, 2)
+            for year in (2022, 2023)
+        )
+    ]
+    for made in (
+        ArrowDataset("**/*.arrow", columns, store=tmp_path),
+        CSVDataset("**/*.csv", columns, store=tmp_path),
+    ):
+        assert ours(made) == in_order(expected)
