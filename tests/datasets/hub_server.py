@@ -19,6 +19,7 @@ class Hub:
         main: The commit that the branch names.
         seen: Requests, as method and path.
         fail: Statuses of the next answers to reads.
+        reads: Set when it answers reads.
     """
 
     def __init__(self, files: dict[str, bytes]) -> None:
@@ -26,6 +27,8 @@ class Hub:
         self.main = "a" * 40
         self.seen: list[str] = []
         self.fail: list[int] = []
+        self.reads = threading.Event()
+        self.reads.set()
         self.token = ""
 
     def __enter__(self) -> Self:
@@ -93,6 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def file(self, revision: str, name: str) -> None:
         """Return a range of a file."""
+        self.hub.reads.wait()
         if self.hub.fail:
             self.answer(self.hub.fail.pop(), {"error": "busy"})
             return

@@ -4,6 +4,7 @@ import asyncio
 import pickle
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,22 @@ async def test_tokens_are_sent_and_never_shown(hub: Hub) -> None:
     with pytest.raises(DatasetError, match=r"HF_TOKEN|may not read") as caught:
         await names(TextDataset(f"{ROOT}/README.md", **options(hub, token=wrong)))
     assert TOKEN not in "".join(traceback.format_exception(caught.value))
+
+
+async def test_the_users_threads_are_free(hub: Hub) -> None:
+    """While reads wait for the server."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    hub.reads.clear()
+    stream = TextDataset(f"{ROOT}/data/{{0..7}}.txt", **options(hub))
+    reading = asyncio.create_task(names(stream))
+    try:
+        while not any("resolve" in one for one in hub.seen):
+            await asyncio.to_thread(int)
+        async with asyncio.timeout(QUICK.deadline):
+            await asyncio.to_thread(int)
+    finally:
+        hub.reads.set()
+    assert len(await reading) == sum(LENGTHS)
 
 
 def test_wrong_options_are_named() -> None:

@@ -1,19 +1,22 @@
 """Shards on the Hugging Face Hub, by the file system of ``huggingface_hub``.
 
-Its calls block, so they run in threads. A branch is pinned to the commit that it names
-at the first read, so all reads are of one version. The Hub's address is
+Its calls block, so they run in threads of their own. A branch is pinned to the commit
+that it names at the first read, so all reads are of one version. The Hub's address is
 ``HF_ENDPOINT``, the token ``HF_TOKEN`` or that of the user's login.
 """
 
+import asyncio
 import os
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioloader.datasets._stores.addresses import Address, opened
 from aioloader.datasets._stores.bytes import Piece
 from aioloader.datasets._stores.options import Options, revealed
-from aioloader.datasets._stores.outlast import in_thread
+from aioloader.datasets._stores.outlast import outlast
 from aioloader.datasets._stores.redact import Sealed, redact_url
 from aioloader.datasets._stores.requests import (
     Contact,
@@ -30,7 +33,10 @@ from aioloader.errors import (
 if TYPE_CHECKING:
     from huggingface_hub import HfFileSystem
 
+T = TypeVar("T")
+
 SCHEME = "hf://"
+_THREADS = 32
 _OPTIONS = {"endpoint", "token"}
 # Statuses that a retry will not change; 408 and 429 are worth one.
 _FINAL = frozenset(range(400, 500)) - {408, 425, 429}
@@ -65,16 +71,24 @@ class HubSource:
         self._options = options
         self._system: HfFileSystem | None = None
         self._pinned: dict[str, str] = {}
-        self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()  # for the file system; held during requests
+        self._pool_lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(_THREADS, "aioloader-hub")
 
     def locate(self, key: str) -> str:
         """Return the address of ``key``, for errors."""
         return f"{self.label}/{key}"
 
     def close(self) -> None:
-        """Drop the open file system and the pinned commits."""
+        """Drop the open file system, the pinned commits and idle threads."""
         self._system = None
         self._pinned = {}
+        with self._pool_lock:  # other loops may be reading
+            self._pool.shutdown(wait=False)
+            self._pool = ThreadPoolExecutor(_THREADS, "aioloader-hub")
 
     async def get(self, key: str, start: int, stop: int) -> Piece:
         """Return a range of a file.
@@ -83,7 +97,7 @@ class HubSource:
             DatasetError: If a retry may help.
             RefusedError: If not.
         """
-        return await in_thread(self._get, key, start, stop)
+        return await self._run(self._get, key, start, stop)
 
     async def keys(self, folder: str) -> list[str]:
         """Return the keys of all files in a folder and its subfolders, sorted.
@@ -92,9 +106,16 @@ class HubSource:
             DatasetError: If they cannot be listed.
         """
         try:
-            return await in_thread(self._keys, folder)
+            return await self._run(self._keys, folder)
         except RefusedError as refused:
             raise refused.error from None
+
+    async def _run(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a function in a thread; if cancelled, wait for it to end first."""
+        with self._pool_lock:
+            job = self._pool.submit(function, *args)
+        result: T = await outlast(asyncio.wrap_future(job))
+        return result
 
     def _get(self, key: str, start: int, stop: int) -> Piece:
         failure: Exception
@@ -182,12 +203,13 @@ class HubSource:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "_system": None, "_pinned": {}}
-        del state["_lock"]
+        for name in ("_lock", "_pool_lock", "_pool"):
+            del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.Lock()
+        self._begin()
 
 
 def is_hub(store: Any) -> bool:
