@@ -243,3 +243,30 @@ class Large(Faulty):
 
     def __getitem__(self, index: int) -> Any:
         return torch.full((1 << 16,), float(index))
+
+
+SERVERLESS = f"""
+import multiprocessing, os, sys
+sys.path[:] = {sys.path!r}
+from aioloader import warm_up
+from aioloader.errors import WorkerStartError
+multiprocessing.set_executable("/bin/false")  # it ends at once
+try:
+    warm_up()
+except WorkerStartError as error:
+    print(error)
+os.waitpid(-1, os.WNOHANG)
+"""
+
+
+def test_a_fork_server_that_ends_while_it_starts_is_reaped() -> None:
+    """The error comes at once, and no zombie stays."""
+    done = subprocess.run(
+        [sys.executable, "-c", SERVERLESS],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "the fork server of the worker processes has ended" in done.stdout
+    assert "ChildProcessError: [Errno 10] No child processes" in done.stderr

@@ -18,6 +18,10 @@ _SAVE = (
     "save all ranks after the same batch (with in_order=True, if there are batches "
     "beyond it)"
 )
+_READ = (
+    _SAVE + "; where a worker that reads has ended, its rank takes turns without it, "
+    "and only the ranks and workers that saved the states continue, each from its own"
+)
 _SEED = "give the loaders of all ranks the same sampler, seeded alike"
 
 
@@ -47,7 +51,8 @@ def merge_states(states: Iterable[State]) -> State:
         if state["epoch"] != epoch + 1 or state["done"]:
             _refuse("epoch", epoch, state["epoch"])
     for key in ("done", "beyond"):
-        _check_alike(going, key, going[0][key])
+        hint = _READ if going[0]["readers"] > 1 else _SAVE
+        _check_alike(going, key, going[0][key], hint)
     _check_orders(going)
     merged = dict(going[0])
     if merged["states"]:
@@ -89,10 +94,12 @@ def _is_of_ours(one: Any) -> bool:
     return isinstance(state, dict) and "streams" in state
 
 
-def _check_alike(states: Sequence[State], key: str, value: Any) -> None:
+def _check_alike(
+    states: Sequence[State], key: str, value: Any, hint: str = _SAVE
+) -> None:
     for state in states:
         if state.get(key) != value:
-            _refuse(key, value, state.get(key))
+            _refuse(key, value, state.get(key), hint)
 
 
 def _check_orders(states: Sequence[State]) -> None:

@@ -70,9 +70,12 @@ class ForkServer:
         with self._lock:
             if self._is_ready:
                 return
-            with contextlib.suppress(EOFError):
+            try:
                 is_here = self._channel.wait(_PATIENCE)
                 self._is_ready = is_here and self._channel.receive() is not None
+            except EOFError:
+                with contextlib.suppress(ChildProcessError):  # reaped by other code
+                    os.waitpid(self.pid, 0)  # it is ending
         if not self._is_ready:
             raise WorkerStartError(
                 "the fork server of the worker processes has ended, or has not started "
