@@ -31,7 +31,8 @@ def from_arrow(
 ) -> Stream[Row]:
     """Return a stream of the rows of Arrow data; needs the extra ``arrow``.
 
-    A ``pyarrow.Table`` and a ``pyarrow.dataset.Dataset`` are cut into shards. Anything
+    A ``pyarrow.Table`` and a ``pyarrow.dataset.Dataset`` (or Lance's, which is derived
+    from it) are cut into shards. Anything
     else is read from its beginning by each reader, which keeps every Nth row: Polars
     frames, DuckDB relations and other objects with ``__arrow_c_stream__``; or a
     function that returns one or yields record batches, called in every epoch. A state

@@ -95,13 +95,15 @@ class FragmentFormat(CutsShards):
     """Fragments of a pyarrow dataset, or parts of them; Parquet by row groups.
 
     Args:
-        dataset: The dataset.
+        dataset: The dataset; of another library, such as Lance, if it is derived from
+            pyarrow's, and its fragments read columns and filters.
         wanted: The columns and rows to read; pyarrow skips what it can.
     """
 
     def __init__(self, dataset: "ds.Dataset", wanted: Wanted) -> None:
         self._dataset = dataset
         self._wanted = wanted
+        self._is_pyarrows = type(dataset).__module__.startswith("pyarrow.")
         wanted.check(dataset.schema, "the dataset")
 
     async def shards(
@@ -121,6 +123,8 @@ class FragmentFormat(CutsShards):
         ]
 
     def _fragments(self) -> "list[ds.Fragment]":
+        if not self._is_pyarrows:
+            return list(self._dataset.get_fragments())
         condition = self._condition
         found: list[ds.Fragment] = []
         for fragment in self._dataset.get_fragments(condition):
@@ -153,21 +157,22 @@ class FragmentFormat(CutsShards):
         """Return the batches of a fragment, or those of a part of its rows."""
         if part.parts == 1:
             return self._batches(fragment)
-        # Not `count_rows`, which also counts rows of other row groups (pyarrow 26).
-        rows = sum(one.num_rows for one in self._batches(fragment, []))
+        if self._condition is None and not self._is_pyarrows:
+            rows = fragment.count_rows()
+        else:
+            # pyarrow 26 also counts rows of other row groups.
+            rows = sum(one.num_rows for one in self._batches(fragment, []))
         return between(self._batches(fragment), *part.bounds(rows))
 
     def _batches(
         self, fragment: "ds.Fragment", columns: list[str] | None = None
     ) -> "Generator[pa.RecordBatch, None, None]":
         names = list(self._wanted.table.names) if columns is None else columns
-        scanner = fragment.scanner(
-            schema=self._dataset.schema,  # includes the partition columns
-            columns=names,
-            filter=self._condition,
-            batch_size=_ROWS,
-            use_threads=False,
-        )
+        options: dict[str, Any] = {"columns": names, "filter": self._condition}
+        if self._is_pyarrows:
+            # The schema includes the partition columns.
+            options |= {"schema": self._dataset.schema, "use_threads": False}
+        scanner = fragment.scanner(batch_size=_ROWS, **options)
         yield from scanner.to_reader()
 
     @property
@@ -178,6 +183,8 @@ class FragmentFormat(CutsShards):
 
 def _name(fragment: "ds.Fragment") -> str:
     path = getattr(fragment, "path", "") or "a fragment in memory"
+    if (number := getattr(fragment, "fragment_id", None)) is not None:  # Lance's
+        return f"fragment {number}"
     groups = getattr(fragment, "row_groups", None) or ()
     return "/".join([path, *(f"row group {group.id}" for group in groups)])
 
