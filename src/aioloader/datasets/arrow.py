@@ -32,12 +32,11 @@ def from_arrow(
     """Return a stream of the rows of Arrow data; needs the extra ``arrow``.
 
     A ``pyarrow.Table`` and a ``pyarrow.dataset.Dataset`` (or Lance's, which is derived
-    from it) are cut into shards. Anything
-    else is read from its beginning by each reader, which keeps every Nth row: Polars
-    frames, DuckDB relations and other objects with ``__arrow_c_stream__``; or a
-    function that returns one or yields record batches, called in every epoch. A state
-    counts rows, so a source must return them in the same order again: a query needs
-    ORDER BY.
+    from it) are cut into shards. Anything else is read from its beginning by each
+    reader, which keeps every Nth row: Polars frames, DuckDB relations and other objects
+    with ``__arrow_c_stream__``; or a function that returns one or yields record
+    batches, called in every epoch. A state counts rows, so a source must return them in
+    the same order again: a query needs ORDER BY.
 
     For Ray Data, pass the list ``dataset.streaming_split(n)``: reader k of n reads the
     k-th. Its order changes between runs, so a state within an epoch is refused.
