@@ -33,20 +33,17 @@ def holds_generator(*objects: Any) -> bool:
 
     Such generators are not seeded per batch. The global ones do not count.
     """
-    # Not when this module is imported: ``numpy.random`` takes long to import.
-    generators = (
-        np.random.Generator,
-        np.random.RandomState,
-        random.Random,  # noqa: S311  (looked for, not used)
-        torch.Generator,
-    )
-    shared = (
+    generators: list[Any] = [random.Random, torch.Generator]  # noqa: S311  (looked for, not used)
+    shared: list[Any] = [
         random.random.__self__,  # type: ignore[attr-defined]
-        np.random.mtrand._rand,  # noqa: SLF001
         torch.default_generator,
-    )
+    ]
+    if "numpy.random" in sys.modules:  # otherwise it has made no object
+        generators += [np.random.Generator, np.random.RandomState]
+        shared.append(np.random.mtrand._rand)  # noqa: SLF001
+    types = tuple(generators)
     return any(
-        (isinstance(one, generators) and all(one is not other for other in shared))
+        (isinstance(one, types) and all(one is not other for other in shared))
         or (isinstance(one, FunctionType) and _keeps_generator(one.__code__))
         or (isinstance(one, cached_property) and _makes_generator(one.func))
         for one in reachable(*objects)
