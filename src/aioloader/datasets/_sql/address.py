@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
-from aioloader.datasets._sql.password import find_password
 from aioloader.datasets._stores.redact import Sealed
 from aioloader.errors import TruncatedReadError
 
@@ -121,10 +120,10 @@ class Address:
         query = "&".join(f"{name}={value}" for name, value in kept.items())
         return f"postgresql:///{quote(self._parameters.get('dbname', ''), '')}?{query}"
 
-    async def password(self) -> str | None:
-        """Return the password from the URL, the environment or the password file."""
-        known = self._parameters.get("password")
-        return known or await find_password(self._parameters)
+    @property
+    def password(self) -> str | None:
+        """The password in the URL; without one, drivers look where libpq does."""
+        return self._parameters.get("password")
 
     def for_sqlite(self) -> str:
         """Return a URI that opens the file for reading.
