@@ -33,8 +33,8 @@ from aioloader.datasets._arrow.hive import (
 from aioloader.datasets._arrow.reader import Place, Source, TableReader, shares
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._stores.addresses import sealed, shown_addresses
-from aioloader.datasets._stores.bytes import file_failure
 from aioloader.datasets._stores.cache_dir import CacheDir
+from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.places import Listed, each
 from aioloader.datasets._stores.versions import Known, Version, version_of_file
 from aioloader.datasets._streams.shards import CutsShards, WeighsShards, summary_of
