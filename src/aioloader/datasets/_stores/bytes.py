@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 from typing_extensions import Buffer
 
 from aioloader.datasets._stores.versions import NOTHING, Known, Version, changed
-from aioloader.errors import DatasetError, TruncatedReadError
+from aioloader.errors import TruncatedReadError
 
 _LARGEST = 8 << 20
 SMALLEST = 1 << 16
