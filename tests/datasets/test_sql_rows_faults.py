@@ -68,10 +68,13 @@ async def test_credentials(postgresql: Database, password: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "mode", "words"),
     [
-        ("*:*:*:guest:{}", "permission denied"),
-        ("*:*:other:guest:{}", "password"),
+        ("*:*:*:guest:{}", 0o600, "permission denied"),
+        ("localhost:5432:postgres:guest:{}", 0o600, "permission denied"),
+        ("# x\n\n*:*:*:other:no\n*:*:*:*:{}", 0o600, "permission denied"),
+        ("*:*:*:guest:{}", 0o644, "password"),
+        ("*:*:other:guest:{}", 0o600, "password"),
     ],
 )
 async def test_a_password_file(
@@ -79,14 +82,15 @@ async def test_a_password_file(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     line: str,
+    mode: int,
     words: str,
 ) -> None:
-    """As libpq reads it."""
+    """As libpq reads it; a file that others may read is passed over."""
     postgresql.fill("t", 3)
     ((schema,),) = postgresql.run("SELECT current_schema()::text")
     path = tmp_path / "pgpass"
     path.write_text(line.format(PASSWORD))
-    path.chmod(0o600)
+    path.chmod(mode)
     monkeypatch.setenv("PGPASSFILE", str(path))
     monkeypatch.delenv("PGPASSWORD", raising=False)
     url = postgresql.url.replace("postgres@", "guest@")

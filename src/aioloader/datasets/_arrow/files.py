@@ -150,8 +150,9 @@ class TableFormat(CutsShards, WeighsShards, Generic[SomeEnd]):
         self._in_names = await asyncio.to_thread(columns_of, names, wanted.given or ())
         # The first file decides which columns are read; all decide their types.
         first, own = await self._look(addresses[0]), await self._known_end(addresses[0])
-        begun = self._begun, first, own.schema, wanted, addresses[1:]
-        others = await asyncio.to_thread(*begun)
+        others = await asyncio.to_thread(
+            self._begun, first, own.schema, wanted, addresses[1:]
+        )
         found = [first, *await each(self._look, others)]
         parts = await asyncio.to_thread(self._unified, found, wanted)
         self._wanted = wanted

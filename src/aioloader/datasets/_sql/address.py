@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
+from aioloader.datasets._sql.password import find_password
 from aioloader.datasets._stores.redact import Sealed
 from aioloader.errors import TruncatedReadError
 
@@ -120,10 +121,10 @@ class Address:
         query = "&".join(f"{name}={value}" for name, value in kept.items())
         return f"postgresql:///{quote(self._parameters.get('dbname', ''), '')}?{query}"
 
-    @property
-    def password(self) -> str | None:
-        """The password in the URL; without one, drivers look where libpq does."""
-        return self._parameters.get("password")
+    async def password(self) -> str | None:
+        """Return the password from the URL, the environment or the password file."""
+        known = self._parameters.get("password")
+        return known or await find_password(self._parameters)
 
     def for_sqlite(self) -> str:
         """Return a URI that opens the file for reading.
