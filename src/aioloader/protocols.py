@@ -190,8 +190,8 @@ class OwnStream(abc.ABC):
 
         Args:
             state: The state of an iterator.
-            strict: Whether a state of another stream is an error; if not, a warning
-                says which parts are ignored.
+            strict: Whether shards must have the same versions, not only the same
+                lengths.
 
         Raises:
             StateMismatchError: If it does not fit.

@@ -142,8 +142,10 @@ def test_files_of_other_partitions_are_not_read(folder: Path) -> None:
 def test_a_file_without_the_column(folder: Path) -> None:
     """It is named; where the column is not wanted, the file is read."""
     pq.write_table(pa.table({"number": [99]}), folder / "h" / "year=2022" / "x.parquet")
-    with pytest.raises(DatasetError, match=r"x.parquet' has no column 'town'"):
-        ours(ParquetDataset(PATTERN, store=folder))
+    for filters in (None, [("town", "=", "Rome")]):
+        stream = ParquetDataset(PATTERN, filters=filters, store=folder)
+        with pytest.raises(DatasetError, match=r"x.parquet' has no column 'town'"):
+            ours(stream)
     found = ours(ParquetDataset(PATTERN, ["number", "year"], store=folder))
     assert {"number": 99, "year": 2022} in found
     assert len(found) == ROWS + 1
@@ -154,7 +156,13 @@ def test_a_column_of_the_file_comes_first(tmp_path: Path) -> None:
     place = tmp_path / "h" / "year=2022"
     place.mkdir(parents=True)
     pq.write_table(pa.table({"year": [7]}), place / "x.parquet")
-    assert ours(ParquetDataset(PATTERN, store=tmp_path)) == [{"year": 7}]
+    other = tmp_path / "h" / "year=2023"
+    other.mkdir()
+    pq.write_table(pa.table({"year": [8]}), other / "x.parquet")
+    assert ours(ParquetDataset(PATTERN, store=tmp_path)) == [{"year": 7}, {"year": 8}]
+    for filters in ([("year", "=", 8)], [("year", "=", 2023)]):
+        stream = ParquetDataset(PATTERN, filters=filters, store=tmp_path)
+        assert ours(stream) == [{"year": 8}] * (filters[0][2] == 8)
 
 
 @pytest.mark.parametrize("columns", [None, ["year"]])

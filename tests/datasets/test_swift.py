@@ -9,8 +9,10 @@ from typing import TypeAlias
 import obstore
 import pytest
 
+from aioloader import DataLoader
 from aioloader.datasets import ObjectDataset, TarDataset
 from aioloader.errors import ObjectNotFoundError, ObjectPermissionError
+from beside import beside
 from datasets.conftest import CONTENTS, wait_until_hung_up
 from datasets.shards import NAMES, name_of, names, read, write_tar
 from datasets.swift import (  # noqa: F401  (a fixture too)
@@ -160,6 +162,13 @@ async def test_options_go_before_the_environment(
             await dataset[0]
     with pytest.raises(pickle.PicklingError, match="secret_access_key") as refused:
         pickle.dumps(dataset)
+    loader = DataLoader(
+        ObjectDataset(bucket, keys, store_options=filled.options()),
+        num_workers=1,
+        collate_fn=list,
+    )
+    ((found,),) = await beside(lambda: list(loader))
+    assert bytes(found) == CONTENTS["cats/z.bin"]
     stream = TarDataset(f"{bucket}/tar/*.tar", store_options=wrong)
     with pytest.raises(ObjectPermissionError, match="SignatureDoesNotM") as listed:
         await read(stream)

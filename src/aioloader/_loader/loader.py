@@ -463,8 +463,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
 
         Args:
             state: The state.
-            strict: Whether the state of another chain of stream steps is an error. If
-                not, the part that fits is loaded, and a warning says what is ignored.
+            strict: Whether shards must have the same times or ETags as when it was
+                saved; if not (they are copies), only their lengths are compared.
 
         Raises:
             StateMismatchError: If it does not fit this loader; says what differs.

@@ -45,7 +45,7 @@ def fitted(options: Options, state: State, *, strict: bool) -> State:
     """Return a state with its stream states converted for this loader's stream.
 
     Raises:
-        StateMismatchError: If they belong to another stream, and ``strict`` is set.
+        StateMismatchError: If they belong to another stream.
     """
     dataset = options.dataset
     if not is_own_stream(dataset):

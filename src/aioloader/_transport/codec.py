@@ -17,6 +17,9 @@ from typing import Any, TypeAlias
 Reducers: TypeAlias = Mapping[type, Callable[[Any], Any]]
 Buffers: TypeAlias = list[pickle.PickleBuffer]
 
+# Of values that go to the loader's own workers, in memory, and into no other pickle.
+ONLY_TO_WORKERS: dict[type, Callable[[Any], Any]] = {}
+
 # Smaller buffers stay in the header, which is cheaper.
 LEAST_BYTES = 1 << 9
 

@@ -27,7 +27,12 @@ import torch
 from aioloader._order.failures import OnError
 from aioloader._order.ranks import WHOLE, Part
 from aioloader._order.retry import Retry
-from aioloader._transport.codec import Reducers, decode, encode_by_value
+from aioloader._transport.codec import (
+    ONLY_TO_WORKERS,
+    Reducers,
+    decode,
+    encode_by_value,
+)
 from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.rng import Rng
 from aioloader.errors import WorkerStartError
@@ -235,12 +240,13 @@ def ship(spec: WorkerSpec) -> int:
         WorkerStartError: If it cannot be pickled; names the attribute and a remedy.
     """
     send_by_value_what_cannot_be_imported()
+    reducers = {**SHIPPING, **ONLY_TO_WORKERS}
     try:
-        header, buffers = encode_by_value(spec, SHIPPING)
+        header, buffers = encode_by_value(spec, reducers)
     except Exception as error:
         from aioloader._workers.pickling_errors import explain
 
-        raise WorkerStartError(explain(spec, error, SHIPPING)) from error
+        raise WorkerStartError(explain(spec, error, reducers)) from error
     raws = [buffer.raw() for buffer in buffers]
     places, end = [], _start(len(header), len(raws))
     for raw in raws:

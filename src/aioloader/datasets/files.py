@@ -21,15 +21,10 @@ from torch.utils.data import Dataset
 from aioloader.datasets._batcher import ReadBatcher
 from aioloader.datasets._options import check_at_least, check_is, names_options
 from aioloader.datasets._stores.addresses import shown_address
-from aioloader.datasets._stores.failures import ShortReadError, truncated
+from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets.named import Named
-from aioloader.errors import (
-    DatasetError,
-    ObjectNotFoundError,
-    ObjectPermissionError,
-)
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -145,7 +140,7 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], Named):
         path = self._locate(self._paths[index])
         outcome = await self._batchers.here().read(path)
         if isinstance(outcome, Exception):
-            raise _failure(path, outcome) from outcome
+            raise file_failure(path, outcome) from outcome
         return outcome
 
     def lifespan(self) -> Self:
@@ -202,21 +197,3 @@ def _expand(pattern: str, root: str | None) -> list[str]:
             f"such as 'dir/**/*', and names with [ ] * ? go in a list"
         )
     return sorted(files)
-
-
-def _failure(path: str, cause: Exception) -> DatasetError:
-    """Return the DatasetError for a failed read of ``path``."""
-    match cause:
-        case FileNotFoundError():
-            return ObjectNotFoundError(f"no such file: {path!r}", location=path)
-        case PermissionError():
-            return ObjectPermissionError(f"may not read {path!r}", location=path)
-        case ShortReadError():
-            return truncated(path, cause)
-        case IsADirectoryError():
-            text = f"{path!r} is a directory, not a file"
-        case OSError():
-            text = f"cannot read {path!r}: {cause.strerror or cause}"
-        case _:
-            text = f"cannot read {path!r}: {type(cause).__name__}: {cause}"
-    return DatasetError(text, location=path)

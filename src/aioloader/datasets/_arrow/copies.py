@@ -15,8 +15,9 @@ from typing import Any, Protocol, Self
 
 from typing_extensions import Buffer
 
-from aioloader.datasets._stores.bytes import Bytes, NoRangesError, file_failure
+from aioloader.datasets._stores.bytes import Bytes, NoRangesError
 from aioloader.datasets._stores.cache_dir import CacheDir
+from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.versions import Known, Version, version_of_file
 

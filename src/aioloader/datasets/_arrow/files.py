@@ -33,8 +33,8 @@ from aioloader.datasets._arrow.hive import (
 from aioloader.datasets._arrow.reader import Place, Source, TableReader, shares
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._stores.addresses import sealed, shown_addresses
-from aioloader.datasets._stores.bytes import file_failure
 from aioloader.datasets._stores.cache_dir import CacheDir
+from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.places import Listed, each
 from aioloader.datasets._stores.versions import Known, Version, version_of_file
 from aioloader.datasets._streams.shards import CutsShards, WeighsShards, summary_of
@@ -149,15 +149,21 @@ class TableFormat(CutsShards, WeighsShards, Generic[SomeEnd]):
         names = map(self._opener.name, addresses)
         self._in_names = await asyncio.to_thread(columns_of, names, wanted.given or ())
         # The first file decides which columns are read; all decide their types.
-        first = await self._look(addresses[0])
-        others = await asyncio.to_thread(self._begun, first, wanted, addresses[1:])
+        first, own = await self._look(addresses[0]), await self._known_end(addresses[0])
+        others = await asyncio.to_thread(
+            self._begun, first, own.schema, wanted, addresses[1:]
+        )
         found = [first, *await each(self._look, others)]
         parts = await asyncio.to_thread(self._unified, found, wanted)
         self._wanted = wanted
         return parts
 
     def _begun(
-        self, first: "_File", wanted: Wanted, others: "Sequence[str]"
+        self,
+        first: "_File",
+        own: "pa.Schema",
+        wanted: Wanted,
+        others: "Sequence[str]",
     ) -> "Sequence[str]":
         """Begin a table; return the other files that may have wanted rows."""
         columns = self._in_names
@@ -166,9 +172,8 @@ class TableFormat(CutsShards, WeighsShards, Generic[SomeEnd]):
         if wanted.filters is None or not len(columns):
             return others
         names = map(self._opener.name, others)
-        kept = wanted.filters.files(
-            first.schema, [condition_of(name, columns) for name in names]
-        )
+        known = [condition_of(name, columns, own) for name in names]
+        kept = wanted.filters.files(first.schema, known)
         return [others[number] for number in kept]
 
     async def _are_unchanged(self, addresses: Sequence[str]) -> bool:

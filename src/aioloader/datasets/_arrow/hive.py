@@ -53,14 +53,24 @@ def with_columns(schema: "pa.Schema", columns: "pa.Schema", name: str) -> "pa.Sc
     return schema
 
 
-def condition_of(name: str, columns: "pa.Schema") -> "ds.Expression | None":
-    """Return what is true of all rows of a file; None: nothing is known."""
+def condition_of(
+    name: str, columns: "pa.Schema", own: "pa.Schema"
+) -> "ds.Expression | None":
+    """Return what is true of all rows of a file; None: nothing is known.
+
+    Args:
+        name: The file's name.
+        columns: The columns in the names of all files.
+        own: The columns that a file itself has, whatever its name says.
+    """
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
     from pyarrow import compute as pc  # noqa: PLC0415  (an optional dependency)
 
-    known = None
+    known, values = None, values_of(name)
     for field in columns:
-        value = values_of(name).get(field.name)
+        if field.name not in values or field.name in own.names:
+            continue
+        value = values[field.name]
         try:
             scalar = pa.scalar(value, pa.string()).cast(field.type)
         except (ValueError, TypeError, NotImplementedError):

@@ -174,7 +174,8 @@ class ParquetFormat(TableFormat[Footer], OpensTogether):
         if filters is not None:
             known, columns = None, self._in_names
             if columns:
-                known = condition_of(self._opener.name(address), columns)
+                name = self._opener.name(address)
+                known = condition_of(name, columns, footer.schema)
             schema = self._with_name(footer.schema, address)
             metadata = footer.metadata
             found = filters.row_groups(tail.size, tail.data, metadata, schema, known)

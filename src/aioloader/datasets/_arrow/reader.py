@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aioloader._order.blocks import Bad, Block, cut
 from aioloader.datasets._arrow.rows import Rows
-from aioloader.datasets._stores.bytes import file_failure
+from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.versions import Version
 from aioloader.datasets._streams.shards import CountsBytes, KnowsVersion
 from aioloader.errors import DatasetError

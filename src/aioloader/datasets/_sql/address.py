@@ -1,11 +1,10 @@
 """Database addresses: a label that may be shown, and connection strings for drivers.
 
-A password is in no repr, error or pickle: pickling a URL with one fails. URLs are
+A password is in no repr, error or pickle: only the loader's workers get it. URLs are
 parsed here, because libpq shows what it cannot parse.
 """
 
 import os
-import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
@@ -96,11 +95,12 @@ class Address:
             self.label = _server_label(parameters)
         self._secrets = [name for name in _SECRETS if parameters.get(name)]
         what = f"the {', '.join(self._secrets)} of {self.label!r}"
-        self._sealed = Sealed(parameters, what)
+        self._sealed = Sealed(parameters, what) if self._secrets else parameters
 
     @property
     def _parameters(self) -> dict[str, str]:
-        return self._sealed.value
+        kept = self._sealed
+        return kept.value if isinstance(kept, Sealed) else kept
 
     # -- for drivers --------------------------------------------------------------
 
@@ -165,23 +165,6 @@ class Address:
             for form in (secret, quote(secret, "")):
                 text = text.replace(form, "***")
         return text
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the pickled state.
-
-        Raises:
-            pickle.PicklingError: If it would hold a password.
-        """
-        if self._secrets:
-            raise pickle.PicklingError(
-                f"the address {self.label!r} cannot be pickled: its {self._secrets[0]} "
-                "would be written in clear; set PGPASSWORD, or PGPASSFILE to a file"
-            )
-        return {**self.__dict__, "_sealed": self._parameters}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._sealed = Sealed(state["_sealed"], "")
 
     def __repr__(self) -> str:
         return f"Address({self.label!r})"

@@ -71,7 +71,7 @@ def sealed(addresses: Any) -> list[Address]:
 def _sealed(address: str) -> Address:
     if not carries_secret(address):
         return address
-    return Sealed(address, "the user, password or query of a URL")
+    return Sealed(address, "the URL's user, password or query")
 
 
 def sealed_alike(value: Any) -> Any:

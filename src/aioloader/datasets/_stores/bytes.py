@@ -15,12 +15,7 @@ from typing import Protocol, TypeAlias
 from typing_extensions import Buffer
 
 from aioloader.datasets._stores.versions import NOTHING, Known, Version, changed
-from aioloader.errors import (
-    DatasetError,
-    ObjectNotFoundError,
-    ObjectPermissionError,
-    TruncatedReadError,
-)
+from aioloader.errors import TruncatedReadError
 
 _LARGEST = 8 << 20
 SMALLEST = 1 << 16
@@ -277,17 +272,3 @@ class Closing:
         """Close the bytes, then call ``then``."""
         await self._inner.aclose()
         await self._then()
-
-
-def file_failure(path: str, cause: OSError) -> DatasetError:
-    """Return the DatasetError for a file that cannot be read."""
-    match cause:
-        case FileNotFoundError():
-            return ObjectNotFoundError(f"no such file: {path!r}", location=path)
-        case PermissionError():
-            return ObjectPermissionError(f"may not read {path!r}", location=path)
-        case IsADirectoryError():
-            text = f"{path!r} is a directory, not a file"
-        case _:
-            text = f"cannot read {path!r}: {cause.strerror or cause}"
-    return DatasetError(text, location=path)

@@ -216,3 +216,21 @@ def truncated(
         expected=short.expected,
         received=short.received,
     )
+
+
+def file_failure(path: str, cause: Exception) -> DatasetError:
+    """Return the DatasetError for a file that cannot be read."""
+    match cause:
+        case FileNotFoundError():
+            return ObjectNotFoundError(f"no such file: {path!r}", location=path)
+        case PermissionError():
+            return ObjectPermissionError(f"may not read {path!r}", location=path)
+        case ShortReadError():
+            return truncated(path, cause)
+        case IsADirectoryError():
+            text = f"{path!r} is a directory, not a file"
+        case OSError():
+            text = f"cannot read {path!r}: {cause.strerror or cause}"
+        case _:
+            text = f"cannot read {path!r}: {type(cause).__name__}: {cause}"
+    return DatasetError(text, location=path)

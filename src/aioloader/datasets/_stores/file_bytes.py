@@ -11,7 +11,8 @@ import aiofiles
 import numpy as np
 from typing_extensions import Buffer
 
-from aioloader.datasets._stores.bytes import SMALLEST, file_failure
+from aioloader.datasets._stores.bytes import SMALLEST
+from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.outlast import in_thread, outlast
 from aioloader.datasets._stores.versions import (
     NOTHING,

@@ -39,10 +39,10 @@ from aioloader.datasets._stores.bytes import (
     Fetch,
     NoRangesError,
     ObjectBytes,
-    file_failure,
 )
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.cached import CachedRanges, KeptRanges
+from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.fetching import LoopRequests, WholeObject
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.hub import HubSource, is_hub

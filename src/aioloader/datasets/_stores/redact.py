@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Generic, Self, TypeVar
 from urllib.parse import urlsplit
 
+from aioloader._transport.codec import ONLY_TO_WORKERS
+
 T = TypeVar("T")
 
 _SECRET_NAME = re.compile(
@@ -29,7 +31,8 @@ _HARMLESS_HEADERS = frozenset({
 class Sealed(Generic[T]):
     """A value that no repr shows and no pickle holds; equal by value.
 
-    Variables and attributes hold secrets in it, because tracebacks print variables.
+    Variables and attributes hold secrets in it, because tracebacks print variables. The
+    loader's own workers get it.
 
     Args:
         value: The secret.
@@ -56,9 +59,12 @@ class Sealed(Generic[T]):
 
     def __reduce__(self) -> Any:
         raise pickle.PicklingError(
-            f"a pickle would hold {self.what} in clear; set environment variables, "
-            "pass a credential_provider, or read without worker processes"
+            f"a pickle would hold {self.what} in clear; set environment variables "
+            "(of PostgreSQL: PGPASSWORD or PGPASSFILE), or pass a credential_provider"
         )
+
+
+ONLY_TO_WORKERS[Sealed] = lambda one: (Sealed, (one.value, one.what))
 
 
 def redact_url(url: str) -> str:

@@ -224,29 +224,16 @@ class StoreSource:
         """Return what a pickle may contain.
 
         Raises:
-            pickle.PicklingError: If it would contain secrets, or a memory store.
+            pickle.PicklingError: If it would contain a memory store.
         """
         if self.label == "memory://" and self._given is not None:
             raise pickle.PicklingError("a MemoryStore lives in one process only")
-        if secrets := list(self._secrets()):
-            raise pickle.PicklingError(
-                f"the store {self.label!r} cannot be pickled: {', '.join(secrets)} "
-                "would be written in clear; set environment variables, pass a "
-                "credential_provider, or read without worker processes"
-            )
         return {**self.__dict__, "_made": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Not at the first read: that runs on an event loop, and an import reads files.
         import_obstore()
         self.__dict__.update(state)
-
-    def _secrets(self) -> Iterator[str]:
-        if isinstance(self._given, Sealed):
-            yield self._given.what
-        if carries_secret(opened(self._url)):
-            yield _OF_A_URL
-        yield from secret_options(revealed(self._options))
 
 
 def _secrets_of(store: "ObjectStore") -> Iterator[str]:

@@ -270,9 +270,8 @@ class Iterated(Dataset[Sample_co], OwnStream):
 
         Args:
             state: The state.
-            strict: Whether a state of another stream is an error. If not, the epoch is
-                loaded, the position in each source that is the same, and the state of
-                steps that are the same; a warning says what is ignored.
+            strict: Whether shards must have the same times or ETags as when it was
+                saved; if not, only their lengths are compared.
 
         Raises:
             StateMismatchError: If it is of another version or stream, and names the

@@ -11,14 +11,13 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from aioloader._observe.warnings import warn
 from aioloader._order.blocks import Bad, Block
 from aioloader._order.shares import Deal, Share
 from aioloader._order.stream_states import part_of, sealed, state_of
 from aioloader.datasets._streams.agreement import Agreement, RankStore
 from aioloader.datasets._streams.cursors import Ahead, Cursor, State
 from aioloader.datasets._streams.turns import Alone, Hosted, Turns
-from aioloader.errors import ShardChangedError, StateMismatchError
+from aioloader.errors import ShardChangedError
 from aioloader.protocols import BlockIterator
 
 Sample_co = TypeVar("Sample_co", covariant=True)
@@ -222,7 +221,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
                 share = deal.share(reader)
                 part = self._epoch, share, self._stack, listed, self._agreement
                 reading = Reading(*part, self._is_strict, self._begun)
-                cursor = await self._cursor(reading, known["state"])
+                cursor = await self._stream.open(reading, known["state"])
                 self._cursors.append(cursor)
             if self.fills and cursor is not None:
                 ahead = _AHEAD if self._stream.ahead() is Ahead.FREE else 1
@@ -232,17 +231,6 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             given = -(-(self._state["position"] - reader) // deal.readers)
             hosted.append(Hosted(cursor, known, wanted, deal.stride, given))
         return Turns(deal, hosted, at, self._shift)
-
-    async def _cursor(self, reading: Reading, state: State) -> Cursor:
-        """Open one reader; at its beginning if an unfitting state may be ignored."""
-        try:
-            return await self._stream.open(reading, state)
-        except StateMismatchError as error:
-            if self._is_strict:
-                raise
-            what = f"reader {reading.share.reader} restarts the epoch"
-            warn(f"the state is ignored, and {what}: {error}")
-        return await self._stream.open(reading, {})
 
     def state_dict(self) -> State:
         """Return the position after the last sample returned, ready for JSON.
