@@ -19,8 +19,8 @@ _SAVE = (
     "beyond it)"
 )
 _READ = (
-    _SAVE + "; where a worker that reads has ended, its rank takes turns without it, "
-    "and only the ranks and workers that saved the states continue, each from its own"
+    _SAVE + "; once a worker that reads has ended, its rank is ahead of the others: "
+    "load the own state of each rank, on as many ranks and workers"
 )
 _SEED = "give the loaders of all ranks the same sampler, seeded alike"
 
@@ -50,8 +50,8 @@ def merge_states(states: Iterable[State]) -> State:
     for state in over:
         if state["epoch"] != epoch + 1 or state["done"]:
             _refuse("epoch", epoch, state["epoch"])
+    hint = _READ if going[0]["readers"] > 1 else _SAVE
     for key in ("done", "beyond"):
-        hint = _READ if going[0]["readers"] > 1 else _SAVE
         _check_alike(going, key, going[0][key], hint)
     _check_orders(going)
     merged = dict(going[0])

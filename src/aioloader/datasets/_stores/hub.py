@@ -74,6 +74,7 @@ class HubSource:
         self._begin()
 
     def _begin(self) -> None:
+        self._pid = os.getpid()
         self._lock = threading.Lock()  # for the file system; held during requests
         self._pool_lock = threading.Lock()
         self._pool = ThreadPoolExecutor(_THREADS, "aioloader-hub")
@@ -112,6 +113,8 @@ class HubSource:
 
     async def _run(self, function: Callable[..., T], *args: Any) -> T:
         """Run a function in a thread; if cancelled, wait for it to end first."""
+        if self._pid != os.getpid():  # threads do not survive a fork
+            self._begin()
         with self._pool_lock:
             job = self._pool.submit(function, *args)
         result: T = await outlast(asyncio.wrap_future(job))

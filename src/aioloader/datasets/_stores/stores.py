@@ -1,7 +1,8 @@
 """Object stores: an address that can be shown, pickled and opened.
 
 The process that uses a URL makes its store, at its first read; stores are never
-pickled. A pickle holds the URL and the options, and is refused if they hold secrets.
+pickled. A pickle holds the URL and the options; if they hold secrets, only the one for
+the loader's own workers is made.
 """
 
 import asyncio
