@@ -115,12 +115,13 @@ async def test_async_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_processor_time_of_some() -> None:
-    """Of each 16th, where one thread makes the whole batch."""
+    """Of some, where one thread makes the whole batch."""
     for options in PLACES.values():
         async with DataLoader(SyncMap(68), 2, **options) as loader:
             await beside(partial(list, loader))
             cpu = [MadeAt._make(one.made).cpu for one in records(loader)]
-            assert [at for at, seconds in enumerate(cpu) if seconds] == [1, 17, 33]
+            measured = [at for at, seconds in enumerate(cpu) if seconds]
+            assert measured == [1, 3, 7, 15, 17, 33]
 
 
 async def test_tensors_in_memory_and_streams() -> None:

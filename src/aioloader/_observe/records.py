@@ -21,8 +21,9 @@ T = TypeVar("T")
 # Batches whose records are kept.
 KEPT = 1024
 # Processor time and bytes are measured for one in this many batches, starting with the
-# second, because the first is atypical.
-CLOCKED = 16
+# second, because the first is atypical; and for these, or of a short epoch none of the
+# bounds would be known.
+_CLOCKED, _EARLY = 16, frozenset((3, 7, 15))
 # Seconds of a batch that is too quick to have waited for a processor often.
 _QUICK = 5e-4
 # Items of a batch that are measured.
@@ -34,6 +35,11 @@ RecordTuple: TypeAlias = tuple[int, float, float, int, int, Made]
 NOT_MADE: Made = (0.0,) * 8
 
 
+def is_clocked(number: int) -> bool:
+    """Tell whether processor time and bytes of this batch are measured."""
+    return number % _CLOCKED == 1 or number in _EARLY
+
+
 def thread_clocks(number: int, seconds: float = 1.0) -> RunTimes | None:
     """Return this thread's times; None for most: reading them takes some 20 us.
 
@@ -41,7 +47,7 @@ def thread_clocks(number: int, seconds: float = 1.0) -> RunTimes | None:
         number: Of the batch.
         seconds: What the one before took; only slow ones read both clocks.
     """
-    if number % CLOCKED != 1:
+    if not is_clocked(number):
         return None
     return run_times() if seconds > _QUICK else RunTimes(time.thread_time(), -1.0)
 
@@ -68,7 +74,7 @@ class MadeAt(NamedTuple):
         busy: Seconds that coroutines took for single samples, summed over these: to
             read them, or else to transform them; 0 if there were none.
         cpu: Seconds of processor time of the plain code that made it, reads included
-            unless coroutines did them; measured only for every 16th batch, otherwise 0.
+            unless coroutines did them; measured for some batches only, otherwise 0.
         delayed: Seconds in which that code was ready to run and waited for a processor;
             measured with ``cpu``, where the system tells.
     """
@@ -311,7 +317,7 @@ class Counters:
     weighed: int = 0
     bytes: int = 0
     clocks: deque[tuple[float, float]] = field(
-        default_factory=partial(deque, maxlen=KEPT // CLOCKED)
+        default_factory=partial(deque, maxlen=KEPT // _CLOCKED)
     )
     listed: Listed | None = None
     lag: Callable[[], LoopLag | None] | None = None
@@ -319,7 +325,7 @@ class Counters:
     iteration: object = field(default_factory=object)
 
     def weigh(self, batch: Any) -> None:
-        """Count the bytes of a batch; called for every 16th."""
+        """Count the bytes of a batch; called for every 16th or so."""
         self.weighed += 1
         self.bytes += bytes_of(batch)
         self.clocks.append((time.perf_counter(), time.process_time()))

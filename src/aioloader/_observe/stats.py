@@ -54,7 +54,7 @@ class LoaderStats:
         worker_restarts: Worker processes started to replace them.
         resumed_at: Batches of a resumed epoch that were delivered before.
         batch_bytes: Bytes of tensors, arrays, bytes and text in a batch: the mean of
-            every 16th; 0 if none was measured.
+            every 16th, and of some of the first; 0 if none was measured.
         listed: The listing of a stream's shards, if this process did it.
         loop_lag: How the event loop that reads samples in this process is blocked;
             None if there is none, or it is not yet measured.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from aioloader._observe.records import CLOCKED, spent, thread_clocks
+from aioloader._observe.records import is_clocked, spent, thread_clocks
 from aioloader._order.epoch import Epoch
 from aioloader._order.indices import IndexBatch
 from aioloader._order.raising import raisable
@@ -164,7 +164,7 @@ class GatherIterator(LocalIterator):
         self.counters.waited += taken - asked
         chunk_size = len(chunk) if type(chunk) is range else chunk.numel()
         cpu = 0.0
-        if number % CLOCKED == 1:
+        if is_clocked(number):
             cpu = taken - asked  # copying memory never waits
             self.counters.weigh(batch)
         made = asked, taken, taken, taken, taken, 0.0, cpu, 0.0

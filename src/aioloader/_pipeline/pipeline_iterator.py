@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NoReturn
 
-from aioloader._observe.records import CLOCKED, Counters, RecordTuple
+from aioloader._observe.records import Counters, RecordTuple, is_clocked
 from aioloader._order.epoch import Epoch
 from aioloader._order.forks import fork_safe
 from aioloader._order.indices import IndexBatch
@@ -410,7 +410,7 @@ class PipelineIterator:
                 self.counters.batches += is_delivered
                 if is_delivered:
                     self._records.append(self._record(number, result))
-                    if number % CLOCKED == 1:
+                    if is_clocked(number):
                         self.counters.weigh(result.batch)
                 # Last: an interrupt after this would lose the batch, and user code,
                 # such as the sampler, has run before.
