@@ -1,6 +1,5 @@
 """Lanes take turns sample by sample, however their samples come and are pulled."""
 
-import asyncio
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -13,9 +12,9 @@ import pytest
 from aioloader._order.blocks import Bad, Block, weave
 from aioloader._order.shares import Share
 from aioloader.datasets._arrow.rows import Rows
-from aioloader.datasets._streams import interleave
-from aioloader.datasets._streams.cursors import State
-from aioloader.datasets._streams.iterators import Reading
+from aioloader.datasets._streams import lane
+from aioloader.datasets._streams import weave as weaving
+from aioloader.datasets._streams.cursors import Reading, State
 from aioloader.datasets.sharded import ShardedStream
 
 # Uneven shards, dealt to three lanes: the last lane ends first, the first one last.
@@ -101,8 +100,9 @@ class Memory:
 @pytest.fixture(autouse=True, params=[4, 1 << 14], ids=["few", "many"])
 def _sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weave a few samples at a time, so that there are many ends; or many."""
-    for name, factor in (("_SAMPLES", 1), ("_ROWS", 2), ("_WOVEN", 2)):
-        monkeypatch.setattr(interleave, name, factor * request.param)
+    monkeypatch.setattr(lane, "_SAMPLES", request.param)
+    monkeypatch.setattr(lane, "_ROWS", 2 * request.param)
+    monkeypatch.setattr(weaving, "_WOVEN", 2 * request.param)
 
 
 @asynccontextmanager
@@ -208,24 +208,6 @@ async def test_the_shard_after_such_a_failure_is_whole(make: Samples) -> None:
     rest, _ = await read(made, state, itertools.repeat(5))
     lost = {*range(2, 7)}
     assert Counter(rest) == Counter({*whole[6:]} - lost | {"sample -1"})
-
-
-async def test_a_cancelled_pull_loses_nothing() -> None:
-    """Whatever it was waiting for."""
-    made = Memory(as_rows)
-    found: list[Any] = []
-    async with cursor_of(made, {}) as cursor:
-        for turns in itertools.count():
-            pull = asyncio.create_task(cursor.pull(3))
-            for _ in range(turns % 4):
-                await asyncio.sleep(0)
-            pull.cancel()
-            await asyncio.wait([pull])
-            block = await cursor.pull(2) if pull.cancelled() else pull.result()
-            if not len(block):
-                break
-            found += map(number_of, block)
-    assert found == made.in_turn()
 
 
 async def test_columns_stay_columns() -> None:

@@ -110,7 +110,7 @@ async def test_positions_are_of_what_was_pulled(database: Database) -> None:
         assert len(await readers[1].pull(7)) <= 7  # the first batch is one row
         rows = await readers[1].pull(7)
         assert readers[1].position() == {"key": rows[-1]["id"]}
-        assert readers[1].position_after(3) == {"key": rows[2]["id"]}
+        assert readers[1].positions()(3) == {"key": rows[2]["id"]}
         assert type(readers[1].position()["key"]) is int
 
 

@@ -15,8 +15,8 @@ import pytest
 from aioloader import DataLoader, merge_states
 from aioloader._order.shares import Share
 from aioloader.datasets import JSONLinesDataset, TextDataset, from_iterable
-from aioloader.datasets._streams.iterators import Reading
-from aioloader.datasets._streams.repeats import Repeated
+from aioloader.datasets._streams.cursors import Reading
+from aioloader.datasets._streams.steps import Repeated
 from aioloader.errors import StateMismatchError
 from beside import beside
 from datasets.rank_process import RankProcess
@@ -76,7 +76,10 @@ async def test_a_pass_whose_end_is_cancelled_is_closed() -> None:
     async def open_pass(number: int, _state: Any) -> Any:
         return Pass(number)
 
-    repeated = Repeated(Pass(0), open_pass, None, Share(), {"good": True})  # type: ignore[arg-type]
+    reading = Reading(0, Share(), contextlib.AsyncExitStack())
+    state = {"good": True}
+    first: Any = Pass(0)
+    repeated = Repeated(first, state, reading, open_pass=open_pass, times=None)
     pulling = asyncio.create_task(repeated.pull(1))
     await is_closing.wait()
     pulling.cancel()
@@ -104,7 +107,9 @@ async def test_an_empty_pass_is_not_the_end(times: int | None) -> None:
     async def open_pass(number: int, _state: Any) -> Any:
         return Pass(number)
 
-    repeated = Repeated(Pass(0), open_pass, times, Share(), {})  # type: ignore[arg-type]
+    reading = Reading(0, Share(), contextlib.AsyncExitStack())
+    first: Any = Pass(0)
+    repeated = Repeated(first, {}, reading, open_pass=open_pass, times=times)
     count = times or 6
     found = [await repeated.pull(5) for _ in range(count // 2)]
     assert found == [[number] for number in range(1, count, 2)]

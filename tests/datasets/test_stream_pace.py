@@ -10,7 +10,7 @@ import pytest
 
 from aioloader._order.permutation import ShuffledIndices
 from aioloader.datasets import TextDataset, from_async_iterable, from_iterable
-from aioloader.datasets._streams import windows
+from aioloader.datasets._streams import steps
 from aioloader.datasets.sharded import ShardedStream
 from datasets.shards import parquet, read, text
 from datasets.test_interleave import Memory
@@ -119,7 +119,7 @@ async def test_long_orders_are_made_beside_the_loop(looked_up: dict[int, int]) -
 async def test_a_window_is_freed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """With pauses, and beside the loop: the loop would wait for all of it."""
     threads: list[int] = []
-    monkeypatch.setattr(windows, "pause", lambda: threads.append(threading.get_ident()))
+    monkeypatch.setattr(steps, "pause", lambda: threads.append(threading.get_ident()))
     count = 5 * (1 << 13)
     found, _ = await read(numbers(count).shuffle(count))
     assert sorted(found) == [*range(count)]

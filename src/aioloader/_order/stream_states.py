@@ -14,7 +14,7 @@ from aioloader._order.stream_chains import Description, differences
 from aioloader.errors import StateMismatchError
 
 State: TypeAlias = dict[str, Any]
-VERSION = 4
+VERSION = 5
 
 
 def sealed(state: State) -> State:

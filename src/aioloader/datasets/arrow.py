@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 from aioloader.datasets._arrow.memory import FragmentFormat, MemoryFormat, StreamCursor
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._options import OrderOptions, names_options
-from aioloader.datasets._streams.cursors import Cursor, State
+from aioloader.datasets._streams.cursors import Cursor, Reading, State
 from aioloader.datasets._streams.descriptions import name_of
-from aioloader.datasets._streams.iterators import Reading
 from aioloader.datasets.sharded import ShardedStream
 from aioloader.datasets.streams import Stream
 from aioloader.errors import StateMismatchError
@@ -117,8 +116,8 @@ class _Streamed(Stream[Row]):
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return a cursor over this reader's rows."""
-        share, start = reading.share, state.get("read", 0)
-        return StreamCursor(self._make(share), self._wanted, share, start, repr(self))
+        share = reading.share
+        return StreamCursor(self._make(share), self._wanted, share, state, repr(self))
 
     def _make(self, _share: "Share") -> Callable[[], Any]:
         source = self._source
@@ -169,7 +168,7 @@ class _Ray(_Streamed):
         make = lambda: iterator.iter_batches(  # noqa: E731  (one of them)
             batch_format="pyarrow", batch_size=None
         )
-        return StreamCursor(make, self._wanted, alone, 0, repr(self))
+        return StreamCursor(make, self._wanted, alone, {}, repr(self))
 
     def describe(self) -> State:
         """Return the source and how it is read."""

@@ -31,10 +31,16 @@ from aioloader._order.blocks import (
 )
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.raising import carried
-from aioloader.datasets._streams.cursors import Ahead, Cursor, State
+from aioloader.datasets._streams.cursors import (
+    Ahead,
+    Cursor,
+    Reading,
+    Replayed,
+    State,
+)
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterated import Iterated
-from aioloader.datasets._streams.iterators import Reading, StreamIterator
+from aioloader.datasets._streams.iterators import StreamIterator
 from aioloader.datasets.streams import Stream
 from aioloader.errors import ShardChangedError
 from aioloader.protocols import is_own_stream
@@ -90,8 +96,7 @@ class _Iterable(Stream[Any]):
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return a cursor over this reader's samples."""
-        start = state.get("read", 0)
-        cursor: Cursor = self._cursor(self._source, reading, start)
+        cursor: Cursor = self._cursor(self._source, reading, state)
         return cursor
 
     def reread(self) -> list[str]:
@@ -118,31 +123,32 @@ class _Iterable(Stream[Any]):
         return f"stream of {name}"
 
 
-class _Cursor:
+class _Cursor(Replayed):
     """Selects this reader's samples, and counts the samples read.
 
     Args:
         source: The user's source.
         reading: The epoch, and this reader's number.
-        start: Samples before the starting position.
+        state: How many samples were read before.
     """
 
-    def __init__(self, source: Any, reading: Reading, start: int) -> None:
+    def __init__(self, source: Any, reading: Reading, state: State) -> None:
+        super().__init__(state)
         self._source = source
         self._epoch = reading.epoch
         self._share = reading.share
-        self._start = start
+        self._start: int = state.get("read", 0)
         self._read = 0
         self._iterator: Any = None
         self._has_ended = False
         self._error: BaseException | None = None  # error at the end, until it is raised
         self._same_errors = SameErrors()
 
-    def state(self) -> State:
+    def here(self) -> State:
         """Return the number of samples read; it is the same for all readers."""
         return {"read": max(self._read, self._start)}
 
-    def _made(self) -> Any:
+    def _opened(self) -> Any:
         made = self._source() if callable(self._source) else self._source
         if isinstance(made, Iterated):
             made = made.for_epoch()  # two readers may be in two epochs
@@ -156,7 +162,7 @@ class _Cursor:
         self._has_ended = True
         self._error = failed(error).error
 
-    def _passed(self, samples: list[Any]) -> list[Any]:
+    def _given(self, samples: list[Any]) -> list[Any]:
         """Return samples; after the last ones, raise the error that ended them."""
         if samples or self._error is None:
             return samples
@@ -188,15 +194,15 @@ class _SyncCursor(_Cursor):
 
     _thread: ThreadPoolExecutor | None = None
 
-    async def pull(self, limit: int) -> list[Any]:
+    async def make(self, limit: int) -> list[Any]:
         """Return the next samples."""
         if self._has_ended:
-            return self._passed([])
+            return self._given([])
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "aioloader-iterable")
-        return self._passed(await self._in_thread(partial(self._next, limit)))
+        return self._given(await self._in_thread(partial(self._next, limit)))
 
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """Close a generator in its thread, and end the thread."""
         thread = self._thread
         if thread is not None:
@@ -211,7 +217,7 @@ class _SyncCursor(_Cursor):
     def _next(self, limit: int) -> list[Any]:
         if self._iterator is None:
             try:
-                self._iterator = iter(self._made())
+                self._iterator = iter(self._opened())
             except BaseException as error:  # noqa: BLE001  (raised at the end)
                 self._could_not_open(error)
         samples: list[Any] = []
@@ -231,11 +237,11 @@ class _SyncCursor(_Cursor):
 class _AsyncCursor(_Cursor):
     """Reads an async iterable."""
 
-    async def pull(self, limit: int) -> list[Any]:
+    async def make(self, limit: int) -> list[Any]:
         """Return the next samples."""
         if self._iterator is None and not self._has_ended:
             try:
-                self._iterator = aiter(self._made())
+                self._iterator = aiter(self._opened())
             except BaseException as error:  # noqa: BLE001  (raised at the end)
                 self._could_not_open(error)
         samples: list[Any] = []
@@ -243,9 +249,9 @@ class _AsyncCursor(_Cursor):
             iterator: Any = self._iterator
             block, has_ended = await read_block_async(iterator, limit - len(samples))
             samples += self._mine(block, has_ended=has_ended)
-        return self._passed(samples)
+        return self._given(samples)
 
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """Close a generator, or an inner stream."""
         self._has_ended = True
         iterator, self._iterator = self._iterator, None

@@ -52,9 +52,8 @@ from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.redact import Sealed
 from aioloader.datasets._stores.requests import Requests, policy_of
-from aioloader.datasets._streams.cursors import Ahead, Cursor, State
-from aioloader.datasets._streams.interleave import AsTheyCome, Interleaved, Lane
-from aioloader.datasets._streams.iterators import Reading
+from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
+from aioloader.datasets._streams.lane import Lane
 from aioloader.datasets._streams.shards import (
     CutsShards,
     Parser,
@@ -63,6 +62,7 @@ from aioloader.datasets._streams.shards import (
     Summary,
     WeighsShards,
 )
+from aioloader.datasets._streams.weave import AsTheyCome, Interleaved
 from aioloader.datasets.streams import CACHE_BYTES, Stream
 from aioloader.errors import StateMismatchError
 
@@ -170,7 +170,7 @@ class ShardedStream(Stream[Sample_co]):
             self._lane(_Picked(shards, mine[lane::lanes]), budget, one)
             for lane, one in zip(range(lanes), states, strict=True)
         ]
-        return _Sharded(kind(opened, state), summary)
+        return kind(opened, state, summary)
 
     def ahead(self) -> Ahead:
         """Return how far it may be read ahead: not if its order may change."""
@@ -338,21 +338,6 @@ class _Picked(Sequence[Shard]):
 
     def __getitem__(self, number: Any) -> Shard:
         return self._shards[self._places[number]]
-
-
-class _Sharded:
-    """Lanes, with the summary of the shards that their state needs."""
-
-    def __init__(self, lanes: Interleaved, summary: Summary) -> None:
-        self._lanes = lanes
-        self._summary = summary
-        self.pull = lanes.pull
-        self.take = lanes.take
-        self.aclose = lanes.aclose
-
-    def state(self) -> State:
-        """Return the state of the lanes."""
-        return {"shards": self._summary, **self._lanes.state()}
 
 
 class StoredFormat(ShardFormat, Protocol):

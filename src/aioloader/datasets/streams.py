@@ -10,28 +10,30 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
-from aioloader._order.permutation import ShuffledIndices, keyed_order
 from aioloader._order.ranks import Tail
 from aioloader._order.shares import Deal, Share, evened
 from aioloader.datasets._options import check_at_least
-from aioloader.datasets._streams.counts import Batched, Skipped, Taken
-from aioloader.datasets._streams.cursors import (
-    Ahead,
-    Cursor,
-    Filtered,
-    Mapped,
-    MappedAsync,
-    State,
-)
-from aioloader.datasets._streams.decoded import Decoded
+from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterated import Iterated
-from aioloader.datasets._streams.iterators import Reading
-from aioloader.datasets._streams.mix import Mixed, Until
-from aioloader.datasets._streams.repeats import EpochPart, Repeated, epoch_of_pass
-from aioloader.datasets._streams.windows import Shuffled
+from aioloader.datasets._streams.steps import (
+    Batched,
+    Decoded,
+    EpochPart,
+    Filtered,
+    FilteredAsync,
+    Mapped,
+    MappedAsync,
+    Repeated,
+    Shuffled,
+    Skipped,
+    Taken,
+    epoch_of_pass,
+)
+from aioloader.datasets._streams.weave import Mixed, Until
 from aioloader.datasets.decoders import Decoder, Spec
 from aioloader.protocols import is_async_function
 
@@ -66,11 +68,12 @@ class Stream(Iterated[Sample_co]):
         """
         check_at_least(concurrency, 1, "concurrency")
         is_async = is_async_function(function)
-        making = _Making(Mapped, function)
+        kind: Any = Mapped
         if is_async:
-            making = _Making(MappedAsync, function, concurrency)
+            kind = partial(MappedAsync, concurrency=concurrency)
+        kind = partial(kind, function=function)
         named = name_of(function)
-        return _Step(self, making, "map", function=named, is_async=is_async)
+        return _Step(self, kind, "map", function=named, is_async=is_async)
 
     def decode(self, *specs: Spec) -> "Stream[Any]":
         """Return the stream with bytes decoded by extension, in threads.
@@ -86,12 +89,14 @@ class Stream(Iterated[Sample_co]):
             ImportError: If pictures are to be decoded, and Pillow is not installed.
         """
         decoder = Decoder(*specs)
-        return _Step(self, _Making(Decoded, decoder), "decode", **decoder.describe())
+        kind = partial(Decoded, function=decoder)
+        return _Step(self, kind, "decode", **decoder.describe())
 
     def filter(self, function: Callable[[Any], Any]) -> "Stream[Sample_co]":
         """Return the stream of the samples for which ``function`` returns true."""
-        making = _Making(Filtered, function, is_async=is_async_function(function))
-        return _Step(self, making, "filter", function=name_of(function))
+        kind = FilteredAsync if is_async_function(function) else Filtered
+        made_by = partial(kind, function=function)
+        return _Step(self, made_by, "filter", function=name_of(function))
 
     def shuffle(self, size: int, *, seed: int = 0) -> "Stream[Sample_co]":
         """Return the stream with each window of ``size`` samples permuted.
@@ -100,19 +105,21 @@ class Stream(Iterated[Sample_co]):
         samples of many places into one window.
         """
         check_at_least(size, 1, "size")
-        return _Shuffle(self, operator.index(size), operator.index(seed))
+        size, seed = operator.index(size), operator.index(seed)
+        kind = partial(Shuffled, size=size, seed=seed)
+        return _Step(self, kind, "shuffle", size=size, seed=seed)
 
     def take(self, count: int) -> "Stream[Sample_co]":
         """Return the stream of the first ``count`` samples of each reader."""
         check_at_least(count, 0, "count")
         count = operator.index(count)
-        return _Step(self, _Making(Taken, count), "take", count=count)
+        return _Step(self, partial(Taken, count=count), "take", count=count)
 
     def skip(self, count: int) -> "Stream[Sample_co]":
         """Return the stream without the first ``count`` samples of each reader."""
         check_at_least(count, 0, "count")
         count = operator.index(count)
-        return _Step(self, _Making(Skipped, count), "skip", count=count)
+        return _Step(self, partial(Skipped, count=count), "skip", count=count)
 
     def repeat(self, times: int | None = None) -> "Stream[Sample_co]":
         """Return the stream repeated ``times`` times.
@@ -146,8 +153,8 @@ class Stream(Iterated[Sample_co]):
         """Return the stream of lists of ``size`` samples (of ``Rows`` for tables)."""
         check_at_least(size, 1, "size")
         size = operator.index(size)
-        making = _Making(Batched, size, drop_last=drop_last)
-        return _Step(self, making, "batch", size=size, drop_last=drop_last)
+        kind = partial(Batched, size=size, drop_last=drop_last)
+        return _Step(self, kind, "batch", size=size, drop_last=drop_last)
 
     def cache(
         self,
@@ -206,21 +213,7 @@ class Stream(Iterated[Sample_co]):
 
 
 # Steps that pass on as many samples as they get.
-_ONE_TO_ONE = {"decode", "map"}
-
-
-class _Making:
-    """Makes a step's cursor from its arguments; can be pickled."""
-
-    def __init__(self, cursor: Any, *args: Any, **options: Any) -> None:
-        self._cursor, self._args, self._options = cursor, args, options
-        self.has_state: bool = cursor.has_state
-
-    def make(self, upstream: Cursor, state: State) -> Cursor:
-        cursor: Cursor = self._cursor(upstream, *self._args, **self._options)
-        if self.has_state:
-            cursor.load(state)  # type: ignore[attr-defined]
-        return cursor
+_ONE_TO_ONE = {"decode", "map", "shuffle"}
 
 
 class _Over(Stream[Any]):
@@ -280,16 +273,20 @@ class _Step(_Over):
 
     Args:
         upstream: The other one.
-        making: Makes the cursor.
+        made_by: Makes the cursor over that of the other one, from a state.
         kind: Name of the step.
         parameters: The step's part of ``describe``.
     """
 
     def __init__(
-        self, upstream: Stream[Any], making: _Making, kind: str, **parameters: Any
+        self,
+        upstream: Stream[Any],
+        made_by: Callable[[Cursor, State, Reading], Cursor],
+        kind: str,
+        **parameters: Any,
     ) -> None:
         super().__init__(upstream)
-        self._making = making
+        self._made_by = made_by
         self._kind = kind
         self.is_one_to_one = kind in _ONE_TO_ONE
         self._parameters = parameters
@@ -297,10 +294,11 @@ class _Step(_Over):
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return the step's cursor over that of the previous step."""
         upstream = await self.upstream.open(reading, state.get("up", {}))
-        return self._making.make(upstream, state)
+        return self._made_by(upstream, state, reading)
 
     def __repr__(self) -> str:
-        return f"{self.upstream!r}.{self._kind}(...)"
+        shown = self._parameters["size"] if self._kind == "shuffle" else "..."
+        return f"{self.upstream!r}.{self._kind}({shown})"
 
     def total(self) -> int | None:
         """Return the length of an epoch, if known."""
@@ -314,40 +312,6 @@ class _Step(_Over):
         """Return the step's parameters, and the previous stream."""
         upstream = self.upstream.describe()
         return {"kind": self._kind, **self._parameters, "of": upstream}
-
-
-class _Shuffle(_Over):
-    """A stream whose windows are permuted."""
-
-    is_one_to_one = True
-
-    def __init__(self, upstream: Stream[Any], size: int, seed: int) -> None:
-        super().__init__(upstream)
-        self._size = size
-        self._seed = seed
-
-    async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor that permutes windows of the previous stream."""
-        upstream = await self.upstream.open(reading, state.get("up", {}))
-
-        def order(number: int, length: int) -> ShuffledIndices:
-            # Readers permute their windows differently too.
-            place = number * reading.share.readers + reading.share.reader
-            return keyed_order(length, self._seed, reading.epoch, place)
-
-        return Shuffled(upstream, self._size, order, state)
-
-    def total(self) -> int | None:
-        """Return the length of an epoch, if known."""
-        return self.upstream.total()
-
-    def describe(self) -> State:
-        """Return size and seed, and the previous stream."""
-        of = self.upstream.describe()
-        return {"kind": "shuffle", "size": self._size, "seed": self._seed, "of": of}
-
-    def __repr__(self) -> str:
-        return f"{self.upstream!r}.shuffle({self._size})"
 
 
 class _Repeat(_Over):
@@ -367,7 +331,7 @@ class _Repeat(_Over):
             return await self.upstream.open(here, up)
 
         cursor = await open_pass(state.get("pass", 0), state.get("up", {}))
-        return Repeated(cursor, open_pass, self._times, reading.share, state)
+        return Repeated(cursor, state, reading, open_pass=open_pass, times=self._times)
 
     def is_endless(self) -> bool:
         """Tell whether it never ends."""
@@ -400,9 +364,16 @@ class _EpochLength(_Over):
         # To the source all epochs are one, so a pass is never shuffled again midway.
         whole = replace(reading, epoch=reading.begun)
         upstream = await self.upstream.open(whole, state.get("up", {}))
+        count, real = self._parts(share)
         counts_failed = not self.leaves_out or share.in_turns
-        parts = self._parts(share)
-        return EpochPart(upstream, *parts, state, counts_failed=counts_failed)
+        return EpochPart(
+            upstream,
+            state,
+            reading,
+            count=count,
+            real=real,
+            counts_failed=counts_failed,
+        )
 
     def _parts(self, share: Share) -> tuple[int, int]:
         """Return how many samples a reader has, and how many are not padding."""
@@ -416,7 +387,7 @@ class _EpochLength(_Over):
         if "next" in state:
             return {"up": state["next"]}
         left = self._parts(share)[1] - state.get("given", 0)
-        again = state.get("again", 0) + min(passed, left)
+        again = state.get("again", 0) + min(passed + state.get("taken", 0), left)
         return {"up": state.get("up", {}), "again": again}
 
     def total(self) -> int:
@@ -463,23 +434,24 @@ class _Mix(Stream[Any]):
         self._until = until
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        inner = state.get("up") or [{} for _ in self.streams]
         cursors = [
             await stream.open(reading, one)
-            for stream, one in zip(self.streams, inner, strict=True)
+            for stream, one in zip(self.streams, self._ups(state), strict=True)
         ]
         key = (self._seed, reading.epoch, reading.share.reader)
         return Mixed(
             cursors, self._weights, key, state, until=self._until, ahead=self.ahead()
         )
 
+    def _ups(self, state: State) -> list[State]:
+        """Return the state of each source."""
+        return state.get("up") or [{} for _ in self.streams]
+
     def carried(self, state: State, _passed: int, share: Share) -> State | None:
         """Return the beginning of the next epoch: all is drawn again."""
-        count = len(self.streams)
-        ups, taken = state.get("up") or [{}] * count, state.get("taken") or [0] * count
         up = [
-            stream.carried(up, passed, share)
-            for stream, up, passed in zip(self.streams, ups, taken, strict=True)
+            stream.carried(one, 0, share)
+            for stream, one in zip(self.streams, self._ups(state), strict=True)
         ]
         return {"up": [one or {} for one in up]} if any(up) else None
 

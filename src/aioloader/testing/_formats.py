@@ -101,7 +101,7 @@ async def _check_positions(
                     break
                 if isinstance(reader, NamesPositions):
                     for one in range(1, len(block) + 1):
-                        position, at = reader.position_after(one), count + one
+                        position, at = reader.positions()(one), count + one
                         await _check_rest(made_by, shard, position, at, expected)
                 count += len(block)
         except AssertionError as error:

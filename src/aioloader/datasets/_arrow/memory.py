@@ -22,7 +22,7 @@ from aioloader.datasets._arrow.reader import (
     shares,
 )
 from aioloader.datasets._arrow.wanted import Wanted
-from aioloader.datasets._streams.cursors import State
+from aioloader.datasets._streams.cursors import Replayed, State
 from aioloader.datasets._streams.shards import CutsShards, WeighsShards, summary_of
 
 if TYPE_CHECKING:
@@ -189,14 +189,14 @@ def _name(fragment: "ds.Fragment") -> str:
     return "/".join([path, *(f"row group {group.id}" for group in groups)])
 
 
-class StreamCursor:
+class StreamCursor(Replayed):
     """A stream of record batches; each of N readers keeps every Nth row of it.
 
     Args:
         make: Starts the stream; called in a thread.
         wanted: The columns and rows to read.
         share: This reader's number, and the number of readers.
-        start: Rows before the starting position.
+        state: How many rows were read before.
         label: The source, for errors.
     """
 
@@ -205,39 +205,44 @@ class StreamCursor:
         make: Callable[[], Any],
         wanted: Wanted,
         share: "Share",
-        start: int,
+        state: State,
         label: str,
     ) -> None:
-        self._make = make
+        super().__init__(state)
+        self._source = make
         self._wanted = wanted
         self._reader, self._readers = share.reader, share.readers
-        self._at = start
-        self._rows = TableReader(self._opening, Place(label, ""), start, _BUDGET)
+        self._row: int = state.get("read", 0)
+        place = Place(label, "")
+        self._rows = TableReader(self._opening, place, self._row, _BUDGET)
         self._label = label
-        self.aclose = self._rows.aclose
 
-    async def pull(self, limit: int) -> Block:
+    async def close(self) -> None:
+        """Close the source."""
+        await self._rows.aclose()
+
+    async def make(self, limit: int) -> Block:
         """Return the next rows of this reader."""
         while True:
             block = await self._rows.pull(limit * self._readers)
             if not len(block):
                 return block
-            first = (self._reader - self._at) % self._readers
-            self._at += len(block)
+            first = (self._reader - self._row) % self._readers
+            self._row += len(block)
             mine: Block = block[first :: self._readers]
             if len(mine):
                 return mine
 
-    def state(self) -> State:
+    def here(self) -> State:
         """Return the number of rows read for all readers."""
-        return {"read": self._at}
+        return {"read": self._row}
 
     async def _opening(self, _window: int) -> Source:
         rows_of = partial(self._wanted.rows_of, location=self._label)
         return Source(self._batches, rows_of, has_thread=True, is_users=True)
 
     def _batches(self) -> "Iterator[pa.RecordBatch]":
-        for batch in batches_of(self._make()):
+        for batch in batches_of(self._source()):
             self._wanted.check(batch.schema, self._label)
             yield self._wanted.of(batch)
 

@@ -8,6 +8,7 @@ last key.
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -153,13 +154,13 @@ class SQLReader(NamesPositions):
         if self._pulled is None:
             return {} if self._last is None else {"key": self._last}
         _, start, stop = self._pulled
-        return self.position_after(stop - start)
+        return self.positions()(stop - start)
 
-    def position_after(self, count: int) -> Position:
-        """Return the key after ``count`` rows of the last pull."""
+    def positions(self) -> Callable[[int], Position]:
+        """Return what maps a number of rows of the last pull to their key."""
         assert self._pulled is not None
         keys, start, _ = self._pulled
-        return {"key": encoded(keys[start + count - 1].as_py())}
+        return lambda count: {"key": encoded(keys[start + count - 1].as_py())}
 
     def is_draining(self) -> bool:
         """Return whether all was read."""

@@ -1,42 +1,26 @@
 """A stream being read: blocks of samples, and a position that can be saved.
 
 Each step of a stream (``map``, ``filter``, ``take``...) is a cursor over the previous
-step. A step pulls at most as many samples as it was asked for, so its state is that of
-the previous step; a step that reads ahead records the states it passed in a ``Trail``.
+one. ``Replayed`` is the one kind of position: the state before a block, and how many of
+its samples were passed on. Loading it makes the block again, and drops those.
 """
 
 import asyncio
 import enum
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
-from aioloader._order.blocks import (
-    Bad,
-    Block,
-    failed,
-    unreadable,
-)
-from aioloader._order.raising import ends_task
+from aioloader._order.blocks import Block, cut, join, unreadable
+from aioloader._order.shares import Share
 from aioloader.errors import ShardChangedError
 
+if TYPE_CHECKING:
+    from aioloader.datasets._streams.agreement import Agreement
+
 State: TypeAlias = dict[str, Any]
-
-
-class Cursor(Protocol):
-    """Samples that come in blocks."""
-
-    async def pull(self, limit: int) -> Block:
-        """Return the next samples, from 1 to ``limit``; an empty block at the end.
-
-        A sample that failed is a ``Bad``; the stream continues after it.
-        """
-
-    def state(self) -> State:
-        """Return the position of the next sample, to be saved as JSON."""
-
-    async def aclose(self) -> None:
-        """Stop pending work and wait for it to end."""
 
 
 class Ahead(enum.IntEnum):
@@ -51,52 +35,225 @@ class Ahead(enum.IntEnum):
     FREE = 2
 
 
+@dataclass(frozen=True)
+class Reading:
+    """One reader's iteration over a stream.
+
+    Attributes:
+        epoch: Number of the epoch.
+        share: The reader's part of the stream.
+        stack: Closes what the iteration needs.
+        listed: What all readers here share, by the identity of a source.
+        agreement: How ranks compare their lists of shards; None: they do not.
+        is_strict: Whether shards must be those of the state, not only as long.
+        begun: Number of the epoch in which it was at its beginning.
+    """
+
+    epoch: int
+    share: Share
+    stack: AsyncExitStack
+    listed: dict[Any, Any] = field(default_factory=dict)
+    agreement: "Agreement | None" = None
+    is_strict: bool = True
+    begun: int = 0
+
+
+class Made(NamedTuple):
+    """A block that was made and not passed on whole.
+
+    Attributes:
+        before: The state from which it can be made again.
+        length: Number of its samples.
+        failed: Places of those that the source could not read, without ``after``.
+        after: Maps a number of its samples to the state after them.
+    """
+
+    before: State
+    length: int
+    failed: list[int]
+    after: Callable[[int], State] | None = None
+
+
+class Replayed:
+    """Samples that come in blocks: the base of sources and steps.
+
+    A subclass says how to ``make`` the next samples, and from which state: ``here``.
+    Steps over it call ``pull``. What interleaves several cursors, and passes their
+    samples on later, calls ``fill`` and ``take``, and then ``pass_on``.
+
+    Attributes:
+        overshoots: Whether ``make`` may give more samples than it was asked for.
+        makes_ahead: Whether the next block is made while one is passed on.
+
+    Args:
+        state: What ``state`` returned; the subclass takes its own entries.
+    """
+
+    overshoots = False
+    makes_ahead = False
+
+    def __init__(self, state: State) -> None:
+        # Until the samples passed on before it was saved are dropped again.
+        self._loaded = state if state.get("taken") else None
+        self._made: deque[Made] = deque()
+        self._passed = 0  # of the first one
+        self._block: Block = []
+        self._at = 0
+        self._begun: State | None = None  # before the block that is being made
+        self._making: asyncio.Task[Block] | None = None
+
+    async def make(self, limit: int) -> Block:
+        """Return the next samples, about ``limit``; an empty block at the end.
+
+        A sample that failed is a ``Bad``; the stream continues after it.
+        """
+        raise NotImplementedError
+
+    def here(self) -> State:
+        """Return a state from which ``make`` gives what it gives next, for JSON."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Release what is open; nothing is being made."""
+
+    # -- for steps over it ----------------------------------------------------------
+
+    async def pull(self, limit: int) -> Block:
+        """Return the next samples, from 1 to ``limit``; an empty block at the end."""
+        if not self.ready():
+            if self._loaded is not None:
+                await self.fill(limit)
+            elif self.overshoots:
+                self._block = await self.more(limit)
+            else:
+                return await self.make(limit)
+        block = self.take(limit)
+        self.pass_on(len(block))
+        return block
+
+    def state(self) -> State:
+        """Return the position of the first sample that was not passed on."""
+        if self._loaded is not None:
+            return self._loaded
+        if not self._made:
+            return self._begun or self.here()
+        before, _, failed, after = self._made[0]
+        if not self._passed:
+            return before
+        if after is not None:
+            return after(self._passed)
+        failed = [place for place in failed if place < self._passed]
+        return {**before, "taken": self._passed, "failed": failed}
+
+    async def aclose(self) -> None:
+        """Stop pending work, wait for it to end, and release what is open."""
+        making, self._making = self._making, None
+        if making is not None:
+            making.cancel()
+            await asyncio.gather(making, return_exceptions=True)
+        await self.close()
+
+    # -- for what interleaves several ------------------------------------------------
+
+    def ready(self) -> int:
+        """Return how many samples can be taken without waiting."""
+        return len(self._block) - self._at
+
+    async def fill(self, limit: int) -> bool:
+        """Get about ``limit`` more samples; return whether there are any."""
+        if (state := self._loaded) is not None:
+            is_ready = await self.replay(state["taken"], state.get("failed"))
+            self._loaded = None
+            if is_ready:
+                return True
+        block = await self.more(limit)
+        rest = cut(self._block, self._at)
+        self._block, self._at = (join([rest, block]) if len(rest) else block), 0
+        return bool(len(block))
+
+    def take(self, limit: int) -> Block:
+        """Return up to ``limit`` samples that are ready."""
+        whole, start, stop = self._block, self._at, self._at + limit
+        if stop < len(whole):
+            self._at = stop
+            return cut(whole, start, stop)
+        self._block, self._at = [], 0
+        return cut(whole, start) if start else whole
+
+    def pass_on(self, count: int) -> None:
+        """Note that ``count`` samples that were taken have been passed on."""
+        self._passed += count
+        while self._made and self._passed >= self._made[0].length:
+            self.forget(self._made[0].length)
+            self._passed -= self._made.popleft().length
+
+    def forget(self, count: int) -> None:
+        """Note that the oldest block, of ``count`` samples, was passed on."""
+
+    # -- how it makes ----------------------------------------------------------------
+
+    async def more(self, limit: int) -> Block:
+        """Make the next block, and note where it began."""
+        if self.makes_ahead:
+            if self._making is None:
+                self._make_ahead(limit)
+            assert self._making is not None
+            await asyncio.wait([self._making])  # cancellation does not reach it
+            making, self._making = self._making, None
+            block, before = making.result(), self._begun
+            self._begun = None
+            assert before is not None
+        else:
+            before = self.here()
+            block = await self.make(limit)
+        self.note(before, block)
+        if self.makes_ahead and len(block):
+            self._make_ahead(limit)
+        return block
+
+    def note(
+        self,
+        before: State,
+        block: Block,
+        after: Callable[[int], State] | None = None,
+    ) -> None:
+        """Note that ``block`` was made, from the state ``before`` it."""
+        if not len(block):
+            return
+        failed = unreadable(block) if after is None else []
+        self._made.append(Made(before, len(block), failed, after))
+
+    async def replay(self, count: int, known: list[int] | None) -> bool:
+        """Make ``count`` samples again, and drop them; return whether more are ready.
+
+        Raises:
+            ShardChangedError: If there are fewer, or if others could not be read.
+        """
+        found = 0
+        while found < count:
+            block = await self.more(count - found)
+            check_again(block, found, count, known)
+            if not len(block):
+                break
+            dropped = min(len(block), count - found)
+            self._block, self._at = block, dropped
+            self.pass_on(dropped)
+            found += dropped
+        return self.ready() > 0
+
+    def _make_ahead(self, limit: int) -> None:
+        self._begun = self.here()
+        self._making = asyncio.create_task(self.make(limit))
+
+
+Cursor: TypeAlias = Replayed
+
+
 class Pulls(Protocol):
     """The part of a cursor or a reader that ``skip`` needs."""
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples."""
-
-
-class Trail:
-    """The states a cursor passed while reading ahead, to find its position again.
-
-    Args:
-        upstream: The cursor being read.
-    """
-
-    def __init__(self, upstream: Cursor) -> None:
-        self._upstream = upstream
-        # For each block: the state before it, its length, and its unreadable samples.
-        self._blocks: deque[tuple[State, int, list[int]]] = deque()
-        self._taken = 0
-        self._begun: State | None = None
-
-    def begin(self, before: State) -> None:
-        """Note that a pull begins: the upstream has no state until it is added."""
-        self._begun = before
-
-    def add(self, before: State, block: Block) -> None:
-        """Note that ``block`` was pulled, starting at the state ``before``."""
-        self._begun = None
-        if len(block):
-            self._blocks.append((before, len(block), unreadable(block)))
-
-    def advance(self, count: int) -> None:
-        """Note that ``count`` more samples were passed on."""
-        self._taken += count
-        while self._blocks and self._taken >= self._blocks[0][1]:
-            self._taken -= self._blocks.popleft()[1]
-
-    def state(self) -> State:
-        """Return the position of the first sample not yet passed on."""
-        if not self._blocks:
-            up = self._begun or self._upstream.state()
-            return {"up": up, "taken": 0, "failed": []}
-        before, _, failed = self._blocks[0]
-        taken = self._taken
-        passed = [place for place in failed if place < taken]
-        return {"up": before, "taken": taken, "failed": passed}
 
 
 async def skip(cursor: Pulls, count: int, known: list[int] | None = None) -> int:
@@ -154,212 +311,3 @@ def check_again(block: Block, at: int, count: int, known: list[int] | None) -> N
         "shards readable as then, or restart the epoch",
         location=getattr(error, "location", ""),
     ) from error
-
-
-async def guarded(
-    function: Callable[[Any], Awaitable[Any]], sample: Any, stage: str
-) -> Any:
-    """Return what a coroutine function makes of a sample, or its error as ``Bad``."""
-    if type(sample) is Bad:
-        return sample
-    try:
-        return await function(sample)
-    except BaseException as error:
-        if ends_task(error):
-            raise
-        return bad(error, stage)
-
-
-def bad(error: BaseException, stage: str) -> Bad:
-    """Return ``error`` as a ``Bad``, with a note that names the stage."""
-    sample = failed(error, f"the function of {stage!r}")
-    sample.error.add_note(f"aioloader: in {stage!r} of the stream")
-    return sample
-
-
-class Mapped:
-    """Applies a plain function to each sample, a block at a time, in a thread."""
-
-    has_state = False
-    stage = "map"  # for error notes
-
-    def __init__(self, upstream: Cursor, function: Callable[[Any], Any]) -> None:
-        self._upstream = upstream
-        self._function = function
-        self.aclose = upstream.aclose
-
-    def state(self) -> State:
-        """Return the position of the next sample."""
-        return {"up": self._upstream.state()}
-
-    async def pull(self, limit: int) -> Block:
-        """Return the next samples, mapped."""
-        block = await self._upstream.pull(limit)
-        return await asyncio.to_thread(self._apply, block) if len(block) else []
-
-    def _apply(self, block: Block) -> list[Any]:
-        function, made = self._function, []
-        for sample in block:
-            try:
-                made.append(sample if type(sample) is Bad else function(sample))
-            except BaseException as error:  # noqa: BLE001  (the policy decides)
-                made.append(bad(error, self.stage))
-        return made
-
-
-class MappedAsync:
-    """Applies a coroutine function to each sample, many at a time, in order.
-
-    When a call ends, the next one starts, whether or not there is a pull. Memory holds
-    up to ``concurrency`` samples that wait for a call, and as many results that wait
-    for their turn.
-    """
-
-    has_state = True
-
-    def __init__(
-        self,
-        upstream: Cursor,
-        function: Callable[[Any], Awaitable[Any]],
-        concurrency: int,
-    ) -> None:
-        self._upstream = upstream
-        self._function = function
-        self._concurrency = concurrency
-        self._trail = Trail(upstream)
-        self._waiting: deque[Any] = deque()
-        self._tasks: deque[asyncio.Task[Any]] = deque()
-        self._under_way = 0
-        self._reading: asyncio.Task[None] | None = None
-        self._has_ended = False
-        self._loaded: State | None = None  # until its samples are dropped
-
-    def load(self, state: State) -> None:
-        """Drop the samples passed on before ``state`` was taken."""
-        self._loaded = state if state.get("taken") else None
-
-    async def pull(self, limit: int) -> Block:
-        """Return the mapped samples that are ready, at least one."""
-        if self._loaded is not None:
-            known = self._loaded.get("failed")
-            await skip(self._upstream, self._loaded["taken"], known)
-            self._loaded = None
-        self._refill()
-        while not self._tasks and self._reading is not None:
-            reading = self._reading
-            await asyncio.wait([reading])  # cancellation does not reach it
-            if reading.exception() is not None:
-                self._reading = None
-            reading.result()
-            self._refill()
-        made: list[Any] = []
-        while self._tasks and len(made) < limit:
-            if made and not self._tasks[0].done():
-                break
-            await asyncio.wait([self._tasks[0]])  # cancellation does not reach it
-            made.append(self._tasks.popleft().result())
-        self._trail.advance(len(made))
-        self._refill()
-        return made
-
-    def _refill(self) -> None:
-        """Start calls, and read more samples for later ones."""
-        if self._reading is not None and self._reading.done():
-            if self._reading.exception() is not None:
-                return  # raised after the last result
-            self._reading = None
-        while self._waiting and self._under_way < self._concurrency:
-            if len(self._tasks) >= 2 * self._concurrency:
-                return
-            job = guarded(self._function, self._waiting.popleft(), "map")
-            task = asyncio.create_task(job)
-            self._under_way += 1
-            task.add_done_callback(self._ended_call)
-            self._tasks.append(task)
-        # Many at once: one pull costs the same for one sample as for many.
-        is_low = 2 * len(self._waiting) <= self._concurrency
-        if is_low and self._reading is None and not self._has_ended:
-            before = self._upstream.state()
-            self._trail.begin(before)
-            self._reading = asyncio.create_task(self._read(before))
-            self._reading.add_done_callback(self._ended_reading)
-
-    async def _read(self, before: State) -> None:
-        block = await self._upstream.pull(self._concurrency)
-        self._has_ended = not len(block)
-        self._trail.add(before, block)
-        self._waiting.extend(block)
-
-    def _ended_call(self, _task: asyncio.Task[Any]) -> None:
-        self._under_way -= 1
-        self._refill()
-
-    def _ended_reading(self, reading: asyncio.Task[None]) -> None:
-        if not reading.cancelled() and reading.exception() is None:
-            self._refill()
-
-    def state(self) -> State:
-        """Return the position of the first sample not yet passed on."""
-        return self._loaded or self._trail.state()
-
-    async def aclose(self) -> None:
-        """Cancel pending calls and reads."""
-        self._has_ended = True
-        self._waiting.clear()
-        reading, self._reading = self._reading, None
-        tasks = [*self._tasks, *([] if reading is None else [reading])]
-        self._tasks.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._upstream.aclose()
-
-
-class Filtered:
-    """Keeps the samples for which a function, plain or async, returns true."""
-
-    has_state = False
-
-    def __init__(
-        self, upstream: Cursor, function: Callable[[Any], Any], *, is_async: bool
-    ) -> None:
-        self._upstream = upstream
-        self._function = function
-        self._is_async = is_async
-        self.aclose = upstream.aclose
-
-    def state(self) -> State:
-        """Return the position of the next sample."""
-        return {"up": self._upstream.state()}
-
-    async def pull(self, limit: int) -> Block:
-        """Return the next samples that pass."""
-        while True:
-            block = await self._upstream.pull(limit)
-            if not len(block):
-                return []
-            kept = await self._kept(block)
-            if kept:
-                return kept
-
-    async def _kept(self, block: Block) -> list[Any]:
-        if self._is_async:
-            jobs = [guarded(self._function, sample, "filter") for sample in block]
-            said = await asyncio.gather(*jobs)
-        else:
-            said = await asyncio.to_thread(self._ask, block)
-        # A sample for which the function failed is passed on as its error.
-        return [
-            answer if type(answer) is Bad else sample
-            for sample, answer in zip(block, said, strict=True)
-            if type(answer) is Bad or answer
-        ]
-
-    def _ask(self, block: Block) -> list[Any]:
-        function, said = self._function, []
-        for sample in block:
-            try:
-                said.append(sample if type(sample) is Bad else function(sample))
-            except BaseException as error:  # noqa: BLE001  (the policy decides)
-                said.append(bad(error, "filter"))
-        return said

@@ -12,10 +12,10 @@ from aioloader._order.shares import Deal, Share
 from aioloader._order.stream_states import opened, state_of
 from aioloader.datasets._options import check_at_least
 from aioloader.datasets._streams.agreement import RankStore
-from aioloader.datasets._streams.cursors import Ahead, Cursor, State
+from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
 from aioloader.datasets._streams.descriptions import fitted
 from aioloader.datasets._streams.end_talk import StoreTalk
-from aioloader.datasets._streams.iterators import Reading, StreamIterator
+from aioloader.datasets._streams.iterators import StreamIterator
 from aioloader.protocols import OwnStream
 
 Sample_co = TypeVar("Sample_co", covariant=True)

@@ -8,14 +8,13 @@ import asyncio
 import sys
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from aioloader._order.blocks import Bad, Block
-from aioloader._order.shares import Deal, Share
+from aioloader._order.shares import Deal
 from aioloader._order.stream_states import part_of, sealed, state_of
 from aioloader.datasets._streams.agreement import Agreement, RankStore
-from aioloader.datasets._streams.cursors import Ahead, Cursor, State
+from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
 from aioloader.datasets._streams.turns import Alone, Hosted, Turns
 from aioloader.errors import ShardChangedError
 from aioloader.protocols import BlockIterator
@@ -23,29 +22,6 @@ from aioloader.protocols import BlockIterator
 Sample_co = TypeVar("Sample_co", covariant=True)
 # Most samples that ``async for`` reads at once, if they come quickly.
 _AHEAD = 256
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One reader's iteration over a stream.
-
-    Attributes:
-        epoch: Number of the epoch.
-        share: The reader's part of the stream.
-        stack: Closes what the iteration needs.
-        listed: What all readers here share, by the identity of a source.
-        agreement: How ranks compare their lists of shards; None: they do not.
-        is_strict: Whether shards must be those of the state, not only as long.
-        begun: Number of the epoch in which it was at its beginning.
-    """
-
-    epoch: int
-    share: Share
-    stack: AsyncExitStack
-    listed: dict[Any, Any] = field(default_factory=dict)
-    agreement: Agreement | None = None
-    is_strict: bool = True
-    begun: int = 0
 
 
 class Opens(Protocol):

@@ -5,7 +5,7 @@ among readers, state) is built on these three protocols alone.
 """
 
 import abc
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from hashlib import blake2b
 from typing import Any, Literal, Protocol, TypeAlias, get_args
@@ -95,8 +95,8 @@ class NamesPositions(abc.ABC):
     """
 
     @abc.abstractmethod
-    def position_after(self, count: int) -> Position:
-        """Return the position after the first ``count`` samples of the last block."""
+    def positions(self) -> Callable[[int], Position]:
+        """Return what maps a number of samples of the last block to a position."""
 
 
 class CountsBytes(abc.ABC):

@@ -1,20 +1,17 @@
 """The readers of one rank: one alone, or several in fixed turns.
 
 A reader that has ended leaves holes, and no other takes its place, so the same samples
-are at the same positions for any number of ranks. As in lanes, the samples that all
-readers have ready are interleaved into one block, and pulls are slices of it. The state
-of a reader is the one before what was read ahead, or before samples that other ranks
-have yet to deliver; loading it drops the samples in between. Memory holds some hundred
-samples more than without turns.
+are at the same positions for any number of ranks. A reader's state is that after the
+samples that all ranks in step have delivered, or before some that others have read
+further: loading it drops the samples in between.
 """
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
-from aioloader._order.blocks import Bad, Block, cut, join, unreadable, weave
+from aioloader._order.blocks import Bad, Block, cut, join, weave
 from aioloader._order.shares import Deal
 from aioloader.datasets._streams.cursors import Cursor, State, check_again, skip
 
@@ -56,38 +53,37 @@ class Alone:
         self.at = at
         self._name = str(reader)
         self._cursor = cursor
-        # Samples ready in the cursor can be taken one by one, with exact states.
-        self._take_there = getattr(cursor, "take", None)
-        if self._take_there is not None:
-            ahead = 1
         self._taken: int = known["taken"]
         self._known = known
         # Ranks that shared it lagged by this; after its end there is no lag.
         self._lag = 0 if known.get("ended") else at - self._taken
         self._has_ended = False
-        # Read ahead: the samples, how many were taken, and the state before.
+        # Taken from the cursor, how much was given of it, and what the cursor knows of.
         self._ahead: Block = []
-        self._given = 0
-        self._before: State = {}
+        self._given = self._told = 0
         self._limit, self._most = 1, ahead
         self._leaves_out = leaves_out
 
     async def pull(self, limit: int) -> Block | None:
         """Return the next samples, from 1 to ``limit``; None at the end."""
-        return self.take(limit) or await self._pull(limit)
+        block = self.take(limit)
+        if block is None:
+            if self._lag > 0:
+                await self._catch_up()
+            self._tell()
+            block = await self._cursor.pull(limit)
+            self._has_ended = not len(block)
+            self._count(block)
+        return None if self._has_ended else block
 
     def take(self, limit: int) -> Block | None:
         """Return samples that were read ahead; None if there are none."""
-        if self._given >= len(self._ahead):
-            block = (
-                self._take_there(limit) if self._take_there and not self._lag else None
-            )
-            self.at += len(block or ())
-            self._taken += len(block or ())
-            return block
-        block = cut(self._ahead, self._given, self._given + limit)
+        start = self._given
+        if start >= len(self._ahead):
+            return None
+        block: Block = self._ahead[start : start + limit]
         self._given += len(block)
-        self.at += len(block)
+        self._count(block)
         return block
 
     async def one(self) -> Block | None:
@@ -95,28 +91,29 @@ class Alone:
 
         It reads more samples if they come within about a millisecond.
         """
-        before, began = self.streams(), time.perf_counter()
-        block = await self._pull(self._limit)
-        if block is None:
-            return None
+        if self._lag > 0:
+            await self._catch_up()
+        self._tell()
+        began = time.perf_counter()
+        self._has_ended = not await self._cursor.fill(self._limit)
         is_quick = time.perf_counter() - began < _QUICK
         grown = min(2 * self._limit, self._most)
         self._limit = grown if is_quick else max(1, self._limit // 4)
-        self.at -= len(block)
-        self._ahead, self._given, self._before = block, 0, before
+        self._ahead = self._cursor.take(self._cursor.ready())
+        self._given = self._told = 0
         return self.take(1)
 
-    async def _pull(self, limit: int) -> Block | None:
-        if self._lag > 0:
-            await self._catch_up()
-        block = await self._cursor.pull(limit)
-        self._has_ended = not len(block)
+    def _count(self, block: Block) -> None:
         count = len(block)
         if self._leaves_out and isinstance(block, list):
             count -= sum(type(one) is Bad for one in block)
         self.at += count
         self._taken += count
-        return None if self._has_ended else block
+
+    def _tell(self) -> None:
+        """Tell the cursor how many samples were given."""
+        self._cursor.pass_on(self._given - self._told)
+        self._told = self._given
 
     async def _catch_up(self) -> None:
         missing = await skip(self._cursor, self._lag, self._known.get("failed"))
@@ -127,12 +124,9 @@ class Alone:
         """Return the state of each reader."""
         if self._lag > 0:
             return {self._name: self._known}
-        if self._given < len(self._ahead):  # loading drops the samples taken
-            failed = unreadable(cut(self._ahead, 0, self._given))
-            return {self._name: {**self._before[self._name], "failed": failed}}
-        one = {"taken": self._taken, "state": self._cursor.state()}
-        if self._has_ended:
-            one["ended"] = True
+        self._tell()
+        ended = {"ended": True} if self._has_ended else {}
+        one = {"taken": self._taken, "state": self._cursor.state(), **ended}
         return {self._name: one}
 
     def has_ended(self) -> bool:
@@ -164,11 +158,12 @@ class Hosted:
     ) -> None:
         self._cursor = cursor
         self._known, self._known_until = known, given
-        self._marks = deque([known])  # states, each before a block
-        self._failed: list[int] = []  # numbers of unreadable samples
-        self._taken: int = known["taken"]
+        # Samples read; those before the cursor's state; the next one to take.
+        self._read: int = known["taken"]
+        self._passed = self._read
         self._wanted = wanted
         self._stride = stride
+        self._has_ended = "ended" in known
         self._block: Block = []
         self._given = 0
 
@@ -178,7 +173,7 @@ class Hosted:
 
     def has_ended(self) -> bool:
         """Return whether no samples follow those that are ready."""
-        return "ended" in self._marks[-1]
+        return self._has_ended
 
     def look(self, count: int) -> Block:
         """Return the next samples that are ready, without taking them."""
@@ -190,28 +185,33 @@ class Hosted:
 
     async def fill(self, count: int) -> None:
         """Get up to ``count`` samples if none is ready; at least one, or the end."""
-        while not self.ready() and not self.has_ended():
+        while not self.ready() and not self._has_ended:
             await self._pull(count)
 
     async def _pull(self, count: int) -> None:
         assert self._cursor is not None
-        if self._marks[-1]["taken"] < self._taken:
-            self._marks.append(self._here())
-        self._forget(self._wanted - self._stride + 1)
-        first = self._wanted - self._taken  # samples before it belong to other ranks
+        self._pass(self._wanted - self._stride + 1)
+        first = self._wanted - self._read  # samples before it belong to other ranks
         wanted = first + (count - 1) * self._stride + 1
-        most = max(count * self._stride, _SAMPLES)
-        block = await self._cursor.pull(min(wanted, most))
+        most = min(wanted, max(count * self._stride, _SAMPLES))
+        if not self._cursor.ready():
+            await self._cursor.fill(most)
+        block = self._cursor.take(most)
         start = self._known["taken"]
-        again = self._taken - start, self._known_until - start
+        again = self._read - start, self._known_until - start
         check_again(block, *again, self._known.get("failed"))
-        self._failed += [self._taken + place for place in unreadable(block)]
-        self._taken += len(block)
-        if not len(block):
-            self._marks.append({**self._marks[-1], "ended": True})
-            return
+        self._read += len(block)
+        self._has_ended = not len(block)
         self._block, self._given = block[first :: self._stride], 0
         self._wanted += len(self._block) * self._stride
+
+    def _pass(self, given: int) -> int:
+        """Let the cursor forget samples that all ranks have; return how many it has."""
+        passed: int = max(self._passed, min(given, self._read))
+        if self._cursor is not None:
+            self._cursor.pass_on(passed - self._passed)
+        self._passed = passed
+        return passed
 
     def state(self, given: int) -> State:
         """Return a state from which all undelivered samples can be read.
@@ -219,25 +219,20 @@ class Hosted:
         Args:
             given: How many samples all ranks in step have delivered; more may be read.
         """
-        if self._marks[-1]["taken"] < self._taken <= given:
-            self._marks.append(self._here())
-        self._forget(given)
-        mark = {**self._marks[0]}
-        if given <= self._taken:
-            mark["failed"] = [at - mark["taken"] for at in self._failed if at < given]
-        elif given > self._known_until:
-            mark.pop("failed", None)  # only other ranks have read some of them
-        return mark
-
-    def _here(self) -> State:
-        assert self._cursor is not None
-        return {"taken": self._taken, "state": self._cursor.state()}
-
-    def _forget(self, given: int) -> None:
-        """Drop states before the last one that suffices."""
-        while len(self._marks) > 1 and self._marks[1]["taken"] <= given:
-            self._marks.popleft()
-        self._failed = [at for at in self._failed if at >= self._marks[0]["taken"]]
+        start, failed = self._known["taken"], self._known.get("failed")
+        if self._cursor is None or self._read == start:
+            one = {**self._known}
+        else:
+            passed = self._pass(given)
+            one = {"taken": passed, "state": self._cursor.state()}
+            if failed is not None:
+                later = [start + place - passed for place in failed]
+                one["failed"] = [place for place in later if place >= 0]
+        if given > self._known_until:
+            one.pop("failed", None)  # only other ranks have read some of them
+        if self._has_ended and one["taken"] == self._read:
+            one["ended"] = True
+        return one
 
 
 class Turns:

@@ -1,0 +1,187 @@
+"""The shards of one lane, one after the other; small ones are opened ahead."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from aioloader._order.blocks import Bad, Block
+from aioloader.datasets._stores.bytes import START_DIVISOR
+from aioloader.datasets._stores.versions import Version, saved
+from aioloader.datasets._streams.cursors import Replayed, State, skip
+from aioloader.datasets._streams.shards import (
+    CountsBytes,
+    KnowsVersion,
+    NamesPositions,
+    OpensTogether,
+    Position,
+    Shard,
+    ShardFormat,
+    ShardReader,
+)
+from aioloader.errors import ShardChangedError
+
+# Least number of samples that a lane asks its reader for: many share the cost.
+_SAMPLES = 512
+# Least number of rows of columns, which are in memory anyway.
+_ROWS = 1 << 14
+# Shards that may be opened together.
+_TOGETHER = 16
+
+
+class Lane(Replayed):
+    """The samples of several shards.
+
+    Counting from the start of a block is right for data that does not change. A reader
+    of rows, which may be deleted and inserted, names the last one instead.
+
+    Args:
+        made_by: The format that opens a shard.
+        shards: The lane's shards, in order.
+        budget: Bytes to read ahead.
+        state: Where to start: which shard, a position in it, and how many samples after
+            that position were passed on.
+    """
+
+    overshoots = True
+
+    def __init__(
+        self, made_by: ShardFormat, shards: Sequence[Shard], budget: int, state: State
+    ) -> None:
+        super().__init__({})
+        self._format = made_by
+        self._shards = shards
+        self._budget = budget
+        self._number: int = state.get("shard", 0)
+        # Where the shard is opened, and what is dropped then, until it was.
+        self._position: Position = state.get("at", {})
+        self._skip: int = state.get("taken", 0)
+        self._has_columns = False
+        self._reader: ShardReader | None = None
+        self._ahead: deque[ShardReader] = deque()
+        self._done: ShardReader | None = None  # until it is closed
+
+    def here(self) -> State:
+        """Return the position of the next sample, with the version of its shard."""
+        version = self._version()
+        at = {**self._position, **saved(*version)} if version else self._position
+        return {"shard": self._number, "at": at, "taken": self._skip}
+
+    def begin(self) -> None:
+        """Open the first shard, and start reading it ahead."""
+        if self._reader is None and self._number < len(self._shards):
+            self._reader = self._open(self._number, self._position)
+            self._reader.begin()
+
+    async def more(self, limit: int) -> Block:
+        """Return the next samples of a shard; one that is lost is a ``Bad``."""
+        while self._number < len(self._shards):
+            reader = self._reader
+            if reader is None:
+                reader = self._reader = self._open(self._number, self._position)
+            try:
+                await self._drop(reader)
+                least = _ROWS if self._has_columns else _SAMPLES
+                block = await reader.pull(max(limit, least))
+            except ShardChangedError:
+                raise
+            except Exception as error:  # noqa: BLE001  (the loader's policy decides)
+                # The rest of the shard is lost, and all that was to be dropped of it.
+                block = [Bad(error)]
+                self.note(self.here(), block)
+                await self._turn()
+                return block
+            if block:
+                before = self.here()
+                self.note(before, block, self._after(reader, before))
+                self._has_columns = not isinstance(block, list)
+                self._position = reader.position()
+                if reader.is_draining():
+                    self._open_next()
+                return block
+            await self._turn()
+        return []
+
+    def _after(self, reader: ShardReader, before: State) -> Callable[[int], State]:
+        """Return what maps a number of samples of the last block to a state."""
+        if isinstance(reader, NamesPositions):
+            return partial(_named, self._number, reader.positions())
+        return partial(_counted, before)
+
+    async def _drop(self, reader: ShardReader) -> None:
+        """Drop the samples passed on before the state was saved."""
+        if not self._skip:
+            return
+        if missing := await skip(reader, self._skip):
+            raise ShardChangedError(
+                f"shard {self._number} of its lane ends {missing:,} samples before the "
+                "position in the state; it has changed since"
+            )
+        self._skip, self._position = 0, reader.position()
+
+    async def close(self) -> None:
+        """Close the open readers."""
+        readers = [self._reader, *self._ahead, self._done]
+        self._reader = self._done = None
+        self._ahead.clear()
+        for reader in readers:
+            if reader is not None:
+                await reader.aclose()
+
+    def _open_next(self) -> None:
+        """Open the next shards ahead, with half of the budget: the rest is kept free.
+
+        Otherwise each small shard would cost the time of a request.
+        """
+        ahead, shards = self._ahead, self._shards
+        while (number := self._number + len(ahead) + 1) < len(shards):
+            if not self._has_room():
+                return
+            if isinstance(self._format, OpensTogether):
+                few = [shards[at] for at in range(number, len(shards))[:_TOGETHER]]
+                ahead.extend(self._format.open_together(few, self._budget))
+            if len(ahead) < number - self._number:  # none of them
+                ahead.append(self._open(number, {}))
+                ahead[-1].begin()
+
+    def _has_room(self) -> bool:
+        """Return whether one more shard may be read ahead.
+
+        One whose size is not known yet is expected to be small if the current one is,
+        and may take as much as any shard before it is pulled.
+        """
+        left, start = self._budget // 2, self._budget // START_DIVISOR
+        current = self._version()
+        is_small = current is None or current[1].size <= start
+        for reader in self._ahead:
+            count = reader.bytes_ahead() if isinstance(reader, CountsBytes) else left
+            is_whole = is_small if count is None else reader.is_draining()
+            if not is_whole:
+                return False
+            left -= start if count is None else count
+        return not self._ahead or left >= start
+
+    def _version(self) -> tuple[str, Version] | None:
+        """Return the address and version of the current shard, if known."""
+        reader = self._reader
+        return reader.version() if isinstance(reader, KnowsVersion) else None
+
+    def _open(self, number: int, position: Position) -> ShardReader:
+        return self._format.open(self._shards[number], position, self._budget)
+
+    async def _turn(self) -> None:
+        """Move to the next shard."""
+        self._done = self._reader
+        self._reader = self._ahead.popleft() if self._ahead else None
+        self._number += 1
+        self._position, self._skip = {}, 0
+        if self._done is not None:
+            await self._done.aclose()
+            self._done = None
+
+
+def _named(shard: int, position: Callable[[int], Position], count: int) -> State:
+    return {"shard": shard, "at": position(count), "taken": 0}
+
+
+def _counted(before: State, count: int) -> State:
+    return {**before, "taken": count}
