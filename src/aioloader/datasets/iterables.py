@@ -144,7 +144,7 @@ class _Cursor(Replayed):
         self._error: BaseException | None = None  # error at the end, until it is raised
         self._same_errors = SameErrors()
 
-    def here(self) -> State:
+    def _here(self) -> State:
         """Return the number of samples read; it is the same for all readers."""
         return {"read": max(self._read, self._start)}
 
@@ -194,7 +194,7 @@ class _SyncCursor(_Cursor):
 
     _thread: ThreadPoolExecutor | None = None
 
-    async def make(self, limit: int) -> list[Any]:
+    async def _make(self, limit: int) -> list[Any]:
         """Return the next samples."""
         if self._has_ended:
             return self._given([])
@@ -202,11 +202,11 @@ class _SyncCursor(_Cursor):
             self._thread = ThreadPoolExecutor(1, "aioloader-iterable")
         return self._given(await self._in_thread(partial(self._next, limit)))
 
-    async def close(self) -> None:
+    async def _close(self) -> None:
         """Close a generator in its thread, and end the thread."""
         thread = self._thread
         if thread is not None:
-            await self._in_thread(self._close)
+            await self._in_thread(self._end)
             self._thread = None
             await asyncio.to_thread(thread.shutdown)
 
@@ -227,7 +227,7 @@ class _SyncCursor(_Cursor):
             samples += self._mine(block, has_ended=has_ended)
         return samples
 
-    def _close(self) -> None:
+    def _end(self) -> None:
         self._has_ended = True
         if inspect.isgenerator(self._iterator):
             self._iterator.close()
@@ -237,7 +237,7 @@ class _SyncCursor(_Cursor):
 class _AsyncCursor(_Cursor):
     """Reads an async iterable."""
 
-    async def make(self, limit: int) -> list[Any]:
+    async def _make(self, limit: int) -> list[Any]:
         """Return the next samples."""
         if self._iterator is None and not self._has_ended:
             try:
@@ -251,7 +251,7 @@ class _AsyncCursor(_Cursor):
             samples += self._mine(block, has_ended=has_ended)
         return self._given(samples)
 
-    async def close(self) -> None:
+    async def _close(self) -> None:
         """Close a generator, or an inner stream."""
         self._has_ended = True
         iterator, self._iterator = self._iterator, None

@@ -24,7 +24,6 @@ from aioloader.datasets._streams.steps import (
     Decoded,
     EpochPart,
     Filtered,
-    FilteredAsync,
     Mapped,
     MappedAsync,
     Repeated,
@@ -94,9 +93,9 @@ class Stream(Iterated[Sample_co]):
 
     def filter(self, function: Callable[[Any], Any]) -> "Stream[Sample_co]":
         """Return the stream of the samples for which ``function`` returns true."""
-        kind = FilteredAsync if is_async_function(function) else Filtered
-        made_by = partial(kind, function=function)
-        return _Step(self, made_by, "filter", function=name_of(function))
+        is_async = is_async_function(function)
+        kind = partial(Filtered, function=function, is_async=is_async)
+        return _Step(self, kind, "filter", function=name_of(function))
 
     def shuffle(self, size: int, *, seed: int = 0) -> "Stream[Sample_co]":
         """Return the stream with each window of ``size`` samples permuted.
@@ -113,13 +112,13 @@ class Stream(Iterated[Sample_co]):
         """Return the stream of the first ``count`` samples of each reader."""
         check_at_least(count, 0, "count")
         count = operator.index(count)
-        return _Step(self, partial(Taken, count=count), "take", count=count)
+        return _Step(self, partial(Taken, left=count), "take", count=count)
 
     def skip(self, count: int) -> "Stream[Sample_co]":
         """Return the stream without the first ``count`` samples of each reader."""
         check_at_least(count, 0, "count")
         count = operator.index(count)
-        return _Step(self, partial(Skipped, count=count), "skip", count=count)
+        return _Step(self, partial(Skipped, left=count), "skip", count=count)
 
     def repeat(self, times: int | None = None) -> "Stream[Sample_co]":
         """Return the stream repeated ``times`` times.
@@ -384,7 +383,7 @@ class _EpochLength(_Over):
 
     def carried(self, state: State, passed: int, share: Share) -> State:
         """Return the position after the last sample that was delivered."""
-        if "next" in state:
+        if state.get("next") is not None:
             return {"up": state["next"]}
         left = self._parts(share)[1] - state.get("given", 0)
         again = state.get("again", 0) + min(passed + state.get("taken", 0), left)

@@ -217,11 +217,11 @@ class StreamCursor(Replayed):
         self._rows = TableReader(self._opening, place, self._row, _BUDGET)
         self._label = label
 
-    async def close(self) -> None:
+    async def _close(self) -> None:
         """Close the source."""
         await self._rows.aclose()
 
-    async def make(self, limit: int) -> Block:
+    async def _make(self, limit: int) -> Block:
         """Return the next rows of this reader."""
         while True:
             block = await self._rows.pull(limit * self._readers)
@@ -233,7 +233,7 @@ class StreamCursor(Replayed):
             if len(mine):
                 return mine
 
-    def here(self) -> State:
+    def _here(self) -> State:
         """Return the number of rows read for all readers."""
         return {"read": self._row}
 

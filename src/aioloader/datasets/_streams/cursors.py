@@ -77,12 +77,12 @@ class Made(NamedTuple):
 class Replayed:
     """Samples that come in blocks: the base of sources and steps.
 
-    A subclass says how to ``make`` the next samples, and from which state: ``here``.
+    A subclass says how to ``_make`` the next samples, and from which state: ``_here``.
     Steps over it call ``pull``. What interleaves several cursors, and passes their
     samples on later, calls ``fill`` and ``take``, and then ``pass_on``.
 
     Attributes:
-        overshoots: Whether ``make`` may give more samples than it was asked for.
+        overshoots: Whether ``_make`` may give more samples than it was asked for.
         makes_ahead: Whether the next block is made while one is passed on.
 
     Args:
@@ -102,18 +102,18 @@ class Replayed:
         self._begun: State | None = None  # before the block that is being made
         self._making: asyncio.Task[Block] | None = None
 
-    async def make(self, limit: int) -> Block:
+    async def _make(self, limit: int) -> Block:
         """Return the next samples, about ``limit``; an empty block at the end.
 
         A sample that failed is a ``Bad``; the stream continues after it.
         """
         raise NotImplementedError
 
-    def here(self) -> State:
-        """Return a state from which ``make`` gives what it gives next, for JSON."""
+    def _here(self) -> State:
+        """Return a state from which ``_make`` gives what it gives next, for JSON."""
         raise NotImplementedError
 
-    async def close(self) -> None:
+    async def _close(self) -> None:
         """Release what is open; nothing is being made."""
 
     # -- for steps over it ----------------------------------------------------------
@@ -124,9 +124,9 @@ class Replayed:
             if self._loaded is not None:
                 await self.fill(limit)
             elif self.overshoots:
-                self._block = await self.more(limit)
+                self._block = await self._more(limit)
             else:
-                return await self.make(limit)
+                return await self._make(limit)
         block = self.take(limit)
         self.pass_on(len(block))
         return block
@@ -136,7 +136,7 @@ class Replayed:
         if self._loaded is not None:
             return self._loaded
         if not self._made:
-            return self._begun or self.here()
+            return self._begun or self._here()
         before, _, failed, after = self._made[0]
         if not self._passed:
             return before
@@ -151,7 +151,7 @@ class Replayed:
         if making is not None:
             making.cancel()
             await asyncio.gather(making, return_exceptions=True)
-        await self.close()
+        await self._close()
 
     # -- for what interleaves several ------------------------------------------------
 
@@ -162,11 +162,11 @@ class Replayed:
     async def fill(self, limit: int) -> bool:
         """Get about ``limit`` more samples; return whether there are any."""
         if (state := self._loaded) is not None:
-            is_ready = await self.replay(state["taken"], state.get("failed"))
+            is_ready = await self._replay(state["taken"], state.get("failed"))
             self._loaded = None
             if is_ready:
                 return True
-        block = await self.more(limit)
+        block = await self._more(limit)
         rest = cut(self._block, self._at)
         self._block, self._at = (join([rest, block]) if len(rest) else block), 0
         return bool(len(block))
@@ -184,15 +184,15 @@ class Replayed:
         """Note that ``count`` samples that were taken have been passed on."""
         self._passed += count
         while self._made and self._passed >= self._made[0].length:
-            self.forget(self._made[0].length)
+            self._forget(self._made[0].length)
             self._passed -= self._made.popleft().length
 
-    def forget(self, count: int) -> None:
+    def _forget(self, count: int) -> None:
         """Note that the oldest block, of ``count`` samples, was passed on."""
 
     # -- how it makes ----------------------------------------------------------------
 
-    async def more(self, limit: int) -> Block:
+    async def _more(self, limit: int) -> Block:
         """Make the next block, and note where it began."""
         if self.makes_ahead:
             if self._making is None:
@@ -204,14 +204,14 @@ class Replayed:
             self._begun = None
             assert before is not None
         else:
-            before = self.here()
-            block = await self.make(limit)
-        self.note(before, block)
+            before = self._here()
+            block = await self._make(limit)
+        self._note(before, block)
         if self.makes_ahead and len(block):
             self._make_ahead(limit)
         return block
 
-    def note(
+    def _note(
         self,
         before: State,
         block: Block,
@@ -223,7 +223,7 @@ class Replayed:
         failed = unreadable(block) if after is None else []
         self._made.append(Made(before, len(block), failed, after))
 
-    async def replay(self, count: int, known: list[int] | None) -> bool:
+    async def _replay(self, count: int, known: list[int] | None) -> bool:
         """Make ``count`` samples again, and drop them; return whether more are ready.
 
         Raises:
@@ -231,7 +231,7 @@ class Replayed:
         """
         found = 0
         while found < count:
-            block = await self.more(count - found)
+            block = await self._more(count - found)
             check_again(block, found, count, known)
             if not len(block):
                 break
@@ -242,8 +242,8 @@ class Replayed:
         return self.ready() > 0
 
     def _make_ahead(self, limit: int) -> None:
-        self._begun = self.here()
-        self._making = asyncio.create_task(self.make(limit))
+        self._begun = self._here()
+        self._making = asyncio.create_task(self._make(limit))
 
 
 Cursor: TypeAlias = Replayed

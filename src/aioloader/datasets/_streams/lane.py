@@ -60,7 +60,7 @@ class Lane(Replayed):
         self._ahead: deque[ShardReader] = deque()
         self._done: ShardReader | None = None  # until it is closed
 
-    def here(self) -> State:
+    def _here(self) -> State:
         """Return the position of the next sample, with the version of its shard."""
         version = self._version()
         at = {**self._position, **saved(*version)} if version else self._position
@@ -72,7 +72,7 @@ class Lane(Replayed):
             self._reader = self._open(self._number, self._position)
             self._reader.begin()
 
-    async def more(self, limit: int) -> Block:
+    async def _more(self, limit: int) -> Block:
         """Return the next samples of a shard; one that is lost is a ``Bad``."""
         while self._number < len(self._shards):
             reader = self._reader
@@ -87,12 +87,12 @@ class Lane(Replayed):
             except Exception as error:  # noqa: BLE001  (the loader's policy decides)
                 # The rest of the shard is lost, and all that was to be dropped of it.
                 block = [Bad(error)]
-                self.note(self.here(), block)
+                self._note(self._here(), block)
                 await self._turn()
                 return block
             if block:
-                before = self.here()
-                self.note(before, block, self._after(reader, before))
+                before = self._here()
+                self._note(before, block, self._after(reader, before))
                 self._has_columns = not isinstance(block, list)
                 self._position = reader.position()
                 if reader.is_draining():
@@ -118,7 +118,7 @@ class Lane(Replayed):
             )
         self._skip, self._position = 0, reader.position()
 
-    async def close(self) -> None:
+    async def _close(self) -> None:
         """Close the open readers."""
         readers = [self._reader, *self._ahead, self._done]
         self._reader = self._done = None

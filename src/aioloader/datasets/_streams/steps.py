@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 from aioloader._order.blocks import Bad, Block, failed, join, pick, unreadable
 from aioloader._order.permutation import is_quick, keyed_order, paced, pause
@@ -29,8 +29,6 @@ _PULL = 1 << 13
 # Empty passes in a row after which an endless stream is an error. If shards are
 # shuffled, a reader's share of a pass may be empty, and its share of the next one not.
 _EMPTY = 8
-# Opens a pass, starting at a state.
-OpenPass = Callable[[int, State], Awaitable[Cursor]]
 
 
 class Step(Replayed):
@@ -40,23 +38,28 @@ class Step(Replayed):
         upstream: The other one; owned.
         state: What ``state`` returned.
         reading: The reader's iteration.
+        parameters: The step's parameters; they become attributes, or own entries.
+
+    Attributes:
+        own: Its own entries of the state.
     """
 
+    starts: ClassVar[State] = {}  # own entries at the beginning
+
     def __init__(
-        self,
-        upstream: Cursor,
-        state: State,
-        reading: Reading,  # noqa: ARG002  (what a shuffle depends on)
+        self, upstream: Cursor, state: State, reading: Reading, **parameters: Any
     ) -> None:
         super().__init__(state)
         self.upstream = upstream
+        self.reading = reading
+        vars(self).update(parameters)
+        own = {**self.starts, **parameters, **state}
+        self.own: State = {name: own[name] for name in self.starts}
 
-    def here(self) -> State:
-        """Return the position of the step before it."""
-        return {"up": self.upstream.state()}
+    def _here(self) -> State:
+        return {"up": self.upstream.state(), **self.own}
 
-    async def close(self) -> None:
-        """Close the step before it."""
+    async def _close(self) -> None:
         await self.upstream.aclose()
 
 
@@ -67,24 +70,14 @@ class Mapped(Step):
     """Applies a plain function to each sample, a block at a time, in a thread."""
 
     stage = "map"  # for error notes
+    function: Callable[[Any], Any]
 
-    def __init__(
-        self,
-        upstream: Cursor,
-        state: State,
-        reading: Reading,
-        function: Callable[[Any], Any],
-    ) -> None:
-        super().__init__(upstream, state, reading)
-        self._function = function
-
-    async def make(self, limit: int) -> Block:
-        """Return the next samples, mapped."""
+    async def _make(self, limit: int) -> Block:
         block = await self.upstream.pull(limit)
         return await asyncio.to_thread(self._apply, block) if len(block) else []
 
     def _apply(self, block: Block) -> list[Any]:
-        function, made = self._function, []
+        function, made = self.function, []
         for sample in block:
             try:
                 made.append(sample if type(sample) is Bad else function(sample))
@@ -98,8 +91,7 @@ class Decoded(Mapped):
 
     stage = "decode"
 
-    async def make(self, limit: int) -> Block:
-        """Return the next samples, decoded."""
+    async def _make(self, limit: int) -> Block:
         block = await self.upstream.pull(limit)
         if not len(block):
             return []
@@ -110,14 +102,18 @@ class Decoded(Mapped):
 
 
 class Filtered(Mapped):
-    """Keeps the samples for which a plain function returns true."""
+    """Keeps the samples for which a function, plain or async, returns true."""
 
     stage = "filter"
+    is_async: bool
 
-    async def make(self, limit: int) -> Block:
-        """Return the next samples that pass."""
+    async def _make(self, limit: int) -> Block:
         while len(block := await self.upstream.pull(limit)):
-            answers = await self._answers(block)
+            if self.is_async:
+                jobs = [_guarded(self.function, one, self.stage) for one in block]
+                answers: list[Any] = await asyncio.gather(*jobs)
+            else:
+                answers = await asyncio.to_thread(self._apply, block)
             # A sample for which the function failed is passed on as its error.
             kept = [
                 answer if type(answer) is Bad else sample
@@ -127,17 +123,6 @@ class Filtered(Mapped):
             if kept:
                 return kept
         return []
-
-    async def _answers(self, block: Block) -> list[Any]:
-        return await asyncio.to_thread(self._apply, block)
-
-
-class FilteredAsync(Filtered):
-    """Keeps the samples for which a coroutine function returns true."""
-
-    async def _answers(self, block: Block) -> list[Any]:
-        jobs = [_guarded(self._function, sample, self.stage) for sample in block]
-        return await asyncio.gather(*jobs)
 
 
 class MappedAsync(Step):
@@ -149,32 +134,22 @@ class MappedAsync(Step):
     """
 
     overshoots = True
+    function: Callable[[Any], Awaitable[Any]]
+    concurrency: int
 
-    def __init__(
-        self,
-        upstream: Cursor,
-        state: State,
-        reading: Reading,
-        *,
-        function: Callable[[Any], Awaitable[Any]],
-        concurrency: int,
-    ) -> None:
-        super().__init__(upstream, state, reading)
-        self._function = function
-        self._concurrency = concurrency
+    def __init__(self, *args: Any, **parameters: Any) -> None:
+        super().__init__(*args, **parameters)
         self._waiting: deque[Any] = deque()
         self._tasks: deque[asyncio.Task[Any]] = deque()
         self._under_way = 0
         self._reading: asyncio.Task[None] | None = None
         self._has_ended = False
 
-    async def replay(self, count: int, known: list[int] | None) -> bool:
-        """Drop the samples passed on, without another call for each."""
-        await skip(self.upstream, count, known)
+    async def _replay(self, count: int, known: list[int] | None) -> bool:
+        await skip(self.upstream, count, known)  # without another call for each
         return False
 
-    async def more(self, limit: int) -> Block:
-        """Return the mapped samples that are ready, at least one."""
+    async def _more(self, limit: int) -> Block:
         self._refill()
         while not self._tasks and self._reading is not None:
             reading = self._reading
@@ -198,25 +173,25 @@ class MappedAsync(Step):
             if self._reading.exception() is not None:
                 return  # raised after the last result
             self._reading = None
-        while self._waiting and self._under_way < self._concurrency:
-            if len(self._tasks) >= 2 * self._concurrency:
+        while self._waiting and self._under_way < self.concurrency:
+            if len(self._tasks) >= 2 * self.concurrency:
                 return
-            job = _guarded(self._function, self._waiting.popleft(), "map")
+            job = _guarded(self.function, self._waiting.popleft(), "map")
             task = asyncio.create_task(job)
             self._under_way += 1
             task.add_done_callback(self._ended_call)
             self._tasks.append(task)
         # Many at once: one pull costs the same for one sample as for many.
-        is_low = 2 * len(self._waiting) <= self._concurrency
+        is_low = 2 * len(self._waiting) <= self.concurrency
         if is_low and self._reading is None and not self._has_ended:
-            self._begun = self.here()
+            self._begun = self._here()
             self._reading = asyncio.create_task(self._read(self._begun))
             self._reading.add_done_callback(self._ended_reading)
 
     async def _read(self, before: State) -> None:
-        block = await self.upstream.pull(self._concurrency)
+        block = await self.upstream.pull(self.concurrency)
         self._begun = None
-        self.note(before, block)
+        self._note(before, block)
         self._has_ended = not len(block)
         self._waiting.extend(block)
 
@@ -228,8 +203,7 @@ class MappedAsync(Step):
         if not reading.cancelled() and reading.exception() is None:
             self._refill()
 
-    async def close(self) -> None:
-        """Cancel pending calls and reads."""
+    async def _close(self) -> None:
         self._has_ended = True
         self._waiting.clear()
         reading, self._reading = self._reading, None
@@ -238,7 +212,7 @@ class MappedAsync(Step):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await super().close()
+        await super()._close()
 
 
 async def _guarded(
@@ -275,38 +249,29 @@ def _threads() -> int:
 class Taken(Step):
     """Takes the first samples; the stream after them is not read."""
 
-    def __init__(
-        self, upstream: Cursor, state: State, reading: Reading, count: int
-    ) -> None:
-        super().__init__(upstream, state, reading)
-        self._left: int = state.get("left", count)
+    starts: ClassVar[State] = {"left": 0}
 
-    def here(self) -> State:
-        """Return how many samples are left, and the position."""
-        return {**super().here(), "left": self._left}
-
-    async def make(self, limit: int) -> Block:
-        """Return the next samples, until the count is reached."""
-        if self._left <= 0:
+    async def _make(self, limit: int) -> Block:
+        if self.own["left"] <= 0:
             return []
-        block = await self.upstream.pull(min(limit, self._left))
-        self._left -= len(block)
+        block = await self.upstream.pull(min(limit, self.own["left"]))
+        self.own["left"] -= len(block)
         return block
 
 
 class Skipped(Taken):
-    """Drops the first samples, which are read, and gives the rest."""
+    """Drops the first samples, which are read, and gives the rest.
+
+    Those that could not be read are passed on: a failure may be a whole shard, in place
+    of which others' samples were dropped.
+    """
 
     overshoots = True
 
-    async def make(self, limit: int) -> Block:
-        """Return the next samples, preceded by those that could not be read.
-
-        A failure may be a whole shard, in place of which others' samples were dropped.
-        """
-        while self._left > 0:
-            block = await self.upstream.pull(self._left)
-            self._left = self._left - len(block) if len(block) else 0
+    async def _make(self, limit: int) -> Block:
+        while (left := self.own["left"]) > 0:
+            block = await self.upstream.pull(left)
+            self.own["left"] = left - len(block) if len(block) else 0
             if lost := unreadable(block):
                 return [block[place] for place in lost]
         return await self.upstream.pull(limit)
@@ -319,55 +284,40 @@ class Batched(Step):
     """
 
     overshoots = True
+    size: int
+    drop_last: bool
+    # Failed samples of the next batch that were passed on, and all unreadable ones.
+    _again, _known = 0, list[int]()
 
-    def __init__(
-        self,
-        upstream: Cursor,
-        state: State,
-        reading: Reading,
-        *,
-        size: int,
-        drop_last: bool,
-    ) -> None:
-        super().__init__(upstream, state, reading)
-        self._size = size
-        self._drop_last = drop_last
-        # Failed samples of the next batch that were passed on, and all unreadable ones.
-        self._again, self._known = 0, list[int]()
-
-    async def replay(self, count: int, known: list[int] | None) -> bool:
-        """Drop only failed samples: those of a function may succeed now."""
+    async def _replay(self, count: int, known: list[int] | None) -> bool:
+        # Only failed samples are dropped: those of a function may succeed now.
         self._again, self._known = count, known or []
         return False
 
-    async def more(self, limit: int) -> Block:  # noqa: ARG002  (one is enough)
-        """Return the failed samples of the next batch, and the batch."""
+    async def _more(self, limit: int) -> Block:  # noqa: ARG002  (one is enough)
         parts: list[Block] = []
-        found, before = 0, self.here()
-        while found < self._size:
-            block = await self.upstream.pull(self._size - found)
+        found, before = 0, self._here()
+        while found < self.size:
+            block = await self.upstream.pull(self.size - found)
             if not len(block):
                 break
             parts.append(block)
             found += len(block)
-        whole = join(parts)
+        whole, is_short = join(parts), self.drop_last and found < self.size
         if self._again:
             check_again(whole, 0, found, self._known)
         again, self._again = self._again, 0
         if not (isinstance(whole, list) and Bad in set(map(type, whole))):
-            batch: Block = [whole] if found and not self._is_short(found) else []
-            self.note(before, batch)
+            batch: Block = [whole] if found and not is_short else []
+            self._note(before, batch)
             return batch
         after = partial(_batched, before, unreadable(whole), again)
         made: Block = [sample for sample in whole if type(sample) is Bad][again:]
         good = [sample for sample in whole if type(sample) is not Bad]
-        if good and not self._is_short(found):
+        if good and not is_short:
             made = [*made, good]
-        self.note(after(0), made, after)
+        self._note(after(0), made, after)
         return made
-
-    def _is_short(self, found: int) -> bool:
-        return self._drop_last and found < self._size
 
 
 def _batched(before: State, lost: list[int], again: int, count: int) -> State:
@@ -379,37 +329,21 @@ class Shuffled(Step):
     """Samples permuted within windows, so that the state is a position, not a buffer.
 
     The stream is cut into windows, and each is permuted by a separate key, after those
-    that could not be read: so whoever passes on any sample of a window knows whether
-    the same ones fail when it is made again. Two windows are in memory: one that is
-    passed on, and the next one, which is read meanwhile.
+    samples that could not be read: so a step that passes on any sample of a window can
+    tell whether the same ones fail when it is made again. Two windows are in memory:
+    one that is passed on, and the next one, which is read meanwhile.
     """
 
     overshoots = makes_ahead = True
+    starts: ClassVar[State] = {"number": 0}
+    size: int
+    seed: int
 
-    def __init__(
-        self,
-        upstream: Cursor,
-        state: State,
-        reading: Reading,
-        *,
-        size: int,
-        seed: int,
-    ) -> None:
-        super().__init__(upstream, state, reading)
-        self._size, self._seed = size, seed
-        self._epoch, self._share = reading.epoch, reading.share
-        self._number: int = state.get("number", 0)
-
-    def here(self) -> State:
-        """Return the number of the window, and where it starts."""
-        return {**super().here(), "number": self._number}
-
-    async def make(self, limit: int) -> Block:  # noqa: ARG002  (a window)
-        """Return the samples of the next window, permuted."""
+    async def _make(self, limit: int) -> Block:  # noqa: ARG002  (a window)
         parts: list[Block] = []
         found, lost = 0, list[Bad]()
-        while found < self._size:
-            block = await self.upstream.pull(min(self._size - found, _PULL))
+        while found < self.size:
+            block = await self.upstream.pull(min(self.size - found, _PULL))
             if not len(block):
                 break
             found += len(block)
@@ -426,13 +360,14 @@ class Shuffled(Step):
             window = self._permuted(parts, good)
         else:  # in a thread, while the previous window is passed on
             window = await asyncio.to_thread(self._permuted, parts, good)
-        self._number += 1
+        self.own["number"] += 1
         return [*lost, *window] if lost else window
 
     def _permuted(self, parts: list[Block], length: int) -> Block:
         # Readers permute their windows differently too.
-        place = self._number * self._share.readers + self._share.reader
-        order = paced(keyed_order(length, self._seed, self._epoch, place))
+        share = self.reading.share
+        place = self.own["number"] * share.readers + share.reader
+        order = paced(keyed_order(length, self.seed, self.reading.epoch, place))
         if not any(isinstance(part, list) for part in parts):
             return pick(join(parts), [*chain.from_iterable(order)])
         whole: Any = list(join(parts)) if len(parts) > 1 else parts.pop()
@@ -459,128 +394,77 @@ class Repeated(Step):
     wait for this one. So is a pass in which all samples failed: no policy could ever
     end it.
 
-    Args:
-        upstream: The current pass; owned.
-        state: What ``state`` returned.
-        reading: The reader's iteration.
-        open_pass: Opens another one.
+    Attributes:
+        open_pass: Opens a pass by its number, starting at a state.
         times: Number of passes; None: endless.
     """
 
-    def __init__(
-        self,
-        upstream: Cursor,
-        state: State,
-        reading: Reading,
-        *,
-        open_pass: OpenPass,
-        times: int | None,
-    ) -> None:
-        super().__init__(upstream, state, reading)
-        self._open_pass = open_pass
-        self._times = times
-        self._share = reading.share
-        self._pass: int = state.get("pass", 0)
-        self._has_good: bool = state.get("good", False)
-        lost = state.get("lost")
-        self._lost: BaseException | None = None if lost is None else DatasetError(lost)
+    starts: ClassVar[State] = {"pass": 0, "good": False, "lost": None}
+    open_pass: Callable[[int, State], Awaitable[Cursor]]
+    times: int | None
+    _lost: BaseException | None = None  # the last error of a pass without good samples
 
-    def here(self) -> State:
-        """Return the position of the current pass, and its number."""
-        lost = {} if self._lost is None else {"lost": str(self._lost)}
-        return {**super().here(), "pass": self._pass, "good": self._has_good, **lost}
-
-    async def make(self, limit: int) -> Block:
-        """Return the next samples, all of one pass.
-
-        Raises:
-            ValueError: If there are none to repeat without end.
-        """
-        empty = 0
-        while True:
-            block = await self.upstream.pull(limit)
-            if len(block):
-                self._look(block)
-                return block
-            if self._lost is not None and not self._has_good:
-                lost, self._lost = self._lost, None
+    async def _make(self, limit: int) -> Block:
+        own, empty = self.own, 0
+        while not len(block := await self.upstream.pull(limit)):
+            if own["lost"] is not None and not own["good"]:
+                lost = self._lost or DatasetError(own["lost"])
+                own["lost"] = self._lost = None
                 lost.add_note("aioloader: all samples failed; they are not repeated")
                 raise lost
-            if self._pass + 1 == self._times:
+            if own["pass"] + 1 == self.times:
                 return []
-            empty = 0 if self._has_good else empty + 1
-            if self._times is None and empty == _EMPTY:
+            empty = 0 if own["good"] else empty + 1
+            if self.times is None and empty == _EMPTY:
+                share = self.reading.share
                 raise ValueError(
-                    f"reader {self._share.reader} of {self._share.readers} had no "
-                    f"samples in {empty} passes in a row, so it has none to repeat; "
-                    "give it shards that have some, use fewer readers, or an iterable "
-                    "that can be read again"
+                    f"reader {share.reader} of {share.readers} had no samples in "
+                    f"{empty} passes in a row, so it has none to repeat; give it "
+                    "shards that have some, use fewer readers, or an iterable that can "
+                    "be read again"
                 )
             before = self.upstream
-            self.upstream = await self._open_pass(self._pass + 1, {})
-            self._pass += 1
-            self._has_good = False
+            self.upstream = await self.open_pass(own["pass"] + 1, {})
+            own.update({"pass": own["pass"] + 1, "good": False})
             # If closing is interrupted, files stay open.
             await outlast(asyncio.create_task(before.aclose()))
-
-    def _look(self, block: Block) -> None:
-        """Note whether any sample did not fail."""
-        if self._has_good:
-            return
-        bad = [one for one in block if type(one) is Bad] if type(block) is list else []
-        self._has_good = len(bad) < len(block)
-        self._lost = bad[-1].error if bad else None
+        if not own["good"]:
+            is_list = isinstance(block, list)
+            bad = [one for one in block if type(one) is Bad] if is_list else []
+            own["good"] = len(bad) < len(block)
+            self._lost = bad[-1].error if bad else None
+            own["lost"] = str(self._lost) if bad else None
+        return block
 
 
 class EpochPart(Step):
-    """One reader's part of an epoch of a given length.
+    """One reader's part of an epoch of a given length, of an endless stream.
 
-    Args:
-        upstream: An endless stream of samples; owned.
-        state: What ``state`` returned.
-        reading: The reader's iteration.
+    Attributes:
         count: How many of the epoch's samples belong to this reader.
         real: How many of these are not padding, which the next epoch has again.
         counts_failed: Whether failed samples count.
     """
 
-    def __init__(
-        self,
-        upstream: Cursor,
-        state: State,
-        reading: Reading,
-        *,
-        count: int,
-        real: int,
-        counts_failed: bool,
-    ) -> None:
-        super().__init__(upstream, state, reading)
-        self._given: int = state.get("given", 0)
-        # Samples of the previous epoch to drop; the state before the padding.
-        self._again: int = state.get("again", 0)
-        self._next: State | None = state.get("next")
-        self._count, self._real = count, real
-        self._counts_failed = counts_failed
+    # Samples given; those of the previous epoch to drop; the state before the padding.
+    starts: ClassVar[State] = {"given": 0, "again": 0, "next": None}
+    count: int
+    real: int
+    counts_failed: bool
 
-    def here(self) -> State:
-        """Return how many samples were given, and the position of the next one."""
-        more: State = {"again": self._again} if self._again else {}
-        more |= {} if self._next is None else {"next": self._next}
-        return {**super().here(), "given": self._given, **more}
-
-    async def make(self, limit: int) -> Block:
-        """Return the next samples of the epoch."""
-        if self._again:
-            await skip(self.upstream, self._again)
-            self._again = 0
-        left = self._real - self._given
+    async def _make(self, limit: int) -> Block:
+        own = self.own
+        if own["again"]:
+            await skip(self.upstream, own["again"])
+            own["again"] = 0
+        left = self.real - own["given"]
         if left <= 0:
-            left = self._count - self._given
+            left = self.count - own["given"]
             if left <= 0:
                 return []
-            self._next = self._next or self.upstream.state()
+            own["next"] = own["next"] or self.upstream.state()
         block = await self.upstream.pull(min(limit, left))
-        self._given += len(block)
-        if not self._counts_failed and isinstance(block, list):
-            self._given -= sum(type(one) is Bad for one in block)
+        own["given"] += len(block)
+        if not self.counts_failed and isinstance(block, list):
+            own["given"] -= sum(type(one) is Bad for one in block)
         return block

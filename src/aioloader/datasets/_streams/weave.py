@@ -55,7 +55,7 @@ class Weaver(Replayed, Generic[Order]):
         self._orders: deque[Order] = deque()
         self._told = 0
 
-    async def order(self, limit: int) -> tuple[Order, int]:
+    async def _order(self, limit: int) -> tuple[Order, int]:
         """Fill inputs; return the order of the next samples, and their number.
 
         Args:
@@ -63,43 +63,43 @@ class Weaver(Replayed, Generic[Order]):
         """
         raise NotImplementedError
 
-    def counts(self, order: Order, start: int, stop: int) -> Sequence[int]:
+    def _counts(self, order: Order, start: int, stop: int) -> Sequence[int]:
         """Return how many samples of a part of an order are of each input."""
         raise NotImplementedError
 
-    def woven(self, blocks: Sequence[Block], order: Order) -> Block:
+    def _woven(self, blocks: Sequence[Block], order: Order) -> Block:
         """Return the samples of the blocks of those inputs that have some, in order."""
         raise NotImplementedError
 
-    def advance(self, count: int) -> None:
+    def _advance(self, count: int) -> None:
         """Note that the next ``count`` samples were interleaved."""
         raise NotImplementedError
 
-    def after(self, before: State, count: int) -> State:
+    def _after(self, before: State, count: int) -> State:
         """Return the state ``count`` samples of a block after ``here``."""
         raise NotImplementedError
 
-    async def more(self, limit: int) -> Block:
+    async def _more(self, limit: int) -> Block:
         """Interleave what the inputs have ready."""
-        order, length = await self.order(limit)
+        order, length = await self._order(limit)
         if not length:
             return []
-        counts = self.counts(order, 0, length)
+        counts = self._counts(order, 0, length)
         each = zip(self.inputs, counts, strict=True)
         blocks = [one.take(count) for one, count in each if count]
         if len(blocks) == 1:
             block = blocks[0]
         elif length > _ROWS and not any(isinstance(one, list) for one in blocks):
-            block = await asyncio.to_thread(self.woven, blocks, order)  # many columns
+            block = await asyncio.to_thread(self._woven, blocks, order)  # many columns
         else:
-            block = self.woven(blocks, order)
-        before = self.here()
-        self.note(before, block, partial(self.after, before))
+            block = self._woven(blocks, order)
+        before = self._here()
+        self._note(before, block, partial(self._after, before))
         self._orders.append(order)
-        self.advance(length)
+        self._advance(length)
         return block
 
-    def forget(self, count: int) -> None:
+    def _forget(self, count: int) -> None:
         """Tell the inputs that all samples of the oldest block were passed on."""
         self._tell(count)
         self._orders.popleft()
@@ -108,7 +108,7 @@ class Weaver(Replayed, Generic[Order]):
     def _tell(self, upto: int) -> None:
         if upto == self._told:
             return
-        counts = self.counts(self._orders[0], self._told, upto)
+        counts = self._counts(self._orders[0], self._told, upto)
         self._told = upto
         for one, count in zip(self.inputs, counts, strict=True):
             if count:
@@ -120,7 +120,7 @@ class Weaver(Replayed, Generic[Order]):
             self._tell(self._passed)
         return {**super().state(), self._key: [one.state() for one in self.inputs]}
 
-    async def close(self) -> None:
+    async def _close(self) -> None:
         """Close the inputs."""
         for one in self.inputs:
             await one.aclose()
@@ -144,23 +144,23 @@ class Interleaved(Weaver[Sequence[int]]):
         self._turn: int = state.get("turn", 0)
         self._has_begun = False
 
-    def here(self) -> State:
+    def _here(self) -> State:
         """Return whose turn it is, and which lanes have ended."""
         active = set(self._active)
         ended = [at for at in range(len(self.lanes)) if at not in active]
         turn = self._turn % max(1, len(self._active))
         return {"shards": self._summary, "turn": turn, "ended": ended}
 
-    def after(self, before: State, count: int) -> State:
+    def _after(self, before: State, count: int) -> State:
         """Return whose turn it is ``count`` samples later."""
         active = len(self.lanes) - len(before["ended"])
         return {**before, "turn": (before["turn"] + count) % max(1, active)}
 
-    def advance(self, count: int) -> None:
+    def _advance(self, count: int) -> None:
         """Note whose turn it is."""
         self._turn += count
 
-    def counts(self, order: Sequence[int], start: int, stop: int) -> Sequence[int]:
+    def _counts(self, order: Sequence[int], start: int, stop: int) -> Sequence[int]:
         """Return how many samples are of each lane in these turns."""
         if len(self.lanes) == 1:
             return [stop - start]
@@ -169,7 +169,7 @@ class Interleaved(Weaver[Sequence[int]]):
             found[at] = (stop + later) // lanes - (start + later) // lanes
         return found
 
-    async def order(self, limit: int) -> tuple[Sequence[int], int]:
+    async def _order(self, limit: int) -> tuple[Sequence[int], int]:
         """Wait until all lanes have samples; return whole rounds of those that do."""
         if not self._has_begun:  # all at once, not each when its turn comes
             self._has_begun = True
@@ -189,7 +189,7 @@ class Interleaved(Weaver[Sequence[int]]):
             rounds = min(rounds, max(1, max(limit, _WOVEN) // len(going)))
         return going, rounds * len(going)
 
-    def woven(self, blocks: Sequence[Block], order: Sequence[int]) -> Block:
+    def _woven(self, blocks: Sequence[Block], order: Sequence[int]) -> Block:
         """Return the samples in turn; blocks are of the lanes in ascending order."""
         first = sorted(order).index(order[0])
         return weave([*blocks[first:], *blocks[:first]])
@@ -202,7 +202,7 @@ class AsTheyCome(Interleaved):
         super().__init__(lanes, state, summary)
         self._fills: dict[asyncio.Task[bool], int] = {}
 
-    async def order(self, limit: int) -> tuple[Sequence[int], int]:
+    async def _order(self, limit: int) -> tuple[Sequence[int], int]:
         """Wait until a lane has samples; return it alone."""
         while self._active:
             waiting = set(self._fills.values())
@@ -221,14 +221,14 @@ class AsTheyCome(Interleaved):
                     self._active.remove(at)
         return [], 0
 
-    async def close(self) -> None:
+    async def _close(self) -> None:
         """Stop pending reads, and close all lanes."""
         fills = list(self._fills)
         self._fills.clear()
         for fill in fills:
             fill.cancel()
         await asyncio.gather(*fills, return_exceptions=True)
-        await super().close()
+        await super()._close()
 
 
 class Mixed(Weaver[Numbers]):
@@ -266,25 +266,25 @@ class Mixed(Weaver[Numbers]):
         self._draws: Numbers = np.empty(0, np.int64)
         self._drawn_of = -1, 0
 
-    def here(self) -> State:
+    def _here(self) -> State:
         """Return how many samples were drawn, and which streams have ended."""
         return {"drawn": self._drawn, "ended": sorted(self._ended)}
 
-    def after(self, before: State, count: int) -> State:
+    def _after(self, before: State, count: int) -> State:
         """Return how many were drawn ``count`` samples later."""
         return {**before, "drawn": before["drawn"] + count}
 
-    def advance(self, count: int) -> None:
+    def _advance(self, count: int) -> None:
         """Note how many were drawn."""
         self._drawn += count
 
-    def counts(self, order: Numbers, start: int, stop: int) -> Sequence[int]:
+    def _counts(self, order: Numbers, start: int, stop: int) -> Sequence[int]:
         """Return how many of the draws are of each stream."""
         found = np.bincount(order[start:stop], minlength=len(self.inputs))
         counts: list[int] = found.tolist()
         return counts
 
-    def woven(self, blocks: Sequence[Block], order: Numbers) -> Block:
+    def _woven(self, blocks: Sequence[Block], order: Numbers) -> Block:
         """Return the samples in the order of the draws."""
         # Sorted by stream, the samples are those of the blocks, one after the other.
         places = np.empty(len(order), np.int64)
@@ -292,7 +292,7 @@ class Mixed(Weaver[Numbers]):
         indices: Any = places.tolist()
         return pick(join(blocks), indices)
 
-    async def order(self, limit: int) -> tuple[Numbers, int]:
+    async def _order(self, limit: int) -> tuple[Numbers, int]:
         """Draw many streams, and get samples of those."""
         # As many as come quickly: each sample of a stream may have to be waited for.
         most, began = max(limit, self._ask), time.perf_counter()
@@ -316,7 +316,7 @@ class Mixed(Weaver[Numbers]):
 
         After the time ``until`` each stream is asked only once.
         """
-        counts, length = self.counts(choices, 0, len(choices)), len(choices)
+        counts, length = self._counts(choices, 0, len(choices)), len(choices)
         for at, (one, count) in enumerate(zip(self.inputs, counts, strict=True)):
             while one.ready() < count and at not in self._finished:
                 if not await one.fill(count - one.ready()):
