@@ -38,6 +38,7 @@ from aioloader.protocols import is_async_function
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterable
 
     StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -215,37 +216,49 @@ class Stream(Iterated[Sample_co]):
 _ONE_TO_ONE = {"decode", "map", "shuffle"}
 
 
-class _Over(Stream[Any]):
-    """A stream over another one."""
+class _Made(Stream[Any]):
+    """A stream made of others; the ranks and readers of the first one apply."""
 
-    def __init__(self, upstream: Stream[Any]) -> None:
+    def __init__(self, *sources: Stream[Any]) -> None:
         super().__init__()
-        self.ranks = upstream.ranks
-        self.num_readers = upstream.num_readers
-        self.rank_store = upstream.rank_store
-        self.upstream = upstream
+        self.ranks = sources[0].ranks
+        self.num_readers = sources[0].num_readers
+        self.rank_store = sources[0].rank_store
+        self.sources = sources
 
-    def cache(self, directory: "StrPath", max_bytes: int = CACHE_BYTES) -> Self:
-        """Return the stream with its source cached."""
+    def _over(self, sources: "Iterable[Stream[Any]]") -> Self:
         clone = self._clone()
-        clone.upstream = self.upstream.cache(directory, max_bytes)
+        clone.sources = tuple(sources)
         return clone
 
+    def cache(self, directory: "StrPath", max_bytes: int = CACHE_BYTES) -> Self:
+        """Return the stream with its sources cached."""
+        return self._over(one.cache(directory, max_bytes) for one in self.sources)
+
     def ahead(self) -> Ahead:
-        """Return how far its source may be read ahead."""
-        return self.upstream.ahead()
+        """Return how far all its sources may be read ahead."""
+        return min(one.ahead() for one in self.sources)
 
     def reread(self) -> list[str]:
         """Return the names of its sources without a state."""
-        return self.upstream.reread()
+        return [name for one in self.sources for name in one.reread()]
+
+    def places(self) -> list[str]:
+        """Return what distinguishes its sources."""
+        return [place for one in self.sources for place in one.places()]
+
+
+class _Over(_Made):
+    """A stream over another one."""
+
+    @property
+    def upstream(self) -> Stream[Any]:
+        """The other one."""
+        return self.sources[0]
 
     def is_endless(self) -> bool:
         """Tell whether its source never ends."""
         return self.upstream.is_endless()
-
-    def places(self) -> list[str]:
-        """Return what distinguishes its source."""
-        return self.upstream.places()
 
     # Whether a state with "taken" has passed on that many samples after it.
     is_one_to_one = False
@@ -263,8 +276,7 @@ class _Over(Stream[Any]):
         """
         clone = super().evened(tail)
         is_known = self.total() is not None
-        clone.upstream = self.upstream.evened(tail if is_known else "uneven")
-        return clone
+        return clone._over([self.upstream.evened(tail if is_known else "uneven")])
 
 
 class _Step(_Over):
@@ -413,7 +425,7 @@ class _EpochLength(_Over):
         return f"{self.upstream!r}.epoch_length({self._count})"
 
 
-class _Mix(Stream[Any]):
+class _Mix(_Made):
     """Several streams as one."""
 
     def __init__(
@@ -423,70 +435,43 @@ class _Mix(Stream[Any]):
         seed: int,
         until: Until,
     ) -> None:
-        super().__init__()
-        self.ranks = streams[0].ranks
-        self.num_readers = streams[0].num_readers
-        self.rank_store = streams[0].rank_store
-        self.streams = streams
+        super().__init__(*streams)
         self._weights = weights
         self._seed = seed
         self._until = until
 
+    def _each(self, state: State) -> "Iterable[tuple[Stream[Any], State]]":
+        """Return each source and its state."""
+        states = state.get("up") or [{} for _ in self.sources]
+        return zip(self.sources, states, strict=True)
+
     async def open(self, reading: Reading, state: State) -> Cursor:
-        cursors = [
-            await stream.open(reading, one)
-            for stream, one in zip(self.streams, self._ups(state), strict=True)
-        ]
+        cursors = [await one.open(reading, up) for one, up in self._each(state)]
         key = (self._seed, reading.epoch, reading.share.reader)
         return Mixed(
             cursors, self._weights, key, state, until=self._until, ahead=self.ahead()
         )
 
-    def _ups(self, state: State) -> list[State]:
-        """Return the state of each source."""
-        return state.get("up") or [{} for _ in self.streams]
-
     def carried(self, state: State, _passed: int, share: Share) -> State | None:
         """Return the beginning of the next epoch: all is drawn again."""
-        up = [
-            stream.carried(one, 0, share)
-            for stream, one in zip(self.streams, self._ups(state), strict=True)
-        ]
-        return {"up": [one or {} for one in up]} if any(up) else None
+        ups = [one.carried(up, 0, share) for one, up in self._each(state)]
+        return {"up": [one or {} for one in ups]} if any(ups) else None
 
     def describe(self) -> State:
         """Return how the streams are mixed, and their descriptions."""
         return {
             "kind": "mix",
-            "streams": [stream.describe() for stream in self.streams],
+            "streams": [stream.describe() for stream in self.sources],
             "weights": self._weights,
             "seed": self._seed,
             "until": self._until,
         }
 
-    def cache(self, directory: "StrPath", max_bytes: int = CACHE_BYTES) -> Self:
-        """Return the stream with all of its sources cached."""
-        clone = self._clone()
-        clone.streams = [one.cache(directory, max_bytes) for one in self.streams]
-        return clone
-
     def is_endless(self) -> bool:
         """Tell whether it never ends: its first source does not, or its last."""
         ends = all if self._until == "first" else any
-        return ends(stream.is_endless() for stream in self.streams)
-
-    def places(self) -> list[str]:
-        """Return what distinguishes its sources."""
-        return [place for stream in self.streams for place in stream.places()]
-
-    def ahead(self) -> Ahead:
-        """Return how far all its sources may be read ahead."""
-        return min(stream.ahead() for stream in self.streams)
-
-    def reread(self) -> list[str]:
-        """Return the names of its sources without a state."""
-        return [name for stream in self.streams for name in stream.reread()]
+        return ends(stream.is_endless() for stream in self.sources)
 
     def __repr__(self) -> str:
-        first, *others = map(repr, self.streams)
+        first, *others = map(repr, self.sources)
         return f"{first}.mix({', '.join(others)})"
