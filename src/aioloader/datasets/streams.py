@@ -276,7 +276,9 @@ class _Over(_Made):
         """
         clone = super().evened(tail)
         is_known = self.total() is not None
-        return clone._over([self.upstream.evened(tail if is_known else "uneven")])
+        source = self.upstream.evened(tail if is_known else "uneven")
+        clone.sources = (source,)
+        return clone
 
 
 class _Step(_Over):
