@@ -198,20 +198,12 @@ class ShardedStream(Stream[Sample_co]):
         Raises:
             DatasetError: If other ranks have found other shards.
         """
+        readers = reading.share.readers
         if reading.agreement is None:
-            return await self._list(reading.stack, known, reading.share.readers)
+            return await self._list(reading.stack, known, readers)
         what = [self.describe(), self._place]
-        question = await reading.agreement.ask(what, repr(self))
-        for _ in range(2):
-            theirs = question.first and question.first["summary"]
-            async with AsyncExitStack() as stack:
-                found = await self._list(stack, known or theirs, reading.share.readers)
-                if await question.settle(found.summary):
-                    reading.stack.push_async_callback(stack.pop_all().aclose)
-                    return found
-            if theirs is not None:
-                break  # a format that can adopt the others' cuts has done so
-        raise question.refuse(found.summary)
+        find = lambda stack, theirs: self._list(stack, known or theirs, readers)  # noqa: E731
+        return await reading.agreement.on(what, repr(self), reading.stack, find)
 
     async def _list(
         self, stack: AsyncExitStack, known: Summary | None, readers: int

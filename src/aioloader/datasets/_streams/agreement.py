@@ -10,43 +10,35 @@ import asyncio
 import json
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed
 
 from aioloader.errors import DatasetError
 
+
+class HasSummary(Protocol):
+    """What ranks compare."""
+
+    @property
+    def summary(self) -> Any:
+        """What must be equal, JSON-serialisable."""
+
+
+Found = TypeVar("Found", bound=HasSummary)
 # torch's type stubs do not name the stores.
 dist: Any = torch.distributed
 # Seconds that one operation of the store may take, and that a rank waits for others (as
 # long as torch's process groups do), unless `agree` says otherwise.
 TIMEOUT = 60.0
 PATIENCE = 1800.0
-
-
-class _Address(NamedTuple):
-    """Address at which another process can open a store again."""
-
-    host: str | None
-    port: int
-    path: str | None
-
-    def open(self, timeout: timedelta) -> Any:
-        if self.path is not None:
-            Path(self.path).parent.stat()  # a store would wait for minutes
-            return dist.FileStore(self.path)
-        return dist.TCPStore(
-            self.host,
-            self.port,
-            is_master=False,
-            timeout=timeout,
-            wait_for_workers=False,
-        )
 
 
 class RankStore:
@@ -61,7 +53,8 @@ class RankStore:
 
     def __init__(self, store: Any = None, timeout: float | None = None) -> None:
         self._store = store
-        self._address = None if store is None else _address_of(store)
+        # Opens it again, in another process too; None: it cannot be.
+        self._again = None if store is None else _opener_of(store)
         self._timeout = timeout
 
     @property
@@ -71,7 +64,7 @@ class RankStore:
 
     def found(self) -> "RankStore | None":
         """Return this store or that of the process group; None if there is neither."""
-        if self._store is not None or self._address is not None:
+        if self._store is not None or self._again is not None:
             return self
         if not (dist.is_available() and dist.is_initialized()):
             return None
@@ -81,37 +74,49 @@ class RankStore:
         """Return a new connection to the store. Blocks."""
         seconds = TIMEOUT if self._timeout is None else self._timeout
         timeout = timedelta(seconds=seconds)
-        store = self._store if self._address is None else self._address.open(timeout)
+        store = self._store if self._again is None else self._again(timeout)
         store.set_timeout(timeout)
         return store
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._store is not None and self._address is None:
+        if self._store is not None and self._again is None:
             raise pickle.PicklingError(
                 f"a {type(self._store).__name__} cannot be reached from another "
                 "process; give agree() a TCPStore or a FileStore, which workers open "
                 "again"
             )
-        found = self.found()
-        address = getattr(found, "_address", None)
-        return {"_store": None, "_address": address, "_timeout": self._timeout}
+        again = getattr(self.found(), "_again", None)
+        return {"_store": None, "_again": again, "_timeout": self._timeout}
 
     def __repr__(self) -> str:
-        address = self._address
-        if address is None:
+        if self._again is None:
             return type(self._store).__name__
-        return f"FileStore({address.path!r})" if address.path else "TCPStore"
+        path = self._again.keywords.get("path")
+        return f"FileStore({path!r})" if path else "TCPStore"
 
 
-def _address_of(store: Any) -> _Address | None:
-    """Return the address of a store; None if it cannot be opened again."""
+def _opener_of(store: Any) -> "partial[Any] | None":
+    """Return what opens a store once more, given a timeout; None if nothing does."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):
-        return _Address(store.host, store.port, None)
-    if isinstance(store, dist.FileStore):
-        return _Address(None, 0, store.path)
-    return None
+        return partial(_tcp_store, host=store.host, port=store.port)
+    return (
+        partial(_file_store, path=store.path)
+        if isinstance(store, dist.FileStore)
+        else None
+    )
+
+
+def _tcp_store(timeout: timedelta, host: str, port: int) -> Any:
+    return dist.TCPStore(
+        host, port, is_master=False, timeout=timeout, wait_for_workers=False
+    )
+
+
+def _file_store(_timeout: timedelta, path: str) -> Any:
+    Path(path).parent.stat()  # a store would wait for minutes
+    return dist.FileStore(path)
 
 
 @dataclass(frozen=True)
@@ -130,85 +135,69 @@ class Agreement:
     ranks: int
     epoch: int
 
-    async def ask(self, what: Any, who: str) -> "Question":
-        """Look up what another rank has found.
+    async def on(
+        self,
+        what: Any,
+        who: str,
+        stack: AsyncExitStack,
+        find: Callable[[AsyncExitStack, Any], Awaitable[Found]],
+    ) -> Found:
+        """Return what this rank finds, if the first rank has found the same.
 
         Args:
-            what: What identifies the list: equal on all ranks, JSON-serialisable.
+            what: What identifies it: equal on all ranks, JSON-serialisable.
             who: Name of the stream, for errors.
+            stack: Closes what was opened to find it.
+            find: Finds it, given the summary that the first rank found, if any.
+
+        Raises:
+            DatasetError: If ranks have found others, or cannot compare.
         """
-        return await Question.opened(self, what, who)
-
-
-class Question:
-    """One list of shards that ranks compare.
-
-    Attributes:
-        first: Summary that the first rank found; None if this rank is the first.
-    """
-
-    first: Any = None
-
-    def __init__(self, agreement: Agreement, what: Any, who: str) -> None:
-        self._agreement = agreement
-        self._who = who
-        self._key = key_of([agreement.ranks, agreement.epoch, what])
-
-    @classmethod
-    async def opened(cls, agreement: Agreement, what: Any, who: str) -> "Question":
-        """Look the list up and return the question."""
-        question = cls(agreement, what, who)
-        await question._do(question._look)
-        return question
-
-    async def settle(self, summary: Any) -> bool:
-        """Store this rank's summary if it is the first; return whether all agree.
-
-        If they do not, ``first`` is the other rank's summary.
-        """
-        summary = json.loads(json.dumps(summary))
-        if self.first is None:
-            mine = {"rank": self._agreement.rank, "summary": summary}
-            await self._do(lambda store: self._leave(store, mine))
-        return bool(self.first["summary"] == summary)
-
-    def refuse(self, summary: Any) -> DatasetError:
-        """Return the error for a list that differs from the first rank's."""
-        theirs, rank = self.first["summary"], self.first["rank"]
-        return DatasetError(
-            f"{self._who}: rank {self._agreement.rank} found {_shown(summary)}, and "
-            f"rank {rank}, before, {_shown(theirs)}: shards were added or removed "
-            "meanwhile, or the ranks were given different ones, and samples would be "
-            "lost or duplicated; let all ranks read the same names, and start again",
-            location=self._who,
+        key = key_of([self.ranks, self.epoch, what])
+        key, first = await self._do(partial(self._looked, key), who)
+        for _ in range(2):
+            theirs = first and first["summary"]
+            async with AsyncExitStack() as opened:
+                found = await find(opened, theirs)
+                summary = json.loads(json.dumps(found.summary))
+                if first is None:
+                    first = await self._do(partial(self._left, key, summary), who)
+                if first["summary"] == summary:
+                    stack.push_async_callback(opened.pop_all().aclose)
+                    return found
+            if theirs is not None:
+                break  # what can adopt the others' cuts has done so
+        shown, others = _shown(summary), _shown(first["summary"])
+        raise DatasetError(
+            f"{who}: rank {self.rank} found {shown}, and rank {first['rank']}, before, "
+            f"{others}: shards were added or removed meanwhile, or the ranks were "
+            "given different ones, and samples would be lost or duplicated; let all "
+            "ranks read the same names, and start again",
+            location=who,
         )
 
-    def _look(self, store: Any) -> None:
+    def _looked(self, key: str, store: Any) -> tuple[str, Any]:
+        """Return the key of this look, and what the first rank left there."""
         # How often this rank has looked: its first look is compared with the first of
         # the others, its second with their second.
-        time = store.add(f"{self._key}/rank {self._agreement.rank}", 1)
-        self._key = f"{self._key}/{time}"
-        if store.check([self._key]):
-            self.first = json.loads(store.get(self._key))
+        key = f"{key}/{store.add(f'{key}/rank {self.rank}', 1)}"
+        return key, json.loads(store.get(key)) if store.check([key]) else None
 
-    def _leave(self, store: Any, mine: Any) -> None:
-        self.first = json.loads(store.compare_set(self._key, "", json.dumps(mine)))
+    def _left(self, key: str, summary: Any, store: Any) -> Any:
+        """Leave a summary unless another rank was faster; return the first one."""
+        mine = {"rank": self.rank, "summary": summary}
+        return json.loads(store.compare_set(key, "", json.dumps(mine)))
 
-    async def _do(self, job: Callable[[Any], None]) -> None:
+    async def _do(self, job: Callable[[Any], Any], who: str) -> Any:
         """Run an operation in a thread, on a separate connection."""
-        store = self._agreement.store
-
-        def run() -> None:
-            job(store.open())
-
         try:
-            await asyncio.to_thread(run)
+            return await asyncio.to_thread(lambda: job(self.store.open()))
         except Exception as error:
             raise DatasetError(
-                f"{self._who}: rank {self._agreement.rank} could not compare its "
-                f"shards with those of the other ranks, through {store!r}: {error}; "
-                "start again, or give the ranks another store with agree()",
-                location=self._who,
+                f"{who}: rank {self.rank} could not compare its shards with those of "
+                f"the other ranks, through {self.store!r}: {error}; start again, or "
+                "give the ranks another store with agree()",
+                location=who,
             ) from error
 
 
