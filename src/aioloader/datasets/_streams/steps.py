@@ -14,6 +14,7 @@ from aioloader._order.raising import ends_task
 from aioloader.datasets._stores.outlast import outlast
 from aioloader.datasets._streams.cursors import (
     Cursor,
+    Made,
     Reading,
     Replayed,
     State,
@@ -308,9 +309,10 @@ class Batched(Step):
             check_again(whole, 0, found, self._known)
         again, self._again = self._again, 0
         if not (isinstance(whole, list) and Bad in set(map(type, whole))):
-            batch: Block = [whole] if found and not is_short else []
-            self._note(before, batch)
-            return batch
+            if not found or is_short:
+                return []
+            self._made.append(Made(before, 1, []))
+            return [whole]
         after = partial(_batched, before, unreadable(whole), again)
         made: Block = [sample for sample in whole if type(sample) is Bad][again:]
         good = [sample for sample in whole if type(sample) is not Bad]
