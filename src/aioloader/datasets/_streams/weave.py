@@ -160,6 +160,11 @@ class Interleaved(Weaver[Sequence[int]]):
         """Note whose turn it is."""
         self._turn += count
 
+    def _turns(self) -> list[int]:
+        """Return the numbers of the lanes that have not ended, in turn."""
+        at = self._turn % max(1, len(self._active))
+        return self._active[at:] + self._active[:at]
+
     def _counts(self, order: Sequence[int], start: int, stop: int) -> Sequence[int]:
         """Return how many samples are of each lane in these turns."""
         if len(self.lanes) == 1:
@@ -175,11 +180,9 @@ class Interleaved(Weaver[Sequence[int]]):
             self._has_begun = True
             for at in self._active:
                 self.lanes[at].begin()
-        at = self._turn % max(1, len(self._active))
-        turns = self._active[at:] + self._active[:at]
         going = [
             at
-            for at in turns
+            for at in self._turns()
             if self.lanes[at].ready() or await self.lanes[at].fill(limit)
         ]
         self._active = sorted(going)
@@ -200,30 +203,34 @@ class AsTheyCome(Interleaved):
 
     def __init__(self, lanes: Sequence[Lane], state: State, summary: Summary) -> None:
         super().__init__(lanes, state, summary)
-        self._fills: dict[asyncio.Task[bool], int] = {}
+        self._fills: dict[int, asyncio.Task[bool]] = {}
 
     async def _order(self, limit: int) -> tuple[Sequence[int], int]:
         """Wait until a lane has samples; return it alone."""
         while self._active:
-            waiting = set(self._fills.values())
-            for at in self._active:
-                if self.lanes[at].ready():
-                    return [at], min(limit, self.lanes[at].ready())
-                if at not in waiting:
+            turns = self._turns()
+            for at in turns:
+                if not self.lanes[at].ready() and at not in self._fills:
                     fill = asyncio.create_task(self.lanes[at].fill(limit))
-                    self._fills[fill] = at
-            done, _ = await asyncio.wait(
-                self._fills, return_when=asyncio.FIRST_COMPLETED
+                    self._fills[at] = fill
+            for place, at in enumerate(turns):
+                if ready := self.lanes[at].ready():
+                    self._turn += place + 1  # the others come before it the next time
+                    return [at], min(limit, ready)
+            await asyncio.wait(
+                self._fills.values(), return_when=asyncio.FIRST_COMPLETED
             )
-            for fill in done:
-                at = self._fills.pop(fill)
-                if not fill.result():
+            for at in [at for at, fill in self._fills.items() if fill.done()]:
+                if not self._fills.pop(at).result():
                     self._active.remove(at)
         return [], 0
 
+    def _advance(self, count: int) -> None:
+        """Do nothing: whose turn it is does not depend on the number of samples."""
+
     async def _close(self) -> None:
         """Stop pending reads, and close all lanes."""
-        fills = list(self._fills)
+        fills = [*self._fills.values()]
         self._fills.clear()
         for fill in fills:
             fill.cancel()
