@@ -86,7 +86,7 @@ async def test_states_that_do_not_belong_together() -> None:
         StateMismatchError, match=r"of version 0, and .* version 5"
     ) as caught:
         numbers().load_state_dict({"version": 0})
-    assert (caught.value.expected, caught.value.found) == (0, 4)
+    assert (caught.value.expected, caught.value.found) == (0, 5)
 
 
 async def test_a_rank_that_had_a_batch_less(tmp_path: Path) -> None:
