@@ -262,11 +262,6 @@ async def test_large_shards_are_begun_one_by_one(first: int) -> None:
                 assert held <= 1.25 * budget, taken
 
 
-def nothing() -> Any:
-    """Stand for a whole that nobody asks for."""
-    raise AssertionError
-
-
 async def settled() -> None:
     """Let all tasks go as far as they can."""
     for _ in range(30):
@@ -278,12 +273,21 @@ async def test_pieces_grow_and_end_where_blocks_do() -> None:
     size, budget = (20 << 20) + 5, 16 << 20
     asked: list[tuple[int, int]] = []
 
-    async def fetch(start: int, stop: int, _version: Version | None) -> Piece:
-        asked.append((start, stop))
-        await asyncio.sleep(0)
-        return Piece(bytes(stop - start), Version(size))
+    class Object:
+        """An object of zeros."""
 
-    found = ObjectBytes(fetch, nothing, "x", 1000, budget)
+        location = "x"
+
+        async def fetch(self, start: int, stop: int, _version: Any) -> Piece:
+            asked.append((start, stop))
+            await asyncio.sleep(0)
+            return Piece(bytes(stop - start), Version(size))
+
+        async def aclose(self) -> None:
+            """Do nothing."""
+
+    one: Any = Object()
+    found = ObjectBytes(one, 1000, budget)
     found.begin()
     await settled()
     assert asked[0] == (1000, 1 << 16)

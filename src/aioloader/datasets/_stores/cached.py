@@ -1,4 +1,4 @@
-"""Ranged reads through a local cache, kept by version.
+"""One object of a store, through a local cache if there is one.
 
 A stream's blocks are aligned: each is read from the store once per machine, for all
 processes and any start. A table's ranges are kept as they are. The name of a range
@@ -9,14 +9,17 @@ request per object and reader. For tables, the version is trusted for ten minute
 import asyncio
 import json
 import time
-from collections.abc import Awaitable
+from functools import partial
 from typing import Any
 
 from typing_extensions import Buffer
 
 from aioloader._observe.warnings import warn
-from aioloader.datasets._stores.bytes import Fetch, NoRangesError, Piece
+from aioloader.datasets._stores.bytes import NoRangesError, Piece
 from aioloader.datasets._stores.cache_dir import CacheDir
+from aioloader.datasets._stores.client import Client, WholeObject
+from aioloader.datasets._stores.hub import HubSource
+from aioloader.datasets._stores.stores import StoreSource
 from aioloader.datasets._stores.versions import Version
 from aioloader.errors import DatasetError
 
@@ -26,72 +29,122 @@ _FRESH = 600.0
 _WARNED: set[tuple[str, str]] = set()
 
 
-class KeptRanges:
-    """One object's ranges in a cache, by version.
+class StoredObject:
+    """The ranges of one object.
 
     Args:
-        cache: The directory; None: nothing is kept.
+        client: Requests them.
+        source: The store.
+        key: The object.
+        cache: Where they are kept, or None.
         name: Name of the object in the cache; kept as a hash only.
-        store: Address of the store, for a warning.
+
+    Attributes:
+        location: Its redacted address.
     """
 
-    def __init__(self, cache: CacheDir | None, name: str, store: str) -> None:
+    def __init__(
+        self,
+        client: Client,
+        source: StoreSource | HubSource,
+        key: str,
+        cache: CacheDir | None,
+        name: str,
+    ) -> None:
+        self.location = source.locate(key)
+        self.whole = partial(WholeObject, client, source, key)
+        self._request = partial(client.fetch, source, key)
+        self._store = source.label
         self._cache = cache
         self._name = name
-        self._store = store
+        # Pieces share blocks: each is read once, and released after the last piece.
+        self._blocks: dict[int, asyncio.Task[Buffer]] = {}
+        self._facts: asyncio.Task[Version] | None = None
 
-    async def version(self, fetch: Fetch, expected: Version | None) -> Version:
+    async def fetch(self, start: int, stop: int, version: Version | None) -> Piece:
+        """Return a range at a version, less at the object's end; by aligned blocks.
+
+        Raises:
+            NoRangesError: If the server has no ranges.
+            DatasetError: If the object has changed, or cannot be read.
+        """
+        if self._cache is None:
+            return await self._request(start, stop, version)
+        if self._facts is None:
+            self._facts = asyncio.create_task(self._look(version))
+        now: Version = await _waited(self._facts)
+        if now.e_tag is None:
+            return await self._request(start, stop, version)
+        stop = min(stop, now.size)
+        parts: list[Buffer] = []
+        for number in range(start // _BLOCK, -(-stop // _BLOCK)):
+            block = await self._block(number, now)
+            first = number * _BLOCK
+            parts.append(memoryview(block)[max(0, start - first) : stop - first])
+        return Piece(parts[0] if len(parts) == 1 else b"".join(parts), now)
+
+    async def _block(self, number: int, version: Version) -> Buffer:
+        blocks = self._blocks.items()
+        for passed in [at for at, one in blocks if at < number - 4 and one.done()]:
+            del self._blocks[passed]
+        task = self._blocks.get(number)
+        if task is None or (task.done() and task.exception() is not None):
+            start = number * _BLOCK
+            stop = min(start + _BLOCK, version.size)
+            task = asyncio.create_task(self.read(start, stop, version))
+            self._blocks[number] = task
+        block: Buffer = await _waited(task)
+        return block
+
+    async def version(self, expected: Version | None) -> Version:
         """Return the object's version: a recent one that is kept, or the current."""
-        cache = self._cache
-        if cache is not None:
-            found = await asyncio.to_thread(cache.get, self._key("version"))
-            seen, *fields = json.loads(found or "[0]")
-            if abs(time.time() - seen) < _FRESH:
-                version = Version(*fields)
-                if expected is None or version.is_of(expected):
-                    return version
-        version = (await self.looked(fetch(0, 1, expected))).version
-        if cache is not None and version.e_tag is not None:
-            facts = json.dumps([time.time(), *version]).encode()
-            await asyncio.to_thread(cache.put, self._key("version"), facts)
+        found = json.loads(await self._get("version") or "[0]")
+        if abs(time.time() - found[0]) < _FRESH:
+            version = Version(*found[1:])
+            if expected is None or version.is_of(expected):
+                return version
+        version = await self._look(expected)
+        if version.e_tag is not None:
+            await self._put("version", json.dumps([time.time(), *version]).encode())
         return version
 
-    async def looked(self, request: Awaitable[Piece]) -> Piece:
-        """Return the first bytes; warn once if nothing can be kept."""
+    async def _look(self, expected: Version | None) -> Version:
+        """Return the current version; warn once if nothing can be kept."""
         try:
-            piece = await request
+            version = (await self._request(0, 1, expected)).version
         except NoRangesError:
             self._warn("has no ranges")
             raise
-        if piece.version.e_tag is None:
+        if version.e_tag is None:
             self._warn("sends no ETag, so changes would not be noticed")
-        return piece
+        return version
 
-    async def read(
-        self, fetch: Fetch, start: int, stop: int, version: Version | None
-    ) -> Buffer:
-        """Return a range at a version, which is kept if it is known."""
-        if self._cache is None or version is None or version.e_tag is None:
-            return (await fetch(start, stop, version)).data
+    async def read(self, start: int, stop: int, version: Version) -> Buffer:
+        """Return a range at a version, as it is or was kept before."""
+        if self._cache is None or version.e_tag is None:
+            return (await self._request(start, stop, version)).data
         size, e_tag, modified = version
         told = e_tag if version.strong else f"{e_tag} {modified}"
         what = f"{told}\n{size}\n{start}-{stop}"
-        data: Buffer | None
-        data = await asyncio.to_thread(self._cache.get, self._key(what))
+        data: Buffer | None = await self._get(what)
         if data is None:
             try:
-                data = (await fetch(start, stop, version)).data
+                data = (await self._request(start, stop, version)).data
             except DatasetError:  # it may be of another version now
-                put = self._cache.put
-                await asyncio.to_thread(put, self._key("version"), b"[0]")
+                await self._put("version", b"[0]")
                 raise
             if len(memoryview(data)) == min(stop, size) - start:
-                await asyncio.to_thread(self._cache.put, self._key(what), data)
+                await self._put(what, data)
         return data
 
-    def _key(self, what: str) -> str:
-        """Return a key of the cache; no variable, for the name may be a signed URL."""
-        return f"{self._name}\n{what}"
+    async def _get(self, what: str) -> bytes | None:
+        if self._cache is None:
+            return None
+        return await asyncio.to_thread(self._cache.get, f"{self._name}\n{what}")
+
+    async def _put(self, what: str, data: Buffer) -> None:
+        if self._cache is not None:
+            await asyncio.to_thread(self._cache.put, f"{self._name}\n{what}", data)
 
     def _warn(self, reason: str) -> None:
         """Warn once for a store and a cache, in this process."""
@@ -104,55 +157,6 @@ class KeptRanges:
             "cache=, or from a store with ETags and ranges (warned once)",
             RuntimeWarning,
         )
-
-
-class CachedRanges:
-    """One object's ranges, through a cache, in aligned blocks.
-
-    Args:
-        fetch: Reads a range from the store.
-        kept: Its ranges in the cache.
-    """
-
-    def __init__(self, fetch: Fetch, kept: KeptRanges) -> None:
-        self._fetch = fetch
-        self._kept = kept
-        # Pieces share blocks: each is read once, and released after the last piece.
-        self._blocks: dict[int, asyncio.Task[Buffer]] = {}
-        self._facts: asyncio.Task[Piece] | None = None
-
-    async def fetch(self, start: int, stop: int, version: Version | None) -> Piece:
-        """Return a range, as ``Fetch`` does."""
-        if self._facts is None:
-            request = self._kept.looked(self._fetch(0, 1, version))
-            self._facts = asyncio.create_task(request)
-        facts: Piece = await _waited(self._facts)
-        if facts.version.e_tag is None:
-            return await self._fetch(start, stop, version)
-        stop = min(stop, facts.version.size)
-        parts: list[Buffer] = []
-        for number in range(start // _BLOCK, -(-stop // _BLOCK)):
-            block = await self._block(number, facts)
-            first = number * _BLOCK
-            parts.append(memoryview(block)[max(0, start - first) : stop - first])
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
-        return Piece(data, facts.version)
-
-    async def _block(self, number: int, facts: Piece) -> Buffer:
-        blocks = self._blocks.items()
-        for passed in [at for at, one in blocks if at < number - 4 and one.done()]:
-            del self._blocks[passed]
-        task = self._blocks.get(number)
-        if task is None or (task.done() and task.exception() is not None):
-            task = asyncio.create_task(self._read(number, facts))
-            self._blocks[number] = task
-        block: Buffer = await _waited(task)
-        return block
-
-    async def _read(self, number: int, facts: Piece) -> Buffer:
-        start = number * _BLOCK
-        stop = min(start + _BLOCK, facts.version.size)
-        return await self._kept.read(self._fetch, start, stop, facts.version)
 
     async def aclose(self) -> None:
         """Stop pending work."""

@@ -11,6 +11,7 @@ import asyncio
 import heapq
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby, islice, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -18,22 +19,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from anyio.from_thread import start_blocking_portal
 
-from aioloader.datasets._stores.failures import reason_of
-from aioloader.datasets._stores.flights import Flights
+from aioloader.datasets._stores.flights import Flights, import_obstore
 from aioloader.datasets._stores.names import NameTable
-from aioloader.datasets._stores.requests import (
-    RefusedError,
-    Requests,
-    Tries,
-    read_failure,
-)
-from aioloader.datasets._stores.stores import (
-    StoreSource,
-    import_obstore,
-    obstore_errors,
-    opened_for_read,
-)
-from aioloader.errors import DatasetError
+from aioloader.datasets._stores.requests import Requests, Tries
+from aioloader.datasets._stores.stores import StoreSource
 
 if TYPE_CHECKING:
     from obstore import ListStream, ObjectMeta
@@ -150,85 +139,64 @@ async def list_async(
         ValueError: If nothing is found.
         DatasetError: If listing fails.
     """
-    tries, flights = Tries(policy), Flights()
-    walk = _Walk(source, prefix, flights)
+    tries, flights, pages = Tries(policy), Flights(), _Pages(source.web_root())
+    stream: ListStream[Sequence[ObjectMeta]] | None = None
+
+    async def page(store: "ObjectStore") -> "Sequence[ObjectMeta] | None":
+        nonlocal stream
+        rest, stream = stream, None  # kept only after a good page
+        if rest is None:
+            last = pages.resume()
+            rest = import_obstore().list(
+                store, prefix or None, offset=last, chunk_size=_PAGE
+            )
+        found = await flights.follow(anext(rest, None))
+        stream = rest
+        return found
+
     try:
-        while page := await tries.make(walk.next, source, prefix, may_hedge=False):
-            walk.add(page)
+        attempt = partial(source.ask, prefix, page, "list")
+        while found := await tries.make(attempt, source, prefix, may_hedge=False):
+            pages.add(found)
     finally:
         await flights.drain(0.0)
-    return await asyncio.to_thread(walk.listing)
+    listing = await asyncio.to_thread(Listing.joined, pages.pages)
+    if not listing.keys:
+        raise ValueError(
+            f"no object in {source.locate(prefix)!r}; a prefix is made of whole path "
+            f"segments: 'train' has 'train/a' but not 'training/a'"
+        )
+    return listing
 
 
-class _Walk:
-    """The pages of a listing, and where it resumes after a failed request."""
+class _Pages:
+    """The pages of a listing so far, and where it resumes after a failed request.
 
-    def __init__(self, source: StoreSource, prefix: str, flights: Flights) -> None:
-        self._source = source
-        self._root = source.web_root()
-        self._prefix = prefix
-        self._flights = flights
-        self._stream: ListStream[Sequence[ObjectMeta]] | None = None
-        self._pages: list[Listing] = []
+    Args:
+        root: What the store adds to each key.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.pages: list[Listing] = []
+        self._root = root
         self._last = ""
         self._is_ordered = True
 
-    async def next(self) -> "Sequence[ObjectMeta] | None":
-        """Return the next page; None at the end."""
-        stream, self._stream = self._stream, None  # kept only after a good page
-        store = await opened_for_read(self._source)
-        try:
-            stream = stream or self._rest(store)
-            page = await self._flights.follow(anext(stream, None))
-        except obstore_errors() as exc:
-            failure = self._failure(exc)
-        else:
-            self._stream = stream
-            return page
-        # A traceback then shows neither obstore's text (context) nor the store (local).
-        del store, stream
-        raise failure
+    def resume(self) -> str | None:
+        """Return the key after which the missing pages start.
 
-    def _rest(self, store: "ObjectStore") -> "ListStream[Sequence[ObjectMeta]]":
-        """Return the remaining pages: all pages where keys come in no order."""
+        None, without pages: all are missing where keys come in no order.
+        """
         if not self._is_ordered:
-            self._pages, self._last, self._is_ordered = [], "", True
-        pages: ListStream[Sequence[ObjectMeta]]
-        pages = import_obstore().list(
-            store, self._prefix or None, offset=self._last or None, chunk_size=_PAGE
-        )
-        return pages
+            self.pages, self._last, self._is_ordered = [], "", True
+        return self._last or None
 
     def add(self, page: "Iterable[ObjectMeta]") -> None:
         """Add a page."""
-        start = self._root
-        found = {meta["path"].removeprefix(start): meta["size"] for meta in page}
-        self._pages.append(Listing(found))
+        found = {meta["path"].removeprefix(self._root): meta["size"] for meta in page}
+        self.pages.append(Listing(found))
         # The missing keys are those after the largest, if keys come in order. With
         # folder markers they do not: the slash that sorts them is not in the key.
         first = min((key for key in found if found[key]), default=self._last + "~")
         self._is_ordered &= self._last < first
         self._last = max(found, default=self._last)
-
-    def _failure(self, exc: Exception) -> Exception:
-        """Return the error to raise for an exception of obstore."""
-        location = self._source.locate(self._prefix)
-        failure = read_failure(location, exc, reason_of(exc), "list")
-        # Not every HTTP server has a listing.
-        is_final = type(failure) is DatasetError and location.startswith("http")
-        return RefusedError(failure) if is_final else failure
-
-    def listing(self) -> Listing:
-        """Return the whole listing, and release the pages.
-
-        Raises:
-            ValueError: If there are no keys.
-        """
-        listing = Listing.joined(self._pages)
-        if not listing.keys:
-            location = self._source.locate(self._prefix)
-            raise ValueError(
-                f"no object in {location!r}; a prefix is made of whole path "
-                f"segments: 'train' has 'train/a' but not 'training/a'"
-            )
-        return listing

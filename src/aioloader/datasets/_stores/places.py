@@ -33,17 +33,11 @@ from aioloader.datasets._stores.addresses import (
     spell,
     split,
 )
-from aioloader.datasets._stores.bytes import (
-    Bytes,
-    Closing,
-    Fetch,
-    NoRangesError,
-    ObjectBytes,
-)
+from aioloader.datasets._stores.bytes import Bytes, NoRangesError, ObjectBytes
 from aioloader.datasets._stores.cache_dir import CacheDir
-from aioloader.datasets._stores.cached import CachedRanges, KeptRanges
+from aioloader.datasets._stores.cached import StoredObject
+from aioloader.datasets._stores.client import Client
 from aioloader.datasets._stores.failures import file_failure
-from aioloader.datasets._stores.fetching import LoopRequests, WholeObject
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.hub import HubSource, is_hub
 from aioloader.datasets._stores.listing import Listing, list_async
@@ -105,9 +99,7 @@ class Places:
             else:
                 self._base = _source(store, options)
         self._sources: dict[Address, Source] = {}
-        self._per_loop: PerLoop[LoopRequests] = PerLoop(
-            functools.partial(LoopRequests, requests)
-        )
+        self._per_loop: PerLoop[Client] = PerLoop(functools.partial(Client, requests))
 
     def check(self, addresses: list[Address]) -> None:
         """Check that the first address is valid, and the store accepts its options.
@@ -237,21 +229,18 @@ class Places:
             known: What the shard must be; besides, it has the size that was listed.
             stop: Where to stop before its end.
         """
-        here = self._per_loop.here()
-        if self._base is None and is_local(address):
-            return FileBytes(self.label(address), start, budget, known, stop)
+        if (path := self.path(address)) is not None:
+            return FileBytes(path, start, budget, known, stop)
         if known.version is None:
             known = known._replace(version=self._as_listed(address))
+        return ObjectBytes(self._object(address), start, budget, known, stop)
+
+    def _object(self, address: Address) -> StoredObject:
         source, key = self._source_of(address)
-        location = source.locate(key)
-        fetch: Fetch = functools.partial(here.fetch, source, key)
-        whole = functools.partial(WholeObject, here, source, key)
-        if self._keeps_nothing(source):
-            return ObjectBytes(fetch, whole, location, start, budget, known, stop)
-        assert self.kept_in is not None
-        cached = CachedRanges(fetch, self._kept(source, address))
-        found = ObjectBytes(cached.fetch, whole, location, start, budget, known, stop)
-        return Closing(found, cached.aclose)
+        # All in-memory stores have the same name.
+        cache = None if source.label == "memory://" else self.kept_in
+        name = opened(address) if self._base is None else f"{source.label}\n{key}"
+        return StoredObject(self._per_loop.here(), source, key, cache, name)
 
     def path(self, address: Address) -> str | None:
         """Return the path of a local file, or None."""
@@ -266,11 +255,7 @@ class Places:
                 return await asyncio.to_thread(version_of_file, path)
             except OSError as error:
                 raise file_failure(path, error) from error
-        source, key = self._source_of(address)
-        here = self._per_loop.here()
-        fetch: Fetch = functools.partial(here.fetch, source, key)
-        listed = self._as_listed(address)
-        return await self._kept(source, address).version(fetch, listed)
+        return await self._object(address).version(self._as_listed(address))
 
     async def sizes(
         self, addresses: Sequence[Address], *, must: bool
@@ -310,11 +295,7 @@ class Places:
         self, address: Address, start: int, stop: int, version: Version
     ) -> Buffer:
         """Return bytes of an object at a version."""
-        source, key = self._source_of(address)
-        here = self._per_loop.here()
-        fetch: Fetch = functools.partial(here.fetch, source, key)
-        kept = self._kept(source, address)
-        return await kept.read(fetch, start, stop, version)
+        return await self._object(address).read(start, stop, version)
 
     def cached(self, cache: CacheDir) -> Self:
         """Return the same places, read through a cache."""
@@ -322,23 +303,9 @@ class Places:
         clone.kept_in = cache
         return clone
 
-    def _keeps_nothing(self, source: Source) -> bool:
-        """Return whether there is no cache; all in-memory stores have the same name."""
-        return self.kept_in is None or source.label == "memory://"
-
-    def _kept(self, source: Source, address: Address) -> KeptRanges:
-        cache = None if self._keeps_nothing(source) else self.kept_in
-        return KeptRanges(cache, self._full(address), source.locate(""))
-
-    def _full(self, address: Address) -> str:
-        """Return a unique name of an object; never shown."""
-        if self._base is None:
-            return opened(address)
-        return f"{self._base.label}\n{opened(address)}"
-
     async def aclose(self) -> None:
         """Wait for this loop's requests in flight, and drop idle connections."""
-        await self._per_loop.here().aclose()
+        await self._per_loop.here().flights.drain(0.0)
         for source in (self._base, *self._sources.values()):
             if source is not None:
                 source.close()

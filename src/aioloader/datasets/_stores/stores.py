@@ -11,9 +11,8 @@ import contextlib
 import os
 import pickle
 import re
-from collections.abc import Iterator, Mapping
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from urllib.parse import unquote
 
 from aioloader.datasets._stores.addresses import (
@@ -23,7 +22,9 @@ from aioloader.datasets._stores.addresses import (
     path_of,
     sealed,
 )
-from aioloader.datasets._stores.failures import open_failure
+from aioloader.datasets._stores.bytes import Piece
+from aioloader.datasets._stores.failures import Reason, open_failure
+from aioloader.datasets._stores.flights import Flights, import_obstore
 from aioloader.datasets._stores.options import (
     OptionError,
     Options,
@@ -35,34 +36,21 @@ from aioloader.datasets._stores.options import (
 from aioloader.datasets._stores.redact import (
     Sealed,
     carries_secret,
-    redact_key,
     redact_url,
     secret_options,
 )
-from aioloader.datasets._stores.requests import Contact, RefusedError
+from aioloader.datasets._stores.requests import RefusedError, Source, read_failure
+from aioloader.datasets._stores.versions import Version
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+T = TypeVar("T")
+
 _QUICK = {"max_retries": 2}
 _OF_A_URL = "the URL's user, password or query"
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-
-
-def import_obstore() -> ModuleType:
-    """Import obstore, or raise an error that says how to install it.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
-    try:
-        import obstore.store  # noqa: PLC0415  (an optional dependency)
-    except ImportError as exc:
-        raise ImportError(
-            'object stores and HTTP need obstore: pip install "aioloader[objects]"'
-        ) from exc
-    return obstore
 
 
 def obstore_errors() -> tuple[type[Exception], ...]:
@@ -97,7 +85,7 @@ class _Runtime:
 _RUNTIME = _Runtime()
 
 
-class StoreSource:
+class StoreSource(Source):
     """Opens one store, once in each process that uses it.
 
     Args:
@@ -114,7 +102,6 @@ class StoreSource:
         self, store: "Address | os.PathLike[str] | ObjectStore", options: "Options"
     ) -> None:
         obstore = import_obstore()
-        self.contact = Contact()
         self._url: Address = ""
         self._given: ObjectStore | Sealed[ObjectStore] | None = None
         self._options = options
@@ -167,11 +154,72 @@ class StoreSource:
             return self.open()
         return await asyncio.to_thread(self.open)
 
-    def locate(self, key: str) -> str:
-        """Return the address of ``key`` as it may be shown."""
-        # The tail of a signed URL, passed as a key, must put no signature into the log.
-        key = redact_key(key)
-        return f"{self.label.rstrip('/')}/{key}" if key else self.label
+    async def ask(
+        self,
+        key: str,
+        request: "Callable[[ObjectStore], Awaitable[T]]",
+        verb: str = "read",
+    ) -> T:
+        """Return the result of a request, given the store.
+
+        Raises:
+            Exception: What ``read_failure`` makes of an exception of obstore.
+            RefusedError: If the store cannot be opened.
+        """
+        try:
+            store = await self.opened()
+        except (ValueError, DatasetError) as error:
+            raise RefusedError(error) from None
+        try:
+            return await request(store)
+        except DatasetError:
+            raise
+        except obstore_errors() as exc:
+            failure = read_failure(self.locate(key), exc, verb)
+        raise failure  # without a context, whose text may hold secrets
+
+    async def get(
+        self,
+        flights: Flights,
+        key: str,
+        start: int,
+        stop: int,
+        version: Version | None,
+    ) -> Piece | None:
+        """Return a range, at a version if it can be a condition; None past the end.
+
+        Raises:
+            NoRangesError: If the server gave all of the object.
+            Exception: As ``ask``.
+        """
+        obstore = import_obstore()
+        options: dict[str, Any] = {"range": (start, stop)}
+        if version is not None and version.strong:
+            options["if_match"] = version.strong
+
+        async def request(store: "ObjectStore") -> Piece | None:
+            try:
+                result = await flights.follow(
+                    obstore.get_async(store, key, options=options)
+                )
+                data = await flights.follow(result.bytes_async())
+            except obstore.exceptions.BaseError as exc:
+                reason = Reason(exc)
+                if reason.is_out_of_range and not reason.is_cut_short:
+                    return None
+                raise
+            return Piece(data, version_of(result.meta))
+
+        return await self.ask(key, request)
+
+    async def head(self, flights: Flights, key: str) -> Version:
+        """Return the version of an object; raises what ``ask`` does."""
+
+        async def request(store: "ObjectStore") -> Version:
+            head = import_obstore().head_async(store, key)
+            return version_of(await flights.follow(head))
+
+        return await self.ask(key, request)
 
     def web_root(self) -> str:
         """Return the prefix that obstore adds to the keys that a web server lists.
@@ -334,14 +382,7 @@ def _addresses(url: str, options: Mapping[str, Any]) -> Iterator[str]:
         yield from (os.environ.get(name, "") for name in _ENDPOINT_VARIABLES)
 
 
-async def opened_for_read(source: StoreSource) -> Any:
-    """Return the store.
-
-    Raises:
-        RefusedError: If it cannot be opened: a retry would not help.
-    """
-    try:
-        return await source.opened()
-    except (ValueError, DatasetError) as error:
-        failure = RefusedError(error)
-    raise failure
+def version_of(meta: Any) -> Version:
+    """Return the version in obstore's metadata of an object."""
+    modified = meta["last_modified"].timestamp() or None  # zero means unknown
+    return Version(meta["size"], meta.get("e_tag"), modified)
