@@ -19,8 +19,6 @@ from typing import (
     get_args,
 )
 
-from aioloader.datasets._stores.addresses import sealed_alike
-from aioloader.datasets._stores.redact import Sealed
 from aioloader.datasets._stores.requests import Requests
 
 if TYPE_CHECKING:
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Arguments that are addresses.
-_ADDRESSES = {"addresses", "destination", "store"}
 # Prefixes of store options that people pass in the wrong place.
 _OF_STORES = (
     "access_key", "account_", "allow_http", "aws_", "azure_", "bucket", "client_",
@@ -92,34 +88,18 @@ def names_options(function: Callable[P, T]) -> Callable[P, T]:
     """Make a function reject unknown options, and suggest the nearest name.
 
     If a constructor passes keywords on, those are suggested too; if a function passes
-    on a typed dictionary, its names are. Addresses with secrets, URLs of databases and
-    all ``store_options`` are sealed before the call, so only the caller's own frames
-    hold them in a traceback.
+    on a typed dictionary, its names are.
     """
 
     @functools.wraps(function)
     def checked(*args: P.args, **options: P.kwargs) -> T:
-        given: Any = [*map(_sealed, places, args), *args[len(places) :]]
-        named: Any = {name: _sealed(name, one) for name, one in options.items()}
-        args, options = given, named  # no variable holds a secret now
         for name in options:
             if name not in known:
                 raise _unknown(function, args[0], name)
         return function(*args, **options)
 
-    places = [*inspect.signature(function).parameters]
-    known = {*places, *_passed_on(function)}
+    known = {*inspect.signature(function).parameters, *_passed_on(function)}
     return checked
-
-
-def _sealed(name: str, value: Any) -> Any:
-    """Return an argument with its secrets hidden; raises nothing."""
-    if name == "store_options":
-        is_open = value is not None and not isinstance(value, Sealed)
-        return Sealed(value, "the store options") if is_open else value
-    if name == "url" and isinstance(value, str):
-        return Sealed(value, "the URL of a database")
-    return sealed_alike(value) if name in _ADDRESSES else value
 
 
 def _unknown(function: Callable[..., Any], first: object, name: str) -> TypeError:

@@ -17,12 +17,12 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
 from aioloader._order.forks import fork_safe
-from aioloader.datasets._stores.addresses import Address, opened
+from aioloader.datasets._stores.addresses import Address
 from aioloader.datasets._stores.bytes import Piece
 from aioloader.datasets._stores.options import Options, revealed
 from aioloader.datasets._stores.outlast import outlast
 from aioloader.datasets._stores.per_loop import PerLoop
-from aioloader.datasets._stores.redact import Sealed, redact_url
+from aioloader.datasets._stores.redact import redact_url
 from aioloader.datasets._stores.requests import (
     FINAL,
     RefusedError,
@@ -70,7 +70,7 @@ class HubSource(Source):
                 f"unknown store options of hf://: {', '.join(unknown)}; it has "
                 "'token' and 'endpoint'"
             )
-        self.label = redact_url(opened(url))
+        self.label = redact_url(url)
         self._options = options
         self._system: HfFileSystem | None = None
         self._pinned: dict[str, str] = {}
@@ -205,7 +205,7 @@ class HubSource(Source):
 
 def is_hub(store: Any) -> bool:
     """Return whether a store or the root of an address is the Hub."""
-    return isinstance(store, (str, Sealed)) and opened(store).startswith(SCHEME)
+    return isinstance(store, str) and store.startswith(SCHEME)
 
 
 def _is_unreachable(error: BaseException | None) -> bool:

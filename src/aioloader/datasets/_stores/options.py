@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from aioloader.datasets._stores.redact import Sealed, secret_options
 
+# Sealed if some are secret.
 Options: TypeAlias = Mapping[str, Any] | Sealed[Mapping[str, Any]]
 
 _KNOWN_IN = {
@@ -43,33 +44,24 @@ class OptionError(ValueError):
     """An option is wrong; the message may be shown."""
 
 
-def hidden(options: Options | None) -> Options:
-    """Return options that no traceback shows, if any of them is secret.
+def hidden(options: Mapping[str, Any] | None) -> Options:
+    """Return a copy of options, with secrets hidden.
 
     Raises:
         TypeError: If they are not a mapping of names.
     """
-    if options is None:
-        return {}
-    if not _has_names(options):
+    given: Any = {} if options is None else options
+    if not isinstance(given, Mapping) or not all(isinstance(n, str) for n in given):
         raise TypeError(
             "store_options must be a dict of names to values, such as "
-            f"{{'region': 'eu-west-1'}}, got {type(revealed(options)).__name__}"
+            f"{{'region': 'eu-west-1'}}, got {type(given).__name__}"
         )
-    copied = dict(revealed(options))
-    secrets = list(secret_options(copied))
-    if not secrets:
-        return copied
-    return Sealed(copied, f"the store options {', '.join(secrets)}")
-
-
-def _has_names(options: Options) -> bool:
-    given: Any = revealed(options)
-    return isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
+    secrets = ", ".join(secret_options(given))
+    return Sealed({**given}, f"the store options {secrets}") if secrets else {**given}
 
 
 def revealed(options: Options) -> Mapping[str, Any]:
-    """Return the options, for a store; do not keep them in a variable."""
+    """Return the options, for a store; do not keep them in an attribute."""
     return options.value if isinstance(options, Sealed) else options
 
 

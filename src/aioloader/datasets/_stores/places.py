@@ -26,7 +26,6 @@ from aioloader.datasets._stores.addresses import (
     local_pattern,
     matching,
     name_of,
-    opened,
     path_of,
     pattern_of,
     sealed,
@@ -113,11 +112,11 @@ class Places:
         remote = (one for one in addresses if not is_local(one))
         first = next(remote, None) if self._options else addresses[0]
         if first is None:
-            check_no_options(opened(addresses[0]), self._options)
+            check_no_options(addresses[0], self._options)
         elif is_local(first):
-            path_of(opened(first))
+            path_of(first)
         else:
-            if "{" in opened(split(first)[0]):
+            if "{" in split(first)[0]:
                 first = next(braces(first))
             self._source_of(first)
 
@@ -152,12 +151,12 @@ class Places:
     async def _listed(self, address: Address) -> Listed:
         """Return an address, or its matches if it is a pattern."""
         if self._base is not None:
-            key = opened(address)
+            key = address
             if not has_signs(key):
                 return Listed([address])
             found = await self._match(self._base, None, key.removeprefix("/"))
         elif is_local(address):
-            pattern = local_pattern(opened(address))
+            pattern = local_pattern(address)
             if not has_signs(pattern):
                 return Listed([address])
             found = await asyncio.to_thread(_globbed, pattern, self._folder)
@@ -190,17 +189,17 @@ class Places:
     def label(self, address: Address) -> str:
         """Return an address as it may be shown."""
         if self._base is None and is_local(address):
-            return os.path.join(self._folder, path_of(opened(address)))  # noqa: PTH118
+            return os.path.join(self._folder, path_of(address))  # noqa: PTH118
         source, key = self._source_of(address)
         return source.locate(key)
 
     def name(self, address: Address) -> str:
         """Return a shard's name, redacted; its ending shows its compression."""
-        return opened(address) if self._base is not None else name_of(address)
+        return address if self._base is not None else name_of(address)
 
     def _source_of(self, address: Address) -> tuple[Source, str]:
         if self._base is not None:
-            return self._base, opened(address)
+            return self._base, address
         root, key = split(address)
         return self._source(root), key
 
@@ -239,7 +238,7 @@ class Places:
         source, key = self._source_of(address)
         # All in-memory stores have the same name.
         cache = None if source.label == "memory://" else self.kept_in
-        name = opened(address) if self._base is None else f"{source.label}\n{key}"
+        name = address if self._base is None else f"{source.label}\n{key}"
         return StoredObject(self._per_loop.here(), source, key, cache, name)
 
     def path(self, address: Address) -> str | None:
@@ -288,7 +287,7 @@ class Places:
         here = self._per_loop.here()
         if not here.listings:
             return None
-        place = (None, opened(address)) if self._base is not None else split(address)
+        place = (None, address) if self._base is not None else split(address)
         return here.listed(*place)
 
     async def read(

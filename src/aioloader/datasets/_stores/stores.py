@@ -18,7 +18,6 @@ from urllib.parse import unquote
 from aioloader.datasets._stores.addresses import (
     Address,
     is_local,
-    opened,
     path_of,
     sealed,
 )
@@ -34,6 +33,7 @@ from aioloader.datasets._stores.options import (
     revealed,
 )
 from aioloader.datasets._stores.redact import (
+    OF_A_URL,
     Sealed,
     carries_secret,
     redact_url,
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _QUICK = {"max_retries": 2}
-_OF_A_URL = "the URL's user, password or query"
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
@@ -107,7 +106,7 @@ class StoreSource(Source):
         self._options = options
         # The process that made it; sealed, because its repr shows a query.
         self._made: tuple[int, Sealed[ObjectStore]] | None = None
-        if isinstance(store, (str, os.PathLike, Sealed)):
+        if isinstance(store, (str, os.PathLike)):
             (self._url,) = sealed(store)
             self.label = _label_of_url(self._url)
             if is_local(self._url):
@@ -252,7 +251,7 @@ class StoreSource(Source):
                 local: ObjectStore = stores.LocalStore(_folder(self._url))
                 return local
             check_options(revealed(self._options))
-            return _opened_store(opened(self._url), revealed(self._options))
+            return _opened_store(self._url, revealed(self._options))
         except obstore_errors() as exc:
             failure = self._open_failure(exc)
         raise failure
@@ -263,7 +262,7 @@ class StoreSource(Source):
             return ValueError(f"cannot open {self.label!r}: {exc}")
 
         def again(options: Mapping[str, Any]) -> None:
-            _opened_store(opened(self._url), options)
+            _opened_store(self._url, options)
 
         is_remote = not is_local(self._url)
         name = culprit(again, revealed(self._options), exc) if is_remote else None
@@ -288,7 +287,7 @@ class StoreSource(Source):
 def _secrets_of(store: "ObjectStore") -> Iterator[str]:
     """Yield the names of secrets in a store that the caller made."""
     if carries_secret(getattr(store, "url", "")):
-        yield _OF_A_URL
+        yield OF_A_URL
     for name in ("config", "client_options"):
         yield from secret_options(getattr(store, name, None) or {})
 
@@ -300,10 +299,10 @@ def _label_of_url(address: Address) -> str:
         ValueError: If it is not; the message shows only the label.
     """
     if is_local(address):
-        return path_of(opened(address))
-    label = redact_url(opened(address))
+        return path_of(address)
+    label = redact_url(address)
     try:
-        known = bool(import_obstore().parse_scheme(opened(address)))
+        known = bool(import_obstore().parse_scheme(address))
     except Exception:  # noqa: BLE001  (its text may show the whole URL)
         known = False
     if known:
@@ -315,7 +314,7 @@ def _label_of_url(address: Address) -> str:
 
 
 def _folder(address: Address) -> str:
-    return path_of(opened(address))
+    return path_of(address)
 
 
 def _label_of_store(store: "ObjectStore") -> str:
