@@ -12,7 +12,6 @@ from typing import TypeAlias
 import pytest
 
 from aioloader.datasets._stores import cache_dir
-from aioloader.datasets._stores.cache_bound import entry_path
 from aioloader.datasets._stores.cache_dir import CacheDir
 
 HEADER = 52
@@ -39,7 +38,7 @@ def total(directory: str | Path) -> int:
 
 def path_of(cache: CacheDir, key: str) -> Path:
     """Return where an entry is."""
-    return Path(entry_path(cache.directory, cache_dir._digest(key)))
+    return Path(cache.path(cache_dir._digest(key)))
 
 
 def age(path: Path, seconds: float) -> None:

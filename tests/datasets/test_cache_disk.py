@@ -262,7 +262,7 @@ cache = CacheDir(directory, max_bytes)
 hits = sum(check(cache, f"key {number}") is not None for number in range(150))
 
 # A lock that was held when a process was forked does not hold its child up.
-with cache._bound._lock:
+with cache._lock:
     pid = os.fork()
     if not pid:
         cache.put("forked", b"x")
