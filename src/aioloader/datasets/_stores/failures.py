@@ -11,7 +11,6 @@ import os
 import re
 from http import HTTPStatus
 
-from aioloader.datasets._stores.options import unknown_option
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
@@ -30,7 +29,7 @@ _RANGES = re.compile(
 _S3_CODE = re.compile(r"<Code>([A-Za-z]{1,40})</Code>")
 # Where virtual machines request credentials: AWS and Azure, Google.
 _METADATA = re.compile(r"/latest/api/token|/metadata/identity|computeMetadata|IMDS")
-_OPTION = re.compile(
+OPTION = re.compile(
     r"(?:Invalid|Configuration) key: '?(\w+)|"
     r"(\w+ must be specified|Store does not accept [a-z ]+|Missing\w+)"
 )
@@ -82,7 +81,7 @@ class Reason:
             said.append(os.strerror(self.code))
         else:
             said += dict.fromkeys(a or b for a, b in _KIND.findall(dump))
-            said += [a or b for a, b in _OPTION.findall(text)][:1]
+            said += [a or b for a, b in OPTION.findall(text)][:1]
         if ranges := _RANGES.search(dump):
             words = "bytes {}..{} were requested, {}..{} came"
             said.append(words.format(*ranges.groups()))
@@ -151,36 +150,6 @@ def _kind_of(exc: Exception, reason: Reason) -> type[DatasetError]:
     if reason.status in refused or reason.code in {errno.EACCES, errno.EPERM}:
         return ObjectPermissionError
     return DatasetError
-
-
-def open_failure(
-    location: str, exc: Exception, option: str | None = None
-) -> DatasetError | ValueError:
-    """Return the error for a store that cannot be opened because of its options.
-
-    Args:
-        location: The store, redacted.
-        exc: What obstore raised.
-        option: The option that it refuses, if known.
-    """
-    reason = Reason(exc)
-    if reason.code:
-        return failure_of("open", location, exc)
-    name = type(exc).__name__
-    text = f"{reason.text}; check its options"
-    if name == "UnknownConfigurationKeyError" or "Invalid key:" in str(exc):
-        named = [a for a, _ in _OPTION.findall(str(exc))][:1]
-        text = unknown_option(option or "".join(named))
-    elif "does not accept" in str(exc):
-        text = (
-            f"{reason.text}; it accepts only the store_options client_options and "
-            "retry_config"
-        )
-    elif "Missing" in reason.text or "must be" in reason.text:
-        text = f"{reason.text}: name it in store_options, or set it in the environment"
-    elif option is not None:
-        text = f"it refuses the value of the store option {option!r} ({reason.text})"
-    return ValueError(f"cannot open {location!r}: {text}")
 
 
 def truncated(

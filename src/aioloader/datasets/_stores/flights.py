@@ -36,6 +36,12 @@ def import_obstore() -> ModuleType:
     return obstore
 
 
+def obstore_errors() -> tuple[type[Exception], ...]:
+    """Return obstore's exception types; their texts may hold secrets."""
+    base: type[Exception] = import_obstore().exceptions.BaseError
+    return base, NotImplementedError, OSError, TypeError, ValueError
+
+
 class Flights:
     """Tracks requests from their start until obstore's threads have released them.
 

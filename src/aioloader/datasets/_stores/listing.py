@@ -1,19 +1,17 @@
 """Listings of a store: the keys in order, and their sizes.
 
 The keys are sorted by code point, because stores promise no order. Memory holds the
-whole listing twice, as arrays: page by page as it comes, and joined; once more if
-folder markers are left out. A page is packed on the loop, in a millisecond; anything
-slower runs in a thread. If a request fails, pages already received are not requested
-again.
+whole listing twice, as arrays: page by page as it comes, and joined; for a moment as
+strings, if keys come in no order or folder markers are left out. A page is packed on
+the loop, in a millisecond; anything slower runs in a thread. If a request fails, pages
+already received are not requested again.
 """
 
 import asyncio
-import heapq
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby, islice, pairwise
-from operator import itemgetter
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,34 +56,21 @@ class Listing(Iterable[str]):
 
     @classmethod
     def joined(cls, pages: "list[Listing]") -> "Listing":
-        """Return one listing of several, in whatever order they come.
+        """Return one listing of several, which are removed from the list, to be freed.
 
-        The pages are removed from the list, to be freed. If the store lists in order,
-        arrays are concatenated; otherwise, or with markers among the keys, all is
-        packed again.
+        If they come in order, their arrays are concatenated.
         """
         found = [page for page in pages if page.keys]
         pages.clear()
         if any(one.keys[-1] >= other.keys[0] for one, other in pairwise(found)):
-            merged = heapq.merge(*(page.items() for page in found))
-            same = groupby(merged, itemgetter(0))
-            found = list(_packed(next(items) for _, items in same))
-        whole = cls._concatenated(found)
+            return cls(dict(chain.from_iterable(page.items() for page in found)))
+        whole = cls({})
+        whole.keys = NameTable.joined(page.keys for page in found)
+        whole.sizes = np.concatenate([whole.sizes, *(page.sizes for page in found)])
+        found.clear()
         empty = np.flatnonzero(whole.sizes == 0).tolist()
-        markers = {at for at in empty if _is_folder(whole.keys, at)}
-        if markers:
-            items = enumerate(whole.items())
-            kept = (item for at, item in items if at not in markers)
-            whole = cls._concatenated(list(_packed(kept)))
-        return whole
-
-    @classmethod
-    def _concatenated(cls, pages: "list[Listing]") -> "Listing":
-        made = cls({})
-        made.keys = NameTable.joined(page.keys for page in pages)
-        made.sizes = np.concatenate([made.sizes, *(page.sizes for page in pages)])
-        pages.clear()
-        return made
+        has_markers = any(_is_folder(whole.keys, at) for at in empty)
+        return cls(dict(whole.items())) if has_markers else whole
 
     def size_of(self, key: str) -> int | None:
         """Return the size of a key, in bytes; None if it is not listed."""
@@ -109,12 +94,6 @@ def _is_folder(keys: Sequence[str], at: int) -> bool:
     below = f"{key}/"
     first = bisect_left(keys, below, at + 1)
     return not key or (first < len(keys) and keys[first].startswith(below))
-
-
-def _packed(items: Iterable[tuple[str, int]]) -> Iterator[Listing]:
-    items = iter(items)
-    while page := dict(islice(items, _PAGE)):
-        yield Listing(page)
 
 
 def list_blocking(

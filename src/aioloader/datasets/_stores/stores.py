@@ -6,11 +6,9 @@ the loader's own workers is made.
 """
 
 import asyncio
-import base64
 import contextlib
 import os
 import pickle
-import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from urllib.parse import unquote
@@ -22,14 +20,12 @@ from aioloader.datasets._stores.addresses import (
     sealed,
 )
 from aioloader.datasets._stores.bytes import Piece
-from aioloader.datasets._stores.failures import Reason, open_failure
-from aioloader.datasets._stores.flights import Flights, import_obstore
+from aioloader.datasets._stores.failures import Reason, failure_of
+from aioloader.datasets._stores.flights import Flights, import_obstore, obstore_errors
 from aioloader.datasets._stores.options import (
-    OptionError,
     Options,
     check_no_options,
-    check_options,
-    culprit,
+    open_store,
     revealed,
 )
 from aioloader.datasets._stores.redact import (
@@ -47,15 +43,6 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 T = TypeVar("T")
-
-_QUICK = {"max_retries": 2}
-_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-
-
-def obstore_errors() -> tuple[type[Exception], ...]:
-    """Return obstore's exception types; their texts may hold secrets."""
-    base: type[Exception] = import_obstore().exceptions.BaseError
-    return base, NotImplementedError, OSError, TypeError, ValueError
 
 
 class _Runtime:
@@ -111,8 +98,10 @@ class StoreSource(Source):
             self.label = _label_of_url(self._url)
             if is_local(self._url):
                 check_no_options(self.label, self._options)
-            if self._options:
-                self._try_options()
+            if self._options:  # are they accepted?
+                # A file missing here may exist where the dataset is read.
+                with contextlib.suppress(DatasetError):
+                    self._made = os.getpid(), Sealed(self._make(), "")
         elif not isinstance(store, get_args(obstore.store.ObjectStore)):
             kind = type(store).__name__
             raise TypeError(
@@ -234,39 +223,14 @@ class StoreSource(Source):
         """Release a store that was made here, and its idle connections."""
         self._made = None
 
-    def _try_options(self) -> None:
-        """Make a store, to check that it accepts the options.
-
-        Raises:
-            ValueError: If it does not. A file missing here may exist where the dataset
-                is read.
-        """
-        with contextlib.suppress(DatasetError):
-            self._made = os.getpid(), Sealed(self._make(), "")
-
     def _make(self) -> "ObjectStore":
-        stores = import_obstore().store
+        if not is_local(self._url):
+            return open_store(self._url, self.label, revealed(self._options))
         try:
-            if is_local(self._url):
-                local: ObjectStore = stores.LocalStore(_folder(self._url))
-                return local
-            check_options(revealed(self._options))
-            return _opened_store(self._url, revealed(self._options))
+            return import_obstore().store.LocalStore(path_of(self._url))  # type: ignore[no-any-return]
         except obstore_errors() as exc:
-            failure = self._open_failure(exc)
+            failure = failure_of("open", self.label, exc)
         raise failure
-
-    def _open_failure(self, exc: Exception) -> Exception:
-        """Return the error for a store that could not be made."""
-        if isinstance(exc, OptionError):
-            return ValueError(f"cannot open {self.label!r}: {exc}")
-
-        def again(options: Mapping[str, Any]) -> None:
-            _opened_store(self._url, options)
-
-        is_remote = not is_local(self._url)
-        name = culprit(again, revealed(self._options), exc) if is_remote else None
-        return open_failure(self.label, exc, name)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle may contain.
@@ -313,10 +277,6 @@ def _label_of_url(address: Address) -> str:
     )
 
 
-def _folder(address: Address) -> str:
-    return path_of(address)
-
-
 def _label_of_store(store: "ObjectStore") -> str:
     """Return an address for a store that the caller made."""
     kind = type(store).__name__.removesuffix("Store").lower()
@@ -333,52 +293,6 @@ def _label_of_store(store: "ObjectStore") -> str:
             scheme = {"s3": "s3", "gcs": "gs", "azure": "az"}.get(kind, kind)
             bucket = config.get("bucket") or config.get("container_name", "")
             return f"{scheme}://{bucket}/{prefix}".rstrip("/")
-
-
-def _opened_store(url: str, options: Mapping[str, Any]) -> "ObjectStore":
-    stores = import_obstore().store
-    url, options = _prepare(url, options)
-    is_web = url[:4].lower() == "http"
-    # A signed URL of S3, Google or Azure is read as is: their stores drop the query.
-    make = stores.HTTPStore if is_web and "?" in url else stores.from_url
-    store: ObjectStore = make(url, **options)
-    return store
-
-
-def _prepare(url: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return URL and options as obstore needs them.
-
-    Plain HTTP is allowed where an address uses it. User and password of a URL, which
-    obstore would not send, become the equivalent header.
-    """
-    scheme, _, rest = url.partition("://")
-    is_web = scheme.lower() in {"http", "https"}
-    if not is_web:  # a key may have ? or #, but obstore parses a URL
-        url = url.replace("#", "%23").replace("?", "%3F")
-    client = dict(options.get("client_options") or {})
-    if any(address.startswith("http://") for address in _addresses(url, options)):
-        client.setdefault("allow_http", True)
-    user = re.split("[/?#]", rest, maxsplit=1)[0].rpartition("@")[0]
-    if user and is_web:
-        token = base64.b64encode(unquote(user).encode()).decode()
-        headers = {"authorization": f"Basic {token}"}
-        client["default_headers"] = headers | (client.get("default_headers") or {})
-        url = f"{scheme}://{rest[len(user) + 1 :]}"
-    # One loop retries, and counts its time and errors: `requests.Tries`.
-    prepared = {"retry_config": _QUICK, **options}
-    if client:
-        prepared["client_options"] = client
-    return url, prepared
-
-
-def _addresses(url: str, options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the URL and every endpoint in the options or the environment."""
-    yield url
-    for name, value in {**(options.get("config") or {}), **options}.items():
-        if "endpoint" in name.lower() or name.lower().endswith("base_url"):
-            yield str(value)
-    if url.startswith(("s3://", "s3a://")):
-        yield from (os.environ.get(name, "") for name in _ENDPOINT_VARIABLES)
 
 
 def version_of(meta: Any) -> Version:
