@@ -276,15 +276,12 @@ async def test_pieces_grow_and_end_where_blocks_do() -> None:
     class Object:
         """An object of zeros."""
 
-        location = "x"
+        location, block = "x", 0
 
         async def fetch(self, start: int, stop: int, _version: Any) -> Piece:
             asked.append((start, stop))
             await asyncio.sleep(0)
             return Piece(bytes(stop - start), Version(size))
-
-        async def aclose(self) -> None:
-            """Do nothing."""
 
     one: Any = Object()
     found = ObjectBytes(one, 1000, budget)

@@ -106,6 +106,8 @@ class ObjectBytes:
         # A power of two, because pieces end at multiples of it.
         largest = 1 << max(SMALLEST, min(_LARGEST, largest)).bit_length() - 1
         self._largest, self._length = largest, SMALLEST
+        if object.block:
+            self._largest = self._length = largest = object.block
         self._most = max(2 * largest, min(budget, _AHEAD * largest))
         self._window = max(SMALLEST, budget // START_DIVISOR)  # until the first read
         self._pieces: deque[asyncio.Task[Piece]] = deque()
@@ -149,7 +151,6 @@ class ObjectBytes:
     async def aclose(self) -> None:
         """Cancel the requests in flight."""
         await asyncio.gather(*self._drop_pieces(), return_exceptions=True)
-        await self._object.aclose()
 
     def _drop_pieces(self) -> "list[asyncio.Task[Piece]]":
         """Cancel the requests in flight, and return them; no other is sent."""

@@ -10,7 +10,6 @@ import asyncio
 import json
 import time
 from functools import partial
-from typing import Any
 
 from typing_extensions import Buffer
 
@@ -41,6 +40,7 @@ class StoredObject:
 
     Attributes:
         location: Its redacted address.
+        block: Length of the aligned blocks to fetch it by, or 0.
     """
 
     def __init__(
@@ -52,17 +52,15 @@ class StoredObject:
         name: str,
     ) -> None:
         self.location = source.locate(key)
+        self.block = _BLOCK if cache is not None else 0
         self.whole = partial(WholeObject, client, source, key)
         self._request = partial(client.fetch, source, key)
         self._store = source.label
         self._cache = cache
         self._name = name
-        # Pieces share blocks: each is read once, and released after the last piece.
-        self._blocks: dict[int, asyncio.Task[Buffer]] = {}
-        self._facts: asyncio.Task[Version] | None = None
 
     async def fetch(self, start: int, stop: int, version: Version | None) -> Piece:
-        """Return a range at a version, less at the object's end; by aligned blocks.
+        """Return a range within one block, at a version; less at the object's end.
 
         Raises:
             NoRangesError: If the server has no ranges.
@@ -70,31 +68,16 @@ class StoredObject:
         """
         if self._cache is None:
             return await self._request(start, stop, version)
-        if self._facts is None:
-            self._facts = asyncio.create_task(self._look(version))
-        now: Version = await _waited(self._facts)
-        if now.e_tag is None:
-            return await self._request(start, stop, version)
-        stop = min(stop, now.size)
-        parts: list[Buffer] = []
-        for number in range(start // _BLOCK, -(-stop // _BLOCK)):
-            block = await self._block(number, now)
-            first = number * _BLOCK
-            parts.append(memoryview(block)[max(0, start - first) : stop - first])
-        return Piece(parts[0] if len(parts) == 1 else b"".join(parts), now)
-
-    async def _block(self, number: int, version: Version) -> Buffer:
-        blocks = self._blocks.items()
-        for passed in [at for at, one in blocks if at < number - 4 and one.done()]:
-            del self._blocks[passed]
-        task = self._blocks.get(number)
-        if task is None or (task.done() and task.exception() is not None):
-            start = number * _BLOCK
-            stop = min(start + _BLOCK, version.size)
-            task = asyncio.create_task(self.read(start, stop, version))
-            self._blocks[number] = task
-        block: Buffer = await _waited(task)
-        return block
+        now = version
+        if now is None or now.e_tag is None:
+            now = await self._look(version)
+            if now.e_tag is None:
+                return await self._request(start, stop, version)
+        if start >= now.size:
+            return Piece(b"", now)
+        first = start - start % _BLOCK
+        block = await self.read(first, min(first + _BLOCK, now.size), now)
+        return Piece(memoryview(block)[start - first : stop - first], now)
 
     async def version(self, expected: Version | None) -> Version:
         """Return the object's version: a recent one that is kept, or the current."""
@@ -157,16 +140,3 @@ class StoredObject:
             "cache=, or from a store with ETags and ranges (warned once)",
             RuntimeWarning,
         )
-
-    async def aclose(self) -> None:
-        """Stop pending work."""
-        tasks = [*self._blocks.values(), *([self._facts] if self._facts else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _waited(task: "asyncio.Task[Any]") -> Any:
-    """Return the result of a task that others may wait for too."""
-    await asyncio.wait([task])  # cancellation does not reach it
-    return task.result()

@@ -89,27 +89,20 @@ class HubSource(Source):
     async def get(
         self, _flights: object, key: str, start: int, stop: int, _version: object
     ) -> Piece:
-        """Return a range of a file.
+        """Return a range of a file."""
+        return await self._run(self._get, key, start, stop)
+
+    async def keys(self, folder: str) -> list[str]:
+        """Return the keys of all files in a folder and its subfolders, sorted."""
+        return await self._run(self._keys, folder)
+
+    async def _run(self, function: Callable[..., T], key: str, *args: Any) -> T:
+        """Run a function in a thread; if cancelled, wait for it to end first.
 
         Raises:
             DatasetError: If a retry may help.
             RefusedError: If not.
         """
-        return await self._run(self._get, key, start, stop)
-
-    async def keys(self, folder: str) -> list[str]:
-        """Return the keys of all files in a folder and its subfolders, sorted.
-
-        Raises:
-            DatasetError: If they cannot be listed.
-        """
-        try:
-            return await self._run(self._keys, folder)
-        except RefusedError as refused:
-            raise refused.error from None
-
-    async def _run(self, function: Callable[..., T], key: str, *args: Any) -> T:
-        """Run a function in a thread; if cancelled, wait for it to end first."""
         limiter = self._limits.here()
         job = asyncio.ensure_future(run_sync(function, key, *args, limiter=limiter))
         try:

@@ -1,6 +1,6 @@
 """Opening addresses: paths and URLs to bytes, whatever the store.
 
-Paths and ``file://`` are read by aiofiles, all others by obstore, with one store per
+Paths and ``file://`` are read from disk, all others by obstore, with one store per
 bucket or host. Patterns are expanded: braces always, ``*`` and ``?`` by a listing.
 ``addresses`` defines addresses and patterns.
 """
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 Source: TypeAlias = StoreSource | HubSource
 T = TypeVar("T")
-_CHUNK = 1 << 20
 # Files whose sizes or ends are read at once.
 _AT_ONCE = 32
 
@@ -151,10 +150,9 @@ class Places:
     async def _listed(self, address: Address) -> Listed:
         """Return an address, or its matches if it is a pattern."""
         if self._base is not None:
-            key = address
-            if not has_signs(key):
+            if not has_signs(address):
                 return Listed([address])
-            found = await self._match(self._base, None, key.removeprefix("/"))
+            found = await self._match(self._base, None, address.removeprefix("/"))
         elif is_local(address):
             pattern = local_pattern(address)
             if not has_signs(pattern):
@@ -165,7 +163,7 @@ class Places:
             if searched is None:
                 return Listed([address])
             root, pattern = searched
-            found = await self._match(self._source(root), root, pattern)
+            found = await self._match(self._source_of(root)[0], root, pattern)
         if not found:
             label = self.label(address)
             hint = "names that contain * ? [ are written as glob.escape() does it"
@@ -177,13 +175,14 @@ class Places:
     async def _match(
         self, source: Source, root: Address | None, pattern: str
     ) -> Listed:
+        client, folder = self._per_loop.here(), folder_of(pattern)
         listing: Iterable[str]
         if isinstance(source, HubSource):
-            listing = await source.keys(folder_of(pattern))
+            attempt = functools.partial(source.keys, folder)
+            listing = await client.tries.make(attempt, source, folder)
         else:
-            folder = folder_of(pattern)
             listing = await list_async(source, folder, self._requests)
-            self._per_loop.here().listings[root, folder] = listing
+            client.listings[root, folder] = listing
         return await asyncio.to_thread(_matching, listing, pattern, root)
 
     def label(self, address: Address) -> str:
@@ -198,16 +197,13 @@ class Places:
         return address if self._base is not None else name_of(address)
 
     def _source_of(self, address: Address) -> tuple[Source, str]:
+        """Return the store of an address, and the key in it."""
         if self._base is not None:
             return self._base, address
         root, key = split(address)
-        return self._source(root), key
-
-    def _source(self, root: Address) -> Source:
-        source = self._sources.get(root)
-        if source is None:
-            source = self._sources[root] = _source(root, self._options)
-        return source
+        if root not in self._sources:
+            self._sources[root] = _source(root, self._options)
+        return self._sources[root], key
 
     # -- bytes --------------------------------------------------------------------
 
