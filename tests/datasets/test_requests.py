@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from aioloader.datasets import Requests
-from aioloader.datasets._stores.client import Client, WholeObject
 from aioloader.datasets._stores.requests import (
     RefusedError,
     Tries,
     UnreachableError,
 )
+from aioloader.datasets._stores.stored import Client, StoredObject
 from aioloader.datasets._stores.stores import StoreSource
 from aioloader.errors import DatasetError, ObjectNotFoundError
 from datasets.changing import ChangingServer
@@ -218,7 +218,7 @@ async def test_a_response_has_one_reader() -> None:
     for _ in range(20):
         await here.tries.make(attempts("quick"), *PLACE)
     with ChangingServer(body, has_ranges=False) as server:
-        whole = WholeObject(here, StoreSource(server.url, {}), "k")
+        whole = StoredObject(here, StoreSource(server.url, {}), "k").stream()
         found = bytearray()
         while piece := (await whole.read()).data:
             found += piece

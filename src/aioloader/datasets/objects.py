@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex
 from torch.utils.data import Dataset
 
 from aioloader.datasets._options import check_is, names_options
-from aioloader.datasets._stores.client import Client
 from aioloader.datasets._stores.listing import Listing, list_async, list_blocking
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.requests import Requests, policy_of
+from aioloader.datasets._stores.stored import Client, StoredObject
 from aioloader.datasets._stores.stores import StoreSource
 from aioloader.datasets.named import Named
 
@@ -163,7 +163,8 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
         position = self._keys.position(index)
         key = self._keys[position]
         size = 0 if self._sizes is None else int(self._sizes[position])
-        return await self._clients.here().read(self._source, key, size)
+        stored = StoredObject(self._clients.here(), self._source, key)
+        return await stored.read_whole(size)
 
     def lifespan(self) -> Self:
         """Return itself, the context that a loader enters on each reading loop."""

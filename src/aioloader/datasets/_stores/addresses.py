@@ -81,7 +81,7 @@ def path_of(address: str) -> str:
     host, slash, path = address[len("file://") :].partition("/")
     if host not in {"", "localhost"}:
         raise ValueError(
-            f"{address!r} names a host, {host!r}: a file URL has three slashes, as in "
+            f"{str(address)!r} names a host, {host!r}: a file URL has three slashes, as in "
             f"'file:///{host}{slash}{path}'"
         )
     return "/" + unquote(path)
@@ -134,16 +134,15 @@ def name_of(address: Address) -> str:
 
 def sibling(address: Address, rename: Callable[[str], str]) -> Address:
     """Return the address of another file, renamed by path and with the same query."""
-    marks = (
-        "[?#]" if address[:4].lower() == "http" and _SCHEME.match(address) else r"\Z"
-    )
+    is_web = address[:4].lower() == "http" and _SCHEME.match(address)
+    marks = "[?#]" if is_web else r"\Z"
     at = len(re.split(marks, address, maxsplit=1)[0])
     return private(rename(address[:at]) + address[at:])
 
 
 def shown_address(address: Address) -> str:
     """Return an address or a pattern, redacted for display."""
-    return repr(address if is_local(address) else redact_url(address))
+    return repr(str(address) if is_local(address) else redact_url(address))
 
 
 def shown_addresses(addresses: list[Address]) -> str:

@@ -16,8 +16,7 @@ from aioloader.datasets._stores.failures import truncated
 from aioloader.datasets._stores.versions import NOTHING, Known, Version, changed
 
 if TYPE_CHECKING:
-    from aioloader.datasets._stores.cached import StoredObject
-    from aioloader.datasets._stores.client import WholeObject
+    from aioloader.datasets._stores.stored import StoredObject, WholeObject
 
 _LARGEST = 8 << 20
 SMALLEST = 1 << 16
@@ -131,7 +130,7 @@ class ObjectBytes:
         except NoRangesError:
             self._drop_pieces()
             self._start = self._read
-            self._whole = self._object.whole()
+            self._whole = self._object.stream()
             return await self._next_chunk(self._whole)
         self._read += len(memoryview(piece.data))
         self._fill()

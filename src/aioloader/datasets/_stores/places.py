@@ -34,8 +34,6 @@ from aioloader.datasets._stores.addresses import (
 )
 from aioloader.datasets._stores.bytes import Bytes, NoRangesError, ObjectBytes
 from aioloader.datasets._stores.cache_dir import CacheDir
-from aioloader.datasets._stores.cached import StoredObject
-from aioloader.datasets._stores.client import Client
 from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.hub import HubSource, is_hub
@@ -43,6 +41,7 @@ from aioloader.datasets._stores.listing import Listing, list_async
 from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.requests import Requests
+from aioloader.datasets._stores.stored import Client, StoredObject
 from aioloader.datasets._stores.stores import (
     StoreSource,
 )

@@ -200,15 +200,6 @@ class StoreSource(Source):
 
         return await self.ask(key, request)
 
-    async def head(self, flights: Flights, key: str) -> Version:
-        """Return the version of an object; raises what ``ask`` does."""
-
-        async def request(store: "ObjectStore") -> Version:
-            head = import_obstore().head_async(store, key)
-            return version_of(await flights.follow(head))
-
-        return await self.ask(key, request)
-
     def web_root(self) -> str:
         """Return the prefix that obstore adds to the keys that a web server lists.
 
