@@ -81,8 +81,8 @@ def path_of(address: str) -> str:
     host, slash, path = address[len("file://") :].partition("/")
     if host not in {"", "localhost"}:
         raise ValueError(
-            f"{str(address)!r} names a host, {host!r}: a file URL has three slashes, as in "
-            f"'file:///{host}{slash}{path}'"
+            f"{str(address)!r} names a host, {host!r}: a file URL has three slashes, "
+            f"as in 'file:///{host}{slash}{path}'"
         )
     return "/" + unquote(path)
 
