@@ -253,7 +253,7 @@ def _read(fd: int, digest: bytes) -> bytes | None:
     magic, of, length = _FIELDS.unpack_from(header)
     if (magic, of, length) != (_MAGIC, digest, found.st_size - _HEADER_BYTES):
         return None
-    data = os.read(fd, length)
+    data = os.read(fd, min(length, _MOST))
     if len(data) < length:
         data = _read_on(fd, data, length)
     checksum = zlib.crc32(data, zlib.crc32(header[: _FIELDS.size]))
@@ -267,7 +267,7 @@ def _read(fd: int, digest: bytes) -> bytes | None:
 
 
 def _read_on(fd: int, data: bytes, length: int) -> bytes:
-    """Read the rest that one call did not return: over 2 GiB."""
+    """Read the rest that one call did not return."""
     parts, missing = [data], length - len(data)
     while missing and (data := os.read(fd, min(missing, _MOST))):
         parts.append(data)

@@ -240,33 +240,25 @@ class Tries:
         return result
 
     async def _hedged(self, attempt: Attempt[T]) -> T:
-        """Send a slow request again, and take the first good answer."""
+        """Send a slow request again; return the first result, or the last error."""
         delay = statistics.quantiles(self._seconds, n=20)[-1]
         requests = {asyncio.create_task(attempt())}
         try:
             done, _ = await asyncio.wait(requests, timeout=delay)
             if not done:
                 requests.add(asyncio.create_task(attempt()))
-            return await _first_good(requests)
+            waiting = set(requests)
+            while True:
+                done, waiting = await asyncio.wait(
+                    waiting, return_when=asyncio.FIRST_COMPLETED
+                )
+                good = [request for request in done if request.exception() is None]
+                if good or not waiting:
+                    return (good or [*done])[0].result()
         finally:
-            await _cancelled(requests)
-
-
-async def _first_good(requests: "set[asyncio.Task[T]]") -> T:
-    """Return the first result; the last one's error if all fail."""
-    waiting = set(requests)
-    while True:
-        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        good = [request for request in done if request.exception() is None]
-        if good or not waiting:
-            return (good or list(done))[0].result()
-
-
-async def _cancelled(requests: "set[asyncio.Task[Any]]") -> None:
-    """Cancel pending requests and wait for them to end."""
-    for request in requests:
-        request.cancel()
-    await asyncio.gather(*requests, return_exceptions=True)
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
 
 
 class _Limits:
