@@ -154,46 +154,6 @@ async def test_refused_options_tell_no_secret(url: str, options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("store", "options", "named"),
-    [
-        (f"https://me:{MARKER}@host/x", {}, "the URL's user, password or query"),
-        (f"https://host/x?sig={MARKER}", {}, "the URL's user, password or query"),
-        ("s3://b", S3_KEYS, "secret_access_key"),
-        ("s3://b", {"AWS_SESSION_TOKEN": MARKER}, "AWS_SESSION_TOKEN"),
-        ("s3://b", {"config": S3_KEYS}, "config.access_key_id"),
-        ("az://b", {"account_name": "a", "account_key": KEY}, "account_key"),
-        ("az://b", {"account_name": "a", "sas_key": f"sig={MARKER}"}, "sas_key"),
-        ("gs://b", {"service_account_key": GOOGLE}, "service_account_key"),
-        (
-            "https://host",
-            {"client_options": {"default_headers": {"X-Mine": MARKER}}},
-            "client_options.default_headers.X-Mine",
-        ),
-        (
-            "https://host",
-            {"client_options": {"proxy_url": f"http://me:{MARKER}@proxy"}},
-            "client_options.proxy_url",
-        ),
-        (
-            S3Store("b", access_key_id="i", secret_access_key=MARKER),
-            {},
-            "secret_access",
-        ),
-        (HTTPStore(f"https://me:{MARKER}@host/"), {}, "the URL's user, password"),
-    ],
-)
-def test_secrets_are_not_pickled(
-    store: Any, options: dict[str, Any], named: str
-) -> None:
-    """Pickling is refused; the message names the option and the ways out."""
-    dataset = ObjectDataset(store, ["k"], store_options=options)
-    with pytest.raises(pickle.PicklingError, match="environment variables") as caught:
-        pickle.dumps(dataset)
-    assert named in str(caught.value)
-    assert MARKER not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("store", "options"),
     [
         ("s3://b", {"region": "us-east-1", "skip_signature": True}),
