@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pytest
@@ -76,7 +76,8 @@ def tar(start: int, rows: int = ROWS) -> bytes:
     return big_shard(rows // 20, 400)
 
 
-FORMATS: dict[str, tuple[Callable[..., Any], Callable[..., bytes]]] = {
+Format: TypeAlias = tuple[Callable[..., Any], Callable[..., bytes]]
+FORMATS: dict[str, Format] = {
     "tar": (TarDataset, tar),
     "txt": (TextDataset, lines),
     "jsonl": (JSONLinesDataset, lines),
@@ -198,7 +199,11 @@ async def test_copies(ending: str, tmp_path: Path) -> None:
     assert len(found) == len(rest) - 7
 
 
-PACKED = {"txt.gz": (TextDataset, lambda *args: gzip.compress(lines(*args)))}
+PACKED: dict[str, Format] = {
+    "txt.gz": (TextDataset, lambda *args: gzip.compress(lines(*args)))
+}
+    "txt.gz": (TextDataset, lambda *args: gzip.compress(lines(*args)))
+}
 
 
 @pytest.mark.parametrize("ending", [*FORMATS, *PACKED])
