@@ -202,8 +202,6 @@ async def test_copies(ending: str, tmp_path: Path) -> None:
 PACKED: dict[str, Format] = {
     "txt.gz": (TextDataset, lambda *args: gzip.compress(lines(*args)))
 }
-    "txt.gz": (TextDataset, lambda *args: gzip.compress(lines(*args)))
-}
 
 
 @pytest.mark.parametrize("ending", [*FORMATS, *PACKED])

@@ -145,7 +145,6 @@ class Tries:
         self._policy = policy
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._rng = random.Random()  # noqa: S311  (jitter, not a secret)
-        self._limits = _Limits()
 
     async def make(
         self,
@@ -215,7 +214,7 @@ class Tries:
     ) -> T | DatasetError | TimeoutError:
         """Return the result of one attempt, or its error if a retry may help."""
         try:
-            result = await self._limits.within(seconds, attempt)
+            result = await _within(seconds, attempt)
         except TimeoutError as late:
             source.is_refusing = False
             return late
@@ -261,54 +260,34 @@ class Tries:
             await asyncio.gather(*requests, return_exceptions=True)
 
 
-class _Limits:
-    """Time limits of one event loop, with one timer for all: one each takes 5 us."""
+async def _within(seconds: float, attempt: Attempt[T]) -> T:
+    """Return the result of ``attempt``, cancelled if it takes too long.
 
-    def __init__(self) -> None:
-        self._ends: dict[asyncio.Task[Any], float] = {}
-        self._late: set[asyncio.Task[Any]] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._due = 0.0
+    ``asyncio.timeout`` takes 4 to 8 us, and this 2.
 
-    async def within(self, seconds: float, attempt: Attempt[T]) -> T:
-        """Return the result of ``attempt``, cancelled if it takes too long.
+    Raises:
+        TimeoutError: If it did.
+    """
+    task, is_late = asyncio.current_task(), False
+    assert task is not None
 
-        Raises:
-            TimeoutError: If it did.
-        """
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        self._ends[task] = end = loop.time() + seconds
-        if self._timer is None or end < self._due:
-            self._set(loop, end)
-        before = task.cancelling()
-        try:
-            return await attempt()
-        except asyncio.CancelledError as cancelled:
-            if task in self._late and task.cancelling() <= before + 1:
-                raise TimeoutError from cancelled
-            raise
-        finally:
-            self._ends.pop(task, None)
-            if task in self._late:
-                self._late.discard(task)
-                task.uncancel()
+    def end() -> None:
+        nonlocal is_late
+        is_late = True
+        task.cancel()
 
-    def _set(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._due = due
-        self._timer = loop.call_at(due, self._sweep, loop)
-
-    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Cancel the tasks whose time is over."""
-        self._timer, now = None, loop.time()
-        for task in [task for task, end in self._ends.items() if end <= now]:
-            del self._ends[task]
-            self._late.add(task)
-            task.cancel()
-        if self._ends:
-            self._set(loop, min(self._ends.values()))
+    before = task.cancelling()
+    timer = asyncio.get_running_loop().call_later(seconds, end)
+    try:
+        return await attempt()
+    except asyncio.CancelledError as cancelled:
+        if is_late and task.cancelling() <= before + 1:
+            raise TimeoutError from cancelled
+        raise
+    finally:
+        timer.cancel()
+        if is_late:
+            task.uncancel()
 
 
 def _unanswered(
