@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from typing_extensions import Buffer
 
-from aioloader.datasets._stores.failures import truncated
-from aioloader.datasets._stores.versions import NOTHING, Known, Version, changed
+from aioloader.datasets._stores.versions import NOTHING, Known, Version
 
 if TYPE_CHECKING:
     from aioloader.datasets._stores.stored import StoredObject, WholeObject
@@ -74,11 +73,11 @@ class ObjectBytes:
     """An object's bytes, by ranged requests, or in one if the server has no ranges.
 
     Args:
-        object: The object, owned; it is read whole if its server has no ranges.
+        object: The object; it is read whole if its server has no ranges.
         start: First byte.
         budget: Most bytes to hold.
         known: What the object must be.
-        stop: Where to stop before the end of the object.
+        stop: Where to stop before its end.
 
     Attributes:
         version: The object's version; None until it is known.
@@ -128,7 +127,7 @@ class ObjectBytes:
         try:
             piece = self._pieces.popleft().result()
         except NoRangesError:
-            self._drop_pieces()
+            await self.aclose()
             self._start = self._read
             self._whole = self._object.stream()
             return await self._next_chunk(self._whole)
@@ -148,17 +147,12 @@ class ObjectBytes:
         return self._at - self._read if is_known else None
 
     async def aclose(self) -> None:
-        """Cancel the requests in flight."""
-        await asyncio.gather(*self._drop_pieces(), return_exceptions=True)
-
-    def _drop_pieces(self) -> "list[asyncio.Task[Piece]]":
-        """Cancel the requests in flight, and return them; no other is sent."""
-        pieces = list(self._pieces)
-        self._pieces.clear()
+        """Cancel the requests in flight; no other is sent."""
         self._is_over = True
+        pieces, self._pieces = self._pieces, deque()
         for piece in pieces:
             piece.cancel()
-        return pieces
+        await asyncio.gather(*pieces, return_exceptions=True)
 
     async def _next_chunk(self, whole: "WholeObject") -> Buffer:
         """Return the next part of the whole object, after the start."""
@@ -198,23 +192,13 @@ class ObjectBytes:
     async def _get(self, start: int, stop: int) -> Piece:
         version = self.version or self._known.version
         piece = await self._object.fetch(start, stop, version)
-        is_first = self.size is None
-        self._learn(piece.version)
-        expected = max(0, min(stop, piece.version.size) - start)
-        if (received := len(memoryview(piece.data))) != expected:
-            raise truncated(self._object.location, expected, received, start)
-        if is_first:  # the size is known, so the others need not wait
-            self._fill()
+        if self.size is None:
+            self._learn(piece.version)
+            self._fill()  # the size is known, so the others need not wait
         return piece
 
     def _learn(self, version: Version) -> None:
-        """Check a piece's version against the object's.
-
-        Raises:
-            DatasetError: If they differ.
-        """
+        """Check the object's version; further pieces are compared with it."""
         if self.version is None:
             self._known.check(self._object.location, version, self._start)
             self.version, self.size = version, version.size
-        elif not version.is_of(self.version):
-            raise changed(self._object.location, self.version, version)

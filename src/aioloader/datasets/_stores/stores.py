@@ -135,13 +135,6 @@ class StoreSource(Source):
             made = self._made = os.getpid(), Sealed(self._make(), "")
         return made[1].value
 
-    async def opened(self) -> "ObjectStore":
-        """Return the store like ``open``, in a thread: making it reads files."""
-        is_made = self._made is not None and self._made[0] == os.getpid()
-        if is_made or self._given is not None:
-            return self.open()
-        return await asyncio.to_thread(self.open)
-
     async def ask(
         self,
         key: str,
@@ -155,7 +148,9 @@ class StoreSource(Source):
             RefusedError: If the store cannot be opened.
         """
         try:
-            store = await self.opened()
+            if self._given is None and (not self._made or self._made[0] != os.getpid()):
+                await asyncio.to_thread(self.open)  # making it reads files
+            store = self.open()
         except (ValueError, DatasetError) as error:
             raise RefusedError(error) from None
         try:
