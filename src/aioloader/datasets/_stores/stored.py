@@ -13,7 +13,7 @@ small request per object and reader. For tables, the version is trusted for ten 
 import asyncio
 import json
 import time
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import Buffer
@@ -74,6 +74,11 @@ class Client:
         self.ranged: set[int] = set()
         self.has_ranges = True
 
+    @cached_property
+    def obstore(self) -> Any:
+        """The module, imported at first use."""
+        return import_obstore()
+
     def listed(self, root: "Address | None", key: str) -> Version | None:
         """Return what the last listing shows of an object: its size, if any."""
         for (its_root, folder), listing in self.listings.items():
@@ -95,6 +100,8 @@ class StoredObject:
         name: Name of the object in the cache; kept as a hash only.
 
     Attributes:
+        client: The same.
+        key: The same.
         block: Length of the aligned blocks to fetch it by, or 0.
     """
 
@@ -109,23 +116,23 @@ class StoredObject:
         self.client = client
         self.block = _BLOCK if cache is not None else 0
         self._source = source
-        self._key = key
+        self.key = key
         self._cache = cache
         self._name = name
 
     @property
     def location(self) -> str:
         """Its redacted address."""
-        return self._source.locate(self._key)
+        return self._source.locate(self.key)
 
-    async def ask(
+    def ask(
         self, request: "Callable[[ObjectStore], Awaitable[T]]", **options: Any
-    ) -> T:
+    ) -> "Awaitable[T]":
         """Return the result of a request, given the store; retried."""
-        source, key = self._source, self._key
+        source, key = self._source, self.key
         assert isinstance(source, StoreSource)  # the Hub is not asked so
         attempt = partial(source.ask, key, request)
-        return await self.client.tries.make(attempt, source, key, **options)
+        return self.client.tries.make(attempt, source, key, **options)
 
     async def look_up(self) -> Version:
         """Return what a separate request says of an object that seems to be empty.
@@ -135,7 +142,7 @@ class StoredObject:
         """
 
         async def head(store: "ObjectStore") -> Version:
-            request = import_obstore().head_async(store, self._key)
+            request = self.client.obstore.head_async(store, self.key)
             return version_of(await self.client.flights.follow(request))
 
         return await self.ask(head)
@@ -227,7 +234,7 @@ class StoredObject:
     async def _request(self, start: int, stop: int, version: Version | None) -> Piece:
         """Return a range from the store; ``version``, past its end."""
         attempt = partial(self._get, start, stop, version)
-        piece = await self.client.tries.make(attempt, self._source, self._key)
+        piece = await self.client.tries.make(attempt, self._source, self.key)
         if piece is not None:
             return piece
         # It ends before the range: obstore does not report its size now.
@@ -242,7 +249,7 @@ class StoredObject:
         self, start: int, stop: int, version: Version | None
     ) -> Piece | None:
         """Return a range, checked; None if the object ends before it."""
-        client, source, key = self.client, self._source, self._key
+        client, source, key = self.client, self._source, self.key
         name = hash((source, key))
         try:
             piece = await source.get(client.flights, key, start, stop, version)
@@ -268,7 +275,7 @@ class StoredObject:
 
     # -- the whole ------------------------------------------------------------------
 
-    async def read_whole(self, size: int) -> "Bytes":
+    def read_whole(self, size: int) -> "Awaitable[Bytes]":
         """Return all of it: a read-only buffer, owned by the caller.
 
         Args:
@@ -278,17 +285,17 @@ class StoredObject:
             TruncatedReadError: If the body differs in length from the announcement.
             DatasetError: If it cannot be read, or is a web page in place of the object.
         """
-        return await self.ask(partial(self._read_whole, size))
+        return self.ask(partial(self._read_whole, size))
 
     async def _read_whole(self, size: int, store: "ObjectStore") -> "Bytes":
-        obstore, follow = import_obstore(), self.client.flights.follow
+        obstore, follow = self.client.obstore, self.client.flights.follow
         try:
             # No variable for a request: see ``Flights.follow``.
             if size and self.client.has_ranges:
                 # One byte more than listed, to notice an object that has grown. This
                 # one step costs a quarter less CPU than ``get`` and ``bytes``.
                 body: Bytes = await follow(
-                    obstore.get_range_async(store, self._key, start=0, end=size + 1)
+                    obstore.get_range_async(store, self.key, start=0, end=size + 1)
                 )
                 if len(body) == size:
                     return body
@@ -300,15 +307,16 @@ class StoredObject:
         body = await self._read_announced(store)
         if not body or (size and len(body) != size):
             # It is empty or has changed since the listing; or this is not the object.
-            meta = await follow(obstore.head_async(store, self._key))
+            meta = await follow(obstore.head_async(store, self.key))
             if meta["size"] != len(body):
                 raise truncated(self.location, meta["size"], len(body))
         return body
 
     async def _read_announced(self, store: "ObjectStore") -> "Bytes":
         """Read it, and check its body against the announced length."""
-        obstore, follow = import_obstore(), self.client.flights.follow
-        result = await self.open(store)
+        obstore, follow = self.client.obstore, self.client.flights.follow
+        result = await follow(obstore.get_async(store, self.key))
+        self.check_page(result)
         body: Bytes
         try:
             body = await follow(result.bytes_async())
@@ -330,12 +338,27 @@ class StoredObject:
         """Return its bytes from the first one on, for a server without ranges."""
         return WholeObject(self)
 
-    async def open(self, store: "ObjectStore") -> Any:
-        """Return an answer with all of it; its body is not read yet."""
-        request = import_obstore().get_async(store, self._key)
-        result = await self.client.flights.follow(request)
-        check_page(self.location, result)
-        return result
+    def check_page(self, result: Any) -> None:
+        """Check that an answer is no web page in place of the object.
+
+        Raises:
+            DatasetError: If it is HTML, which its name and its tags do not suggest.
+        """
+        kind = str(result.attributes.get("Content-Type", ""))
+        if "text/html" not in kind.lower():
+            return
+        location = self.location
+        name = location.rpartition("/")[2].lower()
+        _, dot, ending = name.rpartition(".")
+        has_tag = version_of(result.meta)[1:] != (None, None)
+        is_web = location.startswith("http")
+        if ending in _PAGES or (has_tag and not (dot and is_web)):
+            return
+        raise DatasetError(
+            f"{location!r}: the answer is a web page ({kind}, {result.meta['size']:,} "
+            "bytes), not the object; it comes from a gateway, a proxy or a login page",
+            location=location,
+        )
 
 
 class WholeObject:
@@ -383,10 +406,12 @@ class WholeObject:
             TruncatedReadError: If the response ends early.
             RefusedError: If the object has changed since the first one.
         """
-        location = self._object.location
+        obstore, location = self._object.client.obstore, self._object.location
+        follow = self._object.client.flights.follow
         stream, self._stream = self._stream, None  # kept only after a good read
         if stream is None:
-            result = await self._object.open(store)
+            result = await follow(obstore.get_async(store, self._object.key))
+            self._object.check_page(result)
             version, self._at = version_of(result.meta), 0
             self._version = self._version or version
             if not version.is_of(self._version):
@@ -395,8 +420,8 @@ class WholeObject:
             stream = result.stream(min_chunk_size=self._chunk)
             del result
         try:
-            chunk = await self._object.client.flights.follow(anext(stream, b""))
-        except import_obstore().exceptions.GenericError as exc:
+            chunk = await follow(anext(stream, b""))
+        except obstore.exceptions.GenericError as exc:
             if not Reason(exc).is_cut_short:
                 raise
             chunk = b""
@@ -407,25 +432,3 @@ class WholeObject:
             raise truncated(location, self._version.size, self._at)
         self._stream = stream
         return Piece(chunk, self._version)
-
-
-def check_page(location: str, result: Any) -> None:
-    """Check that an answer is no web page in place of an object.
-
-    Raises:
-        DatasetError: If it is HTML, which its name and its tags do not suggest.
-    """
-    kind = str(result.attributes.get("Content-Type", ""))
-    if "text/html" not in kind.lower():
-        return
-    name = location.rpartition("/")[2].lower()
-    _, dot, ending = name.rpartition(".")
-    has_tag = version_of(result.meta)[1:] != (None, None)
-    is_web = location.startswith("http")
-    if ending in _PAGES or (has_tag and not (dot and is_web)):
-        return
-    raise DatasetError(
-        f"{location!r}: the answer is a web page ({kind}, {result.meta['size']:,} "
-        "bytes), not the object; it comes from a gateway, a proxy or a login page",
-        location=location,
-    )
