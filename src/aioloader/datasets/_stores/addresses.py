@@ -8,6 +8,7 @@ same name, whatever characters it has. Patterns follow the rules of ``glob`` eve
 """
 
 import fnmatch
+import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -215,6 +216,18 @@ def _decoded(path: str) -> str:
 
 def _bracketed(sign: "re.Match[str]") -> str:
     return f"[{unquote(sign[0])}]"
+
+
+def globbed(pattern: str, folder: str) -> tuple[list[str], int]:
+    """Return the files that match, sorted, and the number of directories that do.
+
+    The paths are relative to ``folder``, if it is not empty.
+    """
+    # Two segments ** find the same path twice.
+    found = {*glob.glob(pattern, root_dir=folder or None, recursive=True)}  # noqa: PTH207
+    # A dangling link stays, and fails on reading: dropping it would hide it.
+    files = [p for p in found if not os.path.isdir(os.path.join(folder, p))]  # noqa: PTH112, PTH118
+    return sorted(files), len(found) - len(files)
 
 
 def matching(keys: Iterable[str], pattern: str) -> list[str]:

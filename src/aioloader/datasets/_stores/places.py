@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import copy
 import functools
-import glob
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from aioloader.datasets._stores.addresses import (
     Address,
     braces,
     folder_of,
+    globbed,
     has_signs,
     is_local,
     local_pattern,
@@ -156,7 +156,8 @@ class Places:
             pattern = local_pattern(address)
             if not has_signs(pattern):
                 return Listed([address])
-            found = await asyncio.to_thread(_globbed, pattern, self._folder)
+            files, _ = await asyncio.to_thread(globbed, pattern, self._folder)
+            found = Listed(files)
         else:
             searched = pattern_of(address)
             if searched is None:
@@ -313,18 +314,6 @@ def _source(store: Any, options: Options) -> Source:
 
 
 # -- patterns, in a thread --------------------------------------------------------
-
-
-def _globbed(pattern: str, folder: str) -> Listed:
-    """Return the files that match, relative to ``folder``, as keys of a store are."""
-    found = glob.glob(pattern, root_dir=folder or None, recursive=True)  # noqa: PTH207
-    # Like a store: no folders; a dangling link stays, and fails on reading.
-    # Two segments ** find the same files twice.
-    return Listed(
-        path
-        for path in sorted(set(found))
-        if not os.path.isdir(os.path.join(folder, path))  # noqa: PTH112, PTH118
-    )
 
 
 def _has_folder(pattern: str) -> bool:
