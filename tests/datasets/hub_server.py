@@ -3,63 +3,24 @@
 import json
 import re
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Self
+from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from datasets.serving import Handler, Server
 
 REPO = "someone/shards"
 TOKEN = "hf_canary"
 
 
-class Hub:
-    """One dataset repository, with a branch that can be moved.
-
-    Attributes:
-        commits: Files of each commit, by name.
-        main: The commit that the branch names.
-        seen: Requests, as method and path.
-        fail: Statuses of the next answers to reads.
-        reads: Set when it answers reads.
-    """
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        self.commits = {"a" * 40: files}
-        self.main = "a" * 40
-        self.seen: list[str] = []
-        self.fail: list[int] = []
-        self.reads = threading.Event()
-        self.reads.set()
-        self.token = ""
-
-    def __enter__(self) -> Self:
-        handler = type("Handler", (_Handler,), {"hub": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = False
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     """Answers one connection; it is closed after each answer."""
 
-    hub: Hub
-
-    def log_message(self, *_args: Any) -> None:
-        """Say nothing."""
-
-    def do_GET(self) -> None:
+    def get(self) -> None:
         """Answer about the repository, a folder, or with a file."""
-        hub, path = self.hub, unquote(urlsplit(self.path).path)
+        hub, path = self.served, unquote(urlsplit(self.path).path)
         hub.seen.append(f"GET {path}")
         if hub.token and self.headers["authorization"] != f"Bearer {hub.token}":
-            self.answer(401, {"error": "Repository not found"}, "RepoNotFound")
+            self.say(401, {"error": "Repository not found"}, "RepoNotFound")
         elif match := re.fullmatch(rf"/api/datasets/{REPO}(?:/revision/(\w+))?", path):
             self.about(match[1] or "main")
         elif match := re.fullmatch(rf"/api/datasets/{REPO}/tree/(\w+)/?(.*)", path):
@@ -67,16 +28,18 @@ class _Handler(BaseHTTPRequestHandler):
         elif match := re.fullmatch(rf"/datasets/{REPO}/resolve/(\w+)/(.*)", path):
             self.file(match[1], match[2])
         else:
-            self.answer(404, {"error": "Repository not found"}, "RepoNotFound")
+            self.say(404, {"error": "Repository not found"}, "RepoNotFound")
 
     def about(self, revision: str) -> None:
         """Return the commit of a revision."""
-        sha = self.hub.main if revision == "main" else revision
-        self.answer(200, {"id": REPO, "sha": sha, "siblings": [], "private": False})
+        sha = self.served.main if revision == "main" else revision
+        self.say(200, {"id": REPO, "sha": sha, "siblings": [], "private": False})
 
     def tree(self, revision: str, folder: str) -> None:
         """Return the files under a folder, and the folders in it."""
-        files = self.hub.commits[self.hub.main if revision == "main" else revision]
+        files = self.served.commits[
+            self.served.main if revision == "main" else revision
+        ]
         start = f"{folder}/" if folder else ""
         names = [name for name in files if name.startswith(start)]
         found: dict[str, Any] = {}
@@ -90,32 +53,52 @@ class _Handler(BaseHTTPRequestHandler):
                 oid = f"{hash(files[name]) & 0xFFFFFF:040x}"
                 found[name] = {"type": "file", "path": name, "oid": oid, "size": size}
         if not names:
-            self.answer(404, {"error": "no such folder"}, "EntryNotFound")
+            self.say(404, {"error": "no such folder"}, "EntryNotFound")
         else:
-            self.answer(200, list(found.values()))
+            self.say(200, list(found.values()))
 
     def file(self, revision: str, name: str) -> None:
         """Return a range of a file."""
-        self.hub.reads.wait()
-        if self.hub.fail:
-            self.answer(self.hub.fail.pop(), {"error": "busy"})
+        self.served.reads.wait()
+        if self.served.fail:
+            self.say(self.served.fail.pop(), {"error": "busy"})
             return
-        data = self.hub.commits[self.hub.main if revision == "main" else revision][name]
+        data = self.served.commits[
+            self.served.main if revision == "main" else revision
+        ][name]
         first, last = map(int, self.headers["range"].removeprefix("bytes=").split("-"))
         part = data[first : last + 1]
-        self.send_response(206)
-        self.send_header("content-range", f"bytes {first}-{last}/{len(data)}")
-        self.send_header("content-length", str(len(part)))
-        self.end_headers()
-        self.wfile.write(part)
+        self.answer(206, part, {"content-range": f"bytes {first}-{last}/{len(data)}"})
 
-    def answer(self, status: int, said: Any, code: str = "") -> None:
+    def say(self, status: int, said: Any, code: str = "") -> None:
         """Send JSON."""
-        body = json.dumps(said).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
-        if code:
-            self.send_header("x-error-code", code)
-        self.end_headers()
-        self.wfile.write(body)
+        fields = {"content-type": "application/json"}
+        fields |= {"x-error-code": code} if code else {}
+        self.answer(status, json.dumps(said).encode(), fields)
+
+
+class Hub(Server):
+    """One dataset repository, with a branch that can be moved.
+
+    Attributes:
+        commits: Files of each commit, by name.
+        main: The commit that the branch names.
+        seen: Requests, as method and path.
+        fail: Statuses of the next answers to reads.
+        reads: Set when it answers reads.
+    """
+
+    handler = _Handler
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.commits = {"a" * 40: files}
+        self.main = "a" * 40
+        self.seen: list[str] = []
+        self.fail: list[int] = []
+        self.reads = threading.Event()
+        self.reads.set()
+        self.token = ""
+
+    def files(self, revision: str) -> dict[str, bytes]:
+        """Return the files of a branch or a commit."""
+        return self.commits[self.main if revision == "main" else revision]

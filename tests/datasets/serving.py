@@ -1,122 +1,83 @@
-"""Plain clients of the object server, and servers to be asked."""
+"""What servers of the tests share: a thread that answers, and the end of it."""
 
-import asyncio
 import contextlib
-import http.client
 import socket
-import ssl
-from collections.abc import Iterator
-from datetime import timedelta
-from typing import Any
-from urllib.parse import quote, urlsplit
-
-import pytest
-import trustme
-import uvloop
-from obstore.store import S3Store
-
-from object_server import ObjectServer
-from object_server import server as objects
-
-DATA = bytes(range(256)) * 5000
-OBJECTS = {
-    "train/a b.bin": b"spaced",
-    "train/big.bin": DATA,
-    "train/ünicode & <x>.bin": b"marked",
-    "train/100%.bin": b"percent",
-    "empty": b"",
-}
-QUICK: dict[str, Any] = {
-    "max_retries": 20,
-    "retry_timeout": timedelta(seconds=20),
-    "backoff": {"init_backoff": timedelta(milliseconds=1)},
-}
-BROKEN = (http.client.HTTPException, OSError)
+import threading
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar, Self
 
 
-@contextlib.contextmanager
-def connected(
-    server: ObjectServer, context: ssl.SSLContext | None = None
-) -> Iterator[http.client.HTTPConnection]:
-    """Connect a plain client, and hang up."""
-    address = urlsplit(server.url).netloc
-    connection = http.client.HTTPConnection(address, timeout=10)
-    if context is not None:
-        connection = http.client.HTTPSConnection(address, timeout=10, context=context)
-    with contextlib.closing(connection):
-        yield connection
+class Handler(BaseHTTPRequestHandler):
+    """Answers one connection of a ``Server``."""
+
+    protocol_version = "HTTP/1.0"
+    served: Any
+
+    def setup(self) -> None:
+        super().setup()
+        self.served.connections.append(self.connection)
+
+    def do_GET(self) -> None:
+        self.get()
+
+    def do_HEAD(self) -> None:
+        self.head()
+
+    def do_PROPFIND(self) -> None:
+        self.list()
+
+    def get(self) -> None:
+        """Answer a GET."""
+
+    def head(self) -> None:
+        """Answer a HEAD."""
+
+    def list(self) -> None:
+        """Answer a PROPFIND of WebDAV."""
+
+    def answer(
+        self, status: int, body: bytes, fields: Mapping[str, Any] | None = None
+    ) -> None:
+        """Send a body with its length, unless a field says another one."""
+        self.send_head(status, {"Content-Length": len(body), **(fields or {})})
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(body)
+
+    def send_head(self, status: int, fields: Mapping[str, Any]) -> None:
+        """Send a status and fields."""
+        self.send_response(status)
+        for name, value in fields.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
 
 
-def ask(
-    connection: http.client.HTTPConnection,
-    path: str,
-    method: str = "GET",
-    **fields: str,
-) -> tuple[int, bytes, http.client.HTTPMessage]:
-    """Return status, body and fields of an answer."""
-    named = {name.replace("_", "-"): value for name, value in fields.items()}
-    connection.request(method, quote(path), headers=named)
-    response = connection.getresponse()
-    return response.status, response.read(), response.headers
+class Server:
+    """Serves by its handler within the block; then all connections are closed.
 
+    Attributes:
+        url: Where.
+    """
 
-def fetch(server: ObjectServer, path: str = "/train/big.bin", **fields: str) -> bytes:
-    """Return one body, by a connection of its own."""
-    with connected(server) as connection:
-        return ask(connection, path, **fields)[1]
+    handler: ClassVar[type[Handler]]
 
+    def __enter__(self) -> Self:
+        self.connections: list[socket.socket] = []
+        handler = type("Handler", (self.handler,), {"served": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = False
+        self._thread = threading.Thread(target=self._server.serve_forever, args=[0.01])
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        return self
 
-def s3(server: ObjectServer, **options: Any) -> S3Store:
-    """Return obstore's view of the bucket."""
-    options["client_options"] = {"allow_http": True} | options.get("client_options", {})
-    return S3Store(
-        server.bucket,
-        endpoint=server.url,
-        region="us-east-1",
-        skip_signature=True,
-        **{"retry_config": QUICK, **options},
-    )
-
-
-@pytest.fixture
-def server() -> Iterator[ObjectServer]:
-    """Serve what no test changes."""
-    with ObjectServer(OBJECTS) as made:
-        yield made
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def each_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve on both loops."""
-    make = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-    monkeypatch.setattr(objects, "new_event_loop", make[request.param])
-
-
-@pytest.fixture(scope="module")
-def authority() -> trustme.CA:
-    """Return who signs."""
-    return trustme.CA()
-
-
-@pytest.fixture
-def tls(authority: trustme.CA) -> ssl.SSLContext:
-    """Return the server's side."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("127.0.0.1").configure_cert(context)
-    return context
-
-
-@contextlib.contextmanager
-def raw_socket(server: ObjectServer) -> Iterator[socket.socket]:
-    """Connect without a client."""
-    port = urlsplit(server.url).port
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as end:
-        yield end
-
-
-def made(name: str, start: int, stop: int) -> bytes:
-    """Return a part of an object that exists nowhere: its offsets, in eights."""
-    first = start // 8
-    numbers = range(first, -(-stop // 8))
-    block = b"".join(number.to_bytes(8, "little") for number in numbers)
-    return block[start - 8 * first :][: stop - start]
+    def __exit__(self, *_error: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        for connection in self.connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._server.server_close()

@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import re
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,109 +15,94 @@ from pyarrow import parquet as pq
 from aioloader import DataLoader
 from aioloader.datasets import ObjectDataset, ParquetDataset, Requests, TextDataset
 from aioloader.errors import BatchTimeoutError, DatasetError, TruncatedReadError
+from datasets.serving import Handler, Server
 
 BODY = b"".join(b"%09d\n" % line for line in range(30_000))
 SHORT = Requests(deadline=1.0, base_delay=0.01, max_delay=0.01)
 AT_ONCE = Requests(base_delay=0.001, max_delay=0.001)
-Bad = Callable[["Handler", int, int], None]
+Bad = Callable[["Sender", int, int], None]
 
 
-class Handler(BaseHTTPRequestHandler):
+class Sender(Handler):
     """Serve one body; ``bad`` answers the requests whose numbers are in ``when``."""
 
     protocol_version = "HTTP/1.1"
-    body = BODY
-    bad: Bad
-    when: Any
-    ended: threading.Event
-    requests: list[str]
-    connections: list[socket.socket]
 
-    def setup(self) -> None:
-        super().setup()
-        self.connections.append(self.connection)
-
-    def do_GET(self) -> None:
+    def get(self) -> None:
+        served = self.served
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         start, stop = (int(asked[1]), int(asked[2]) + 1) if asked else (0, 1 << 40)
-        stop = min(stop, len(self.body))
-        self.requests.append(self.path)
-        if len(self.requests) - 1 in self.when:
-            type(self).bad(self, start, stop)
+        stop = min(stop, len(served.body))
+        served.requests += 1
+        if served.requests - 1 in served.when:
+            served.bad(self, start, stop)
         else:
-            self.answer(206 if asked else 200, start, stop, stop)
+            self.send_part(206 if asked else 200, start, stop, stop)
 
-    def answer(self, status: int, start: int, stop: int, sent: int) -> None:
+    def head(self) -> None:
+        self.send_head(200, {"Content-Length": len(self.served.body), "ETag": '"1"'})
+
+    def send_part(self, status: int, start: int, stop: int, sent: int) -> None:
         """Announce a range, and send it up to a byte; the length matches that."""
-        fields = {"Content-Length": sent - start, "ETag": '"1"'}
+        fields = {"ETag": '"1"'}
         if status == 206:
-            fields["Content-Range"] = f"bytes {start}-{stop - 1}/{len(self.body)}"
-        self.send_head(status, fields)
-        with contextlib.suppress(OSError):
-            self.wfile.write(self.body[start:sent])
-
-    def send_head(self, status: int, fields: dict[str, Any]) -> None:
-        """Send a status and fields."""
-        self.send_response(status)
-        for name, value in fields.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+            fields["Content-Range"] = (
+                f"bytes {start}-{stop - 1}/{len(self.served.body)}"
+            )
+        self.answer(status, self.served.body[start:sent], fields)
 
 
-def short(to: Handler, start: int, stop: int) -> None:
+def short(to: Sender, start: int, stop: int) -> None:
     """Send half of a range, of which the field names all."""
-    to.answer(206, start, stop, (start + stop) // 2)
+    to.send_part(206, start, stop, (start + stop) // 2)
 
 
-def less(to: Handler, start: int, stop: int) -> None:
+def less(to: Sender, start: int, stop: int) -> None:
     """Give half of a range, and say so."""
     half = (start + stop) // 2
-    to.answer(206, start, half, half)
+    to.send_part(206, start, half, half)
 
 
-def cut(to: Handler, start: int, stop: int) -> None:
+def cut(to: Sender, start: int, stop: int) -> None:
     """Announce all, and hang up in the middle."""
     to.send_head(206, {
         "Content-Length": stop - start,
-        "Content-Range": f"bytes {start}-{stop - 1}/{len(to.body)}",
+        "Content-Range": f"bytes {start}-{stop - 1}/{len(to.served.body)}",
         "ETag": '"1"',
     })  # fmt: skip
-    to.wfile.write(to.body[start : (start + stop) // 2])
+    to.wfile.write(to.served.body[start : (start + stop) // 2])
     to.close_connection = True
 
 
-def page(to: Handler, _start: int, _stop: int) -> None:
+def page(to: Sender, _start: int, _stop: int) -> None:
     """Answer as a gateway does."""
     fields = {"Content-Type": "text/html; charset=utf-8", "Content-Length": 7}
     to.send_head(200, fields)
     to.wfile.write(b"<html/>")
 
 
-def tagged_page(to: Handler, _start: int, _stop: int) -> None:
+def tagged_page(to: Sender, _start: int, _stop: int) -> None:
     """Answer with a page that has a tag."""
     fields = {"Content-Type": "text/html", "Content-Length": 7, "ETag": '"page"'}
     to.send_head(200, fields)
     to.wfile.write(b"<html/>")
 
 
-def silent(to: Handler, _start: int, _stop: int) -> None:
+def silent(to: Sender, _start: int, _stop: int) -> None:
     """Do not answer."""
-    to.ended.wait()
+    to.served.ended.wait()
     to.close_connection = True
 
 
-def stuck(to: Handler, _start: int, _stop: int) -> None:
+def stuck(to: Sender, _start: int, _stop: int) -> None:
     """Answer without ranges, and stop in the middle."""
-    to.send_head(200, {"Content-Length": len(to.body)})
-    to.wfile.write(to.body[:1000])
+    to.send_head(200, {"Content-Length": len(to.served.body)})
+    to.wfile.write(to.served.body[:1000])
     to.wfile.flush()
     silent(to, 0, 0)
 
 
-def endless(to: Handler, _start: int, _stop: int) -> None:
+def endless(to: Sender, _start: int, _stop: int) -> None:
     """Answer without a length, and stop in the middle."""
     to.send_head(200, {"Transfer-Encoding": "chunked"})
     to.wfile.write(b"3\r\nabc\r\n")
@@ -127,26 +110,26 @@ def endless(to: Handler, _start: int, _stop: int) -> None:
     silent(to, 0, 0)
 
 
+class Serving(Server):
+    """Serve a body with some bad answers."""
+
+    handler = Sender
+
+    def __init__(self, bad: Bad, when: Any, body: bytes = BODY) -> None:
+        self.bad, self.when, self.body = bad, when, body
+        self.ended = threading.Event()
+        self.requests = 0
+
+    def __exit__(self, *error: object) -> None:
+        self.ended.set()
+        super().__exit__(*error)
+
+
 @contextlib.contextmanager
 def serving(bad: Bad, when: Any, body: bytes = BODY) -> Iterator[str]:
-    """Serve a body with some bad answers, and return the URL."""
-    ended = threading.Event()
-    named = {"bad": bad, "when": when, "body": body, "ended": ended}
-    ends: list[socket.socket] = []
-    kind = type("One", (Handler,), {**named, "requests": [], "connections": ends})
-    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
-        server.daemon_threads = False
-        thread = threading.Thread(target=server.serve_forever, args=[0.01])
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            ended.set()
-            server.shutdown()
-            thread.join()
-            for end in ends:
-                with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
+    """Serve, and return the URL."""
+    with Serving(bad, when, body) as server:
+        yield server.url
 
 
 @pytest.mark.parametrize("bad", [short, less, cut, page, tagged_page])
@@ -172,12 +155,9 @@ async def test_an_object_is_read_in_spite_of(bad: Bad) -> None:
 async def test_an_object_whose_listed_size_did_not_come() -> None:
     """A shorter body is the object only if the server says so when asked."""
 
-    def half(to: Handler, _start: int, _stop: int) -> None:
-        to.answer(200, 0, 5, 5)
+    def half(to: Sender, _start: int, _stop: int) -> None:
+        to.send_part(200, 0, 5, 5)
 
-    Handler.do_HEAD = lambda to: to.send_head(  # type: ignore[attr-defined]
-        200, {"Content-Length": len(BODY), "ETag": '"1"'}
-    )
     with serving(half, [0, 1]) as url:
         async with ObjectDataset(url, ["a.bin"], requests=AT_ONCE) as objects:
             objects._sizes = [len(BODY)]  # type: ignore[assignment]
@@ -268,7 +248,7 @@ def test_a_timeout_names_the_last_error(workers: int, unused_port: int) -> None:
     requests = Requests(base_delay=1e12, max_delay=1e12, deadline=1e13)
     once = {"retry_config": {"max_retries": 0}}
     objects = ObjectDataset(url, ["a"] * 8, requests=requests, store_options=once)
-    objects._source.contact.has_answered = True  # patience
+    objects._source.has_answered = True  # patience
     loader: Any = DataLoader(
         objects, num_workers=workers, fetch="workers" if workers else "auto", timeout=1
     )

@@ -1,22 +1,13 @@
 """Shards that change while they are read, or between a state and its resumption."""
 
-import functools
-import gzip
-import io
-import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 from aioloader.datasets import (
-    ArrowDataset,
-    JSONLinesDataset,
-    ParquetDataset,
     Requests,
-    TarDataset,
     TextDataset,
     from_async_iterable,
     from_iterable,
@@ -25,7 +16,6 @@ from aioloader.datasets._stores.versions import Version
 from aioloader.errors import DatasetError, ShardChangedError
 from datasets.changing import ChangingServer
 from datasets.shards import read
-from datasets.test_places import big_shard
 
 QUICK = Requests(timeout=5.0, deadline=2.0, base_delay=0.001, max_delay=0.01)
 AT_ONCE: dict[str, Any] = {"store_options": {"retry_config": {"max_retries": 0}}}
@@ -120,88 +110,6 @@ async def test_a_server_that_always_breaks_off() -> None:
             await rest_of(stream)
 
 
-@functools.cache
-def tar(count: int) -> bytes:
-    """Return a tar file of ``count`` samples."""
-    return big_shard(count, 8000)
-
-
-def json_lines(count: int) -> bytes:
-    """Return JSON lines."""
-    return b"".join(b'{"a": %7d, "b": "%s"}\n' % (at, b"x" * 90) for at in range(count))
-
-
-def parquet(count: int) -> bytes:
-    """Return a Parquet file with two row groups, the first of half of the rows."""
-    import pyarrow.parquet as pq  # noqa: PLC0415
-
-    out = io.BytesIO()
-    table = pa.table({"a": range(count)})
-    pq.write_table(table, out, row_group_size=-(-count // 2))
-    return out.getvalue()
-
-
-def arrow(count: int) -> bytes:
-    """Return an Arrow file with two record batches."""
-    out = io.BytesIO()
-    table = pa.table({"a": range(count)})
-    with pa.ipc.new_file(out, table.schema) as writer:
-        writer.write_table(table, max_chunksize=-(-count // 2))
-    return out.getvalue()
-
-
-def zipped(count: int) -> bytes:
-    """Return packed lines."""
-    return gzip.compress(lines(count), compresslevel=1)
-
-
-FORMATS: dict[str, tuple[Callable[..., Any], Callable[[int], bytes]]] = {
-    "tar": (TarDataset, tar),
-    "jsonl": (JSONLinesDataset, json_lines),
-    "txt": (TextDataset, lines),
-    "txt.gz": (TextDataset, zipped),
-    "parquet": (ParquetDataset, parquet),
-    "arrow": (ArrowDataset, arrow),
-}
-
-
-@pytest.mark.parametrize("ending", FORMATS)
-@pytest.mark.parametrize(
-    "where", ["file", "http", pytest.param("whole", marks=pytest.mark.fuzz)]
-)
-@pytest.mark.parametrize(
-    ("taken", "count"),
-    [
-        (1700, 1500),
-        pytest.param(150, 200, marks=pytest.mark.fuzz),
-        pytest.param(1700, 1990, marks=pytest.mark.fuzz),
-    ],
-)
-async def test_a_shard_that_shrank_before_it_is_resumed(
-    ending: str, where: str, taken: int, count: int, tmp_path: Path
-) -> None:
-    """In whatever format and store, and whether or not the place is still there."""
-    make, body = FORMATS[ending]
-    if where == "whole" and ending in {"parquet", "arrow"}:
-        pytest.skip("read by ranges only")
-    path = tmp_path / f"a.{ending}"
-    with ChangingServer(body(2000), has_ranges=where != "whole") as server:
-        address = f"{server.url}/a.{ending}"
-        if where == "file":
-            path.write_bytes(body(2000))
-            address = str(path)
-        stream = make(address, requests=QUICK)
-        _, state = await read(stream, taken)
-        state = json.loads(json.dumps(state))
-        stream.load_state_dict(state)
-        assert len(await rest_of(stream)) == 2000 - taken
-        server.replace(body(count))
-        path.write_bytes(body(count))
-        stream.load_state_dict(state)
-        with pytest.raises(ShardChangedError, match="changed since"):
-            await rest_of(stream)
-
-
 async def test_a_shard_that_grew_before_it_is_resumed(tmp_path: Path) -> None:
     """That is another shard too."""
     path = tmp_path / "a.txt"
@@ -251,19 +159,6 @@ async def test_an_iterable_that_shrank_before_it_is_resumed(kind: str) -> None:
             stream.load_state_dict(state)
             with pytest.raises(ShardChangedError, match="restart the epoch"):
                 await rest_of(stream)
-
-
-async def test_a_file_that_is_written_in_place(tmp_path: Path) -> None:
-    """Each piece is held against the length and time of the beginning."""
-    path = tmp_path / "a.tar"
-    path.write_bytes(big_shard(400, 8000))
-    async with aiter(TarDataset(str(path), max_bytes=1 << 18)) as iterator:
-        await anext(iterator)
-        with path.open("r+b") as file:
-            file.seek(1_000_000)
-            file.write(bytes(100))
-        with pytest.raises(DatasetError, match="changed while being read"):
-            [_ async for _ in iterator]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """One guard for every format: a shard is read at one version, and resumed at it."""
 
+import gzip
 import io
 import itertools
 import json
@@ -7,7 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pytest
@@ -49,7 +50,8 @@ def parquet(start: int, rows: int = ROWS) -> bytes:
     """Return small row groups, packed to the same length."""
     out = io.BytesIO()
     plain: Any = {"compression": "none", "use_dictionary": False}
-    pq.write_table(table(start, rows), out, row_group_size=5000, **plain)
+    length = min(5000, -(-rows // 2))
+    pq.write_table(table(start, rows), out, row_group_size=length, **plain)
     return out.getvalue()
 
 
@@ -74,7 +76,8 @@ def tar(start: int, rows: int = ROWS) -> bytes:
     return big_shard(rows // 20, 400)
 
 
-FORMATS: dict[str, tuple[Callable[..., Any], Callable[..., bytes]]] = {
+Format: TypeAlias = tuple[Callable[..., Any], Callable[..., bytes]]
+FORMATS: dict[str, Format] = {
     "tar": (TarDataset, tar),
     "txt": (TextDataset, lines),
     "jsonl": (JSONLinesDataset, lines),
@@ -194,6 +197,45 @@ async def test_copies(ending: str, tmp_path: Path) -> None:
     os.utime(other, ns=(facts.st_atime_ns, facts.st_mtime_ns))
     found, _ = await take(make(str(other)), None, (state,))
     assert len(found) == len(rest) - 7
+
+
+PACKED: dict[str, Format] = {
+    "txt.gz": (TextDataset, lambda *args: gzip.compress(lines(*args)))
+}
+
+
+@pytest.mark.parametrize("ending", [*FORMATS, *PACKED])
+@pytest.mark.parametrize(
+    "where", ["file", "http", pytest.param("whole", marks=pytest.mark.fuzz)]
+)
+@pytest.mark.parametrize(
+    ("taken", "count"),
+    [
+        (1700, 1500),
+        pytest.param(160, 200, marks=pytest.mark.fuzz),
+        pytest.param(1700, 1980, marks=pytest.mark.fuzz),
+    ],
+)
+async def test_a_shard_that_shrank_before_it_is_resumed(
+    ending: str, where: str, taken: int, count: int, tmp_path: Path
+) -> None:
+    """In whatever format and store, and whether or not the place is still there."""
+    if where == "whole" and ending in {"parquet", "arrow"}:
+        pytest.skip("read by ranges only")
+    make, body = {**FORMATS, **PACKED}[ending]
+    samples = 20 if ending == "tar" else 1
+    path = tmp_path / f"a.{ending}"
+    put(path, body(0))
+    with ChangingServer(body(0), has_ranges=where != "whole") as server:
+        address = str(path) if where == "file" else f"{server.url}/a.{ending}"
+        stream = make(address, requests=QUICK)
+        _, state = await take(stream, taken // samples)
+        rest, _ = await take(stream, None, (state,))
+        assert len(rest) == (ROWS - taken) // samples
+        server.replace(body(0, count))
+        put(path, body(0, count))
+        with pytest.raises(ShardChangedError, match="changed since"):
+            await take(stream, None, (state,))
 
 
 async def test_the_state_is_small(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from aioloader.datasets import Requests
-from aioloader.datasets._stores.fetching import LoopRequests, WholeObject
 from aioloader.datasets._stores.requests import (
     RefusedError,
     Tries,
     UnreachableError,
 )
+from aioloader.datasets._stores.stored import Client, StoredObject
 from aioloader.datasets._stores.stores import StoreSource
 from aioloader.errors import DatasetError, ObjectNotFoundError
 from datasets.changing import ChangingServer
@@ -214,15 +214,15 @@ async def test_what_may_not_run_twice_is_sent_once() -> None:
 async def test_a_response_has_one_reader() -> None:
     """Without ranges the next chunk is not requested twice, or some would be lost."""
     body = b"".join(b"%09d\n" % line for line in range(500_000))
-    here = LoopRequests(Requests(hedge=True, base_delay=0))
+    here = Client(Requests(hedge=True, base_delay=0))
     for _ in range(20):
         await here.tries.make(attempts("quick"), *PLACE)
     with ChangingServer(body, has_ranges=False) as server:
-        whole = WholeObject(here, StoreSource(server.url, {}), "k")
+        whole = StoredObject(here, StoreSource(server.url, {}), "k").stream()
         found = bytearray()
         while piece := (await whole.read()).data:
             found += piece
-        await here.aclose()
+        await here.flights.drain(0.0)
     assert bytes(found) == body
     assert server.requests == 1
 

@@ -1,12 +1,10 @@
 """A web server that lists its files as WebDAV does."""
 
-import http.server
-import threading
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
 from urllib.parse import quote, unquote
 from xml.sax.saxutils import escape
+
+from datasets.serving import Handler, Server
 
 _ENTRY = (
     "<D:response><D:href>{}</D:href><D:propstat><D:prop>"
@@ -16,13 +14,25 @@ _ENTRY = (
 )
 
 
-class WebDAV:
+class _Handler(Handler):
+    def get(self) -> None:
+        body = self.served.find(self.path)
+        self.answer(404 if body is None else 200, body or b"")
+
+    def list(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.answer(207, self.served.listing(self.path))
+
+
+class WebDAV(Server):
     """Serve objects by GET, without ranges, and their names by PROPFIND.
 
     Args:
         objects: Contents by path.
         is_literal: Whether the paths are as requests spell them.
     """
+
+    handler = _Handler
 
     def __init__(
         self, objects: Mapping[str, bytes], *, is_literal: bool = False
@@ -31,24 +41,6 @@ class WebDAV:
         self._objects = {f"/{spelled(name)}": data for name, data in objects.items()}
         self._is_literal = is_literal
         self.paths: list[str] = []
-
-    def __enter__(self) -> Self:
-        handler = type("Handler", (_Handler,), {"served": self})
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
 
     def find(self, path: str) -> bytes | None:
         """Return what lies at the path of a request."""
@@ -68,24 +60,3 @@ class WebDAV:
             '<?xml version="1.0" encoding="utf-8"?>'
             f'<D:multistatus xmlns:D="DAV:">{found}</D:multistatus>'
         ).encode()
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    served: WebDAV
-
-    def do_GET(self) -> None:
-        body = self.served.find(self.path)
-        self._answer(404 if body is None else 200, body or b"")
-
-    def do_PROPFIND(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._answer(207, self.served.listing(self.path))
-
-    def _answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Say nothing."""

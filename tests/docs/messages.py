@@ -150,7 +150,6 @@ INTERNAL = {
     "datasets/_mds/encodings.py:_scalar": "a reason in 'the sample at byte …'",
     "datasets/_sql/keys.py:encoded": "caught where a key is looked up",
     "datasets/_sql/reader.py:": "caught where it is raised",
-    "datasets/_stores/reads.py:": "becomes a TruncatedReadError",
     "datasets/_tar/headers.py:": "a reason in 'is damaged at byte'",
     "datasets/_tar/walk.py:TarParser._on_header": "a reason in 'is damaged at byte'",
     "datasets/_tar/walk.py:TarParser._on_second_zeros": "a reason there too",
@@ -166,11 +165,11 @@ PASSED_ON = {
     "_observe/warnings.py:warn": "says what it is given",
     "datasets/_arrow/csv.py:CSVFormat._names_in": "says what its variable does",
     "datasets/_sql/format.py:SQLFormat.shards": "says what another error says",
-    "datasets/_stores/fetching.py:": "carries another error",
-    "datasets/_stores/stores.py:opened_for_read": "carries another error",
+    "datasets/_stores/stored.py:StoredObject._get": "carries another error",
+    "datasets/_stores/stored.py:WholeObject.next": "carries another error",
+    "datasets/_stores/stores.py:StoreSource.ask": "carries another error",
     "datasets/_stores/hub.py:HubSource._failure": "carries another error",
     "datasets/_stores/requests.py:read_failure": "carries another error",
-    "datasets/_stores/listing.py:_Walk._failure": "carries another error",
     "datasets/_streams/iterated.py:Iterated.__aiter__": "is the warning of iterables",
     "datasets/_streams/repeats.py:": "says again what a state holds",
     "testing/_formats.py:_check_positions": "says what another error says",
@@ -206,9 +205,10 @@ ELSEWHERE = {
         "_workers/pickling_errors.py",
         "what the workers need cannot be pickled: …",
     ),
-    "datasets/_stores/options.py:check_options": (
+    "datasets/_stores/options.py:open_store": (
         "datasets/_stores/options.py",
         "the store does not know the option …: …",
+        "the store option … must be a dict, got …",
     ),
     "_collate/collate.py:_stack_arrays": (
         "",  # torch's own

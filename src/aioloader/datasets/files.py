@@ -8,7 +8,6 @@ with a thread per file and 44 with aiofiles (4 KB: 5, 19, 44); wall 57, 84, 125 
 """
 
 import asyncio
-import glob
 import os
 import re
 from collections.abc import Coroutine, Iterable
@@ -20,7 +19,7 @@ from torch.utils.data import Dataset
 
 from aioloader.datasets._batcher import ReadBatcher
 from aioloader.datasets._options import check_at_least, check_is, names_options
-from aioloader.datasets._stores.addresses import shown_address
+from aioloader.datasets._stores.addresses import globbed, shown_address
 from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.per_loop import PerLoop
@@ -179,14 +178,10 @@ def _expand(pattern: str, root: str | None) -> list[str]:
     Raises:
         ValueError: If there are none.
     """
-    # Two segments ** find the same files twice.
-    found = {*glob.glob(pattern, root_dir=root, recursive=True)}  # noqa: PTH207
-    base = root or ""
-    # A dangling link stays, and fails on reading: dropping it would hide it.
-    files = [p for p in found if not os.path.isdir(os.path.join(base, p))]  # noqa: PTH112, PTH118
+    files, folders = globbed(pattern, root or "")
     if not files:
         where = f" in {root!r}" if root is not None else ""
-        also = f" ({len(found)} directories do)" if found else ""
+        also = f" ({folders} directories do)" if folders else ""
         if re.match("[a-z0-9]+://", pattern):
             raise ValueError(
                 f"{shown_address(pattern)} is a URL, and FileDataset reads files: use "
@@ -196,4 +191,4 @@ def _expand(pattern: str, root: str | None) -> list[str]:
             f"no file matches {pattern!r}{where}{also}; a directory needs a pattern "
             f"such as 'dir/**/*', and names with [ ] * ? go in a list"
         )
-    return sorted(files)
+    return files

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex
 from torch.utils.data import Dataset
 
 from aioloader.datasets._options import check_is, names_options
-from aioloader.datasets._stores.failures import ShortReadError, reason_of, truncated
 from aioloader.datasets._stores.listing import Listing, list_async, list_blocking
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.per_loop import PerLoop
-from aioloader.datasets._stores.reads import ObjectReader
-from aioloader.datasets._stores.requests import Requests, policy_of, read_failure
+from aioloader.datasets._stores.requests import Requests, policy_of
+from aioloader.datasets._stores.stored import Client, StoredObject
 from aioloader.datasets._stores.stores import StoreSource
 from aioloader.datasets.named import Named
 
@@ -89,7 +88,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
             raise ValueError("prefix is for listing: pass keys or prefix, not both")
         self._source = StoreSource(store, hidden(store_options))
         self._requests = policy_of(requests)
-        self._readers = PerLoop(partial(ObjectReader, self._requests))
+        self._clients = PerLoop(partial(Client, self._requests))
         self._sizes: npt.NDArray[np.int64] | None = None
         self._keys = NameTable(())  # for the repr, if listing fails
         if keys is None:
@@ -164,35 +163,15 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
         position = self._keys.position(index)
         key = self._keys[position]
         size = 0 if self._sizes is None else int(self._sizes[position])
-        reader = self._readers.here()
-        attempt = partial(self._read, reader, key, size)
-        return await reader.tries.make(attempt, self._source, key)
-
-    async def _read(self, reader: ObjectReader, key: str, size: int) -> "Bytes":
-        """Read one object, once.
-
-        Raises:
-            DatasetError: If a retry may help.
-            RefusedError: If not.
-        """
-        store = await self._source.opened()
-        failure: Exception
-        try:
-            return await reader.read(store, self._source, key, size)
-        except ShortReadError as exc:
-            failure = truncated(self._source.locate(key), exc)
-        except reader.errors as exc:
-            failure = read_failure(self._source.locate(key), exc, reason_of(exc))
-        # A traceback then shows neither obstore's text (context) nor the store (local).
-        del store
-        raise failure
+        stored = StoredObject(self._clients.here(), self._source, key)
+        return await stored.read_whole(size)
 
     def lifespan(self) -> Self:
         """Return itself, the context that a loader enters on each reading loop."""
         return self
 
     async def __aenter__(self) -> Self:
-        self._readers.here().users += 1
+        self._clients.here().users += 1
         return self
 
     async def __aexit__(
@@ -201,9 +180,9 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        reader = self._readers.here()
-        reader.users -= 1
-        if reader.users == 0:
+        client = self._clients.here()
+        client.users -= 1
+        if client.users == 0:
             await self.aclose()
 
     async def aclose(self, seconds: float = 5.0) -> None:
@@ -215,7 +194,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
         Args:
             seconds: How long requests may take before they are cancelled.
         """
-        await self._readers.here().flights.drain(seconds)
+        await self._clients.here().flights.drain(seconds)
         self._source.close()
 
     def __repr__(self) -> str:

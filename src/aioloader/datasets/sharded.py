@@ -50,7 +50,6 @@ from aioloader.datasets._stores.addresses import (
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._stores.redact import Sealed
 from aioloader.datasets._stores.requests import Requests, policy_of
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
 from aioloader.datasets._streams.lane import Lane
@@ -405,7 +404,7 @@ def _cache_of(
 def _place_of(addresses: "list[Address]", store: Any) -> str:
     """Return the place of shards, as far as it is stable when some come or go."""
     root = str(store) if isinstance(store, (str, PurePath)) else type(store).__name__
-    root = shown_address(store if isinstance(store, Sealed) else root)
+    root = shown_address(root)
     first = min(map(shown_address, addresses), default="")
     folder, slash, name = first.rpartition("/")
     return f"{root} {folder}{slash}{re.sub('[0-9]+', '', name)}"

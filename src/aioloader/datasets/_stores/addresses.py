@@ -3,11 +3,12 @@
 Pure functions. ``spell`` makes an address of a listed name, and ``split`` returns the
 same name, whatever characters it has. Patterns follow the rules of ``glob`` everywhere:
 ``*``, ``?`` and ``[...]`` stay within one segment and match no leading dot, a segment
-``**`` is any number of segments. An address with a user, a password or a query is kept
-``Sealed``, so that no traceback that prints variables shows it.
+``**`` is any number of segments. An address with a user, a password or a query is a
+``SecretURL``.
 """
 
 import fnmatch
+import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -15,13 +16,13 @@ from typing import Any, TypeAlias
 from urllib.parse import quote, unquote
 
 from aioloader.datasets._stores.redact import (
-    Sealed,
-    carries_secret,
+    private,
     redact_key,
     redact_url,
 )
 
-Address: TypeAlias = str | Sealed[str]
+# A ``SecretURL`` if it holds a secret.
+Address: TypeAlias = str
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 # Decoding and encoding would change such a path, or obstore would reject it.
@@ -47,7 +48,7 @@ def sealed(addresses: Any) -> list[Address]:
     Raises:
         TypeError: If one is neither a string nor a path.
     """
-    if isinstance(addresses, (str, os.PathLike, Sealed)):
+    if isinstance(addresses, (str, os.PathLike)):
         addresses = [addresses]
     if isinstance(addresses, bytes) or not isinstance(addresses, Iterable):
         raise TypeError(
@@ -56,45 +57,17 @@ def sealed(addresses: Any) -> list[Address]:
         )
     made: list[Address] = []
     for number, address in enumerate(addresses):
-        if isinstance(address, Sealed):
-            made.append(address)
-        elif isinstance(address, (str, os.PathLike)):
-            made.append(_sealed(os.fsdecode(address)))
-        else:
+        if not isinstance(address, (str, os.PathLike)):
             raise TypeError(
                 f"addresses must be paths or URLs, but number {number} is of type "
                 f"{type(address).__name__}"
             )
+        made.append(private(os.fsdecode(address)))
     return made
-
-
-def _sealed(address: str) -> Address:
-    if not carries_secret(address):
-        return address
-    return Sealed(address, "the URL's user, password or query")
-
-
-def sealed_alike(value: Any) -> Any:
-    """Return an address, or a list of addresses, sealed if secret; others unchanged."""
-    if _is_secret(value):
-        return _sealed(value)
-    if type(value) in {list, tuple, set} and any(map(_is_secret, value)):
-        return [_sealed(one) if _is_secret(one) else one for one in value]
-    return value
-
-
-def _is_secret(value: Any) -> bool:
-    return isinstance(value, str) and carries_secret(value) and not is_local(value)
-
-
-def opened(address: Address) -> str:
-    """Return the whole address; do not store it in a variable."""
-    return address.value if isinstance(address, Sealed) else address
 
 
 def is_local(address: Address) -> bool:
     """Return whether an address is a path, or a ``file://`` URL."""
-    address = opened(address)
     return not _SCHEME.match(address) or address[:7].lower() == "file://"
 
 
@@ -109,8 +82,8 @@ def path_of(address: str) -> str:
     host, slash, path = address[len("file://") :].partition("/")
     if host not in {"", "localhost"}:
         raise ValueError(
-            f"{address!r} names a host, {host!r}: a file URL has three slashes, as in "
-            f"'file:///{host}{slash}{path}'"
+            f"{str(address)!r} names a host, {host!r}: a file URL has three slashes, "
+            f"as in 'file:///{host}{slash}{path}'"
         )
     return "/" + unquote(path)
 
@@ -121,11 +94,10 @@ def split(address: Address) -> tuple[Address, str]:
     A signed HTTP URL, or one whose path would change on its way through a key, is a
     separate store with an empty key.
     """
-    url = opened(address)
-    root, path, is_whole = _split(url)
+    root, path, is_whole = _split(address)
     if is_whole:
-        return _sealed(url.partition("#")[0]), ""
-    return _sealed(root), unquote(path)
+        return private(address.partition("#")[0]), ""
+    return private(root), unquote(path)
 
 
 def spell(root: Address, key: str) -> Address:
@@ -134,7 +106,7 @@ def spell(root: Address, key: str) -> Address:
     But not over HTTP if the key has a backslash: that URL is a separate store.
     """
     path = quote(key) if _TO_QUOTE.search(key) else key
-    return _sealed(f"{opened(root)}/{path}")
+    return private(f"{root}/{path}")
 
 
 def _split(url: str) -> tuple[str, str, bool]:
@@ -156,23 +128,22 @@ def _split(url: str) -> tuple[str, str, bool]:
 def name_of(address: Address) -> str:
     """Return the whole name of a shard, decoded, without account and query."""
     if is_local(address):
-        return path_of(opened(address))
-    root, path, _ = _split(opened(address))
+        return path_of(address)
+    root, path, _ = _split(address)
     return f"{redact_url(root)}/{unquote(path)}"
 
 
 def sibling(address: Address, rename: Callable[[str], str]) -> Address:
     """Return the address of another file, renamed by path and with the same query."""
-    url = opened(address)
-    marks = "[?#]" if url[:4].lower() == "http" and _SCHEME.match(url) else r"\Z"
-    at = len(re.split(marks, url, maxsplit=1)[0])
-    return _sealed(rename(url[:at]) + url[at:])
+    is_web = address[:4].lower() == "http" and _SCHEME.match(address)
+    marks = "[?#]" if is_web else r"\Z"
+    at = len(re.split(marks, address, maxsplit=1)[0])
+    return private(rename(address[:at]) + address[at:])
 
 
 def shown_address(address: Address) -> str:
     """Return an address or a pattern, redacted for display."""
-    url = opened(address)
-    return repr(url if is_local(url) else redact_url(url))
+    return repr(str(address) if is_local(address) else redact_url(address))
 
 
 def shown_addresses(addresses: list[Address]) -> str:
@@ -187,12 +158,12 @@ def shown_addresses(addresses: list[Address]) -> str:
 
 def braces(pattern: Address) -> Iterator[Address]:
     r"""Expand ``{a,b}`` and ``{000..127}``, as bash does; ``\{`` is a literal brace."""
-    if "{" not in opened(pattern):
+    if "{" not in pattern:
         return iter([pattern])
     from braceexpand import braceexpand  # noqa: PLC0415  (only where there are any)
 
     try:
-        return map(_sealed, [*braceexpand(opened(pattern))])
+        return map(private, [*braceexpand(pattern)])
     except ValueError:  # an unmatched brace is a literal character
         return iter([pattern])
 
@@ -205,15 +176,14 @@ def pattern_of(address: Address) -> tuple[Address, str] | None:
     Raises:
         ValueError: If a signed URL is a pattern.
     """
-    root, path, _ = _split(opened(address))
+    root, path, _ = _split(address)
     is_web = root[:4].lower() == "http"
     if not has_signs(path) or (is_web and "*" not in path):
         return None
-    if is_web and "?" not in opened(address):
-        return _sealed(root), _decoded(path)
+    if is_web and "?" not in address:
+        return private(root), _decoded(path)
     if not is_web and redact_key(path) == path:
-        return _sealed(root), _decoded(path)
-    del root, path  # tracebacks show variables
+        return private(root), _decoded(path)
     raise ValueError(
         f"{shown_address(address)} has a query next to a pattern, or in a URL that is "
         "not HTTP: list signed URLs one by one, as https://..., and write a ? in a "
@@ -246,6 +216,18 @@ def _decoded(path: str) -> str:
 
 def _bracketed(sign: "re.Match[str]") -> str:
     return f"[{unquote(sign[0])}]"
+
+
+def globbed(pattern: str, folder: str) -> tuple[list[str], int]:
+    """Return the files that match, sorted, and the number of directories that do.
+
+    The paths are relative to ``folder``, if it is not empty.
+    """
+    # Two segments ** find the same path twice.
+    found = {*glob.glob(pattern, root_dir=folder or None, recursive=True)}  # noqa: PTH207
+    # A dangling link stays, and fails on reading: dropping it would hide it.
+    files = [p for p in found if not os.path.isdir(os.path.join(folder, p))]  # noqa: PTH112, PTH118
+    return sorted(files), len(found) - len(files)
 
 
 def matching(keys: Iterable[str], pattern: str) -> list[str]:

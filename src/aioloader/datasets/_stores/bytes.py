@@ -8,14 +8,14 @@ size and version that came with the first.
 import asyncio
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from typing_extensions import Buffer
 
-from aioloader.datasets._stores.versions import NOTHING, Known, Version, changed
-from aioloader.errors import TruncatedReadError
+from aioloader.datasets._stores.versions import NOTHING, Known, Version
+
+if TYPE_CHECKING:
+    from aioloader.datasets._stores.stored import StoredObject, WholeObject
 
 _LARGEST = 8 << 20
 SMALLEST = 1 << 16
@@ -58,14 +58,8 @@ class Bytes(Protocol):
         """Stop pending work and wait for it to end."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of an object.
-
-    Attributes:
-        data: The bytes.
-        version: The version of the object.
-    """
+class Piece(NamedTuple):
+    """A part of an object, and the version of the whole."""
 
     data: Buffer
     version: Version
@@ -75,40 +69,24 @@ class NoRangesError(Exception):
     """Internal: a server gives objects only as a whole."""
 
 
-# Maps start, stop and the expected version (None: any) to a piece.
-Fetch: TypeAlias = Callable[[int, int, Version | None], Awaitable[Piece]]
-
-
-class Whole(Protocol):
-    """An object read from its first byte on."""
-
-    async def read(self) -> Piece:
-        """Return the next piece; an empty one at the end."""
-
-
 class ObjectBytes:
     """An object's bytes, by ranged requests, or in one if the server has no ranges.
 
     Args:
-        fetch: Reads a range; it may return less at the object's end. Raises
-            ``NoRangesError``.
-        whole: Starts reading the whole object, after ``NoRangesError``.
-        location: Redacted address, for errors.
+        object: The object; it is read whole if its server has no ranges.
         start: First byte.
         budget: Most bytes to hold.
         known: What the object must be.
-        stop: Where to stop before the end of the object.
+        stop: Where to stop before its end.
 
     Attributes:
         version: The object's version; None until it is known.
         size: Its length, likewise.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917  (the object, and which part of it)
+    def __init__(
         self,
-        fetch: Fetch,
-        whole: Callable[[], Whole],
-        location: str,
+        object: "StoredObject",  # noqa: A002
         start: int,
         budget: int,
         known: Known = NOTHING,
@@ -116,18 +94,18 @@ class ObjectBytes:
     ) -> None:
         self.version: Version | None = None
         self.size: int | None = None
+        self._object = object
         self._end = sys.maxsize if stop is None else stop
-        self._fetch = fetch
-        self._whole = whole
-        self._chunks: Whole | None = None
+        self._whole: WholeObject | None = None
         self._known = known
-        self._location = location
         self._start = self._read = self._at = start
         self._is_over = start >= self._end
         largest = max(budget // _AHEAD, min(budget // 4, _WORTHWHILE))
         # A power of two, because pieces end at multiples of it.
         largest = 1 << max(SMALLEST, min(_LARGEST, largest)).bit_length() - 1
         self._largest, self._length = largest, SMALLEST
+        if object.block:
+            self._largest = self._length = largest = object.block
         self._most = max(2 * largest, min(budget, _AHEAD * largest))
         self._window = max(SMALLEST, budget // START_DIVISOR)  # until the first read
         self._pieces: deque[asyncio.Task[Piece]] = deque()
@@ -139,8 +117,8 @@ class ObjectBytes:
 
     async def read(self) -> Buffer:
         """Return the next piece."""
-        if self._chunks is not None:
-            return await self._next_chunk(self._chunks)
+        if self._whole is not None:
+            return await self._next_chunk(self._whole)
         self._window = self._most
         self.begin()
         if not self._pieces:
@@ -149,10 +127,10 @@ class ObjectBytes:
         try:
             piece = self._pieces.popleft().result()
         except NoRangesError:
-            self._drop_pieces()
+            await self.aclose()
             self._start = self._read
-            self._chunks = self._whole()
-            return await self._next_chunk(self._chunks)
+            self._whole = self._object.stream()
+            return await self._next_chunk(self._whole)
         self._read += len(memoryview(piece.data))
         self._fill()
         return piece.data
@@ -169,22 +147,17 @@ class ObjectBytes:
         return self._at - self._read if is_known else None
 
     async def aclose(self) -> None:
-        """Cancel the requests in flight."""
-        await asyncio.gather(*self._drop_pieces(), return_exceptions=True)
-
-    def _drop_pieces(self) -> "list[asyncio.Task[Piece]]":
-        """Cancel the requests in flight, and return them; no other is sent."""
-        pieces = list(self._pieces)
-        self._pieces.clear()
+        """Cancel the requests in flight; no other is sent."""
         self._is_over = True
+        pieces, self._pieces = self._pieces, deque()
         for piece in pieces:
             piece.cancel()
-        return pieces
+        await asyncio.gather(*pieces, return_exceptions=True)
 
-    async def _next_chunk(self, chunks: Whole) -> Buffer:
+    async def _next_chunk(self, whole: "WholeObject") -> Buffer:
         """Return the next part of the whole object, after the start."""
         while True:
-            piece = await chunks.read()
+            piece = await whole.read()
             self._learn(piece.version)
             data = memoryview(piece.data)
             if not data:
@@ -218,57 +191,14 @@ class ObjectBytes:
 
     async def _get(self, start: int, stop: int) -> Piece:
         version = self.version or self._known.version
-        piece = await self._fetch(start, stop, version)
-        is_first = self.size is None
-        self._learn(piece.version)
-        expected = max(0, min(stop, piece.version.size) - start)
-        if (received := len(memoryview(piece.data))) != expected:
-            raise TruncatedReadError(
-                f"{self._location!r} gave {received:,} of {expected:,} bytes from "
-                f"byte {start:,} on",
-                location=self._location,
-                expected=expected,
-                received=received,
-            )
-        if is_first:  # the size is known, so the others need not wait
-            self._fill()
+        piece = await self._object.fetch(start, stop, version)
+        if self.size is None:
+            self._learn(piece.version)
+            self._fill()  # the size is known, so the others need not wait
         return piece
 
     def _learn(self, version: Version) -> None:
-        """Check a piece's version against the object's.
-
-        Raises:
-            DatasetError: If they differ.
-        """
+        """Check the object's version; further pieces are compared with it."""
         if self.version is None:
-            self._known.check(self._location, version, self._start)
+            self._known.check(self._object.location, version, self._start)
             self.version, self.size = version, version.size
-        elif not version.is_of(self.version):
-            raise changed(self._location, self.version, version)
-
-
-class Closing:
-    """Bytes with an additional action on closing.
-
-    Args:
-        inner: The bytes.
-        then: Called when they are closed.
-    """
-
-    def __init__(self, inner: Bytes, then: Callable[[], Awaitable[None]]) -> None:
-        self._inner = inner
-        self._then = then
-        self.read = inner.read
-        self.begin = inner.begin
-        self.is_draining = inner.is_draining
-        self.bytes_ahead = inner.bytes_ahead
-
-    @property
-    def version(self) -> Version | None:
-        """The version of the bytes."""
-        return self._inner.version
-
-    async def aclose(self) -> None:
-        """Close the bytes, then call ``then``."""
-        await self._inner.aclose()
-        await self._then()

@@ -9,10 +9,8 @@ not chained either, because a traceback would print it.
 import errno
 import os
 import re
-from dataclasses import dataclass
 from http import HTTPStatus
 
-from aioloader.datasets._stores.options import unknown_option
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
@@ -31,13 +29,12 @@ _RANGES = re.compile(
 _S3_CODE = re.compile(r"<Code>([A-Za-z]{1,40})</Code>")
 # Where virtual machines request credentials: AWS and Azure, Google.
 _METADATA = re.compile(r"/latest/api/token|/metadata/identity|computeMetadata|IMDS")
-_OPTION = re.compile(
+OPTION = re.compile(
     r"(?:Invalid|Configuration) key: '?(\w+)|"
     r"(\w+ must be specified|Store does not accept [a-z ]+|Missing\w+)"
 )
 
 _NO_CONNECTION = {errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH}
-_RANGE_NOT_SATISFIABLE = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
 
 # By name, so that this module does not import obstore.
 _REFUSALS = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
@@ -52,7 +49,6 @@ class ShortReadError(EOFError):
         self.received = received
 
 
-@dataclass(frozen=True)
 class Reason:
     """The parts of an obstore exception that may be shown.
 
@@ -69,56 +65,37 @@ class Reason:
         is_unreachable: Whether no connection was made: refused, or no such host.
     """
 
-    text: str
-    status: int
-    code: int
-    attempts: int
-    is_cut_short: bool
-    is_out_of_range: bool
-    is_bad_key: bool
-    is_unauthorised: bool
-    is_unreachable: bool
-
-
-def reason_of(exc: Exception) -> Reason:
-    """Extract from ``exc`` the parts that may be shown."""
-    text = str(exc)
-    # Rust's dump quotes everything from outside; the rest is names.
-    dump = _QUOTED.sub('""', text.partition("\nDebug source:\n")[2])
-    status, code, retries = (
-        int(match[1]) if (match := pattern.search(dump)) else 0
-        for pattern in (_STATUS, _OS_ERROR, _RETRIES)
-    )
-    name = type(exc).__name__
-    said = [name]
-    if status:
-        said += [_phrase(status), *_S3_CODE.findall(text)[:1]]
-    elif code:
-        said.append(os.strerror(code))
-    else:
-        said += dict.fromkeys(a or b for a, b in _KIND.findall(dump))
-        said += [a or b for a, b in _OPTION.findall(text)][:1]
-    # If a server cannot send the rest, only the second error is reported.
-    is_cut_short = "UnexpectedEof" in dump or "RangeNotSupported" in dump
-    is_out_of_range = status == _RANGE_NOT_SATISFIABLE or "StartTooLarge" in dump
-    if ranges := _RANGES.search(dump):
-        said.append("bytes {}..{} were requested, {}..{} came".format(*ranges.groups()))
-    is_unknown = '"dns error"' in text
-    if is_unknown:
-        said.append("the host's name is not known")
-    is_bad_key = name == "InvalidPathError" or "Could not parse path" in text
-    has_asked = bool(_METADATA.search(text))
-    return Reason(
-        ", ".join(said),
-        status,
-        code,
-        retries + 1,
-        is_cut_short,
-        is_out_of_range,
-        is_bad_key,
-        has_asked,
-        is_unknown or code in _NO_CONNECTION,
-    )
+    def __init__(self, exc: Exception) -> None:
+        text, name = str(exc), type(exc).__name__
+        # Rust's dump quotes everything from outside; the rest is names.
+        dump = _QUOTED.sub('""', text.partition("\nDebug source:\n")[2])
+        self.status, self.code, retries = (
+            int(match[1]) if (match := pattern.search(dump)) else 0
+            for pattern in (_STATUS, _OS_ERROR, _RETRIES)
+        )
+        self.attempts = retries + 1
+        said = [name]
+        if self.status:
+            said += [_phrase(self.status), *_S3_CODE.findall(text)[:1]]
+        elif self.code:
+            said.append(os.strerror(self.code))
+        else:
+            said += dict.fromkeys(a or b for a, b in _KIND.findall(dump))
+            said += [a or b for a, b in OPTION.findall(text)][:1]
+        if ranges := _RANGES.search(dump):
+            words = "bytes {}..{} were requested, {}..{} came"
+            said.append(words.format(*ranges.groups()))
+        is_unknown = '"dns error"' in text
+        if is_unknown:
+            said.append("the host's name is not known")
+        self.text = ", ".join(said)
+        # If a server cannot send the rest, only the second error is reported.
+        self.is_cut_short = "UnexpectedEof" in dump or "RangeNotSupported" in dump
+        is_past = self.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+        self.is_out_of_range = is_past or "StartTooLarge" in dump
+        self.is_bad_key = name == "InvalidPathError" or "Could not parse path" in text
+        self.is_unauthorised = bool(_METADATA.search(text))
+        self.is_unreachable = is_unknown or self.code in _NO_CONNECTION
 
 
 def _phrase(status: int) -> str:
@@ -134,7 +111,7 @@ def failure_of(verb: str, location: str, exc: Exception) -> DatasetError:
         location: The object or store, redacted.
         exc: obstore's exception; the error returned does not refer to it.
     """
-    reason = reason_of(exc)
+    reason = Reason(exc)
     kind = _kind_of(exc, reason)
     text = f"cannot {verb} {location!r}: {reason.text}"
     if reason.attempts > 1:
@@ -175,46 +152,16 @@ def _kind_of(exc: Exception, reason: Reason) -> type[DatasetError]:
     return DatasetError
 
 
-def open_failure(
-    location: str, exc: Exception, option: str | None = None
-) -> DatasetError | ValueError:
-    """Return the error for a store that cannot be opened because of its options.
-
-    Args:
-        location: The store, redacted.
-        exc: What obstore raised.
-        option: The option that it refuses, if known.
-    """
-    reason = reason_of(exc)
-    if reason.code:
-        return failure_of("open", location, exc)
-    name = type(exc).__name__
-    text = f"{reason.text}; check its options"
-    if name == "UnknownConfigurationKeyError" or "Invalid key:" in str(exc):
-        named = [a for a, _ in _OPTION.findall(str(exc))][:1]
-        text = unknown_option(option or "".join(named))
-    elif "does not accept" in str(exc):
-        text = (
-            f"{reason.text}; it accepts only the store_options client_options and "
-            "retry_config"
-        )
-    elif "Missing" in reason.text or "must be" in reason.text:
-        text = f"{reason.text}: name it in store_options, or set it in the environment"
-    elif option is not None:
-        text = f"it refuses the value of the store option {option!r} ({reason.text})"
-    return ValueError(f"cannot open {location!r}: {text}")
-
-
 def truncated(
-    location: str, short: ShortReadError, start: int | None = None
+    location: str, expected: int, received: int, start: int | None = None
 ) -> TruncatedReadError:
-    """Return the house error for a read of another length than announced."""
+    """Return the error for a read of another length than announced."""
     what = "announced" if start is None else f"from byte {start:,} on"
     return TruncatedReadError(
-        f"{location!r} gave {short.received:,} of {short.expected:,} bytes {what}",
+        f"{location!r} gave {received:,} of {expected:,} bytes {what}",
         location=location,
-        expected=short.expected,
-        received=short.received,
+        expected=expected,
+        received=received,
     )
 
 
@@ -226,7 +173,7 @@ def file_failure(path: str, cause: Exception) -> DatasetError:
         case PermissionError():
             return ObjectPermissionError(f"may not read {path!r}", location=path)
         case ShortReadError():
-            return truncated(path, cause)
+            return truncated(path, cause.expected, cause.received)
         case IsADirectoryError():
             text = f"{path!r} is a directory, not a file"
         case OSError():

@@ -10,16 +10,36 @@ import asyncio
 import copy
 from collections import deque
 from collections.abc import Awaitable
+from types import ModuleType
 from typing import Any, TypeVar
 from weakref import ref
-
-from aioloader.datasets._stores.stores import import_obstore
 
 T = TypeVar("T")
 
 # How long obstore's threads may take to release a finished request: in practice 10 ms
 # for 200 cancelled at once.
 _LET_GO_SECONDS = 1.0
+
+
+def import_obstore() -> ModuleType:
+    """Import obstore, or raise an error that says how to install it.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
+    try:
+        import obstore.store  # noqa: PLC0415  (an optional dependency)
+    except ImportError as exc:
+        raise ImportError(
+            'object stores and HTTP need obstore: pip install "aioloader[objects]"'
+        ) from exc
+    return obstore
+
+
+def obstore_errors() -> tuple[type[Exception], ...]:
+    """Return obstore's exception types; their texts may hold secrets."""
+    base: type[Exception] = import_obstore().exceptions.BaseError
+    return base, NotImplementedError, OSError, TypeError, ValueError
 
 
 class Flights:
@@ -29,7 +49,6 @@ class Flights:
     """
 
     def __init__(self) -> None:
-        self._touch = import_obstore().Bytes
         self._open: set[asyncio.Future[Any]] = set()
         self._ended: deque[ref[asyncio.Future[Any]]] = deque(maxlen=4096)
 
@@ -76,6 +95,7 @@ class Flights:
         self._ended.append(ref(future))
 
     def _is_held(self) -> bool:
-        # References dropped without the lock are only subtracted in the next call.
-        self._touch()
+        if self._ended:
+            # References dropped without the lock are subtracted in the next call.
+            import_obstore().Bytes()
         return any(future() is not None for future in self._ended)

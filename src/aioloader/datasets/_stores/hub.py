@@ -10,17 +10,23 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from aioloader.datasets._stores.addresses import Address, opened
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
+
+from aioloader._order.forks import fork_safe
+from aioloader.datasets._stores.addresses import Address
 from aioloader.datasets._stores.bytes import Piece
 from aioloader.datasets._stores.options import Options, revealed
 from aioloader.datasets._stores.outlast import outlast
-from aioloader.datasets._stores.redact import Sealed, redact_url
+from aioloader.datasets._stores.per_loop import PerLoop
+from aioloader.datasets._stores.redact import redact_url
 from aioloader.datasets._stores.requests import (
-    Contact,
+    FINAL,
     RefusedError,
+    Source,
     UnreachableError,
 )
 from aioloader.datasets._stores.versions import Version
@@ -38,11 +44,9 @@ T = TypeVar("T")
 SCHEME = "hf://"
 _THREADS = 32
 _OPTIONS = {"endpoint", "token"}
-# Statuses that a retry will not change; 408 and 429 are worth one.
-_FINAL = frozenset(range(400, 500)) - {408, 425, 429}
 
 
-class HubSource:
+class HubSource(Source):
     """The repositories of the Hub, or one folder of one.
 
     Args:
@@ -66,89 +70,68 @@ class HubSource:
                 f"unknown store options of hf://: {', '.join(unknown)}; it has "
                 "'token' and 'endpoint'"
             )
-        self.label = redact_url(opened(url))
-        self.contact = Contact()
+        self.label = redact_url(url)
         self._options = options
         self._system: HfFileSystem | None = None
         self._pinned: dict[str, str] = {}
-        self._begin()
-
-    def _begin(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.Lock()  # for the file system; held during requests
-        self._pool_lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(_THREADS, "aioloader-hub")
+        self._limits = PerLoop(partial(CapacityLimiter, _THREADS))
+        self._lock = fork_safe(threading.Lock())  # for the file system
 
     def locate(self, key: str) -> str:
         """Return the address of ``key``, for errors."""
         return f"{self.label}/{key}"
 
     def close(self) -> None:
-        """Drop the open file system, the pinned commits and idle threads."""
+        """Drop the open file system and the pinned commits."""
         self._system = None
         self._pinned = {}
-        with self._pool_lock:  # other loops may be reading
-            self._pool.shutdown(wait=False)
-            self._pool = ThreadPoolExecutor(_THREADS, "aioloader-hub")
 
-    async def get(self, key: str, start: int, stop: int) -> Piece:
-        """Return a range of a file.
+    async def get(
+        self, _flights: object, key: str, start: int, stop: int, _version: object
+    ) -> Piece:
+        """Return a range of a file."""
+        return await self._run(self._get, key, start, stop)
+
+    async def keys(self, folder: str) -> list[str]:
+        """Return the keys of all files in a folder and its subfolders, sorted."""
+        return await self._run(self._keys, folder)
+
+    async def _run(self, function: Callable[..., T], key: str, *args: Any) -> T:
+        """Run a function in a thread; if cancelled, wait for it to end first.
 
         Raises:
             DatasetError: If a retry may help.
             RefusedError: If not.
         """
-        return await self._run(self._get, key, start, stop)
-
-    async def keys(self, folder: str) -> list[str]:
-        """Return the keys of all files in a folder and its subfolders, sorted.
-
-        Raises:
-            DatasetError: If they cannot be listed.
-        """
+        limiter = self._limits.here()
+        job = asyncio.ensure_future(run_sync(function, key, *args, limiter=limiter))
         try:
-            return await self._run(self._keys, folder)
-        except RefusedError as refused:
-            raise refused.error from None
-
-    async def _run(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a function in a thread; if cancelled, wait for it to end first."""
-        if self._pid != os.getpid():  # threads do not survive a fork
-            self._begin()
-        with self._pool_lock:
-            job = self._pool.submit(function, *args)
-        result: T = await outlast(asyncio.wrap_future(job))
-        return result
-
-    def _get(self, key: str, start: int, stop: int) -> Piece:
-        failure: Exception
-        try:
-            with self._lock:  # the file system's cache is not thread-safe
-                system, path = self._open(), self._pin(key)
-                info = system.info(path)
-                size = info["size"]
-                file = system.open(path, "rb", cache_type="none")
-            _check_file(info)
-            with file:
-                file.seek(min(start, size))
-                data = file.read(max(0, min(stop, size) - start))
+            result: T = await outlast(job)
         except Exception as error:  # noqa: BLE001  (of several HTTP clients)
             failure = self._failure(key, error)
         else:
-            return Piece(data, Version(size, info.get("blob_id")))
-        raise failure
+            return result
+        raise failure  # without a context, whose text may hold secrets
+
+    def _get(self, key: str, start: int, stop: int) -> Piece:
+        with self._lock:  # the file system's cache is not thread-safe
+            system, path = self._open(), self._pin(key)
+            info = system.info(path)
+            if info["type"] == "directory":
+                raise IsADirectoryError
+            file = system.open(path, "rb", cache_type="none")
+        size = info["size"]
+        with file:
+            file.seek(min(start, size))
+            data = file.read(max(0, min(stop, size) - start))
+        return Piece(data, Version(size, info.get("blob_id")))
 
     def _keys(self, folder: str) -> list[str]:
-        try:
-            with self._lock:
-                system, path = self._open(), self._pin(folder)
-                found = system.find(path)
-        except Exception as error:  # noqa: BLE001  (of several HTTP clients)
-            failure = self._failure(folder, error)
-        else:
-            start = len(path) + 1
-            return sorted(f"{folder}/{name[start:]}".lstrip("/") for name in found)
-        raise failure
+        with self._lock:
+            path = self._pin(folder)
+            found = self._open().find(path)
+        start = len(path) + 1
+        return sorted(f"{folder}/{name[start:]}".lstrip("/") for name in found)
 
     def _open(self) -> "HfFileSystem":
         if self._system is None:
@@ -202,22 +185,20 @@ class HubSource:
         if not status and _is_unreachable(error):
             return UnreachableError(failure)
         is_final = isinstance(error, (ValueError, IsADirectoryError))
-        return RefusedError(failure) if is_final or status in _FINAL else failure
+        return RefusedError(failure) if is_final or status in FINAL else failure
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "_system": None, "_pinned": {}}
-        for name in ("_lock", "_pool_lock", "_pool"):
-            del state[name]
+        del state["_lock"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._begin()
+        self.__dict__.update(state, _lock=fork_safe(threading.Lock()))
 
 
 def is_hub(store: Any) -> bool:
     """Return whether a store or the root of an address is the Hub."""
-    return isinstance(store, (str, Sealed)) and opened(store).startswith(SCHEME)
+    return isinstance(store, str) and store.startswith(SCHEME)
 
 
 def _is_unreachable(error: BaseException | None) -> bool:
@@ -227,8 +208,3 @@ def _is_unreachable(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _check_file(info: dict[str, Any]) -> None:
-    if info["type"] == "directory":
-        raise IsADirectoryError

@@ -1,39 +1,26 @@
 """Listings of a store: the keys in order, and their sizes.
 
 The keys are sorted by code point, because stores promise no order. Memory holds the
-whole listing twice, as arrays: page by page as it comes, and joined; once more if
-folder markers are left out. A page is packed on the loop, in a millisecond; anything
-slower runs in a thread. If a request fails, pages already received are not requested
-again.
+whole listing twice, as arrays: page by page as it comes, and joined; for a moment as
+strings, if keys come in no order or folder markers are left out. A page is packed on
+the loop, in a millisecond; anything slower runs in a thread. If a request fails, pages
+already received are not requested again.
 """
 
 import asyncio
-import heapq
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, islice, pairwise
-from operator import itemgetter
+from functools import partial
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 from anyio.from_thread import start_blocking_portal
 
-from aioloader.datasets._stores.failures import reason_of
-from aioloader.datasets._stores.flights import Flights
+from aioloader.datasets._stores.flights import Flights, import_obstore
 from aioloader.datasets._stores.names import NameTable
-from aioloader.datasets._stores.requests import (
-    RefusedError,
-    Requests,
-    Tries,
-    read_failure,
-)
-from aioloader.datasets._stores.stores import (
-    StoreSource,
-    import_obstore,
-    obstore_errors,
-    opened_for_read,
-)
-from aioloader.errors import DatasetError
+from aioloader.datasets._stores.requests import Requests, Tries
+from aioloader.datasets._stores.stores import StoreSource
 
 if TYPE_CHECKING:
     from obstore import ListStream, ObjectMeta
@@ -69,34 +56,21 @@ class Listing(Iterable[str]):
 
     @classmethod
     def joined(cls, pages: "list[Listing]") -> "Listing":
-        """Return one listing of several, in whatever order they come.
+        """Return one listing of several, which are removed from the list, to be freed.
 
-        The pages are removed from the list, to be freed. If the store lists in order,
-        arrays are concatenated; otherwise, or with markers among the keys, all is
-        packed again.
+        If they come in order, their arrays are concatenated.
         """
         found = [page for page in pages if page.keys]
         pages.clear()
         if any(one.keys[-1] >= other.keys[0] for one, other in pairwise(found)):
-            merged = heapq.merge(*(page.items() for page in found))
-            same = groupby(merged, itemgetter(0))
-            found = list(_packed(next(items) for _, items in same))
-        whole = cls._concatenated(found)
+            return cls(dict(chain.from_iterable(page.items() for page in found)))
+        whole = cls({})
+        whole.keys = NameTable.joined(page.keys for page in found)
+        whole.sizes = np.concatenate([whole.sizes, *(page.sizes for page in found)])
+        found.clear()
         empty = np.flatnonzero(whole.sizes == 0).tolist()
-        markers = {at for at in empty if _is_folder(whole.keys, at)}
-        if markers:
-            items = enumerate(whole.items())
-            kept = (item for at, item in items if at not in markers)
-            whole = cls._concatenated(list(_packed(kept)))
-        return whole
-
-    @classmethod
-    def _concatenated(cls, pages: "list[Listing]") -> "Listing":
-        made = cls({})
-        made.keys = NameTable.joined(page.keys for page in pages)
-        made.sizes = np.concatenate([made.sizes, *(page.sizes for page in pages)])
-        pages.clear()
-        return made
+        has_markers = any(_is_folder(whole.keys, at) for at in empty)
+        return cls(dict(whole.items())) if has_markers else whole
 
     def size_of(self, key: str) -> int | None:
         """Return the size of a key, in bytes; None if it is not listed."""
@@ -122,12 +96,6 @@ def _is_folder(keys: Sequence[str], at: int) -> bool:
     return not key or (first < len(keys) and keys[first].startswith(below))
 
 
-def _packed(items: Iterable[tuple[str, int]]) -> Iterator[Listing]:
-    items = iter(items)
-    while page := dict(islice(items, _PAGE)):
-        yield Listing(page)
-
-
 def list_blocking(
     source: StoreSource, prefix: str, policy: Requests = _AS_A_RULE
 ) -> Listing:
@@ -150,85 +118,64 @@ async def list_async(
         ValueError: If nothing is found.
         DatasetError: If listing fails.
     """
-    tries, flights = Tries(policy), Flights()
-    walk = _Walk(source, prefix, flights)
+    tries, flights, pages = Tries(policy), Flights(), _Pages(source.web_root())
+    stream: ListStream[Sequence[ObjectMeta]] | None = None
+
+    async def page(store: "ObjectStore") -> "Sequence[ObjectMeta] | None":
+        nonlocal stream
+        rest, stream = stream, None  # kept only after a good page
+        if rest is None:
+            last = pages.resume()
+            rest = import_obstore().list(
+                store, prefix or None, offset=last, chunk_size=_PAGE
+            )
+        found = await flights.follow(anext(rest, None))
+        stream = rest
+        return found
+
     try:
-        while page := await tries.make(walk.next, source, prefix, may_hedge=False):
-            walk.add(page)
+        attempt = partial(source.ask, prefix, page, "list")
+        while found := await tries.make(attempt, source, prefix, may_hedge=False):
+            pages.add(found)
     finally:
         await flights.drain(0.0)
-    return await asyncio.to_thread(walk.listing)
+    listing = await asyncio.to_thread(Listing.joined, pages.pages)
+    if not listing.keys:
+        raise ValueError(
+            f"no object in {source.locate(prefix)!r}; a prefix is made of whole path "
+            f"segments: 'train' has 'train/a' but not 'training/a'"
+        )
+    return listing
 
 
-class _Walk:
-    """The pages of a listing, and where it resumes after a failed request."""
+class _Pages:
+    """The pages of a listing so far, and where it resumes after a failed request.
 
-    def __init__(self, source: StoreSource, prefix: str, flights: Flights) -> None:
-        self._source = source
-        self._root = source.web_root()
-        self._prefix = prefix
-        self._flights = flights
-        self._stream: ListStream[Sequence[ObjectMeta]] | None = None
-        self._pages: list[Listing] = []
+    Args:
+        root: What the store adds to each key.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.pages: list[Listing] = []
+        self._root = root
         self._last = ""
         self._is_ordered = True
 
-    async def next(self) -> "Sequence[ObjectMeta] | None":
-        """Return the next page; None at the end."""
-        stream, self._stream = self._stream, None  # kept only after a good page
-        store = await opened_for_read(self._source)
-        try:
-            stream = stream or self._rest(store)
-            page = await self._flights.follow(anext(stream, None))
-        except obstore_errors() as exc:
-            failure = self._failure(exc)
-        else:
-            self._stream = stream
-            return page
-        # A traceback then shows neither obstore's text (context) nor the store (local).
-        del store, stream
-        raise failure
+    def resume(self) -> str | None:
+        """Return the key after which the missing pages start.
 
-    def _rest(self, store: "ObjectStore") -> "ListStream[Sequence[ObjectMeta]]":
-        """Return the remaining pages: all pages where keys come in no order."""
+        None, without pages: all are missing where keys come in no order.
+        """
         if not self._is_ordered:
-            self._pages, self._last, self._is_ordered = [], "", True
-        pages: ListStream[Sequence[ObjectMeta]]
-        pages = import_obstore().list(
-            store, self._prefix or None, offset=self._last or None, chunk_size=_PAGE
-        )
-        return pages
+            self.pages, self._last, self._is_ordered = [], "", True
+        return self._last or None
 
     def add(self, page: "Iterable[ObjectMeta]") -> None:
         """Add a page."""
-        start = self._root
-        found = {meta["path"].removeprefix(start): meta["size"] for meta in page}
-        self._pages.append(Listing(found))
+        found = {meta["path"].removeprefix(self._root): meta["size"] for meta in page}
+        self.pages.append(Listing(found))
         # The missing keys are those after the largest, if keys come in order. With
         # folder markers they do not: the slash that sorts them is not in the key.
         first = min((key for key in found if found[key]), default=self._last + "~")
         self._is_ordered &= self._last < first
         self._last = max(found, default=self._last)
-
-    def _failure(self, exc: Exception) -> Exception:
-        """Return the error to raise for an exception of obstore."""
-        location = self._source.locate(self._prefix)
-        failure = read_failure(location, exc, reason_of(exc), "list")
-        # Not every HTTP server has a listing.
-        is_final = type(failure) is DatasetError and location.startswith("http")
-        return RefusedError(failure) if is_final else failure
-
-    def listing(self) -> Listing:
-        """Return the whole listing, and release the pages.
-
-        Raises:
-            ValueError: If there are no keys.
-        """
-        listing = Listing.joined(self._pages)
-        if not listing.keys:
-            location = self._source.locate(self._prefix)
-            raise ValueError(
-                f"no object in {location!r}; a prefix is made of whole path "
-                f"segments: 'train' has 'train/a' but not 'training/a'"
-            )
-        return listing

@@ -1,17 +1,29 @@
-"""Options of stores: hidden if secret, and checked against the known names.
+"""Options of stores: hidden if secret, checked against the known names, and used.
 
 obstore rejects most unknown names without a hint, and values without a name; unknown
 names within ``retry_config`` it ignores.
 """
 
+import base64
 import difflib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import unquote
 
+from aioloader.datasets._stores.failures import OPTION, Reason, failure_of
+from aioloader.datasets._stores.flights import import_obstore, obstore_errors
 from aioloader.datasets._stores.redact import Sealed, secret_options
 
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+# Sealed if some are secret.
 Options: TypeAlias = Mapping[str, Any] | Sealed[Mapping[str, Any]]
 
+_QUICK = {"max_retries": 2}
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _KNOWN_IN = {
     "retry_config": ("backoff", "max_retries", "retry_timeout"),
     "retry_config.backoff": ("base", "init_backoff", "max_backoff"),
@@ -39,60 +51,25 @@ _KNOWN = (
 )  # fmt: skip
 
 
-class OptionError(ValueError):
-    """An option is wrong; the message may be shown."""
-
-
-def hidden(options: Options | None) -> Options:
-    """Return options that no traceback shows, if any of them is secret.
+def hidden(options: Mapping[str, Any] | None) -> Options:
+    """Return a copy of options, with secrets hidden.
 
     Raises:
         TypeError: If they are not a mapping of names.
     """
-    if options is None:
-        return {}
-    if not _has_names(options):
+    given: Any = {} if options is None else options
+    if not isinstance(given, Mapping) or not all(isinstance(n, str) for n in given):
         raise TypeError(
             "store_options must be a dict of names to values, such as "
-            f"{{'region': 'eu-west-1'}}, got {type(revealed(options)).__name__}"
+            f"{{'region': 'eu-west-1'}}, got {type(given).__name__}"
         )
-    copied = dict(revealed(options))
-    secrets = list(secret_options(copied))
-    if not secrets:
-        return copied
-    return Sealed(copied, f"the store options {', '.join(secrets)}")
-
-
-def _has_names(options: Options) -> bool:
-    given: Any = revealed(options)
-    return isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
+    secrets = ", ".join(secret_options(given))
+    return Sealed({**given}, f"the store options {secrets}") if secrets else {**given}
 
 
 def revealed(options: Options) -> Mapping[str, Any]:
-    """Return the options, for a store; do not keep them in a variable."""
+    """Return the options, for a store; do not keep them in an attribute."""
     return options.value if isinstance(options, Sealed) else options
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Check options that obstore does not.
-
-    Raises:
-        OptionError: If a name is unknown, or a mapping is expected.
-    """
-    retry = options.get("retry_config")
-    parts = {"retry_config": retry}
-    if isinstance(retry, Mapping):
-        parts["retry_config.backoff"] = retry.get("backoff")
-    parts["client_options"] = options.get("client_options")
-    for path, part in parts.items():
-        if part is not None and not isinstance(part, Mapping):
-            raise OptionError(
-                f"the store option {path!r} must be a dict, got {type(part).__name__}"
-            )
-        known = _KNOWN_IN.get(path)
-        unknown = [name for name in part or () if known and name not in known]
-        if unknown:
-            raise OptionError(unknown_option(f"{path}.{unknown[0]}", known))
 
 
 def check_no_options(path: str, options: Options) -> None:
@@ -105,7 +82,112 @@ def check_no_options(path: str, options: Options) -> None:
         raise ValueError(f"{path!r} is local, and takes no store_options: {names}")
 
 
-def unknown_option(path: str, known: Iterable[str] | None = None) -> str:
+def open_store(url: str, label: str, options: Mapping[str, Any]) -> "ObjectStore":
+    """Return the store of a URL.
+
+    Args:
+        url: The URL; not of local files.
+        label: The URL as it may be shown.
+        options: Its options, in clear.
+
+    Raises:
+        DatasetError: If a file that the options name cannot be read.
+        ValueError: If an option is wrong.
+    """
+    if (text := _complaint(options)) is None:
+        try:
+            return _made(url, options)
+        except obstore_errors() as exc:
+            reason, name, said = Reason(exc), type(exc).__name__, str(exc)
+            failure = failure_of("open", label, exc)
+            option = None if reason.code else _culprit(url, options, exc)
+        if reason.code:
+            raise failure  # without a context, whose text may hold secrets
+        text = f"{reason.text}; check its options"
+        if name == "UnknownConfigurationKeyError" or "Invalid key:" in said:
+            named = [a for a, _ in OPTION.findall(said)][:1]
+            text = _unknown(option or "".join(named))
+        elif "does not accept" in said:
+            text = (
+                f"{reason.text}; it accepts only the store_options client_options and "
+                "retry_config"
+            )
+        elif "Missing" in reason.text or "must be" in reason.text:
+            text = (
+                f"{reason.text}: name it in store_options, or set it in the environment"
+            )
+        elif option is not None:
+            text = (
+                f"it refuses the value of the store option {option!r} ({reason.text})"
+            )
+    raise ValueError(f"cannot open {label!r}: {text}")
+
+
+def _made(url: str, options: Mapping[str, Any]) -> "ObjectStore":
+    stores = import_obstore().store
+    url, options = _prepare(url, options)
+    is_web = url[:4].lower() == "http"
+    # A signed URL of S3, Google or Azure is read as is: their stores drop the query.
+    make = stores.HTTPStore if is_web and "?" in url else stores.from_url
+    store: ObjectStore = make(url, **options)
+    return store
+
+
+def _prepare(url: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return URL and options as obstore needs them.
+
+    Plain HTTP is allowed where an address uses it. User and password of a URL, which
+    obstore would not send, become the equivalent header.
+    """
+    scheme, _, rest = url.partition("://")
+    is_web = scheme.lower() in {"http", "https"}
+    if not is_web:  # a key may have ? or #, but obstore parses a URL
+        url = url.replace("#", "%23").replace("?", "%3F")
+    client = dict(options.get("client_options") or {})
+    if any(address.startswith("http://") for address in _addresses(url, options)):
+        client.setdefault("allow_http", True)
+    user = re.split("[/?#]", rest, maxsplit=1)[0].rpartition("@")[0]
+    if user and is_web:
+        token = base64.b64encode(unquote(user).encode()).decode()
+        headers = {"authorization": f"Basic {token}"}
+        client["default_headers"] = headers | (client.get("default_headers") or {})
+        url = f"{scheme}://{rest[len(user) + 1 :]}"
+    # One loop retries, and counts its time and errors: `requests.Tries`.
+    prepared = {"retry_config": _QUICK, **options}
+    if client:
+        prepared["client_options"] = client
+    return url, prepared
+
+
+def _addresses(url: str, options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the URL and every endpoint in the options or the environment."""
+    yield url
+    for name, value in {**(options.get("config") or {}), **options}.items():
+        if "endpoint" in name.lower() or name.lower().endswith("base_url"):
+            yield str(value)
+    if url.startswith(("s3://", "s3a://")):
+        yield from (os.environ.get(name, "") for name in _ENDPOINT_VARIABLES)
+
+
+def _complaint(options: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with options that obstore does not check."""
+    retry = options.get("retry_config")
+    parts = {"retry_config": retry}
+    if isinstance(retry, Mapping):
+        parts["retry_config.backoff"] = retry.get("backoff")
+    parts["client_options"] = options.get("client_options")
+    for path, part in parts.items():
+        if part is not None and not isinstance(part, Mapping):
+            kind = type(part).__name__
+            return f"the store option {path!r} must be a dict, got {kind}"
+        known = _KNOWN_IN.get(path)
+        unknown = [name for name in part or () if known and name not in known]
+        if unknown:
+            return _unknown(f"{path}.{unknown[0]}", known)
+    return None
+
+
+def _unknown(path: str, known: Iterable[str] | None = None) -> str:
     """Return the error text for an unknown option, or one nested in another."""
     _, _, name = path.rpartition(".")
     names = sorted(known or _KNOWN)
@@ -118,18 +200,8 @@ def unknown_option(path: str, known: Iterable[str] | None = None) -> str:
     return f"the store does not know the option {path!r}: {hint}"
 
 
-def culprit(
-    make: Callable[[Mapping[str, Any]], None],
-    options: Mapping[str, Any],
-    refusal: Exception,
-) -> str | None:
-    """Return the option that ``make`` refuses by itself, if there is one.
-
-    Args:
-        make: Makes a store with some of the options.
-        options: All of them.
-        refusal: What ``make`` raised for all.
-    """
+def _culprit(url: str, options: Mapping[str, Any], refusal: Exception) -> str | None:
+    """Return the option that is refused by itself, as all of them are, if any is."""
     single: dict[str, Mapping[str, Any]] = {}
     for name, value in options.items():
         single[name] = {name: value}
@@ -139,7 +211,7 @@ def culprit(
     found = None
     for path, alone in single.items():
         try:
-            make(alone)
+            _made(url, alone)
         except Exception as exc:  # noqa: BLE001  (compared, and not raised)
             if (type(exc), str(exc)) == (type(refusal), str(refusal)):
                 found = path  # innermost last

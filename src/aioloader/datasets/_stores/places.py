@@ -1,6 +1,6 @@
 """Opening addresses: paths and URLs to bytes, whatever the store.
 
-Paths and ``file://`` are read by aiofiles, all others by obstore, with one store per
+Paths and ``file://`` are read from disk, all others by obstore, with one store per
 bucket or host. Patterns are expanded: braces always, ``*`` and ``?`` by a listing.
 ``addresses`` defines addresses and patterns.
 """
@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import copy
 import functools
-import glob
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
@@ -21,35 +20,28 @@ from aioloader.datasets._stores.addresses import (
     Address,
     braces,
     folder_of,
+    globbed,
     has_signs,
     is_local,
     local_pattern,
     matching,
     name_of,
-    opened,
     path_of,
     pattern_of,
     sealed,
     spell,
     split,
 )
-from aioloader.datasets._stores.bytes import (
-    Bytes,
-    Closing,
-    Fetch,
-    NoRangesError,
-    ObjectBytes,
-)
+from aioloader.datasets._stores.bytes import Bytes, NoRangesError, ObjectBytes
 from aioloader.datasets._stores.cache_dir import CacheDir
-from aioloader.datasets._stores.cached import CachedRanges, KeptRanges
 from aioloader.datasets._stores.failures import file_failure
-from aioloader.datasets._stores.fetching import LoopRequests, WholeObject
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.hub import HubSource, is_hub
 from aioloader.datasets._stores.listing import Listing, list_async
 from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.requests import Requests
+from aioloader.datasets._stores.stored import Client, StoredObject
 from aioloader.datasets._stores.stores import (
     StoreSource,
 )
@@ -65,7 +57,6 @@ if TYPE_CHECKING:
 
 Source: TypeAlias = StoreSource | HubSource
 T = TypeVar("T")
-_CHUNK = 1 << 20
 # Files whose sizes or ends are read at once.
 _AT_ONCE = 32
 
@@ -105,9 +96,7 @@ class Places:
             else:
                 self._base = _source(store, options)
         self._sources: dict[Address, Source] = {}
-        self._per_loop: PerLoop[LoopRequests] = PerLoop(
-            functools.partial(LoopRequests, requests)
-        )
+        self._per_loop: PerLoop[Client] = PerLoop(functools.partial(Client, requests))
 
     def check(self, addresses: list[Address]) -> None:
         """Check that the first address is valid, and the store accepts its options.
@@ -121,11 +110,11 @@ class Places:
         remote = (one for one in addresses if not is_local(one))
         first = next(remote, None) if self._options else addresses[0]
         if first is None:
-            check_no_options(opened(addresses[0]), self._options)
+            check_no_options(addresses[0], self._options)
         elif is_local(first):
-            path_of(opened(first))
+            path_of(first)
         else:
-            if "{" in opened(split(first)[0]):
+            if "{" in split(first)[0]:
                 first = next(braces(first))
             self._source_of(first)
 
@@ -160,21 +149,21 @@ class Places:
     async def _listed(self, address: Address) -> Listed:
         """Return an address, or its matches if it is a pattern."""
         if self._base is not None:
-            key = opened(address)
-            if not has_signs(key):
+            if not has_signs(address):
                 return Listed([address])
-            found = await self._match(self._base, None, key.removeprefix("/"))
+            found = await self._match(self._base, None, address.removeprefix("/"))
         elif is_local(address):
-            pattern = local_pattern(opened(address))
+            pattern = local_pattern(address)
             if not has_signs(pattern):
                 return Listed([address])
-            found = await asyncio.to_thread(_globbed, pattern, self._folder)
+            files, _ = await asyncio.to_thread(globbed, pattern, self._folder)
+            found = Listed(files)
         else:
             searched = pattern_of(address)
             if searched is None:
                 return Listed([address])
             root, pattern = searched
-            found = await self._match(self._source(root), root, pattern)
+            found = await self._match(self._source_of(root)[0], root, pattern)
         if not found:
             label = self.label(address)
             hint = "names that contain * ? [ are written as glob.escape() does it"
@@ -186,37 +175,35 @@ class Places:
     async def _match(
         self, source: Source, root: Address | None, pattern: str
     ) -> Listed:
+        client, folder = self._per_loop.here(), folder_of(pattern)
         listing: Iterable[str]
         if isinstance(source, HubSource):
-            listing = await source.keys(folder_of(pattern))
+            attempt = functools.partial(source.keys, folder)
+            listing = await client.tries.make(attempt, source, folder)
         else:
-            folder = folder_of(pattern)
             listing = await list_async(source, folder, self._requests)
-            self._per_loop.here().listings[root, folder] = listing
+            client.listings[root, folder] = listing
         return await asyncio.to_thread(_matching, listing, pattern, root)
 
     def label(self, address: Address) -> str:
         """Return an address as it may be shown."""
         if self._base is None and is_local(address):
-            return os.path.join(self._folder, path_of(opened(address)))  # noqa: PTH118
+            return os.path.join(self._folder, path_of(address))  # noqa: PTH118
         source, key = self._source_of(address)
         return source.locate(key)
 
     def name(self, address: Address) -> str:
         """Return a shard's name, redacted; its ending shows its compression."""
-        return opened(address) if self._base is not None else name_of(address)
+        return address if self._base is not None else name_of(address)
 
     def _source_of(self, address: Address) -> tuple[Source, str]:
+        """Return the store of an address, and the key in it."""
         if self._base is not None:
-            return self._base, opened(address)
+            return self._base, address
         root, key = split(address)
-        return self._source(root), key
-
-    def _source(self, root: Address) -> Source:
-        source = self._sources.get(root)
-        if source is None:
-            source = self._sources[root] = _source(root, self._options)
-        return source
+        if root not in self._sources:
+            self._sources[root] = _source(root, self._options)
+        return self._sources[root], key
 
     # -- bytes --------------------------------------------------------------------
 
@@ -237,21 +224,18 @@ class Places:
             known: What the shard must be; besides, it has the size that was listed.
             stop: Where to stop before its end.
         """
-        here = self._per_loop.here()
-        if self._base is None and is_local(address):
-            return FileBytes(self.label(address), start, budget, known, stop)
+        if (path := self.path(address)) is not None:
+            return FileBytes(path, start, budget, known, stop)
         if known.version is None:
             known = known._replace(version=self._as_listed(address))
+        return ObjectBytes(self._object(address), start, budget, known, stop)
+
+    def _object(self, address: Address) -> StoredObject:
         source, key = self._source_of(address)
-        location = source.locate(key)
-        fetch: Fetch = functools.partial(here.fetch, source, key)
-        whole = functools.partial(WholeObject, here, source, key)
-        if self._keeps_nothing(source):
-            return ObjectBytes(fetch, whole, location, start, budget, known, stop)
-        assert self.kept_in is not None
-        cached = CachedRanges(fetch, self._kept(source, address))
-        found = ObjectBytes(cached.fetch, whole, location, start, budget, known, stop)
-        return Closing(found, cached.aclose)
+        # All in-memory stores have the same name.
+        cache = None if source.label == "memory://" else self.kept_in
+        name = address if self._base is None else f"{source.label}\n{key}"
+        return StoredObject(self._per_loop.here(), source, key, cache, name)
 
     def path(self, address: Address) -> str | None:
         """Return the path of a local file, or None."""
@@ -266,11 +250,7 @@ class Places:
                 return await asyncio.to_thread(version_of_file, path)
             except OSError as error:
                 raise file_failure(path, error) from error
-        source, key = self._source_of(address)
-        here = self._per_loop.here()
-        fetch: Fetch = functools.partial(here.fetch, source, key)
-        listed = self._as_listed(address)
-        return await self._kept(source, address).version(fetch, listed)
+        return await self._object(address).version(self._as_listed(address))
 
     async def sizes(
         self, addresses: Sequence[Address], *, must: bool
@@ -303,18 +283,14 @@ class Places:
         here = self._per_loop.here()
         if not here.listings:
             return None
-        place = (None, opened(address)) if self._base is not None else split(address)
+        place = (None, address) if self._base is not None else split(address)
         return here.listed(*place)
 
     async def read(
         self, address: Address, start: int, stop: int, version: Version
     ) -> Buffer:
         """Return bytes of an object at a version."""
-        source, key = self._source_of(address)
-        here = self._per_loop.here()
-        fetch: Fetch = functools.partial(here.fetch, source, key)
-        kept = self._kept(source, address)
-        return await kept.read(fetch, start, stop, version)
+        return await self._object(address).read(start, stop, version)
 
     def cached(self, cache: CacheDir) -> Self:
         """Return the same places, read through a cache."""
@@ -322,23 +298,9 @@ class Places:
         clone.kept_in = cache
         return clone
 
-    def _keeps_nothing(self, source: Source) -> bool:
-        """Return whether there is no cache; all in-memory stores have the same name."""
-        return self.kept_in is None or source.label == "memory://"
-
-    def _kept(self, source: Source, address: Address) -> KeptRanges:
-        cache = None if self._keeps_nothing(source) else self.kept_in
-        return KeptRanges(cache, self._full(address), source.locate(""))
-
-    def _full(self, address: Address) -> str:
-        """Return a unique name of an object; never shown."""
-        if self._base is None:
-            return opened(address)
-        return f"{self._base.label}\n{opened(address)}"
-
     async def aclose(self) -> None:
         """Wait for this loop's requests in flight, and drop idle connections."""
-        await self._per_loop.here().aclose()
+        await self._per_loop.here().flights.drain(0.0)
         for source in (self._base, *self._sources.values()):
             if source is not None:
                 source.close()
@@ -352,18 +314,6 @@ def _source(store: Any, options: Options) -> Source:
 
 
 # -- patterns, in a thread --------------------------------------------------------
-
-
-def _globbed(pattern: str, folder: str) -> Listed:
-    """Return the files that match, relative to ``folder``, as keys of a store are."""
-    found = glob.glob(pattern, root_dir=folder or None, recursive=True)  # noqa: PTH207
-    # Like a store: no folders; a dangling link stays, and fails on reading.
-    # Two segments ** find the same files twice.
-    return Listed(
-        path
-        for path in sorted(set(found))
-        if not os.path.isdir(os.path.join(folder, path))  # noqa: PTH112, PTH118
-    )
 
 
 def _has_folder(pattern: str) -> bool:

@@ -22,6 +22,7 @@ _HARMLESS_NAME = re.compile(
     r"_(file|uri|url|host|endpoint|provider|type|algorithm)$|"
     r"(?<!access_key)_id$|(^|_)(skip_signature|application_credentials)$"
 )
+OF_A_URL = "the URL's user, password or query"
 _HARMLESS_HEADERS = frozenset({
     "accept", "accept-encoding", "cache-control", "content-type", "range",
     "user-agent", "x-amz-request-payer", "x-goog-user-project", "x-ms-version",
@@ -31,8 +32,7 @@ _HARMLESS_HEADERS = frozenset({
 class Sealed(Generic[T]):
     """A value that no repr shows and no pickle holds; equal by value.
 
-    Variables and attributes hold secrets in it, because tracebacks print variables. The
-    loader's own workers get it.
+    Attributes hold secrets in it. The loader's own workers get it.
 
     Args:
         value: The secret.
@@ -58,13 +58,41 @@ class Sealed(Generic[T]):
         return self
 
     def __reduce__(self) -> Any:
-        raise pickle.PicklingError(
-            f"a pickle would hold {self.what} in clear; set environment variables "
-            "(of PostgreSQL: PGPASSWORD or PGPASSFILE), or pass a credential_provider"
-        )
+        raise _refusal(self.what)
+
+
+class SecretURL(str):
+    """A URL with a secret: a string whose repr hides it, and that no pickle holds.
+
+    The loader's own workers get it.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "<hidden>"
+
+    def __deepcopy__(self, _memo: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise _refusal(OF_A_URL)
 
 
 ONLY_TO_WORKERS[Sealed] = lambda one: (Sealed, (one.value, one.what))
+ONLY_TO_WORKERS[SecretURL] = lambda url: (SecretURL, (str(url),))
+
+
+def _refusal(what: str) -> pickle.PicklingError:
+    return pickle.PicklingError(
+        f"a pickle would hold {what} in clear; set environment variables (of "
+        "PostgreSQL: PGPASSWORD or PGPASSFILE), or pass a credential_provider"
+    )
+
+
+def private(url: str) -> str:
+    """Return a URL, as a ``SecretURL`` if it holds a secret."""
+    return SecretURL(url) if carries_secret(url) else url
 
 
 def redact_url(url: str) -> str:

@@ -6,69 +6,43 @@ the loader's own workers is made.
 """
 
 import asyncio
-import base64
 import contextlib
 import os
 import pickle
-import re
-from collections.abc import Iterator, Mapping
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from urllib.parse import unquote
 
 from aioloader.datasets._stores.addresses import (
     Address,
     is_local,
-    opened,
     path_of,
     sealed,
 )
-from aioloader.datasets._stores.failures import open_failure
+from aioloader.datasets._stores.bytes import Piece
+from aioloader.datasets._stores.failures import Reason, failure_of
+from aioloader.datasets._stores.flights import Flights, import_obstore, obstore_errors
 from aioloader.datasets._stores.options import (
-    OptionError,
     Options,
     check_no_options,
-    check_options,
-    culprit,
+    open_store,
     revealed,
 )
 from aioloader.datasets._stores.redact import (
+    OF_A_URL,
     Sealed,
     carries_secret,
-    redact_key,
     redact_url,
     secret_options,
 )
-from aioloader.datasets._stores.requests import Contact, RefusedError
+from aioloader.datasets._stores.requests import RefusedError, Source, read_failure
+from aioloader.datasets._stores.versions import Version
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_QUICK = {"max_retries": 2}
-_OF_A_URL = "the URL's user, password or query"
-_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-
-
-def import_obstore() -> ModuleType:
-    """Import obstore, or raise an error that says how to install it.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
-    try:
-        import obstore.store  # noqa: PLC0415  (an optional dependency)
-    except ImportError as exc:
-        raise ImportError(
-            'object stores and HTTP need obstore: pip install "aioloader[objects]"'
-        ) from exc
-    return obstore
-
-
-def obstore_errors() -> tuple[type[Exception], ...]:
-    """Return obstore's exception types; their texts may hold secrets."""
-    base: type[Exception] = import_obstore().exceptions.BaseError
-    return base, NotImplementedError, OSError, TypeError, ValueError
+T = TypeVar("T")
 
 
 class _Runtime:
@@ -97,7 +71,7 @@ class _Runtime:
 _RUNTIME = _Runtime()
 
 
-class StoreSource:
+class StoreSource(Source):
     """Opens one store, once in each process that uses it.
 
     Args:
@@ -114,19 +88,20 @@ class StoreSource:
         self, store: "Address | os.PathLike[str] | ObjectStore", options: "Options"
     ) -> None:
         obstore = import_obstore()
-        self.contact = Contact()
         self._url: Address = ""
         self._given: ObjectStore | Sealed[ObjectStore] | None = None
         self._options = options
         # The process that made it; sealed, because its repr shows a query.
         self._made: tuple[int, Sealed[ObjectStore]] | None = None
-        if isinstance(store, (str, os.PathLike, Sealed)):
+        if isinstance(store, (str, os.PathLike)):
             (self._url,) = sealed(store)
             self.label = _label_of_url(self._url)
             if is_local(self._url):
                 check_no_options(self.label, self._options)
-            if self._options:
-                self._try_options()
+            if self._options:  # are they accepted?
+                # A file missing here may exist where the dataset is read.
+                with contextlib.suppress(DatasetError):
+                    self._made = os.getpid(), Sealed(self._make(), "")
         elif not isinstance(store, get_args(obstore.store.ObjectStore)):
             kind = type(store).__name__
             raise TypeError(
@@ -160,18 +135,65 @@ class StoreSource:
             made = self._made = os.getpid(), Sealed(self._make(), "")
         return made[1].value
 
-    async def opened(self) -> "ObjectStore":
-        """Return the store like ``open``, in a thread: making it reads files."""
-        is_made = self._made is not None and self._made[0] == os.getpid()
-        if is_made or self._given is not None:
-            return self.open()
-        return await asyncio.to_thread(self.open)
+    async def ask(
+        self,
+        key: str,
+        request: "Callable[[ObjectStore], Awaitable[T]]",
+        verb: str = "read",
+    ) -> T:
+        """Return the result of a request, given the store.
 
-    def locate(self, key: str) -> str:
-        """Return the address of ``key`` as it may be shown."""
-        # The tail of a signed URL, passed as a key, must put no signature into the log.
-        key = redact_key(key)
-        return f"{self.label.rstrip('/')}/{key}" if key else self.label
+        Raises:
+            Exception: What ``read_failure`` makes of an exception of obstore.
+            RefusedError: If the store cannot be opened.
+        """
+        try:
+            if self._given is None and (not self._made or self._made[0] != os.getpid()):
+                await asyncio.to_thread(self.open)  # making it reads files
+            store = self.open()
+        except (ValueError, DatasetError) as error:
+            raise RefusedError(error) from None
+        try:
+            return await request(store)
+        except DatasetError:
+            raise
+        except obstore_errors() as exc:
+            failure = read_failure(self.locate(key), exc, verb)
+        raise failure  # without a context, whose text may hold secrets
+
+    async def get(
+        self,
+        flights: Flights,
+        key: str,
+        start: int,
+        stop: int,
+        version: Version | None,
+    ) -> Piece | None:
+        """Return a range, at a version if it can be a condition; None past the end.
+
+        Raises:
+            NoRangesError: If the server gave all of the object.
+            Exception: As ``ask``.
+        """
+        obstore = import_obstore()
+        options: dict[str, Any] = {"range": (start, stop)}
+        if version is not None and version.strong:
+            options["if_match"] = version.strong
+
+        async def request(store: "ObjectStore") -> Piece | None:
+            try:
+                result = await flights.follow(
+                    obstore.get_async(store, key, options=options)
+                )
+                data = await flights.follow(result.bytes_async())
+            except obstore.exceptions.BaseError as exc:
+                reason = Reason(exc)
+                if reason.is_out_of_range and not reason.is_cut_short:
+                    return None
+                raise
+            return Piece(data, version_of(result.meta))
+
+        return await self.ask(key, request)
 
     def web_root(self) -> str:
         """Return the prefix that obstore adds to the keys that a web server lists.
@@ -187,39 +209,14 @@ class StoreSource:
         """Release a store that was made here, and its idle connections."""
         self._made = None
 
-    def _try_options(self) -> None:
-        """Make a store, to check that it accepts the options.
-
-        Raises:
-            ValueError: If it does not. A file missing here may exist where the dataset
-                is read.
-        """
-        with contextlib.suppress(DatasetError):
-            self._made = os.getpid(), Sealed(self._make(), "")
-
     def _make(self) -> "ObjectStore":
-        stores = import_obstore().store
+        if not is_local(self._url):
+            return open_store(self._url, self.label, revealed(self._options))
         try:
-            if is_local(self._url):
-                local: ObjectStore = stores.LocalStore(_folder(self._url))
-                return local
-            check_options(revealed(self._options))
-            return _opened_store(opened(self._url), revealed(self._options))
+            return import_obstore().store.LocalStore(path_of(self._url))  # type: ignore[no-any-return]
         except obstore_errors() as exc:
-            failure = self._open_failure(exc)
+            failure = failure_of("open", self.label, exc)
         raise failure
-
-    def _open_failure(self, exc: Exception) -> Exception:
-        """Return the error for a store that could not be made."""
-        if isinstance(exc, OptionError):
-            return ValueError(f"cannot open {self.label!r}: {exc}")
-
-        def again(options: Mapping[str, Any]) -> None:
-            _opened_store(opened(self._url), options)
-
-        is_remote = not is_local(self._url)
-        name = culprit(again, revealed(self._options), exc) if is_remote else None
-        return open_failure(self.label, exc, name)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle may contain.
@@ -240,7 +237,7 @@ class StoreSource:
 def _secrets_of(store: "ObjectStore") -> Iterator[str]:
     """Yield the names of secrets in a store that the caller made."""
     if carries_secret(getattr(store, "url", "")):
-        yield _OF_A_URL
+        yield OF_A_URL
     for name in ("config", "client_options"):
         yield from secret_options(getattr(store, name, None) or {})
 
@@ -252,10 +249,10 @@ def _label_of_url(address: Address) -> str:
         ValueError: If it is not; the message shows only the label.
     """
     if is_local(address):
-        return path_of(opened(address))
-    label = redact_url(opened(address))
+        return path_of(address)
+    label = redact_url(address)
     try:
-        known = bool(import_obstore().parse_scheme(opened(address)))
+        known = bool(import_obstore().parse_scheme(address))
     except Exception:  # noqa: BLE001  (its text may show the whole URL)
         known = False
     if known:
@@ -264,10 +261,6 @@ def _label_of_url(address: Address) -> str:
         f"no object store is known for the URL {label!r}; known are s3, gs, az, abfss, "
         "https, http, file and memory"
     )
-
-
-def _folder(address: Address) -> str:
-    return path_of(opened(address))
 
 
 def _label_of_store(store: "ObjectStore") -> str:
@@ -288,60 +281,7 @@ def _label_of_store(store: "ObjectStore") -> str:
             return f"{scheme}://{bucket}/{prefix}".rstrip("/")
 
 
-def _opened_store(url: str, options: Mapping[str, Any]) -> "ObjectStore":
-    stores = import_obstore().store
-    url, options = _prepare(url, options)
-    is_web = url[:4].lower() == "http"
-    # A signed URL of S3, Google or Azure is read as is: their stores drop the query.
-    make = stores.HTTPStore if is_web and "?" in url else stores.from_url
-    store: ObjectStore = make(url, **options)
-    return store
-
-
-def _prepare(url: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return URL and options as obstore needs them.
-
-    Plain HTTP is allowed where an address uses it. User and password of a URL, which
-    obstore would not send, become the equivalent header.
-    """
-    scheme, _, rest = url.partition("://")
-    is_web = scheme.lower() in {"http", "https"}
-    if not is_web:  # a key may have ? or #, but obstore parses a URL
-        url = url.replace("#", "%23").replace("?", "%3F")
-    client = dict(options.get("client_options") or {})
-    if any(address.startswith("http://") for address in _addresses(url, options)):
-        client.setdefault("allow_http", True)
-    user = re.split("[/?#]", rest, maxsplit=1)[0].rpartition("@")[0]
-    if user and is_web:
-        token = base64.b64encode(unquote(user).encode()).decode()
-        headers = {"authorization": f"Basic {token}"}
-        client["default_headers"] = headers | (client.get("default_headers") or {})
-        url = f"{scheme}://{rest[len(user) + 1 :]}"
-    # One loop retries, and counts its time and errors: `requests.Tries`.
-    prepared = {"retry_config": _QUICK, **options}
-    if client:
-        prepared["client_options"] = client
-    return url, prepared
-
-
-def _addresses(url: str, options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the URL and every endpoint in the options or the environment."""
-    yield url
-    for name, value in {**(options.get("config") or {}), **options}.items():
-        if "endpoint" in name.lower() or name.lower().endswith("base_url"):
-            yield str(value)
-    if url.startswith(("s3://", "s3a://")):
-        yield from (os.environ.get(name, "") for name in _ENDPOINT_VARIABLES)
-
-
-async def opened_for_read(source: StoreSource) -> Any:
-    """Return the store.
-
-    Raises:
-        RefusedError: If it cannot be opened: a retry would not help.
-    """
-    try:
-        return await source.opened()
-    except (ValueError, DatasetError) as error:
-        failure = RefusedError(error)
-    raise failure
+def version_of(meta: Any) -> Version:
+    """Return the version in obstore's metadata of an object."""
+    modified = meta["last_modified"].timestamp() or None  # zero means unknown
+    return Version(meta["size"], meta.get("e_tag"), modified)

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from aioloader.datasets._stores.addresses import is_local, path_of
-from aioloader.datasets._stores.failures import failure_of, reason_of
-from aioloader.datasets._stores.flights import Flights
-from aioloader.datasets._stores.options import Options, check_no_options
-from aioloader.datasets._stores.outlast import in_thread, outlast
-from aioloader.datasets._stores.stores import (
-    StoreSource,
+from aioloader.datasets._stores.failures import Reason, failure_of
+from aioloader.datasets._stores.flights import (
+    Flights,
     import_obstore,
     obstore_errors,
 )
+from aioloader.datasets._stores.options import Options, check_no_options
+from aioloader.datasets._stores.outlast import in_thread, outlast
+from aioloader.datasets._stores.stores import StoreSource
 from aioloader.errors import StateMismatchError
 
 if TYPE_CHECKING:
@@ -356,7 +356,7 @@ class StoreSink:
 def _lacks_conditions(error: Exception) -> bool:
     """Return whether a store has no conditional writes."""
     is_known = isinstance(error, NotImplementedError)
-    return is_known or reason_of(error).status == HTTPStatus.NOT_IMPLEMENTED
+    return is_known or Reason(error).status == HTTPStatus.NOT_IMPLEMENTED
 
 
 class _ObjectUpload:
