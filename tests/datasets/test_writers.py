@@ -125,7 +125,7 @@ def test_any_sample_comes_back_or_is_refused(key: str, fields: dict[str, Any]) -
     from aioloader.datasets._tar.walk import TarParser  # noqa: PLC0415
 
     parser = TarParser("x")
-    parser.feed(body.take(is_end=True))
+    parser.feed(body.end()[0])
     parser.end()
     (sample,) = parser.take(9)
     expected = {name.lower(): data for name, data in fields.items() if name[:2] != "__"}

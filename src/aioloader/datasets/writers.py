@@ -11,31 +11,17 @@ import asyncio
 import base64
 import json
 import re
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterable,
-    Callable,
-    Iterable,
-    Mapping,
-)
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
 from contextlib import aclosing
 from types import TracebackType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    Self,
-    TypeAlias,
-    TypedDict,
-    Unpack,
-)
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypedDict, Unpack
 
 from aioloader.datasets._options import check_at_least, names_options
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._write.bodies import Body, ParquetBody, TarBody
 from aioloader.datasets._write.manifest import Manifest
-from aioloader.datasets._write.sinks import Upload, make_sink
+from aioloader.datasets._write.sinks import make_sink
 from aioloader.errors import StateMismatchError
 
 if TYPE_CHECKING:
@@ -125,10 +111,13 @@ class ShardWriter(abc.ABC):
         self._manifest = Manifest(name, self.ending, dict(metadata or {}))
         self._saved: bytes | None = None
         self._body: Body | None = None
-        self._upload: Upload | None = None
         self._sent = 0
         self._turns = asyncio.Lock()
         self._is_open = False
+
+    @abc.abstractmethod
+    def _make_body(self, schema: str) -> Body:
+        """Return an empty shard, of the same schema as existing ones if there are."""
 
     @property
     def shards(self) -> list[str]:
@@ -147,14 +136,12 @@ class ShardWriter(abc.ABC):
             RuntimeError: If the writer is not open.
         """
         async with self._turns:
-            if not self._is_open:
+            body = self._body
+            if body is None or not self._is_open:
                 raise RuntimeError(
                     f"{self!r} is not open: use it in 'async with', and not after an "
                     f"error; open another one, which resumes"
                 )
-            body = self._body
-            if body is None:
-                body = self._body = self._make_body()
             if body.is_light(sample):
                 encoded = body.encode(sample, self.next_sample)
             else:
@@ -162,48 +149,31 @@ class ShardWriter(abc.ABC):
             self._is_open = False  # until this succeeds
             body.append(encoded)
             self.next_sample += 1
-            count = self.next_sample - self._manifest.num_samples
-            if body.size >= self._shard_bytes or count == self._shard_samples:
+            if body.size >= self._shard_bytes or self._count == self._shard_samples:
                 await self._finish(body)
             elif body.is_due():
-                await self._send(body)
+                await self._send(await in_thread(body.take))
             self._is_open = True
 
-    @abc.abstractmethod
-    def _make_body(self) -> Body:
-        """Return an empty shard."""
+    @property
+    def _count(self) -> int:
+        """Number of samples of the unfinished shard."""
+        return self.next_sample - self._manifest.num_samples
 
-    def _schema(self) -> str:
-        """Return the schema of the shards as text."""
-        return ""
-
-    def _take_schema(self, text: str) -> None:  # noqa: B027  (tar has none)
-        """Take the schema of the existing shards."""
-
-    # -- shards -------------------------------------------------------------------
-
-    async def _send(self, body: Body, *, is_end: bool = False) -> Upload:
-        data = await in_thread(lambda: body.take(is_end=is_end))
-        if self._upload is None:
-            file = self._manifest.shard(len(self._manifest.shards))
-            self._upload = self._sink.begin(file)
-        await self._upload.write(data)
+    async def _send(self, data: bytes) -> None:
+        await self._sink.write(self._manifest.next_shard, data)
         self._sent += len(data)
-        return self._upload
 
     async def _finish(self, body: Body) -> None:
         """Name the shard in the manifest, then make it visible to readers."""
-        upload = await self._send(body, is_end=True)
-        count = self.next_sample - self._manifest.num_samples
-        manifest = self._manifest.and_then(count, self._sent, self._schema())
+        data, index = await in_thread(body.end)
+        await self._send(data)
+        manifest = self._manifest.and_then(self._count, self._sent, body.schema)
         await self._save(manifest)
-        index = body.index()
         if index is not None:  # only once no other writer is possible
-            await self._sink.put(f"{manifest.shards[-1].file}.idx", index)
-        await upload.complete()
-        self._manifest = manifest
-        self._body = self._upload = None
-        self._sent = 0
+            await self._sink.put(f"{self._manifest.next_shard}.idx", index)
+        await self._sink.complete()
+        self._manifest, self._sent = manifest, 0
 
     async def _save(self, manifest: Manifest) -> None:
         data = manifest.dump()
@@ -214,8 +184,6 @@ class ShardWriter(abc.ABC):
             )
         self._saved = data
 
-    # -- as a context manager -----------------------------------------------------
-
     async def __aenter__(self) -> Self:
         """Find the shards already written.
 
@@ -224,17 +192,16 @@ class ShardWriter(abc.ABC):
                 not by a writer.
             DatasetError: If the store refuses.
         """
+        manifest = self._manifest
         try:
-            manifest = self._manifest
             there = await self._sink.open(manifest.name)
             self._saved = await self._sink.read(manifest.file)
             self._manifest = manifest.resumed(self._saved, there, self._sink.label)
-            self._take_schema(self._manifest.schema)
+            self._body = self._make_body(self._manifest.schema)
             await self._save(self._manifest)
         except BaseException:
             await self._sink.aclose()
             raise
-        self._body = self._upload = None
         self._sent = 0
         self.next_sample = self._manifest.num_samples
         self._is_open = True
@@ -247,18 +214,13 @@ class ShardWriter(abc.ABC):
         traceback: TracebackType | None,
     ) -> None:
         """Finish the last shard; after an error, discard it."""
+        is_whole, self._is_open = self._is_open and exc is None, False
         try:
-            if exc is None and self._is_open and self._body is not None:
-                self._is_open = False
-                if self.next_sample > self._manifest.num_samples:
-                    await self._finish(self._body)
+            if is_whole and self._body is not None and self._count:
+                await self._finish(self._body)
         finally:
-            self._is_open = False
-            try:
-                if self._upload is not None:
-                    await self._upload.abort()
-            finally:
-                await self._sink.aclose()
+            self._body = None
+            await self._sink.aclose()
 
     def __repr__(self) -> str:
         count = len(self._manifest.shards)
@@ -290,7 +252,7 @@ class TarWriter(ShardWriter):
 
     ending = "tar"
 
-    def _make_body(self) -> TarBody:
+    def _make_body(self, schema: str) -> Body:  # noqa: ARG002  (tars have none)
         return TarBody()
 
 
@@ -332,27 +294,19 @@ class ParquetWriter(ShardWriter):
         self._given = schema
         self._compression = compression
         self._row_group_bytes = row_group_bytes
-        self._body: ParquetBody | None = None
 
-    def _make_body(self) -> ParquetBody:
+    def _make_body(self, schema: str) -> Body:
+        if schema:
+            pa = _import_pyarrow()
+            found = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(schema)))
+            if self._given is not None and not self._given.equals(found):
+                raise StateMismatchError(
+                    f"{self!r} was started with another schema: {found}",
+                    expected=str(found),
+                    found=str(self._given),
+                )
+            self._given = found
         return ParquetBody(self._given, self._compression, self._row_group_bytes)
-
-    def _schema(self) -> str:
-        assert self._body is not None
-        self._given = self._body.schema
-        return _text_of(self._given)
-
-    def _take_schema(self, text: str) -> None:
-        if not text:
-            return
-        found = _schema_of(text)
-        if self._given is not None and not self._given.equals(found):
-            raise StateMismatchError(
-                f"{self!r} was started with another schema: {found}",
-                expected=str(found),
-                found=str(self._given),
-            )
-        self._given = found
 
 
 async def write_parquet(
@@ -420,12 +374,3 @@ def _import_pyarrow() -> Any:
             'writing Parquet needs pyarrow: pip install "aioloader[arrow]"'
         ) from exc
     return pa
-
-
-def _text_of(schema: Any) -> str:
-    return base64.b64encode(schema.serialize().to_pybytes()).decode()
-
-
-def _schema_of(text: str) -> Any:
-    pa = _import_pyarrow()
-    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))

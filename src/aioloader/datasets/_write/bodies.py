@@ -1,13 +1,16 @@
-"""The contents of a shard: samples to the bytes of a tar or Parquet file.
+"""The contents of shards: samples to the bytes of tar or Parquet files.
 
-A body holds bytes not yet taken: some megabytes, and for tables a row group.
+A body makes the shards of one writer, one after another. It holds bytes not yet taken:
+some megabytes, and for tables a row group.
 """
 
+import abc
 import array
-import sys
+import base64
+import io
 import tarfile
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,18 +25,28 @@ _ENDLESS = 1 << 62
 _NUMBER_BYTES = 8
 
 
-class Body(Protocol):
-    """One shard being made.
+class Body(abc.ABC):
+    """One shard being made, then the next one.
+
+    Args:
+        due_bytes: How many bytes are worth taking.
 
     Attributes:
-        size: Bytes so far; an estimate for rows that are not yet written.
+        size: Bytes of the shard so far; an estimate for rows that were not taken.
+        schema: The schema of tables as text, known once a shard has ended.
     """
 
-    size: int
+    schema = ""
 
-    def is_light(self, sample: Mapping[str, Any]) -> bool:
+    def __init__(self, due_bytes: int) -> None:
+        self.size = self._waiting = 0
+        self._due_bytes = due_bytes
+
+    def is_light(self, sample: Mapping[str, Any]) -> bool:  # noqa: ARG002
         """Return whether ``encode`` is quick."""
+        return True
 
+    @abc.abstractmethod
     def encode(self, sample: Mapping[str, Any], number: int) -> Any:
         """Return the form of a sample that ``append`` takes.
 
@@ -42,27 +55,34 @@ class Body(Protocol):
             ValueError: If it could not be read back unchanged.
         """
 
+    @abc.abstractmethod
     def append(self, encoded: Any) -> None:
         """Add a sample."""
 
+    def _count(self, size: int) -> None:
+        self.size += size
+        self._waiting += size
+
     def is_due(self) -> bool:
         """Return whether it is time to take bytes."""
+        return self._waiting >= self._due_bytes
 
-    def take(self, *, is_end: bool = False) -> bytes:
-        """Return the bytes that are ready; runs in a thread."""
+    @abc.abstractmethod
+    def take(self) -> bytes:
+        """Return the bytes that are ready; runs in a thread, like ``end``."""
 
-    def index(self) -> bytes | None:
-        """Return the index of the samples, if it is a separate file."""
+    @abc.abstractmethod
+    def end(self) -> tuple[bytes, bytes | None]:
+        """End the shard, and return the rest of it, and its index if it has one."""
 
 
-class TarBody:
-    """A tar archive whose members readers group into samples like WebDataset."""
+class TarBody(Body):
+    """Tar archives whose members readers group into samples like WebDataset."""
 
     def __init__(self) -> None:
-        self.size = 0
+        super().__init__(_DUE_BYTES)
         self._starts = array.array("Q")
         self._parts: list[bytes] = []
-        self._ready = 0
         self._key = ""
 
     def is_light(self, sample: Mapping[str, Any]) -> bool:
@@ -77,16 +97,16 @@ class TarBody:
                 f"sample {number:,} has the key {key!r}, like the one before: readers "
                 f"would take both for one sample"
             )
-        members = {n.lower(): v for n, v in sample.items() if not n.startswith("__")}
-        count = sum(not name.startswith("__") for name in sample)
-        if not members or len(members) < count:
+        named = [(n.lower(), v) for n, v in sample.items() if not n.startswith("__")]
+        members = dict(named)
+        if not members or len(members) < len(named):
             what = "no members" if not members else "two members of the same name"
             raise ValueError(f"sample {key!r} has {what}: {', '.join(sample)}")
-        parts = []
+        parts: list[bytes] = []
         for name, value in members.items():
             _check_name(key, name)
             try:
-                parts.append(_member(f"{key}.{name}", encode(value, name)))
+                parts += _member(f"{key}.{name}", encode(value, name))
             except (TypeError, ValueError, OSError) as error:
                 error.add_note(f"aioloader: member {name!r} of sample {key!r}")
                 raise
@@ -97,31 +117,23 @@ class TarBody:
         self._key, data = encoded
         self._starts.append(self.size)
         self._parts.append(data)
-        self.size += len(data)
-        self._ready += len(data)
+        self._count(len(data))
 
-    def is_due(self) -> bool:
-        """Return whether some megabytes are ready."""
-        return self._ready >= _DUE_BYTES
-
-    def take(self, *, is_end: bool = False) -> bytes:
-        """Return the bytes that are ready; at the end also two blocks of zeros."""
-        parts, self._parts, self._ready = self._parts, [], 0
-        if is_end:
-            self._starts.append(self.size)
-            parts.append(bytes(2 * _BLOCK))
-            self.size += 2 * _BLOCK
+    def take(self) -> bytes:
+        """Return the samples that are ready."""
+        parts, self._parts, self._waiting = self._parts, [], 0
         return b"".join(parts)
 
-    def index(self) -> bytes:
-        """Return the samples' starts and the last one's end, as in ``_tar.index``.
+    def end(self) -> tuple[bytes, bytes]:
+        """Return the rest, with two blocks of zeros, and the index.
 
-        Only after the end.
+        It has the samples' starts and the last one's end, as in ``_tar.index``.
         """
-        starts = self._starts[:]
-        if sys.byteorder != "little":
-            starts.byteswap()
-        return starts.tobytes()
+        self._parts.append(bytes(2 * _BLOCK))
+        self._starts.append(self.size)
+        index = np.asarray(self._starts).astype("<u8").tobytes()
+        self._starts, self._key, self.size = array.array("Q"), "", 0
+        return self.take(), index
 
 
 def _check_name(key: Any, name: str) -> None:
@@ -137,47 +149,38 @@ def _check_name(key: Any, name: str) -> None:
     )
 
 
-def _member(name: str, data: bytes) -> bytes:
-    """Return a member with its header, which is the same in each run."""
+def _member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
+    """Return a header, which is the same in each run, the body, and zeros after it."""
     info = tarfile.TarInfo(name)
     info.size, info.mode = len(data), 0o444
     header = info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
-    return b"".join((header, data, bytes(-len(data) % _BLOCK)))
+    return header, data, bytes(-len(data) % _BLOCK)
 
 
-class ParquetBody:
-    """A Parquet file, a row group at a time.
+class ParquetBody(Body):
+    """Parquet files, a row group at a time.
 
     Args:
         schema: The rows' schema in pyarrow; None: that of the first row group.
         compression: As in pyarrow.
         row_group_bytes: Approximate size of a row group.
-
-    Attributes:
-        schema: The schema, once known.
     """
 
     def __init__(self, schema: Any, compression: str, row_group_bytes: int) -> None:
-        self.size = 0
-        self.schema = schema
+        super().__init__(row_group_bytes)
+        self._schema = schema
         self._compression = compression
-        self._group_bytes = row_group_bytes
         self._rows: list[dict[str, Any]] = []
-        self._pending = 0
         self._output = _Output()
         self._writer: Any = None
-
-    def is_light(self, sample: Mapping[str, Any]) -> bool:  # noqa: ARG002  (they all are)
-        """Return True: rows become columns in ``take``."""
-        return True
 
     def encode(self, sample: Mapping[str, Any], number: int) -> dict[str, Any]:
         """Return a copy of the row."""
         if not isinstance(sample, Mapping):
             kind = type(sample).__name__
             raise TypeError(f"row {number:,} must be a dict of columns, got {kind}")
-        if self.schema is not None and sample.keys() - set(self.schema.names):
-            unknown = sorted(sample.keys() - set(self.schema.names))
+        if self._schema is not None and sample.keys() - set(self._schema.names):
+            unknown = sorted(sample.keys() - set(self._schema.names))
             raise ValueError(
                 f"row {number:,} has columns that the schema lacks: "
                 f"{', '.join(unknown)}; pass a schema that has all"
@@ -186,56 +189,48 @@ class ParquetBody:
 
     def append(self, encoded: dict[str, Any]) -> None:
         """Add a row."""
-        size = sum(map(_bytes_of, encoded.values()))
         self._rows.append(encoded)
-        self._pending += size
-        self.size += size
+        self._count(sum(map(_bytes_of, encoded.values())))
 
-    def is_due(self) -> bool:
-        """Return whether a row group is ready."""
-        return self._pending >= self._group_bytes
-
-    def take(self, *, is_end: bool = False) -> bytes:
-        """Write the rows as a row group; at the end the footer too."""
+    def take(self) -> bytes:
+        """Return the rows as a row group."""
         if self._rows:
             self._write()
-        if is_end:
-            self._writer.close()
         self.size = self._output.size
         return self._output.taken()
 
-    def index(self) -> None:
-        """Return None: row groups are in the footer."""
+    def end(self) -> tuple[bytes, None]:
+        """Return the rest with the footer, which has the row groups: no index."""
+        data = self.take()
+        self._writer.close()
+        data += self._output.taken()
+        self.schema = base64.b64encode(self._schema.serialize()).decode()
+        self._output, self._writer, self.size = _Output(), None, 0
+        return data, None
 
     def _write(self) -> None:
         import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
         import pyarrow.parquet as pq  # noqa: PLC0415
 
-        rows, self._rows, self._pending = self._rows, [], 0
-        if self.schema is None:
+        rows, self._rows, self._waiting = self._rows, [], 0
+        if self._schema is None:
             names = dict.fromkeys(name for row in rows for name in row)
-            types: list[tuple[str, Any]] = [(name, None) for name in names]
+            table = pa.table({name: _column(pa, rows, name) for name in names})
+            self._schema = table.schema
         else:
-            types = [(field.name, field.type) for field in self.schema]
-        columns = [
-            _column(pa, [row.get(name) for row in rows], name, kind)
-            for name, kind in types
-        ]
-        if self.schema is None:
-            table = pa.table(dict(zip(names, columns, strict=True)))
-            self.schema = table.schema
-        else:
-            table = pa.Table.from_arrays(columns, schema=self.schema)
+            columns = [_column(pa, rows, one.name, one.type) for one in self._schema]
+            table = pa.Table.from_arrays(columns, schema=self._schema)
         if self._writer is None:
             self._writer = pq.ParquetWriter(
                 pa.PythonFile(self._output, "w"),
-                self.schema,
+                self._schema,
                 compression=self._compression,
             )
         self._writer.write_table(table, row_group_size=len(rows))
 
 
-def _column(pa: Any, values: list[Any], name: str, kind: Any) -> Any:
+def _column(pa: Any, rows: list[dict[str, Any]], name: str, kind: Any = None) -> Any:
+    values = [row.get(name) for row in rows]
     # pyarrow takes only arrays of one dimension.
     values = [
         value.tolist() if isinstance(value, np.ndarray) and value.ndim != 1 else value
@@ -273,16 +268,18 @@ def _bytes_of(value: Any) -> int:
     return _NUMBER_BYTES
 
 
-class _Output:
+class _Output(io.RawIOBase):
     """An output file for pyarrow; keeps bytes until they are taken."""
-
-    closed = False
 
     def __init__(self) -> None:
         self.size = 0
         self._parts: list[bytes] = []
 
-    def write(self, data: Any) -> int:
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, data: Any, /) -> int:
         """Keep a copy."""
         self._parts.append(bytes(data))
         self.size += len(self._parts[-1])
@@ -291,12 +288,6 @@ class _Output:
     def tell(self) -> int:
         """Return how much was written."""
         return self.size
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def taken(self) -> bytes:
         """Return the bytes written since the last call."""
