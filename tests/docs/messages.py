@@ -143,7 +143,7 @@ INTERNAL = {
     "datasets/_arrow/ipc.py:_blocks": "a reason in 'has a footer that cannot be read'",
     "datasets/_arrow/ipc.py:_spans": "a reason in 'has a footer that cannot be read'",
     "datasets/_arrow/ipc.py:_stream_batches": "a reason in 'is not an Arrow stream'",
-    "datasets/_batcher.py:read_file": "becomes a TruncatedReadError",
+    "datasets/_batcher.py:_read": "becomes a TruncatedReadError",
     "datasets/_json.py:": "a reason in 'the line at byte … is damaged'",
     "datasets/_mds/encodings.py:_array_decoder": "a reason in 'column …'",
     "datasets/_mds/encodings.py:_list": "a reason in 'the sample at byte …'",

@@ -1,26 +1,30 @@
-"""Map-style datasets of named bytes: decoded, and labelled by folder.
+"""Map-style datasets of named bytes: read, decoded, and labelled by folder.
 
-Both are views of another dataset: they read through it, from several event loops too,
-and can be pickled if it can be.
+The last two are views of another dataset: they read through it, from several event
+loops too, and can be pickled if it can be.
 """
 
 import abc
 import asyncio
-from collections.abc import Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, ClassVar, Self, SupportsIndex
+from typing import Any, ClassVar, Generic, Protocol, Self, SupportsIndex, TypeVar
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from aioloader.datasets._decode.pictures import FOLDER_EXTENSIONS
 from aioloader.datasets._stores.names import NameTable
+from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets.decoders import Decoder, Spec, extension_of
 from aioloader.protocols import HasLifespan
 
 
 class Named(HasLifespan):
     """A map-style dataset whose samples are bytes, each with a name like a path."""
+
+    # Without this, `for x in dataset` would never end: IndexError comes when awaited.
+    __iter__: ClassVar[None] = None
 
     @property
     @abc.abstractmethod
@@ -78,6 +82,51 @@ class Named(HasLifespan):
         return []
 
 
+class _HasUsers(Protocol):
+    users: int
+
+
+R = TypeVar("R", bound=_HasUsers)
+
+
+class ReadDataset(Named, Generic[R]):
+    """Named bytes that each event loop reads by a reader of its own.
+
+    As an async context manager it releases the loop's reader at the last exit; a loader
+    does this.
+
+    Args:
+        make_reader: Makes a reader, which counts its users.
+    """
+
+    def __init__(self, make_reader: Callable[[], R]) -> None:
+        self._readers = PerLoop(make_reader)
+        self._names = NameTable(())
+
+    @property
+    def names(self) -> NameTable:
+        """The names by index, as all datasets of named bytes have them."""
+        return self._names
+
+    def lifespan(self) -> Self:
+        """Return itself, the context that a loader enters on each reading loop."""
+        return self
+
+    async def __aenter__(self) -> Self:
+        self._readers.here().users += 1
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        reader = self._readers.here()
+        reader.users -= 1
+        if not reader.users:
+            await self._release(reader)
+
+    @abc.abstractmethod
+    async def _release(self, reader: R) -> None:
+        """Release what the reader of this loop holds."""
+
+
 class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):
     """The samples of a dataset of bytes, decoded in threads.
 
@@ -85,8 +134,6 @@ class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):
         dataset: The dataset of bytes.
         decoder: Decodes them.
     """
-
-    __iter__: ClassVar[None] = None
 
     def __init__(self, dataset: Named, decoder: Decoder) -> None:
         self.dataset = dataset
@@ -147,8 +194,6 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
         >>> found.classes, found.targets
         (['cat', 'dog'], [0, 0, 1])
     """
-
-    __iter__: ClassVar[None] = None
 
     def __init__(
         self,

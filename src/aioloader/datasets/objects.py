@@ -9,8 +9,7 @@ a quarter to a third of the CPU (119 to 90 us; 20 to 15 on the loop).
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from torch.utils.data import Dataset
 
@@ -19,11 +18,10 @@ from aioloader.datasets._stores.failures import ShortReadError, reason_of, trunc
 from aioloader.datasets._stores.listing import Listing, list_async, list_blocking
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.options import hidden
-from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.reads import ObjectReader
 from aioloader.datasets._stores.requests import Requests, policy_of, read_failure
 from aioloader.datasets._stores.stores import StoreSource
-from aioloader.datasets.named import Named
+from aioloader.datasets.named import ReadDataset
 
 if TYPE_CHECKING:
     import os
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 
-class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
+class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], ReadDataset[ObjectReader]):
     """Reads whole objects of a store, many at a time, by ``async def __getitem__``.
 
     Several event loops may read one dataset at once. It may be pickled if no option is
@@ -65,9 +63,6 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
         <2 names: 'train/a', 'train/b'>
     """
 
-    # Without this, `for x in dataset` would never end: IndexError comes when awaited.
-    __iter__: ClassVar[None] = None
-
     @names_options
     def __init__(
         self,
@@ -88,16 +83,15 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
         if keys is not None and prefix:
             raise ValueError("prefix is for listing: pass keys or prefix, not both")
         self._source = StoreSource(store, hidden(store_options))
-        self._requests = policy_of(requests)
-        self._readers = PerLoop(partial(ObjectReader, self._requests))
+        policy = policy_of(requests)
+        super().__init__(partial(ObjectReader, policy))
         self._sizes: npt.NDArray[np.int64] | None = None
-        self._keys = NameTable(())  # for the repr, if listing fails
         if keys is None:
-            keys = list_blocking(self._source, prefix, self._requests)
+            keys = list_blocking(self._source, prefix, policy)
         if isinstance(keys, Listing):
-            self._keys, self._sizes = keys.keys, keys.sizes
+            self._names, self._sizes = keys.keys, keys.sizes
         else:
-            self._keys = NameTable(keys)
+            self._names = NameTable(keys)
 
     @classmethod
     @names_options
@@ -134,15 +128,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
     @property
     def keys(self) -> NameTable:
         """The keys by index, relative to the store."""
-        return self._keys
-
-    @property
-    def names(self) -> NameTable:
-        """The keys, under the name that all datasets of named bytes have."""
-        return self._keys
-
-    def __len__(self) -> int:
-        return len(self._keys)
+        return self._names
 
     async def __getitem__(self, index: SupportsIndex) -> "Bytes":
         """Read one object.
@@ -161,8 +147,8 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
             TruncatedReadError: If the body differs in length from the announcement.
             DatasetError: If reading failed otherwise, after all retries.
         """
-        position = self._keys.position(index)
-        key = self._keys[position]
+        position = self._names.position(index)
+        key = self._names[position]
         size = 0 if self._sizes is None else int(self._sizes[position])
         reader = self._readers.here()
         attempt = partial(self._read, reader, key, size)
@@ -187,24 +173,8 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
         del store
         raise failure
 
-    def lifespan(self) -> Self:
-        """Return itself, the context that a loader enters on each reading loop."""
-        return self
-
-    async def __aenter__(self) -> Self:
-        self._readers.here().users += 1
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        reader = self._readers.here()
-        reader.users -= 1
-        if reader.users == 0:
-            await self.aclose()
+    async def _release(self, reader: ObjectReader) -> None:  # noqa: ARG002  (aclose has it)
+        await self.aclose()
 
     async def aclose(self, seconds: float = 5.0) -> None:
         """Wait for this loop's requests in flight, and drop idle connections.
@@ -219,4 +189,4 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
         self._source.close()
 
     def __repr__(self) -> str:
-        return f"ObjectDataset({self._source.label!r}, {self._keys!r})"
+        return f"ObjectDataset({self._source.label!r}, {self._names!r})"

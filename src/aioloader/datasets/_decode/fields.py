@@ -32,12 +32,8 @@ def _read_pth(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def _read_text(data: bytes) -> str:
-    return data.decode()
-
-
 DECODERS: dict[str, Callable[[bytes], Any]] = {
-    **dict.fromkeys(_TEXT, _read_text),
+    **dict.fromkeys(_TEXT, bytes.decode),
     **dict.fromkeys(_NUMBER, int),
     **dict.fromkeys(_JSON, json.loads),
     "npy": _read_npy,
@@ -74,22 +70,18 @@ def encode(value: Any, extension: str) -> bytes:
         return b"%d" % operator.index(value)
     if last in _JSON:
         return json.dumps(value, ensure_ascii=False).encode()
-    if last in {"npy", "npz", "pth"}:
-        return _encode_arrays(value, last)
     if last in EXTENSIONS:
         return encode_picture(value, last)
-    raise TypeError(
-        f"a {type(value).__name__} cannot be stored as {extension!r}: give bytes, or "
-        f"use an extension for its type, such as 'json', 'npy', 'pth' or 'png'"
-    )
-
-
-def _encode_arrays(value: Any, last: str) -> bytes:
     data = io.BytesIO()
     if last == "npy":
         np.save(data, np.asarray(value), allow_pickle=False)
     elif last == "npz":
         np.savez(data, **value)
-    else:
+    elif last == "pth":
         torch.save(value, data)
+    else:
+        raise TypeError(
+            f"a {type(value).__name__} cannot be stored as {extension!r}: give bytes, "
+            f"or use an extension for its type, such as 'json', 'npy', 'pth' or 'png'"
+        )
     return data.getvalue()

@@ -130,10 +130,7 @@ def _is_plain(data: bytes) -> bool:
 
 # -- to bytes ---------------------------------------------------------------------
 
-_FORMATS = {
-    "jfif": "JPEG", "jpe": "JPEG", "jpg": "JPEG", "pbm": "PPM", "pgm": "PPM",
-    "pnm": "PPM", "tif": "TIFF",
-}  # fmt: skip
+_JPEGS = frozenset({"jfif", "jpe", "jpeg", "jpg"})
 
 
 def encode_picture(value: Any, extension: str) -> bytes:
@@ -148,9 +145,8 @@ def encode_picture(value: Any, extension: str) -> bytes:
         ValueError: If it is not a picture.
     """
     data = io.BytesIO()
-    name = _FORMATS.get(extension, extension.upper())
-    options = {"quality": 95} if name == "JPEG" else {}
-    _image_of(value).save(data, name, **options)
+    data.name = f"picture.{extension}"  # Pillow takes the format from it
+    _image_of(value).save(data, **({"quality": 95} if extension in _JPEGS else {}))
     return data.getvalue()
 
 
