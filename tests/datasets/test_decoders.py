@@ -1,6 +1,5 @@
 """Members to values by their extensions: alone, in streams, in workers."""
 
-import doctest
 import io
 import json
 import pickle
@@ -24,7 +23,6 @@ from aioloader.datasets import (
     FileDataset,
     ParquetDataset,
     TarDataset,
-    decoders,
     write_parquet,
 )
 from aioloader.datasets._decode import fields, pictures
@@ -60,13 +58,6 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     return bool(one == other)
-
-
-def test_the_example() -> None:
-    """What the docstring shows is what happens."""
-    result = doctest.testmod(decoders)
-    assert result.attempted
-    assert not result.failed
 
 
 def test_members_by_extension() -> None:

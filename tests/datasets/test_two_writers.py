@@ -105,9 +105,7 @@ async def test_two_writers_of_one_shard_at_once(tmp_path: Path) -> None:
             await stack.enter_async_context(writer)
         for writer in (first, second):
             await writer.write(rows[0])
-            body = writer._body
-            assert body is not None
-            await writer._send(body.take())
+            await writer._send()
         for row in rows[1:3]:
             await first.write(row)
         index = tmp_path / "shard-000000.tar.idx"

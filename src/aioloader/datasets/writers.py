@@ -7,21 +7,32 @@ flight.
 """
 
 import abc
+import array
 import asyncio
 import base64
 import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
 from contextlib import aclosing
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypedDict, Unpack
 
+import numpy as np
+
+from aioloader.datasets._decode.fields import is_light
 from aioloader.datasets._options import check_at_least, names_options
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.outlast import in_thread
-from aioloader.datasets._write.bodies import Body, ParquetBody, TarBody
 from aioloader.datasets._write.manifest import Manifest
 from aioloader.datasets._write.sinks import make_sink
+from aioloader.datasets._write.values import (
+    Output,
+    bytes_of,
+    copied,
+    members_of,
+    table_of,
+)
 from aioloader.errors import StateMismatchError
 
 if TYPE_CHECKING:
@@ -34,6 +45,9 @@ if TYPE_CHECKING:
 Rows: TypeAlias = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
 SHARD_BYTES = 256 << 20
 ROW_GROUP_BYTES = 16 << 20
+# A few of these are worth a call in a thread.
+_DUE_BYTES = 4 << 20
+_END = bytes(1024)  # two blocks, as a tar ends
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 # Rows taken from a plain iterable before other tasks get their turn.
 _TURN = 64
@@ -110,14 +124,14 @@ class ShardWriter(abc.ABC):
         self._sink = make_sink(destination, hidden(store_options))
         self._manifest = Manifest(name, self.ending, dict(metadata or {}))
         self._saved: bytes | None = None
-        self._body: Body | None = None
-        self._sent = 0
         self._turns = asyncio.Lock()
         self._is_open = False
+        self._begin()
 
-    @abc.abstractmethod
-    def _make_body(self, schema: str) -> Body:
-        """Return an empty shard, of the same schema as existing ones if there are."""
+    def _begin(self) -> None:
+        """Begin a shard; an unfinished one is discarded."""
+        self._waiting: list[Any] = []
+        self._waiting_bytes = self._sent_bytes = 0
 
     @property
     def shards(self) -> list[str]:
@@ -136,23 +150,21 @@ class ShardWriter(abc.ABC):
             RuntimeError: If the writer is not open.
         """
         async with self._turns:
-            body = self._body
-            if body is None or not self._is_open:
+            if not self._is_open:
                 raise RuntimeError(
                     f"{self!r} is not open: use it in 'async with', and not after an "
                     f"error; open another one, which resumes"
                 )
-            if body.is_light(sample):
-                encoded = body.encode(sample, self.next_sample)
-            else:
-                encoded = await in_thread(body.encode, sample, self.next_sample)
+            encoded, size = await self._encode(sample)
             self._is_open = False  # until this succeeds
-            body.append(encoded)
+            self._waiting.append(encoded)
+            self._waiting_bytes += size
             self.next_sample += 1
-            if body.size >= self._shard_bytes or self._count == self._shard_samples:
-                await self._finish(body)
-            elif body.is_due():
-                await self._send(await in_thread(body.take))
+            is_full = self._sent_bytes + self._waiting_bytes >= self._shard_bytes
+            if is_full or self._count == self._shard_samples:
+                await self._finish()
+            elif self._waiting_bytes >= self._due_bytes:
+                await self._send()
             self._is_open = True
 
     @property
@@ -160,20 +172,24 @@ class ShardWriter(abc.ABC):
         """Number of samples of the unfinished shard."""
         return self.next_sample - self._manifest.num_samples
 
-    async def _send(self, data: bytes) -> None:
+    async def _send(self, *, is_end: bool = False) -> None:
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        data = await in_thread(partial(self._pack, is_end=is_end), waiting)
+        del waiting
         await self._sink.write(self._manifest.next_shard, data)
-        self._sent += len(data)
+        self._sent_bytes += len(data)
 
-    async def _finish(self, body: Body) -> None:
+    async def _finish(self) -> None:
         """Name the shard in the manifest, then make it visible to readers."""
-        data, index = await in_thread(body.end)
-        await self._send(data)
-        manifest = self._manifest.and_then(self._count, self._sent, body.schema)
+        await self._send(is_end=True)
+        size, index = self._sent_bytes, self._index()
+        manifest = self._manifest.and_then(self._count, size, self._schema())
         await self._save(manifest)
         if index is not None:  # only once no other writer is possible
             await self._sink.put(f"{self._manifest.next_shard}.idx", index)
         await self._sink.complete()
-        self._manifest, self._sent = manifest, 0
+        self._manifest = manifest
+        self._begin()
 
     async def _save(self, manifest: Manifest) -> None:
         data = manifest.dump()
@@ -197,12 +213,12 @@ class ShardWriter(abc.ABC):
             there = await self._sink.open(manifest.name)
             self._saved = await self._sink.read(manifest.file)
             self._manifest = manifest.resumed(self._saved, there, self._sink.label)
-            self._body = self._make_body(self._manifest.schema)
+            self._resume(self._manifest.schema)
             await self._save(self._manifest)
         except BaseException:
             await self._sink.aclose()
             raise
-        self._sent = 0
+        self._begin()
         self.next_sample = self._manifest.num_samples
         self._is_open = True
         return self
@@ -216,16 +232,44 @@ class ShardWriter(abc.ABC):
         """Finish the last shard; after an error, discard it."""
         is_whole, self._is_open = self._is_open and exc is None, False
         try:
-            if is_whole and self._body is not None and self._count:
-                await self._finish(self._body)
+            if is_whole and self._count:
+                await self._finish()
         finally:
-            self._body = None
+            self._begin()
             await self._sink.aclose()
 
     def __repr__(self) -> str:
         count = len(self._manifest.shards)
         place = f"{self._sink.label!r}, {self._manifest.name!r}"
         return f"{type(self).__name__}({place}, {count} shards)"
+
+    # -- the format ---------------------------------------------------------------
+
+    _due_bytes = _DUE_BYTES
+
+    @abc.abstractmethod
+    async def _encode(self, sample: Mapping[str, Any]) -> tuple[Any, int]:
+        """Return the next sample as ``_pack`` takes it, and its approximate size.
+
+        Raises:
+            TypeError: If the sample, or a value, has an unsuitable type.
+            ValueError: If it could not be read back unchanged.
+        """
+
+    @abc.abstractmethod
+    def _pack(self, encoded: list[Any], *, is_end: bool) -> bytes:
+        """Return samples as the next bytes of the shard; runs in a thread."""
+
+    def _index(self) -> bytes | None:
+        """Return the index of a shard that has been sent, if it is a separate file."""
+        return None
+
+    def _schema(self) -> str:
+        """Return the schema of the shards as text; only tables have one."""
+        return ""
+
+    def _resume(self, schema: str) -> None:  # noqa: B027  (tars have none)
+        """Take the schema of the existing shards, if there are."""
 
 
 class TarWriter(ShardWriter):
@@ -252,8 +296,33 @@ class TarWriter(ShardWriter):
 
     ending = "tar"
 
-    def _make_body(self, schema: str) -> Body:  # noqa: ARG002  (tars have none)
-        return TarBody()
+    def _begin(self) -> None:
+        super()._begin()
+        self._starts = array.array("Q")
+        self._key = ""
+
+    async def _encode(self, sample: Mapping[str, Any]) -> tuple[bytes, int]:
+        key = sample.get("__key__", f"{self.next_sample:09d}")
+        if key == self._key:
+            raise ValueError(
+                f"sample {self.next_sample:,} has the key {key!r}, like the one before:"
+                f" readers would take both for one sample"
+            )
+        if all(map(is_light, sample.values())):
+            members = members_of(key, sample)
+        else:
+            members = await in_thread(members_of, key, sample)
+        self._key = key
+        self._starts.append(self._sent_bytes + self._waiting_bytes)
+        return members, len(members)
+
+    def _pack(self, encoded: list[bytes], *, is_end: bool) -> bytes:
+        return b"".join([*encoded, _END] if is_end else encoded)
+
+    def _index(self) -> bytes:
+        """Return the samples' starts and the last one's end, as in ``_tar.index``."""
+        self._starts.append(self._sent_bytes - len(_END))
+        return np.asarray(self._starts).astype("<u8").tobytes()
 
 
 class ParquetWriter(ShardWriter):
@@ -293,20 +362,64 @@ class ParquetWriter(ShardWriter):
         check_at_least(row_group_bytes, 1, "row_group_bytes")
         self._given = schema
         self._compression = compression
-        self._row_group_bytes = row_group_bytes
+        self._due_bytes = row_group_bytes
 
-    def _make_body(self, schema: str) -> Body:
-        if schema:
-            pa = _import_pyarrow()
-            found = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(schema)))
-            if self._given is not None and not self._given.equals(found):
-                raise StateMismatchError(
-                    f"{self!r} was started with another schema: {found}",
-                    expected=str(found),
-                    found=str(self._given),
-                )
-            self._given = found
-        return ParquetBody(self._given, self._compression, self._row_group_bytes)
+    def _begin(self) -> None:
+        super()._begin()
+        self._output = Output()
+        self._file: Any = None
+
+    async def _encode(self, sample: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        number = self.next_sample
+        if not isinstance(sample, Mapping):
+            kind = type(sample).__name__
+            raise TypeError(f"row {number:,} must be a dict of columns, got {kind}")
+        if self._given is not None and sample.keys() - set(self._given.names):
+            unknown = sorted(sample.keys() - set(self._given.names))
+            raise ValueError(
+                f"row {number:,} has columns that the schema lacks: "
+                f"{', '.join(unknown)}; pass a schema that has all"
+            )
+        row = {name: copied(value) for name, value in sample.items()}
+        return row, sum(map(bytes_of, row.values()))
+
+    def _pack(self, encoded: list[dict[str, Any]], *, is_end: bool) -> bytes:
+        """Return rows as a row group, and at the end the footer."""
+        if encoded:
+            self._write(encoded)
+        if is_end:
+            self._file.close()
+        return self._output.taken()
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+        import pyarrow.parquet as pq  # noqa: PLC0415
+
+        table = table_of(pa, rows, self._given)
+        self._given = table.schema
+        if self._file is None:
+            self._file = pq.ParquetWriter(
+                pa.PythonFile(self._output, "w"),
+                self._given,
+                compression=self._compression,
+            )
+        self._file.write_table(table, row_group_size=len(rows))
+
+    def _schema(self) -> str:
+        return base64.b64encode(self._given.serialize()).decode()
+
+    def _resume(self, schema: str) -> None:
+        if not schema:
+            return
+        pa = _import_pyarrow()
+        found = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(schema)))
+        if self._given is not None and not self._given.equals(found):
+            raise StateMismatchError(
+                f"{self!r} was started with another schema: {found}",
+                expected=str(found),
+                found=str(self._given),
+            )
+        self._given = found
 
 
 async def write_parquet(
