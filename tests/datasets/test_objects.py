@@ -206,41 +206,6 @@ def test_missing_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("store", "kwargs", "kind", "words"),
-    [
-        ("ftp://host/x", {}, ValueError, "no object store is known .* 'ftp://host/x'"),
-        (7, {}, TypeError, "store must be a URL, path or store of obstore, got int"),
-        (
-            MemoryStore(),
-            {"store_options": {"region": "x"}},
-            TypeError,
-            "region: store_options are for a URL; pass ",
-        ),
-        (
-            "s3://b",
-            {"keys": "one"},
-            TypeError,
-            "iterable of keys, got the string 'one'",
-        ),
-        (
-            "s3://b",
-            {"keys": ["k"], "prefix": "p"},
-            ValueError,
-            "keys or prefix, not bo",
-        ),
-        (MemoryStore(), {}, ValueError, "no object in 'memory://'"),
-        ("memory:///", {}, ValueError, "no object in 'memory://'"),
-    ],
-)
-def test_refuses_wrong_arguments(
-    store: Any, kwargs: dict[str, Any], kind: type[Exception], words: str
-) -> None:
-    """In the constructor, with what was given."""
-    with pytest.raises(kind, match=words):
-        ObjectDataset(store, **kwargs)
-
-
-@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"no_such_option": 1}, "does not know the option 'no_such_option'"),
@@ -261,41 +226,6 @@ def test_refuses_wrong_options(options: dict[str, Any], words: str) -> None:
     """In the constructor, with the option's name and what is near it."""
     with pytest.raises(ValueError, match=f"^cannot open 's3://b': .*{words}"):
         ObjectDataset("s3://b", ["k"], store_options=options)
-
-
-@pytest.mark.parametrize(
-    ("store", "options", "words"),
-    [
-        (
-            "https://host",
-            {"region": "x"},
-            "only the store_options client_options and retry_config",
-        ),
-        (
-            "memory:///",
-            {"region": "x"},
-            "only the store_options client_options and retry_config",
-        ),
-        ("gs://b", {"regoin": "x"}, "does not know the option 'regoin'"),
-        ("az://b", {"account_name": "a", "sas": "x"}, "does not know the option 'sas'"),
-        ("az://b", {"use_emulator": "maybe"}, "refuses the value .* 'use_emulator'"),
-        ("/", {"region": "x"}, "is local, and takes no store_options: region"),
-        ("file:///", {"region": "x"}, "is local, and takes no store_options"),
-    ],
-)
-def test_options_that_a_store_does_not_take(
-    store: str, options: dict[str, Any], words: str
-) -> None:
-    """Whatever the store."""
-    with pytest.raises(ValueError, match=words):
-        ObjectDataset(store, ["k"], store_options=options)
-
-
-def test_needs_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the extra, the error says how to get it."""
-    monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(ImportError, match=r'pip install "aioloader\[objects\]"'):
-        ObjectDataset("memory:///", ["k"])
 
 
 @pytest.mark.parametrize(
