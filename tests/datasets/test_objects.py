@@ -1,7 +1,6 @@
 """What is particular to objects: addresses, listings, lengths, processes."""
 
 import asyncio
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import obstore
 import pytest
 from obstore.store import LocalStore, MemoryStore, S3Store
 
-from aioloader.datasets import ObjectDataset, Requests
+from aioloader.datasets import ObjectDataset
 from aioloader.datasets._stores.stores import _Runtime
 from aioloader.errors import (
     DatasetError,
@@ -64,16 +63,6 @@ async def test_http_failures(
     assert type(caught.value) is kind
     assert caught.value.location == f"{loopback.url(what)}/cats/z.bin"
     assert caught.value.attempts == len(loopback.heads)
-
-
-async def test_nobody_listens(unused_port: int, quick: Any) -> None:
-    """The system's own words come through."""
-    url = f"http://127.0.0.1:{unused_port}"
-    once = Requests(base_delay=1e12, max_delay=1e12)
-    with pytest.raises(DatasetError, match="Connection refused, after 2 attempts"):
-        await ObjectDataset(
-            url, ["x"], store_options={"retry_config": quick}, requests=once
-        )[0]
 
 
 async def test_forbidden_local_object(forbidden: Path) -> None:
@@ -174,14 +163,6 @@ async def test_cancelled_discover_leaves_nothing(
         await task
 
 
-async def test_http_has_no_listing(loopback: "Loopback", quick: Any) -> None:
-    """The message says what to pass instead."""
-    with pytest.raises(DatasetError, match="pass keys="):
-        await ObjectDataset.discover(
-            loopback.url("405"), store_options={"retry_config": quick}
-        )
-
-
 async def test_listing_of_a_missing_bucket(s3: str) -> None:
     """A listing fails as reads do."""
     with pytest.raises(ObjectNotFoundError, match="404 Not Found, NoSuchBucket"):
@@ -270,14 +251,6 @@ async def test_store_is_made_anew_after_close(serve: Serve) -> None:
     assert dataset._source.open() is not first
 
 
-def test_copies_of_a_pickle_make_their_own_store(folder: Path) -> None:
-    """No live store is in a pickle."""
-    dataset = ObjectDataset(folder)
-    copy = pickle.loads(pickle.dumps(dataset))
-    assert copy._source._made is None
-    assert copy._sizes is not None
-
-
 def test_runtime_refuses_a_fork() -> None:
     """Where every call would hang, the first one raises."""
     runtime = _Runtime()
@@ -293,14 +266,6 @@ def run(script: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
-
-
-@pytest.mark.slow
-def test_import_leaves_obstore_alone() -> None:
-    """The extra is imported when a dataset of it is made, and not before."""
-    script = "import aioloader.datasets, sys; assert 'obstore' not in sys.modules"
-    ended = run(script)
-    assert not ended.returncode, ended.stderr
 
 
 @pytest.mark.slow

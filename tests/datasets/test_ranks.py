@@ -42,19 +42,6 @@ async def test_one_order(kind: str, tmp_path: Path) -> None:
         assert await layout(stream, ranks) == whole, ranks
 
 
-@KINDS
-@SHARED
-async def test_global_batches(kind: str, tmp_path: Path) -> None:
-    """They are the same sets, from the first one to the tail."""
-    stream = STREAMS[kind](tmp_path).readers(12)
-    for size, several in ((24, (1, 3, 4, 8)), (40, (1, 2, 5))):
-        found = []
-        for ranks in several:
-            async with Ranks(stream, ranks) as reading:
-                found.append(await reading.batches(size))
-        assert all(one == found[0] for one in found)
-
-
 @SHARED
 @pytest.mark.parametrize("kind", ["lines", "columns, shuffled", "numbers", "errors"])
 @pytest.mark.parametrize(

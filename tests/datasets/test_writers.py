@@ -327,28 +327,6 @@ async def test_names_beside_each_other(tmp_path: Path) -> None:
             assert writer.next_sample == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"name": "a/b"}, ValueError, "got 'a/b'; folders belong in the destination"),
-        ({"shard_bytes": 0}, ValueError, "shard_bytes must be at least 1, got 0"),
-        ({"shard_samples": 0}, ValueError, "shard_samples must be at least 1"),
-        ({"shard_size": 1}, TypeError, "did you mean 'shard_"),
-        ({"store_options": {"region": "x"}}, ValueError, "takes no store_options: reg"),
-        ({"metadata": {"x": object()}}, TypeError, "not JSON serializable"),
-        ({"destination": "gopher://x"}, ValueError, "no object store is known"),
-        ({"destination": 7}, TypeError, "must be a URL, path or store"),
-    ],
-)
-def test_wrong_arguments(
-    arguments: Any, error: type[Exception], words: str, tmp_path: Path
-) -> None:
-    """Are named when the writer is made; nothing is made on the disk."""
-    with pytest.raises(error, match=words):
-        TarWriter(**{"destination": tmp_path / "x", **arguments})
-    assert not (tmp_path / "x").exists()
-
-
 @pytest.mark.one_loop
 async def test_memory_is_bounded(tmp_path: Path) -> None:
     """However large the shard: some megabytes."""

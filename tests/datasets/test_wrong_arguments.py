@@ -104,6 +104,18 @@ WRONG = {
     "FileDataset('s3://b/*')": (
         "ValueError: 's3://b/[*]' is a URL, and FileDataset reads files: use ObjectDat"
     ),
+    "TarDataset('a', missing_end='no')": "ValueError: missing_end must be 'error' or",
+    "ArrowDataset('a', missing_end=None)": "ValueError: missing_end must be 'error' o",
+    "TarWriter('/x', name='a/b')": "ValueError: .*got 'a/b'; folders belong in the d",
+    "TarWriter('/x', shard_bytes=0)": "ValueError: shard_bytes must be at least 1, got",
+    "TarWriter('/x', shard_samples=0)": "ValueError: shard_samples must be at least 1",
+    "TarWriter('/x', shard_size=1)": "TypeError: .*did you mean 'shard_",
+    "TarWriter('/x', store_options={'region': 'x'})": (
+        "ValueError: .*takes no store_options: region"
+    ),
+    "TarWriter('/x', metadata={'x': object()})": "TypeError: .*not JSON serializable",
+    "TarWriter('gopher://x')": "ValueError: no object store is known",
+    "TarWriter(7)": "TypeError: .*must be a URL, path or store",
     "SQLDataset(5, 't', key='k')": "TypeError: url must be .* got int",
     "SQLDataset(ROWS, 5, key='k')": "TypeError: query must be a str",
     "SQLDataset(ROWS, 't', key=5)": "TypeError: key must be a string",
@@ -129,6 +141,7 @@ def test_in_the_constructor(call: str, error: str) -> None:
     with pytest.raises((LookupError, TypeError, ValueError)) as raised:
         eval(call)
     assert re.match(error, f"{type(raised.value).__name__}: {raised.value}")
+    assert not Path("/x").exists()
 
 
 @pytest.fixture
