@@ -32,8 +32,12 @@ def _read_pth(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
+def _read_text(data: bytes) -> str:
+    return data.decode()
+
+
 DECODERS: dict[str, Callable[[bytes], Any]] = {
-    **dict.fromkeys(_TEXT, bytes.decode),
+    **dict.fromkeys(_TEXT, _read_text),
     **dict.fromkeys(_NUMBER, int),
     **dict.fromkeys(_JSON, json.loads),
     "npy": _read_npy,
