@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, SupportsIndex, TypeVa
 import numpy as np
 from torch.utils.data import Dataset
 
-from aioloader.datasets._decode.pictures import FOLDER_EXTENSIONS
+from aioloader.datasets._decode import FOLDER_EXTENSIONS
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets.decoders import Decoder, Spec, extension_of

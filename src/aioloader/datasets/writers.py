@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypedDict, Unp
 
 import numpy as np
 
-from aioloader.datasets._decode.fields import is_light
+from aioloader.datasets._decode import is_light
 from aioloader.datasets._options import check_at_least, names_options
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.outlast import in_thread

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from aioloader.datasets._decode.fields import encode, is_buffer
+from aioloader.datasets._decode import encode, is_buffer
 from aioloader.datasets._tar.groups import Groups
 
 _BLOCK = 512
