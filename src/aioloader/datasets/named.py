@@ -209,13 +209,24 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
         found = _labelled(dataset.names, start, wanted)
         folders = {folder for folder, *_ in found}
         if classes is None:
-            _check_full(sorted({*folders, *dataset.folders(root)} - folders), wanted)
+            if empty := sorted({*dataset.folders(root)} - folders):
+                raise ValueError(
+                    f"no file with an extension of {', '.join(sorted(wanted))} in the "
+                    f"class folders {', '.join(map(repr, empty))}: without them other "
+                    f"classes would have other labels; remove the folders, or pass "
+                    f"classes"
+                )
             classes = sorted(folders)
         self.classes: list[str] = list(classes)
         self.class_to_idx: dict[str, int] = {
             name: label for label, name in enumerate(self.classes)
         }
-        _check_known(folders, self.class_to_idx)
+        if unknown := sorted(folders - self.class_to_idx.keys()):
+            raise ValueError(
+                f"files are in folders of no class: {', '.join(map(repr, unknown))}; "
+                f"there are {len(self.class_to_idx)} classes: "
+                f"{', '.join(map(repr, self.class_to_idx))}"
+            )
         self.targets: list[int] = [self.class_to_idx[folder] for folder, *_ in found]
         self._order = np.array([at for *_, at in found], np.int64)
         self._names = NameTable(dataset.names[at] for *_, at in found)
@@ -285,21 +296,3 @@ def _labelled(
         raise ValueError(f"none of {len(names):,} files has an extension of {shown}")
     found.sort()
     return found
-
-
-def _check_full(empty: Sequence[str], wanted: Collection[str]) -> None:
-    if empty:
-        raise ValueError(
-            f"no file with an extension of {', '.join(sorted(wanted))} in the class "
-            f"folders {', '.join(map(repr, empty))}: without them other classes would "
-            f"have other labels; remove the folders, or pass classes"
-        )
-
-
-def _check_known(folders: Collection[str], known: Collection[str]) -> None:
-    unknown = sorted(folder for folder in folders if folder not in known)
-    if unknown:
-        raise ValueError(
-            f"files are in folders of no class: {', '.join(map(repr, unknown))}; there "
-            f"are {len(known)} classes: {', '.join(map(repr, known))}"
-        )
