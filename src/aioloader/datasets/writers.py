@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 Rows: TypeAlias = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
 SHARD_BYTES = 256 << 20
 ROW_GROUP_BYTES = 16 << 20
-# A few of these are worth a call in a thread.
-_DUE_BYTES = 4 << 20
 _END = bytes(1024)  # two blocks, as a tar ends
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 # Rows taken from a plain iterable before other tasks get their turn.
@@ -97,6 +95,7 @@ class ShardWriter(abc.ABC):
     """
 
     ending: ClassVar[str]
+    _due_bytes = 4 << 20  # worth a call in a thread
 
     @names_options
     def __init__(
@@ -244,8 +243,6 @@ class ShardWriter(abc.ABC):
         return f"{type(self).__name__}({place}, {count} shards)"
 
     # -- the format ---------------------------------------------------------------
-
-    _due_bytes = _DUE_BYTES
 
     @abc.abstractmethod
     async def _encode(self, sample: Mapping[str, Any]) -> tuple[Any, int]:
