@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ def test_a_finite_stream_needs_a_tail() -> None:
 
 def test_what_needs_no_tail() -> None:
     """Endless streams, known lengths, one rank, and what was chosen."""
-
     for stream, options in (
         (numbers().repeat().shuffle(3).map(abs), {}),
         (numbers().mix(numbers().repeat()), {}),
@@ -58,7 +57,7 @@ def test_what_needs_no_tail() -> None:
     ):
         asked: Any = {"rank": 0, "world_size": 2, **options}
         with DataLoader(stream, **asked) as loader:
-            assert next(iter(loader)) == 0 or options is not None
+            assert next(iter(loader)) >= 0
 
 
 @TAILS
@@ -332,26 +331,20 @@ def test_an_error_of_one_batch() -> None:
         return number
 
     store = dist.HashStore()
+    options: Any = {"tail": "drop", "batch_size": 2, "transform": broken}
 
     def read(rank: int) -> int:
-        with loader_of(
-            numbers(40), store, rank, 2, tail="drop", batch_size=2, transform=broken
-        ) as loader:
-            return sum(1 for _ in _with_errors(iter(loader)))
+        with loader_of(numbers(40), store, rank, 2, **options) as loader:
+            iterator = iter(loader)
+            for count in itertools.count():
+                try:
+                    if next(iterator, None) is None:
+                        return count
+                except ValueError:
+                    continue
+        raise AssertionError
 
     assert side_by_side(read, 2) == [10, 10]
-
-
-def _with_errors(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield batches and errors."""
-    step: Callable[[], Any] = iterator.__next__
-    while True:
-        try:
-            yield step()
-        except ValueError as error:
-            yield error
-        except StopIteration:
-            return
 
 
 # -- in real processes ----------------------------------------------------------------
