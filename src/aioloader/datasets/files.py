@@ -17,7 +17,7 @@ from typing import Any, Self, SupportsIndex, TypeAlias
 
 from torch.utils.data import Dataset
 
-from aioloader.datasets._batcher import ReadBatcher
+from aioloader.datasets._batcher import Outcome, ReadBatcher
 from aioloader.datasets._options import check_at_least, check_is, names_options
 from aioloader.datasets._stores.addresses import shown_address
 from aioloader.datasets._stores.failures import file_failure
@@ -27,7 +27,7 @@ from aioloader.datasets.named import ReadDataset
 StrPath: TypeAlias = str | os.PathLike[str]
 
 
-class FileDataset(Dataset[Coroutine[Any, Any, bytes]], ReadDataset[ReadBatcher]):
+class FileDataset(Dataset[Coroutine[Any, Any, bytes]], ReadDataset):
     """Reads whole files, many at a time, by ``async def __getitem__``.
 
     Several event loops may read one dataset at once; it may be pickled. As an async
@@ -125,13 +125,13 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], ReadDataset[ReadBatcher])
             DatasetError: If reading failed otherwise, for example on a directory.
         """
         path = self._locate(self._names[index])
-        outcome = await self._readers.here().read(path)
+        outcome: Outcome = await self._readers.here().read(path)
         if isinstance(outcome, Exception):
             raise file_failure(path, outcome) from outcome
         return outcome
 
-    async def _release(self, reader: ReadBatcher) -> None:
-        await reader.aclose()
+    async def _release(self) -> None:
+        await self._readers.here().aclose()
 
     def _locate(self, path: str) -> str:
         # A million `Path` objects would cost more than the reads.

@@ -8,7 +8,7 @@ import abc
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, ClassVar, Generic, Protocol, Self, SupportsIndex, TypeVar
+from typing import Any, ClassVar, Self, SupportsIndex
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -82,24 +82,17 @@ class Named(HasLifespan):
         return []
 
 
-class _HasUsers(Protocol):
-    users: int
-
-
-R = TypeVar("R", bound=_HasUsers)
-
-
-class ReadDataset(Named, Generic[R]):
+class ReadDataset(Named):
     """Named bytes that each event loop reads by a reader of its own.
 
     As an async context manager it releases the loop's reader at the last exit; a loader
     does this.
 
     Args:
-        make_reader: Makes a reader, which counts its users.
+        make_reader: Makes a reader, which counts its ``users``.
     """
 
-    def __init__(self, make_reader: Callable[[], R]) -> None:
+    def __init__(self, make_reader: Callable[[], Any]) -> None:
         self._readers = PerLoop(make_reader)
         self._names = NameTable(())
 
@@ -120,10 +113,10 @@ class ReadDataset(Named, Generic[R]):
         reader = self._readers.here()
         reader.users -= 1
         if not reader.users:
-            await self._release(reader)
+            await self._release()
 
     @abc.abstractmethod
-    async def _release(self, reader: R) -> None:
+    async def _release(self) -> None:
         """Release what the reader of this loop holds."""
 
 

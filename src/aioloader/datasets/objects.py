@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 
-class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], ReadDataset[ObjectReader]):
+class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], ReadDataset):
     """Reads whole objects of a store, many at a time, by ``async def __getitem__``.
 
     Several event loops may read one dataset at once. It may be pickled if no option is
@@ -150,7 +150,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], ReadDataset[ObjectRea
         position = self._names.position(index)
         key = self._names[position]
         size = 0 if self._sizes is None else int(self._sizes[position])
-        reader = self._readers.here()
+        reader: ObjectReader = self._readers.here()
         attempt = partial(self._read, reader, key, size)
         return await reader.tries.make(attempt, self._source, key)
 
@@ -173,7 +173,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], ReadDataset[ObjectRea
         del store
         raise failure
 
-    async def _release(self, reader: ObjectReader) -> None:  # noqa: ARG002  (aclose has it)
+    async def _release(self) -> None:
         await self.aclose()
 
     async def aclose(self, seconds: float = 5.0) -> None:
