@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,9 @@ from aioloader.errors import BatchTimeoutError, DatasetError
 from datasets.ends import a_store, dist, loader_of, masked, read_all, side_by_side
 from datasets.rank_process import RankProcess, ranks
 from datasets.ranks import lines, numbers
+from datasets.test_rank_lists import two
+
+__all__ = ["two"]
 
 TAILS = pytest.mark.parametrize("tail", ["drop", "wrap", "pad"])
 
@@ -348,13 +350,6 @@ def test_an_error_of_one_batch() -> None:
 
 
 # -- in real processes ----------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[list[RankProcess]]:
-    """Run two ranks of one process group for all tests here."""
-    with ranks() as found:
-        yield found
 
 
 def shards(folder: Path, *lengths: int) -> dict[str, Any]:
